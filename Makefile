@@ -1,0 +1,70 @@
+# One definition of every check and command. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.nereid-setup
+MANIFESTS := pyproject.toml constraints.txt parsers/pyproject.toml backend/pyproject.toml client/pyproject.toml
+
+MODEL ?=
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+OPENAI_PORT ?= 9000
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check lint format type deps demo-train demo-eval bench-serve clean
+
+help: ## List the targets
+	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  make serve MODEL=/path/to/checkpoint HTTP_PORT=8000 GRPC_PORT=8001 METRICS_PORT=8002 OPENAI_PORT=9000 ARGS='--max-model-len 4096'"
+
+setup: $(STAMP) ## Make .venv with everything for serving and testing (quick when it is already there)
+
+$(STAMP): $(MANIFESTS)
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; ok = (3, 11) <= v <= (3, 12); ok or print("setup: $(PYTHON) is Python %d.%d; Nereid needs 3.11 or 3.12: make setup PYTHON=python3.11" % v, file=sys.stderr); sys.exit(0 if ok else 2)'
+	@echo "setup: making $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "setup: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
+	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@echo "setup: installing torch, transformers and the three packages (about a minute with a warm pip cache)"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e parsers -e backend -e client --group dev
+	@echo "setup: installing the embedded tritonserver"
+	@$(BIN)/nereid install-server
+	@touch $@
+	@echo "setup: done"
+
+serve: setup ## Serve a chat model: tritonserver and the OpenAI frontend (MODEL=/path for your own)
+	@exec $(BIN)/nereid serve $(if $(MODEL),--model $(MODEL)) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT) $(ARGS)
+
+test: setup ## Every test that a machine without a GPU can run, the real tritonserver included
+	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: lint type deps test ## Everything CI checks: lint, types, import rules, tests
+
+lint: setup ## Style and common mistakes (ruff)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: setup ## Format the code (ruff)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+type: setup ## Types (mypy, strict)
+	@$(BIN)/mypy parsers/nereid_parsers backend/nereid_backend client/nereid_client
+
+deps: setup ## Import rules between the rooms (import-linter)
+	@$(BIN)/lint-imports
+
+demo-train: setup ## Train the demo chat model again from its seed (under an hour on two cores)
+	@$(BIN)/python demo/train.py $(ARGS)
+
+demo-eval: setup ## The demo chat model's accuracy per skill on held-out prompts
+	@$(BIN)/python demo/evaluate.py $(ARGS)
+
+bench-serve: setup ## Tokens/s through the Triton server against the same engine in process
+	@$(BIN)/python loadtest/bench_serve.py $(ARGS)
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

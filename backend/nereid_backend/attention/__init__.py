@@ -1,0 +1,1 @@
+"""The attention hook into transformers and the paged kernels behind it."""

@@ -1,0 +1,1 @@
+"""Scheduling, blocks and requests in plain Python: no torch below this line."""

@@ -1,0 +1,1 @@
+"""From a step plan to sampled tokens, in torch."""

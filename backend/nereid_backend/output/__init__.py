@@ -1,0 +1,1 @@
+"""What the postprocessor does with tokens: text, stops."""

@@ -1,0 +1,1 @@
+"""Triton server glue: what model.py files call."""

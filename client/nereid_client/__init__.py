@@ -1,0 +1,1 @@
+"""OpenAI-compatible frontend and command line of Nereid."""

@@ -1,0 +1,1 @@
+"""The `nereid` command."""

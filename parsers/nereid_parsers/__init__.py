@@ -1,0 +1,1 @@
+"""Chat formats as data: parse, stream and constrain what language models write."""

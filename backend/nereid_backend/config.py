@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's settings: one frozen object, checked when it is made."""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from nereid_backend.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an operator may choose about an engine.
+
+    Attributes:
+        model: folder of a Hugging Face checkpoint with safetensors weights.
+        dtype: of weights and KV cache; "auto" is the checkpoint's own (float32 for a float16
+            checkpoint on a CPU, where float16 is slow).
+        device: "auto" is the first GPU if there is one, else "cpu"; or "cuda", "cuda:1".
+        max_model_len: longest prompt and answer together, in tokens; None is the most that the
+            model and the KV cache's memory allow.
+        kv_cache_memory: bytes, or text such as "2GiB"; None is a share of the free memory.
+        block_size: tokens in one block of the KV cache.
+        max_num_seqs: at most so many requests run at once.
+        max_num_batched_tokens: at most so many tokens go through the model in one step; longer
+            prompts are cut into chunks. None is 512 on a CPU and 4096 on a GPU.
+        max_num_waiting: at most so many requests wait; more are refused.
+        gpu_memory_utilization: share of the GPU's memory for weights and KV cache together.
+        seed: of the requests that bring none.
+        num_threads: CPU threads for torch; None is one for each CPU this process may use.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of range; the message says what would do.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_memory: int | str | None = None
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_num_waiting: int = 4096
+    gpu_memory_utilization: float = 0.9
+    seed: int = 0
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        for name in ("block_size", "max_num_seqs", "max_num_waiting"):
+            _check_count(name, getattr(self, name), minimum=1)
+        for name in ("max_model_len", "max_num_batched_tokens", "num_threads"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), minimum=2 if name == "max_model_len" else 1)
+        _check_count("seed", self.seed, minimum=0)
+        if self.kv_cache_memory is not None:
+            # Text is turned into bytes here, once, so that every reader finds a number.
+            object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization: must be above 0 and at most 1, got {share!r}"
+            )
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens: must be at least max_num_seqs ({self.max_num_seqs}), so "
+                f"that every running request gets its token each step, got {budget}; raise it or "
+                "lower max_num_seqs"
+            )
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, str]) -> "EngineConfig":
+        """Build a config from text, as environment variables and config.pbtxt parameters bring it.
+
+        Args:
+            settings: lower-case field names (no NEREID_ prefix) to text. Empty text is the default.
+
+        Raises:
+            ConfigError: an unknown name (the nearest known one is suggested) or a wrong value.
+        """
+        known = {field.name: field for field in fields(cls)}
+        for name in settings:
+            if name not in known:
+                raise ConfigError(_unknown_setting(name, list(known)))
+        values = {
+            name: _from_text(name, str(known[name].type), text.strip())
+            for name, text in settings.items()
+            if text.strip()
+        }
+        missing = [n for n, f in known.items() if f.default is MISSING and n not in values]
+        if missing:
+            raise ConfigError(f"{missing[0]}: must be set; it has no default")
+        return cls(**values)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """kv_cache_memory in bytes, None when it is to be chosen at load."""
+        value = self.kv_cache_memory
+        assert value is None or isinstance(value, int)
+        return value
+
+    def _check_names(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model: must be the path of a checkpoint, got {self.model!r}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if not isinstance(self.device, str) or not re.fullmatch(
+            r"auto|cpu|cuda(:\d+)?", self.device
+        ):
+            raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+
+def parse_bytes(value: int | str) -> int:
+    """Read a size of memory: a number of bytes, or text such as "512MiB", "2 GiB", "1.5GB".
+
+    Raises:
+        ConfigError: not a positive size.
+    """
+    problem = ConfigError(
+        f'kv_cache_memory: must be a positive number of bytes or text such as "2GiB", got {value!r}'
+    )
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise problem
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise problem
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size <= 0:
+        raise problem
+    return size
+
+
+def _check_count(name: str, value: object, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{name}: must be an integer of at least {minimum}, got {value!r}")
+
+
+def _unknown_setting(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    return f'unknown setting "{name}"{hint} (known: {", ".join(sorted(known))})'
+
+
+def _from_text(name: str, annotation: str, text: str) -> Any:  # noqa: ANN401 - one of the field types
+    readers: dict[str, tuple[Callable[[str], object], str]] = {
+        "int": (int, "an integer"),
+        "float": (float, "a number"),
+    }
+    # kv_cache_memory is "int | str | None": text is one of its own types.
+    kind = next((k for k in readers if k in annotation and "str" not in annotation), None)
+    if kind is None:
+        return text
+    read, expected = readers[kind]
+    try:
+        value = read(text)
+    except ValueError:
+        raise ConfigError(f'{name}: must be {expected}, got "{text}"') from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f'{name}: must be {expected}, got "{text}"')
+    return value

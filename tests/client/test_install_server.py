@@ -1,0 +1,114 @@
+"""`nereid install-server`, with a wheel made here: pip and the file system are real."""
+
+import argparse
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from nereid_client.cli import install_server, libpython
+from nereid_client.cli.console import CliError
+
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+SERVER = "pytriton/tritonserver"
+FAKE_SERVER = '#!/bin/bash\necho "$0 $*"\nenv\n'
+
+
+def make_wheel(folder: Path, stubs: tuple[str, ...] = (VERSION,)) -> Path:
+    """A wheel with the layout of nvidia-pytriton, whose server prints its arguments and environment."""
+    info = "nvidia_pytriton-0.0.1.dist-info"
+    files = {
+        f"{SERVER}/bin/tritonserver": FAKE_SERVER,
+        f"{SERVER}/backends/python/libtriton_python.so": "backend",
+        "nvidia_pytriton.libs/libx.so": "x",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: nvidia-pytriton\nVersion: 0.0.1\n"
+        "Requires-Dist: no-such-package-anywhere==1\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    for stub in stubs:
+        files[f"{SERVER}/python_backend_stubs/{stub}/triton_python_backend_stub"] = f"stub {stub}"
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
+    wheel = folder / "nvidia_pytriton-0.0.1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = (
+                0o100755 if name.endswith("bin/tritonserver") else 0o100644
+            ) << 16
+            archive.writestr(entry, text)
+    return wheel
+
+
+@pytest.fixture
+def launcher(tmp_path, monkeypatch):
+    path = tmp_path / "bin" / "tritonserver"
+    monkeypatch.setattr(install_server, "launcher_path", lambda: path)
+    return path
+
+
+def install(tmp_path: Path, wheel: Path) -> int:
+    return install_server.run(argparse.Namespace(target=tmp_path / "target", wheel=str(wheel)))
+
+
+def test_the_stub_of_this_python_is_put_where_the_backend_looks(tmp_path, launcher):
+    assert install(tmp_path, make_wheel(tmp_path, stubs=("3.8", VERSION))) == 0
+    backend = tmp_path / "target" / SERVER / "backends" / "python"
+    assert (backend / "triton_python_backend_stub").read_text() == f"stub {VERSION}"
+
+
+def test_the_launcher_starts_the_server_with_this_environments_packages(tmp_path, launcher):
+    install(tmp_path, make_wheel(tmp_path))
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/mine", "PYTHONHOME": "/wrong"}
+    output = subprocess.run(
+        [launcher, "--model-repository", "a b"],
+        env=environment, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    server = tmp_path / "target" / SERVER
+    arguments = f"--backend-directory {server}/backends --model-repository a b"
+    assert output[0] == f"{server}/bin/tritonserver {arguments}"
+    seen = dict(line.split("=", 1) for line in output[1:] if "=" in line)
+    packages = seen["PYTHONPATH"].split(":")
+    assert str(Path(pytest.__file__).parent.parent) in packages
+    assert str(Path(install_server.__file__).parents[2]) in packages
+    assert packages[-1] == "/mine"
+    assert seen["NEREID_PYTHON"] == sys.executable
+    assert f"{tmp_path}/target/nvidia_pytriton.libs" in seen["LD_LIBRARY_PATH"].split(":")
+    assert "PYTHONHOME" not in seen
+
+
+def test_the_second_time_installs_nothing(tmp_path, launcher, capsys):
+    wheel = make_wheel(tmp_path)
+    install(tmp_path, wheel)
+    wheel.unlink()  # pip would fail now
+    assert install(tmp_path, wheel) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_an_installation_that_broke_off_is_done_again(tmp_path, launcher):
+    wheel = make_wheel(tmp_path)
+    install(tmp_path, wheel)
+    (tmp_path / "target" / ".nereid-wheel").unlink()
+    (tmp_path / "target" / SERVER / "bin" / "tritonserver").write_text("half")
+    install(tmp_path, wheel)
+    assert (tmp_path / "target" / SERVER / "bin" / "tritonserver").read_text() == FAKE_SERVER
+
+
+def test_a_wheel_without_a_stub_for_this_python_says_which_it_has(tmp_path, launcher):
+    with pytest.raises(CliError, match=rf"no stub for Python {VERSION} \(it has: 3\.8\)"):
+        install(tmp_path, make_wheel(tmp_path, stubs=("3.8",)))
+
+
+def test_a_tritonserver_that_is_not_ours_is_left_alone(tmp_path, launcher):
+    launcher.parent.mkdir()
+    launcher.write_text("#!/bin/sh\necho real\n")
+    with pytest.raises(CliError, match="is not ours"):
+        install(tmp_path, make_wheel(tmp_path))
+    assert launcher.read_text() == "#!/bin/sh\necho real\n"
+
+
+def test_a_missing_libpython_names_the_package(monkeypatch):
+    monkeypatch.setattr(libpython, "libpython_name", lambda: "libpython9.9.so.1.0")
+    with pytest.raises(CliError, match=rf"apt-get install libpython{VERSION}"):
+        libpython.find_libpython()

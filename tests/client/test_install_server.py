@@ -7,7 +7,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
 from nereid_client.cli import install_server, libpython
 from nereid_client.cli.console import CliError
 
@@ -17,7 +16,7 @@ FAKE_SERVER = '#!/bin/bash\necho "$0 $*"\nenv\n'
 
 
 def make_wheel(folder: Path, stubs: tuple[str, ...] = (VERSION,)) -> Path:
-    """A wheel with the layout of nvidia-pytriton, whose server prints its arguments and environment."""
+    """A wheel laid out as nvidia-pytriton is; its server prints its arguments and environment."""
     info = "nvidia_pytriton-0.0.1.dist-info"
     files = {
         f"{SERVER}/bin/tritonserver": FAKE_SERVER,

@@ -1,1 +1,1 @@
-"""Wire types of the HTTP API."""
+"""Wire types of the OpenAI API, and nothing else."""

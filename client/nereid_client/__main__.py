@@ -1,0 +1,31 @@
+"""`python -m nereid_client`: run the OpenAI frontend in front of a Triton server that runs."""
+
+import sys
+from collections.abc import Sequence
+
+import uvicorn
+
+from nereid_client.app import create_app
+from nereid_client.settings import SettingsError, settings_from_flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; 2 when a setting is wrong."""
+    try:
+        settings = settings_from_flags(argv)
+    except SettingsError as error:
+        sys.stderr.write(f"nereid_client: {error}\n")
+        return 2
+    uvicorn.run(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_level=settings.log_level,
+        access_log=settings.log_level == "debug",
+        timeout_graceful_shutdown=5,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""The way to the language model: the `Backend` protocol and its Triton gRPC implementation."""
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import grpc
+import numpy as np
+import tritonclient.grpc.aio as triton_grpc
+from tritonclient.grpc import InferInput, InferRequestedOutput
+from tritonclient.utils import InferenceServerException
+
+from nereid_client.deltas import Delta
+from nereid_client.errors import BackendError
+
+_READY_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One call of the ensemble: a request id, exactly one kind of prompt, and how to sample.
+
+    Attributes:
+        request_id: shows up in the server's logs; unique among requests that run.
+        text_input: a prompt as text.
+        input_ids: a prompt as token ids.
+        chat_request: the JSON body of a chat completion.
+        sampling_parameters: a JSON object, for the first two kinds.
+        with_text: whether deltas carry `text`, the raw text.
+    """
+
+    request_id: str
+    text_input: str | None = None
+    input_ids: tuple[int, ...] | None = None
+    chat_request: str | None = None
+    sampling_parameters: str | None = None
+    with_text: bool = False
+
+
+class Backend(Protocol):
+    """Something that generates."""
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
+        """The deltas of one answer; closing the generator aborts the request.
+
+        Raises: BackendError.
+        """
+        ...
+
+    async def is_live(self) -> bool:
+        """Whether the server answers at all."""
+        ...
+
+    async def is_ready(self) -> bool:
+        """Whether the model can take requests."""
+        ...
+
+    async def close(self) -> None:
+        """Give up the connection."""
+        ...
+
+
+class TritonBackend:
+    """The ensemble on a Triton server: one gRPC stream per request, one channel for all."""
+
+    def __init__(self, url: str, ensemble: str) -> None:
+        """Nothing is connected yet; must be called in a running event loop.
+
+        Args:
+            url: host:port of the server's gRPC door.
+            ensemble: the model's name in the repository.
+        """
+        self._url = url
+        self._ensemble = ensemble
+        self._client = triton_grpc.InferenceServerClient(url)
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
+        """See `Backend.generate`."""
+        stream = self._client.stream_infer(
+            _once(self._request(generation)),
+            # Without this header an error is text in the stream and its code is lost.
+            headers={"triton_grpc_error": "true"},
+        )
+        try:
+            async for result, error in stream:
+                if error is not None:
+                    raise BackendError("INTERNAL", str(error))
+                delta = _decode_response(result.get_response(), generation.with_text)
+                if delta:
+                    yield delta
+        except grpc.RpcError as error:
+            raise self._backend_error(error) from None
+        except asyncio.CancelledError:
+            # grpc raises this both when our task is cancelled and when the call alone was.
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                raise BackendError("CANCELLED", "the gRPC stream was cancelled") from None
+            raise
+        finally:
+            stream.cancel()  # a stream that has ended takes no notice
+
+    async def is_live(self) -> bool:
+        """See `Backend.is_live`."""
+        try:
+            return bool(await self._client.is_server_live(client_timeout=_READY_TIMEOUT_S))
+        except InferenceServerException:
+            return False
+
+    async def is_ready(self) -> bool:
+        """See `Backend.is_ready`."""
+        try:
+            return bool(
+                await self._client.is_model_ready(self._ensemble, client_timeout=_READY_TIMEOUT_S)
+            )
+        except InferenceServerException:
+            return False
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self._client.close()
+
+    def _request(self, generation: Generation) -> dict[str, Any]:
+        outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
+        return {
+            "model_name": self._ensemble,
+            "request_id": generation.request_id,
+            "inputs": _inputs(generation),
+            "outputs": [InferRequestedOutput(name) for name in outputs],
+        }
+
+    def _backend_error(self, error: grpc.RpcError) -> BackendError:
+        code: str = error.code().name
+        details: str = error.details() or code
+        if code == "UNAVAILABLE" and "failed to connect" in details:
+            details = f"the Triton server at {self._url} can't be reached; is it running?"
+        return BackendError(code, details)
+
+
+async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    yield request
+
+
+def _inputs(generation: Generation) -> list[Any]:
+    inputs = [_tensor("stream", "BOOL", [True])]
+    for name in ("text_input", "chat_request", "sampling_parameters"):
+        text = getattr(generation, name)
+        if text is not None:
+            inputs.append(_tensor(name, "BYTES", [text.encode()]))
+    if generation.input_ids is not None:
+        inputs.append(_tensor("input_ids", "INT32", list(generation.input_ids)))
+    return inputs
+
+
+_DTYPES: dict[str, Any] = {"BOOL": np.bool_, "BYTES": np.object_, "INT32": np.int32}
+
+
+def _tensor(name: str, datatype: str, values: list[Any]) -> Any:  # noqa: ANN401 - untyped library
+    tensor = InferInput(name, [len(values)], datatype)
+    tensor.set_data_from_numpy(np.array(values, dtype=_DTYPES[datatype]))
+    return tensor
+
+
+def _decode_response(response: Any, with_text: bool) -> Delta:  # noqa: ANN401 - a protobuf message
+    """The delta of one ModelInferResponse; the last response may have none."""
+    delta: Delta = {}
+    text = ""
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+        strings = decode_strings(raw)
+        if output.name == "delta":
+            for string in strings:
+                delta = cast("Delta", json.loads(string))
+        elif output.name == "text_output":
+            text = b"".join(strings).decode()
+    if with_text and text:
+        delta["text"] = text
+    return delta
+
+
+def decode_strings(raw: bytes) -> list[bytes]:
+    """The strings of a BYTES tensor: each is a little-endian uint32 length and so many bytes."""
+    strings = []
+    position = 0
+    while position < len(raw):
+        (length,) = struct.unpack_from("<I", raw, position)
+        position += 4 + length
+        strings.append(raw[position - length : position])
+    return strings

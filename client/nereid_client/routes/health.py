@@ -1,0 +1,34 @@
+"""GET /health, /health/ready, /ping and /version: for probes, load balancers and people."""
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+import nereid_client
+from nereid_client.context import context_of
+
+router = APIRouter()
+
+
+@router.get("/health", summary="Is the server alive?")
+@router.get("/ping", summary="The same, by the name Amazon SageMaker asks for")
+async def health(request: Request) -> JSONResponse:
+    """200 while the Triton server behind this frontend answers, else 503."""
+    return _answer(await context_of(request).backend.is_live(), "the Triton server doesn't answer")
+
+
+@router.get("/health/ready", summary="Can it take requests?")
+async def ready(request: Request) -> JSONResponse:
+    """200 once the model is loaded, else 503."""
+    return _answer(await context_of(request).backend.is_ready(), "the model is not ready")
+
+
+@router.get("/version", summary="Version of this frontend")
+async def version() -> dict[str, str]:
+    """The package's version."""
+    return {"version": nereid_client.__version__}
+
+
+def _answer(is_well: bool, trouble: str) -> JSONResponse:
+    if is_well:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": trouble}, status_code=503, headers={"Retry-After": "1"})

@@ -1,0 +1,1 @@
+"""Stand-ins with real behaviour, shared by tests."""

@@ -1,0 +1,79 @@
+"""The echo model on a Triton server. PYTHONPATH must hold the tests folder."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from fakes.echo import Failure, Pause, echo
+
+CODES = {
+    "INVALID_ARGUMENT": pb_utils.TritonError.INVALID_ARG,
+    "UNAVAILABLE": pb_utils.TritonError.UNAVAILABLE,
+    "CANCELLED": pb_utils.TritonError.CANCELLED,
+    "INTERNAL": pb_utils.TritonError.INTERNAL,
+}
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        # A child of the stub, as the engine process is one: servers must not leave it behind.
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        log(f"echo model loaded for {os.environ.get('NEREID_MODEL')}")
+
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request,), daemon=True).start()
+
+    def answer(self, request):
+        sender = request.get_response_sender()
+        for step in echo(**inputs_of(request)):
+            if request.is_cancelled():
+                log(f"{request.request_id()} was cancelled")
+                break
+            if isinstance(step, Pause):
+                time.sleep(step.seconds)
+            elif isinstance(step, Failure):
+                error = pb_utils.TritonError(step.message, CODES[step.code])
+                sender.send(
+                    pb_utils.InferenceResponse(error=error),
+                    flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+                )
+                return
+            else:
+                sender.send(response_of(step))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def finalize(self):
+        self.child.kill()
+        self.child.wait()
+
+
+def log(line):
+    sys.stdout.write(f"nereid: {line}\n")
+    sys.stdout.flush()
+
+
+def inputs_of(request):
+    values = {}
+    for name in ("text_input", "input_ids", "chat_request", "sampling_parameters"):
+        tensor = pb_utils.get_input_tensor_by_name(request, name)
+        if tensor is None:
+            continue
+        array = tensor.as_numpy()
+        values[name] = array.tolist() if name == "input_ids" else array[0].decode()
+    return values
+
+
+def response_of(step):
+    text = step.pop("text", "")
+    return pb_utils.InferenceResponse(
+        [
+            pb_utils.Tensor("text_output", np.array([text.encode()], dtype=object)),
+            pb_utils.Tensor("delta", np.array([json.dumps(step).encode()], dtype=object)),
+        ]
+    )

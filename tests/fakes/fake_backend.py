@@ -1,0 +1,67 @@
+"""A Backend without a server: the echo model in this process."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from nereid_client.backends import Generation
+from nereid_client.deltas import Delta
+from nereid_client.errors import BackendError
+
+from fakes.echo import Failure, Pause, echo
+
+
+class FakeBackend:
+    """Echoes, and remembers.
+
+    Attributes:
+        generations: every call, in order.
+        active: request ids that run now.
+        aborted: request ids whose caller closed them before their end.
+        is_up: what `is_live` and `is_ready` say; while it is false, calls fail as Triton's would.
+    """
+
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+        self.active: set[str] = set()
+        self.aborted: list[str] = []
+        self.is_up = True
+        self.is_closed = False
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
+        if not self.is_up:
+            raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
+        self.generations.append(generation)
+        self.active.add(generation.request_id)
+        ended = False
+        try:
+            for step in echo(
+                text_input=generation.text_input,
+                input_ids=list(generation.input_ids or ()),
+                chat_request=generation.chat_request,
+                sampling_parameters=generation.sampling_parameters,
+            ):
+                if isinstance(step, Failure):
+                    ended = True
+                    raise BackendError(step.code, step.message)
+                if isinstance(step, Pause):
+                    await asyncio.sleep(step.seconds)
+                    continue
+                await asyncio.sleep(0)
+                if not generation.with_text:
+                    step = {key: value for key, value in step.items() if key != "text"}
+                ended = "finish_reason" in step
+                yield step  # type: ignore[misc]
+            ended = True
+        finally:
+            self.active.discard(generation.request_id)
+            if not ended:
+                self.aborted.append(generation.request_id)
+
+    async def is_live(self) -> bool:
+        return self.is_up
+
+    async def is_ready(self) -> bool:
+        return self.is_up
+
+    async def close(self) -> None:
+        self.is_closed = True

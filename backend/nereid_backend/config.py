@@ -101,9 +101,9 @@ class EngineConfig:
         known = {field.name: field for field in fields(cls)}
         for name in settings:
             if name not in known:
-                raise ConfigError(_unknown_setting(name, list(known)))
+                raise ConfigError(unknown_setting(name, list(known)))
         values = {
-            name: _from_text(name, str(known[name].type), text.strip())
+            name: read_setting(name, str(known[name].type), text.strip())
             for name, text in settings.items()
             if text.strip()
         }
@@ -155,13 +155,19 @@ def _check_count(name: str, value: object, *, minimum: int) -> None:
         raise ConfigError(f"{name}: must be an integer of at least {minimum}, got {value!r}")
 
 
-def _unknown_setting(name: str, known: list[str]) -> str:
+def unknown_setting(name: str, known: list[str]) -> str:
+    """The message for a setting that nothing knows, with the nearest known name."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f'; did you mean "{near[0]}"?' if near else ""
     return f'unknown setting "{name}"{hint} (known: {", ".join(sorted(known))})'
 
 
-def _from_text(name: str, annotation: str, text: str) -> Any:  # noqa: ANN401 - one of the field types
+def read_setting(name: str, annotation: str, text: str) -> Any:  # noqa: ANN401 - one of the field types
+    """A setting's value from text, by the annotation of its field.
+
+    Raises:
+        ConfigError: the text is not of that type.
+    """
     readers: dict[str, tuple[Callable[[str], object], str]] = {
         "int": (int, "an integer"),
         "float": (float, "a number"),

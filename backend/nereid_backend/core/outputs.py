@@ -69,6 +69,9 @@ class EngineInfo:
         kv_cache_bytes: memory of the KV cache.
         weights_bytes: memory of the weights.
         eos_token_ids: tokens that end an answer, sorted.
+        num_threads: CPU threads of torch.
+        self_check_difference: of logits, packed steps against the model alone, relative.
+        load_seconds: from the start to the first step.
         seconds: load time by phase.
     """
 
@@ -88,5 +91,6 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_threads: int
+    self_check_difference: float
     load_seconds: float
     seconds: dict[str, float] = field(default_factory=dict)

@@ -75,13 +75,12 @@ class SamplingParams:
     def _check_stops(self) -> None:
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos: must be true or false, got {self.ignore_eos!r}")
-        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Sequence):
-            raise RequestError(
-                f"stop_token_ids: must be a list of token ids, got {self.stop_token_ids!r}"
-            )
-        for token_id in self.stop_token_ids:
+        ids: object = self.stop_token_ids
+        if not isinstance(ids, list | tuple):
+            raise RequestError(f"stop_token_ids: must be a list of token ids, got {ids!r}")
+        for token_id in ids:
             _check_integer("stop_token_ids", token_id, minimum=0)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
 
 
 def _check_number(name: str, value: object) -> None:

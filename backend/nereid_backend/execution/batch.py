@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a step plan to the tensors of one packed forward pass."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nereid_backend.attention.batch import AttentionBatch, Prefill
+from nereid_backend.core.request import Request
+from nereid_backend.core.step import StepPlan
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One packed step.
+
+    Attributes:
+        input_ids: [1, num_tokens] int64.
+        position_ids: [1, num_tokens] int64; every request counts from 0.
+        attention: where keys and values are.
+        logits_index: [max(1, num_sampling)] int64, tokens whose logits are wanted; when no request
+            samples it names the first token, because models do not take an empty index.
+        sampling: the requests that sample, in the order of the logits and of the plan.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention: AttentionBatch
+    logits_index: Tensor
+    sampling: list[Request]
+
+
+class BatchBuilder:
+    """Builds batches and keeps the running requests' block tables as rows of one array.
+
+    A row is filled from the request's own list as that grows, so that a step costs a few operations
+    on arrays instead of a copy of every list.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, null_block: int
+    ) -> None:
+        """Make empty tables.
+
+        Args:
+            max_num_seqs: number of rows.
+            max_model_len: longest request in tokens.
+            block_size: tokens in one block.
+            null_block: a block that is never written; pads the tables. What a table is padded with
+                is read, and then masked; another request's block could hold NaN, which masking
+                does not stop.
+        """
+        self._block_size = block_size
+        self._null_block = null_block
+        width = -(-max_model_len // block_size)
+        self._tables: Integers = np.full((max_num_seqs, width), null_block, dtype=np.int64)
+        self._num_filled = [0] * max_num_seqs
+
+    def build(self, plan: StepPlan, device: torch.device) -> StepBatch:
+        """Tensors of a plan that has at least one chunk.
+
+        Mutates: the block tables of the requests that take part.
+        """
+        token_ids: list[int] = []
+        rows: list[int] = []
+        starts: list[int] = []
+        counts: list[int] = []
+        for request, start, num_tokens, _, is_first in plan.chunks:
+            row = request.row
+            assert row is not None
+            self._fill_row(row, request.block_table, is_first)
+            if num_tokens == 1:
+                token_ids.append(request.token_ids[start])
+            else:
+                token_ids += request.token_ids[start : start + num_tokens]
+            rows.append(row)
+            starts.append(start)
+            counts.append(num_tokens)
+        num_decodes = counts.count(1)
+        row_array, start_array = np.array(rows), np.array(starts)
+        count_array = np.array(counts)
+        ends = count_array.cumsum()
+        # A token's position: its request's start plus its distance from the chunk's first token.
+        positions = np.arange(plan.num_tokens) + (start_array - ends + count_array).repeat(
+            count_array
+        )
+        tables = self._tables[row_array.repeat(count_array), positions // self._block_size]
+        slots = tables * self._block_size + positions % self._block_size
+        samples = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
+        last_tokens = ends[samples] - 1 if samples else np.zeros(1, dtype=np.int64)
+
+        def to_device(array: Integers) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        decode_rows = row_array[:num_decodes]
+        decode_lens = start_array[:num_decodes] + 1
+        attention = AttentionBatch(
+            num_tokens=plan.num_tokens,
+            slots=to_device(slots),
+            num_decodes=num_decodes,
+            decode_blocks=to_device(self._blocks(decode_rows, decode_lens.max(initial=0))),
+            decode_lens=to_device(decode_lens),
+            prefills=[
+                Prefill(
+                    start=int(ends[i]) - counts[i],
+                    end=int(ends[i]),
+                    num_cached=starts[i],
+                    blocks=to_device(self._blocks(row_array[i : i + 1], starts[i] + counts[i])),
+                )
+                for i in range(num_decodes, len(counts))
+            ],
+            block_size=self._block_size,
+        )
+        return StepBatch(
+            input_ids=to_device(np.array(token_ids))[None],
+            position_ids=to_device(positions)[None],
+            attention=attention,
+            logits_index=to_device(last_tokens),
+            sampling=[plan.chunks[index].request for index in samples],
+        )
+
+    def _fill_row(self, row: int, block_table: list[int], is_first: bool) -> None:
+        filled = self._num_filled[row]
+        if is_first:
+            self._tables[row, :filled] = self._null_block
+            filled = 0
+        if len(block_table) > filled:
+            self._tables[row, filled : len(block_table)] = block_table[filled:]
+            self._num_filled[row] = len(block_table)
+        elif is_first:
+            self._num_filled[row] = 0
+
+    def _blocks(self, rows: Integers, num_tokens: int) -> Integers:
+        """The rows' tables as far as num_tokens tokens reach; a copy."""
+        return self._tables[rows, : -(-int(num_tokens) // self._block_size)]

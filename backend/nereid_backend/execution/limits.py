@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a request may be: what the model is exact for, and what the memory holds."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.config import EngineConfig
+from nereid_backend.errors import ConfigError
+
+_DEFAULT_CPU_SHARE = 0.25
+_DEFAULT_CPU_BYTES = 4 * 2**30
+# Without max_position_embeddings (position-free models), requests get at most this length.
+_NO_MODEL_LIMIT = 2**17
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLimit:
+    """A longest sequence in tokens, and where it comes from."""
+
+    num_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The KV cache's size, and the longest request that follows from it."""
+
+    num_blocks: int
+    max_model_len: int
+    num_bytes: int
+
+
+def model_limit(config: PretrainedConfig) -> LengthLimit:
+    """The longest sequence that a packed batch computes exactly.
+
+    Besides the model's own length, some models change what they do for every token of a batch
+    when the longest one passes a threshold, or count positions along the row; those are exact
+    below that threshold only.
+    """
+    limits = [LengthLimit(_NO_MODEL_LIMIT, "the default for models without a limit")]
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            limits = [LengthLimit(value, name)]
+            break
+    for rope in _rope_parameters(config):
+        kind = rope.get("rope_type")
+        if kind in ("longrope", "dynamic"):
+            original = rope.get("original_max_position_embeddings")
+            num_tokens = original if isinstance(original, int) else limits[0].num_tokens
+            reason = f"original_max_position_embeddings of {kind} position embeddings, beyond which"
+            limits.append(
+                LengthLimit(num_tokens, f"{reason} one long request would change the others")
+            )
+    if getattr(config, "attn_temperature_tuning", None):
+        scale = int(getattr(config, "floor_scale", None) or limits[0].num_tokens)
+        limits.append(
+            LengthLimit(scale, "floor_scale, beyond which the model counts positions in the batch")
+        )
+    return min(limits, key=lambda limit: limit.num_tokens)
+
+
+def plan_memory(
+    config: EngineConfig, layers: list[LayerSpec], limit: LengthLimit, num_bytes: int, itemsize: int
+) -> MemoryPlan:
+    """Divide memory into blocks.
+
+    Args:
+        config: the settings.
+        layers: what each token stores.
+        limit: the model's longest sequence.
+        num_bytes: memory for the KV cache.
+        itemsize: bytes of one number in the cache.
+
+    Raises:
+        ConfigError: the asked max_model_len is beyond the model or the memory, or nothing fits.
+    """
+    bytes_per_block = config.block_size * sum(layer.bytes_per_token(itemsize) for layer in layers)
+    # One block is kept aside as padding.
+    num_blocks = num_bytes // bytes_per_block - 1
+    fitting = max(0, num_blocks) * config.block_size
+    asked = config.max_model_len
+    if asked is not None and asked > limit.num_tokens:
+        raise ConfigError(
+            f"max_model_len: must be at most {limit.num_tokens} ({limit.reason}), got {asked}"
+        )
+    if fitting < (asked or min(config.block_size, limit.num_tokens)):
+        needed = (-(-(asked or 1) // config.block_size) + 1) * bytes_per_block
+        raise ConfigError(
+            f"kv_cache_memory: {format_bytes(num_bytes)} holds {fitting} tokens; a max_model_len "
+            f"of {asked or config.block_size} needs {format_bytes(needed)}; raise kv_cache_memory"
+            + (" or lower max_model_len" if asked else "")
+        )
+    max_model_len = asked or min(limit.num_tokens, fitting)
+    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    num_blocks = min(num_blocks, most)
+    return MemoryPlan(num_blocks, max_model_len, (num_blocks + 1) * bytes_per_block)
+
+
+def kv_cache_budget(config: EngineConfig, device: torch.device) -> int:
+    """Memory for the KV cache in bytes: what was asked for, else a share of what is free.
+
+    Raises:
+        ConfigError: more was asked for than there is.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        usable = int(total * config.gpu_memory_utilization) - (total - free)
+    else:
+        free = available_memory()
+        usable = min(int(free * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
+    asked = config.kv_cache_bytes
+    if asked is None:
+        return max(0, usable)
+    if asked > free:
+        raise ConfigError(
+            f"kv_cache_memory: {format_bytes(asked)} was asked for, but {format_bytes(free)} are "
+            f"free on {device}; lower it"
+        )
+    return asked
+
+
+def available_memory() -> int:
+    """Main memory in bytes that this process could still take, its container's limit included."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit, used = _read_number("memory.max"), _read_number("memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use, its container's quota included."""
+    count = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        count = min(count, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass  # no such file, or "max": no quota
+    return count
+
+
+def format_bytes(count: int) -> str:
+    """A size for people, as in "1.5 GiB"."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _read_number(name: str) -> int | None:
+    try:
+        return int((Path("/sys/fs/cgroup") / name).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[dict[str, object]]:
+    """The config's rope settings: one dict, or one for each type of layer."""
+    found = getattr(config, "rope_parameters", None)
+    if not isinstance(found, dict):
+        return []
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    return nested or [found]

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a folder to a model that answers with our attention."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError
+
+Progress = Callable[[str], None]
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A loaded model and what its files say about it.
+
+    Attributes:
+        model: on its device, in its dtype, in eval mode.
+        device: where it is.
+        text_config: the part of the config that describes the decoder.
+        architecture: the class that the config names.
+        eos_token_ids: every token that generation_config.json or config.json calls the end, sorted.
+        vocab_size: ids below this can be given to the model.
+        weights_bytes: memory of parameters and buffers.
+    """
+
+    model: PreTrainedModel
+    device: torch.device
+    text_config: PretrainedConfig
+    architecture: str
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    weights_bytes: int
+
+
+def choose_device(name: str) -> torch.device:
+    """Resolve the setting ``device``.
+
+    Raises:
+        ConfigError: a GPU was asked for and there is none of that number.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device: {name} was asked for, but torch sees {count} GPUs; use cpu")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def load_checkpoint(
+    path: str, *, dtype: str, device: torch.device, attention: str, progress: Progress
+) -> Checkpoint:
+    """Load a Hugging Face checkpoint's safetensors weights into transformers' own model code.
+
+    Args:
+        path: its folder.
+        dtype: the setting of that name.
+        device: where the weights go.
+        attention: name in transformers' attention interface.
+        progress: gets a line for every slow step.
+
+    Raises:
+        ModelError: the folder is no checkpoint, or a broken one.
+        UnsupportedModelError: transformers has no code for it.
+    """
+    folder = Path(path)
+    check_files(folder)
+    config = _read_config(folder)
+    text_config = config.get_text_config(decoder=True)
+    torch_dtype = _choose_dtype(dtype, config, text_config, device)
+    architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
+    progress(f"loading {architecture} from {folder} as {_name(torch_dtype)}")
+    model = _load_weights(folder, config, torch_dtype, attention)
+    if device.type != "cpu":
+        progress(f"copying the weights to {device}")
+        model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
+    model.train(False)
+    tensors = [*model.parameters(), *model.buffers()]
+    return Checkpoint(
+        model=model,
+        device=device,
+        text_config=text_config,
+        architecture=architecture,
+        eos_token_ids=_eos_token_ids(model, config, text_config),
+        vocab_size=_num_embeddings(model),
+        weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+    )
+
+
+def check_files(folder: Path) -> None:
+    """See that a folder holds a config and all its safetensors files.
+
+    Raises:
+        ModelError: something is missing; the message names it and says what to do.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder; give the path of a Hugging Face checkpoint")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json; give the path of a Hugging Face checkpoint")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is broken ({error}); download it again") from error
+        missing = [name for name in files if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(
+                f"{folder} lacks {len(missing)} of {len(files)} weight files, first {missing[0]}; "
+                "download them"
+            )
+    elif not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{folder} has no .safetensors files; convert its weights with transformers' "
+            "save_pretrained"
+        )
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        return config
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModelError(
+            f"{folder}/config.json: transformers cannot use it: {_first_line(error)} "
+            "(code that comes with a checkpoint is not run; a newer transformers may know it)"
+        ) from error
+
+
+def _load_weights(
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    # Typed as returning a model, but with output_loading_info it returns a pair.
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    try:
+        with _quiet():
+            model, report = load(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except (ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"{folder}: transformers cannot load {config.model_type}: {_first_line(error)}"
+        ) from error
+    except Exception as error:
+        # safetensors raises its own errors for broken files, and torch RuntimeError for shapes.
+        raise ModelError(
+            f"{folder}: its weights cannot be read: {_first_line(error)}; download them again"
+        ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} weights, first {missing[0]}; the answers would be "
+            "random; download the checkpoint again"
+        )
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars: progress is ours to report."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _choose_dtype(
+    name: str, config: PretrainedConfig, text_config: PretrainedConfig, device: torch.device
+) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    found: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
+    if isinstance(found, str):
+        found = _DTYPES.get(found)
+    if found not in _DTYPES.values() or (found == torch.float16 and device.type == "cpu"):
+        return torch.float32
+    return found  # type: ignore[no-any-return]
+
+
+def _eos_token_ids(
+    model: PreTrainedModel, config: PretrainedConfig, text_config: PretrainedConfig
+) -> tuple[int, ...]:
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), config, text_config):
+        value = getattr(source, "eos_token_id", None)
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list | tuple):
+            found.update(value)
+    return tuple(sorted(found))
+
+
+def _num_embeddings(model: PreTrainedModel) -> int:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return int(weight.shape[0])
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

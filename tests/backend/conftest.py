@@ -1,0 +1,20 @@
+from pathlib import Path
+
+import pytest
+from backend.tiny_models import BY_NAME
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A function from a family's name to the folder of its tiny checkpoint, saved on first use."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in folders:
+            folders[name] = BY_NAME[name].save(tmp_path_factory.mktemp(BY_NAME[name].model_type))
+        return folders[name]
+
+    return folder_of

@@ -1,0 +1,114 @@
+"""Greedy tokens of the engine beside those of transformers' generate, in four situations."""
+
+import random
+from pathlib import Path
+
+import torch
+from backend.tiny_models import VOCAB_SIZE
+from nereid_backend import Engine, EngineConfig, SamplingParams
+from transformers import AutoModelForCausalLM
+
+MAX_TOKENS = 20
+PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+BLOCK_SIZE = 4
+
+
+def make_prompts(lengths=(1, 3, 11, 19, 28, 40)) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+PROMPTS = make_prompts()
+
+
+def reference(folder: Path) -> list[list[int]]:
+    """What transformers answers to each prompt by itself."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def open_engine(folder: Path, **settings) -> Engine:
+    settings = {"max_num_seqs": 8, "block_size": BLOCK_SIZE, "dtype": "float32", **settings}
+    return Engine(EngineConfig(str(folder), kv_cache_memory="4MiB", **settings))
+
+
+def bytes_for(engine: Engine, num_tokens: int) -> int:
+    """KV cache memory that holds so many tokens."""
+    info = engine.info
+    per_block = info.kv_cache_bytes // (info.num_blocks + 1)
+    return per_block * (num_tokens // info.block_size + 1)
+
+
+def run_staggered(engine: Engine) -> list[list[int]]:
+    """Three prompts first, the others one by one while those are being answered."""
+    answers: dict[str, list[int]] = {}
+    waiting = list(enumerate(PROMPTS))
+    for _ in range(3):
+        number, prompt = waiting.pop()
+        engine.add_request(str(number), prompt, PARAMS)
+    while engine.has_work() or waiting:
+        for update in engine.step():
+            answers.setdefault(update.request_id, []).extend(update.new_token_ids)
+        engine.check()
+        if waiting:
+            number, prompt = waiting.pop()
+            engine.add_request(str(number), prompt, PARAMS)
+    assert engine.num_free_blocks == engine.info.num_blocks
+    return [answers[str(number)] for number in range(len(PROMPTS))]
+
+
+def run_alone(folder: Path) -> list[list[int]]:
+    engine = open_engine(folder)
+    answers = [engine.generate([prompt], PARAMS)[0].outputs[0].token_ids for prompt in PROMPTS]
+    engine.close()
+    return answers
+
+
+def run_mixed(folder: Path) -> list[list[int]]:
+    engine = open_engine(folder)
+    answers = run_staggered(engine)
+    engine.close()
+    return answers
+
+
+def run_chunked(folder: Path) -> list[list[int]]:
+    engine = open_engine(folder, max_num_batched_tokens=9)
+    answers = run_staggered(engine)
+    engine.close()
+    return answers
+
+
+def run_preempted(folder: Path) -> list[list[int]]:
+    size = open_engine(folder)
+    size.close()
+    engine = Engine(
+        EngineConfig(
+            str(folder),
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            max_num_seqs=8,
+            max_num_batched_tokens=9,
+            max_model_len=64,
+            kv_cache_memory=bytes_for(size, 72),
+        )
+    )
+    answers = run_staggered(engine)
+    assert engine.num_preemptions > 0, "nothing was preempted: the cache is too large"
+    engine.close()
+    return answers
+
+
+SITUATIONS = {
+    "alone": run_alone,
+    "mixed": run_mixed,
+    "chunked": run_chunked,
+    "preempted": run_preempted,
+}

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stub's side of the engine process: start it, talk to it, notice its death, stop it."""
+
+import contextlib
+import dataclasses
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nereid_backend.config import EngineConfig
+from nereid_backend.core.outputs import RequestUpdate
+from nereid_backend.core.params import SamplingParams
+from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
+from nereid_backend.serving.channel import Channel, ChannelClosedError
+
+_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The engine did not take a request."""
+
+    request_id: str
+    error: NereidError
+
+
+class EngineDiedError(EngineError):
+    """The engine process has ended without being asked to."""
+
+
+class EngineClient:
+    """One engine process at a time; `start` may be called again after its death.
+
+    `submit` and `abort` may be called from several threads; `receive` belongs to one.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
+        self._config = config
+        self._progress = progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._sending = threading.Lock()
+        self.info: dict[str, Any] = {}
+
+    def start(self, timeout_s: float) -> None:
+        """Start the process and wait until its model is loaded.
+
+        Raises:
+            EngineError: it could not be loaded, or not in time; the message says why.
+        """
+        self.stop()
+        ours, theirs = socket.socketpair()
+        # sys.executable is the interpreter of the virtual environment that the stub runs in.
+        command = [sys.executable, "-m", "nereid_backend.serving.engine_process"]
+        self._process = subprocess.Popen(
+            [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+        self._channel = Channel(ours)
+        try:
+            self._send(dataclasses.asdict(self._config))
+            self._await_ready(timeout_s)
+        except NereidError:
+            self.stop()
+            raise
+
+    def _await_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for kind, *rest in self._receive(1.0):
+                if kind == "progress":
+                    self._progress(rest[0])
+                elif kind == "ready":
+                    self.info = rest[0]
+                    return
+                elif kind == "failed":
+                    raise EngineError(rest[1])
+        raise EngineError(
+            f"the engine was not ready after {timeout_s:g} s (engine_start_timeout_s); "
+            "raise the limit or look at the log for what it was loading"
+        )
+
+    def submit(
+        self, request_id: str, token_ids: npt.NDArray[np.int32], params: SamplingParams
+    ) -> None:
+        """Hand a request to the engine.
+
+        Raises:
+            EngineDiedError: there is no engine process.
+        """
+        values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+        self._send(["add", request_id, token_ids.tobytes(), values])
+
+    def abort(self, request_id: str) -> None:
+        """Ask the engine to end a request; it answers with a last update."""
+        self._send(["abort", request_id])
+
+    def receive(self, timeout_s: float) -> list[RequestUpdate | Refusal]:
+        """What the engine has said, waiting at most `timeout_s`.
+
+        Raises:
+            EngineDiedError: the process has gone.
+        """
+        answers: list[RequestUpdate | Refusal] = []
+        for kind, *rest in self._receive(timeout_s):
+            if kind == "updates":
+                answers.extend(RequestUpdate(*row) for row in rest[0])
+            elif kind == "refused":
+                request_id, name, message = rest
+                error = CapacityError if name == CapacityError.__name__ else RequestError
+                answers.append(Refusal(request_id, error(message)))
+        return answers
+
+    def stop(self) -> None:
+        """End the process: ask, then terminate, then kill."""
+        process, channel = self._process, self._channel
+        self._process = self._channel = None
+        if channel is not None:
+            with contextlib.suppress(ChannelClosedError):
+                channel.send(["stop"])
+            channel.close()
+        if process is None:
+            return
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_TIMEOUT_S)
+                return
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, None when there is none."""
+        return None if self._process is None else self._process.pid
+
+    def _send(self, message: object) -> None:
+        channel = self._channel
+        try:
+            if channel is None:
+                raise ChannelClosedError("it is not running")
+            with self._sending:
+                channel.send(message)
+        except ChannelClosedError as error:
+            raise EngineDiedError(self._obituary()) from error
+
+    def _receive(self, timeout_s: float) -> list[list[Any]]:
+        try:
+            if self._channel is None:
+                raise ChannelClosedError("it is not running")
+            return self._channel.receive(timeout_s)
+        except ChannelClosedError as error:
+            raise EngineDiedError(self._obituary()) from error
+
+    def _obituary(self) -> str:
+        if self._process is None:
+            return "the engine process is not running"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(1.0)
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            return f"the engine process ended ({how}); the server's log says why"
+        return "the engine process closed its connection"

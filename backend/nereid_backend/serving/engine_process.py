@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine process: everything that may crash (torch, a driver, a kernel) lives here.
+
+    python -m nereid_backend.serving.engine_process FD
+
+FD is the inherited end of a socket pair. The first message is the settings; from then on:
+
+    stub -> engine    ["add", id, int32 ids as bytes, params]  ["abort", id]  ["stop"]
+    engine -> stub    ["progress", line]  ["ready", info]  ["failed", kind, message]
+                      ["refused", id, kind, message]
+                      ["updates", [[id, new ids, finish, stop reason, logprob, error], ...]]
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nereid_backend import Engine, EngineConfig, RequestUpdate, SamplingParams
+from nereid_backend.errors import CapacityError, NereidError, RequestError
+from nereid_backend.serving.channel import Channel, ChannelClosedError
+
+
+def main(argv: Sequence[str] = sys.argv) -> int:
+    """Serve one engine over the socket whose descriptor is the first argument."""
+    faulthandler.enable()
+    # Ctrl-C reaches the whole process group; the stub says when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    channel = Channel(socket.socket(fileno=int(argv[1])))
+    with contextlib.suppress(ChannelClosedError):
+        engine = _load(channel)
+        if engine is not None:
+            _serve(engine, channel)
+            return 0
+    return 1
+
+
+def _exit_with_parent(parent: int) -> None:
+    """End this process when its parent has died, whatever it is doing (loading, say)."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _load(channel: Channel) -> Engine | None:
+    (settings,) = channel.receive(None)
+    try:
+        config = EngineConfig(**settings)
+        engine = Engine(config, progress=lambda line: channel.send(["progress", line]))
+    except NereidError as error:
+        channel.send(["failed", type(error).__name__, str(error)])
+        return None
+    except Exception as error:  # noqa: BLE001 - the process ends here, and the stub must hear why
+        channel.send(["failed", type(error).__name__, f"{type(error).__name__}: {error}"])
+        return None
+    channel.send(["ready", dataclasses.asdict(engine.info)])
+    return engine
+
+
+def _serve(engine: Engine, channel: Channel) -> None:
+    while True:
+        # With work to do, only look for messages; without, wait for one.
+        for message in channel.receive(0 if engine.has_work() else None):
+            if message[0] == "stop":
+                return
+            _handle(engine, channel, message)
+        if engine.has_work():
+            updates = engine.step()
+            if updates:
+                channel.send(["updates", [_row(update) for update in updates]])
+
+
+def _handle(engine: Engine, channel: Channel, message: list[Any]) -> None:
+    kind, request_id, *rest = message
+    if kind == "abort":
+        engine.abort(request_id)
+        return
+    token_ids, params = rest
+    try:
+        prompt = np.frombuffer(token_ids, dtype=np.int32).tolist()
+        engine.add_request(request_id, prompt, SamplingParams(**params))
+    except (RequestError, CapacityError) as error:
+        channel.send(["refused", request_id, type(error).__name__, str(error)])
+
+
+def _row(update: RequestUpdate) -> list[Any]:
+    return [
+        update.request_id,
+        update.new_token_ids,
+        update.finish_reason,
+        update.stop_reason,
+        update.cumulative_logprob,
+        update.error,
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton model `executor`: requests go to the engine process, its tokens come back as steps.
+
+execute (the server's thread)      --> new streams, requests to the engine
+loop    (one thread, owns streams) <-- updates from the engine, feedback from the postprocessor
+                                   --> steps to the server
+"""
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from nereid_backend.core.outputs import RequestUpdate
+from nereid_backend.errors import CapacityError, EngineError, NereidError
+from nereid_backend.serving import tensors
+from nereid_backend.serving.engine_client import EngineClient, EngineDiedError, Refusal
+from nereid_backend.serving.feedback import FeedbackReader, Signal
+from nereid_backend.serving.settings import read_settings
+from nereid_backend.serving.streams import Pacer, Stream
+from nereid_backend.serving.wire import Opening, RequestEnvelope
+
+_IDLE_POLL_S = 0.05
+
+
+class ExecutorModel:
+    """Second step of the ensemble: decoupled, one instance."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Start the engine process and wait until its model is loaded."""
+        try:
+            self._settings, config = read_settings(args)
+            self._feedback = FeedbackReader(self._settings.max_streams)
+            self._engine = EngineClient(config, tensors.progress)
+            self._engine.start(self._settings.engine_start_timeout_s)
+        except NereidError as error:
+            raise tensors.load_error(error) from error
+        self._pacer = Pacer(self._settings.responses_per_second)
+        self._serials = itertools.count(1)
+        self._arrivals: queue.SimpleQueue[Stream] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}
+        self._available = True
+        self._stopping = threading.Event()
+        self._loop_thread = threading.Thread(target=self._loop, name="executor-loop")
+        self._loop_thread.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Hand each request to the engine; its responses are sent by the loop."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._accept(request, sender)
+            except NereidError as error:
+                tensors.send(sender, tensors.error_response(error), final=True)
+            except Exception as error:  # noqa: BLE001 - the request ends here and must be answered
+                tensors.log.exception("request failed in the executor")
+                tensors.send(sender, tensors.error_response(error), final=True)
+
+    def finalize(self) -> None:
+        """End what is running, then the engine process."""
+        self._stopping.set()
+        self._loop_thread.join()
+        self._engine.stop()
+        self._feedback.close()
+
+    def _accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
+        if not self._available:
+            raise CapacityError("the engine is being started again; try again in a few seconds")
+        envelope = RequestEnvelope.unpack(tensors.array(request, tensors.ENVELOPE))
+        slot = self._feedback.acquire()
+        if slot is None:
+            raise CapacityError(
+                f"{self._settings.max_streams} requests are in the executor, which is the limit "
+                "(max_streams); try again later"
+            )
+        serial, now = next(self._serials), time.monotonic()
+        opening = Opening(envelope.context, self._feedback.path)
+        stream = Stream(str(serial), sender, slot, serial, opening, now, now)
+        # Queued before the engine knows of it, so that the loop has the stream when updates come.
+        self._arrivals.put(stream)
+        token_ids = tensors.array(request, tensors.PROMPT_TOKEN_IDS)
+        # Should the engine have died by now, the loop ends this stream like all the others.
+        with contextlib.suppress(EngineDiedError):
+            self._engine.submit(stream.request_id, token_ids, envelope.params)
+
+    # From here on: the loop's thread only.
+
+    def _loop(self) -> None:
+        wait_s = _IDLE_POLL_S
+        while not self._stopping.is_set():
+            try:
+                answers = self._engine.receive(wait_s)
+                self._adopt()
+                for answer in answers:
+                    self._take(answer)
+                wait_s = self._serve_streams()
+            except EngineDiedError as error:
+                self._restart(error)
+        self._end_all(EngineError("the server is shutting down"))
+
+    def _adopt(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                stream = self._arrivals.get_nowait()
+                self._streams[stream.request_id] = stream
+
+    def _take(self, answer: RequestUpdate | Refusal) -> None:
+        stream = self._streams.get(answer.request_id)
+        if stream is None:
+            return
+        if isinstance(answer, Refusal):
+            self._end(stream, answer.error)
+        elif answer.error is not None:
+            self._end(stream, EngineError(answer.error))
+        else:
+            stream.add(answer)
+
+    def _serve_streams(self) -> float:
+        """Send what is due; seconds until something is due again."""
+        now = time.monotonic()
+        interval_s = self._pacer.interval_s(len(self._streams))
+        heartbeat_s = self._settings.heartbeat_ms / 1000
+        wake = now + _IDLE_POLL_S
+        for stream in list(self._streams.values()):
+            self._read_feedback(stream, now)
+            due = stream.due_at(interval_s, heartbeat_s)
+            if due <= now and stream.may_send():
+                self._send_step(stream, now)
+                due = stream.last_sent + (interval_s if stream.pending else heartbeat_s)
+            wake = min(wake, max(due, now + 0.001))
+        return max(wake - now, 0.0)
+
+    def _read_feedback(self, stream: Stream, now: float) -> None:
+        consumed = self._feedback.consumed(stream.slot, stream.serial)
+        if consumed != stream.consumed or stream.sent == consumed:
+            stream.consumed, stream.last_progress = consumed, now
+        if stream.aborting or stream.ending is not None:
+            return
+        signal = self._feedback.signal(stream.slot, stream.serial)
+        stale = (now - stream.last_progress) * 1000 > self._settings.stale_after_ms
+        if signal is not Signal.NONE or stale:
+            stream.aborting = True
+            self._engine.abort(stream.request_id)
+
+    def _send_step(self, stream: Stream, now: float) -> None:
+        token_ids, state = stream.take_step(now)
+        reply = tensors.response({tensors.TOKEN_IDS: token_ids, tensors.STATE: state.pack()})
+        tensors.send(stream.sender, reply, final=state.ending is not None)
+        if state.ending is not None:
+            self._forget(stream)
+
+    def _end(self, stream: Stream, error: NereidError) -> None:
+        tensors.send(stream.sender, tensors.error_response(error), final=True)
+        self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        del self._streams[stream.request_id]
+        self._feedback.release(stream.slot)
+
+    def _end_all(self, error: NereidError) -> None:
+        self._adopt()
+        for stream in list(self._streams.values()):
+            self._end(stream, error)
+
+    def _restart(self, error: EngineDiedError) -> None:
+        """The engine has died: end its requests with the reason, then start another."""
+        self._available = False
+        tensors.log.error("%s", error)
+        for attempt in range(1, self._settings.max_engine_restarts + 1):
+            self._end_all(error)
+            tensors.progress(f"{error}; starting it again (attempt {attempt})")
+            try:
+                self._engine.start(self._settings.engine_start_timeout_s)
+            except NereidError as failure:
+                tensors.log.error("the engine did not start again: %s", failure)
+                continue
+            self._end_all(error)
+            self._available = True
+            return
+        tensors.log.error("the engine cannot be started again; every request is refused")
+        while not self._stopping.wait(_IDLE_POLL_S):
+            self._end_all(error)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the Triton models: config.pbtxt parameters, overridden by NEREID_* variables."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from nereid_backend.config import EngineConfig, read_setting, unknown_setting
+from nereid_backend.errors import ConfigError
+
+PREFIX = "NEREID_"
+
+# Variables of the same prefix that the OpenAI frontend or the launcher reads, not these models.
+OTHER_NAMES = frozenset(
+    {
+        "api_key",
+        "cors_origins",
+        "ensemble",
+        "grpc_url",
+        "log_level",
+        "max_body_bytes",
+        "max_prompts",
+        "openai_host",
+        "openai_port",
+        "python",
+        "served_model_name",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServingSettings:
+    """What the Triton models need besides the engine's own settings.
+
+    Attributes:
+        model: folder of the checkpoint; a relative path in config.pbtxt counts from the model
+            repository, one in NEREID_MODEL from the working directory.
+        responses_per_second: ceiling on the responses of all streams together. Each stream's
+            tokens are merged until its turn comes; 0 chooses by the number of CPUs.
+        heartbeat_ms: a request without responses sends an empty step this often, because only a
+            step can find out that its client has gone.
+        stale_after_ms: a stream whose steps have not been consumed for so long is aborted.
+        max_streams: at most so many requests in the executor at once, waiting ones included.
+        engine_start_timeout_s: loading a checkpoint may take this long.
+        max_engine_restarts: engine processes that may die in a row before the executor gives up.
+    """
+
+    model: str
+    responses_per_second: int = 0
+    heartbeat_ms: int = 250
+    stale_after_ms: int = 10_000
+    max_streams: int = 4096
+    engine_start_timeout_s: int = 3600
+    max_engine_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_ms", "stale_after_ms", "max_streams", "engine_start_timeout_s"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        for name in ("responses_per_second", "max_engine_restarts"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must be at least 0, got {getattr(self, name)}")
+
+
+def read_settings(
+    args: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> tuple[ServingSettings, EngineConfig]:
+    """Settings of one Triton model from what its ``initialize`` is given.
+
+    Args:
+        args: the Python backend's arguments: "model_config" (JSON) and "model_repository" (the
+            folder of this model).
+        environ: environment variables; NEREID_X overrides the parameter x.
+
+    Raises:
+        ConfigError: an unknown name, a wrong value, or no model.
+    """
+    texts = _parameters(args) | _variables(environ)
+    engine_names = {field.name for field in fields(EngineConfig)}
+    serving = {field.name: field for field in fields(ServingSettings)}
+    for name in texts:
+        if name not in engine_names and name not in serving:
+            raise ConfigError(unknown_setting(name, sorted(engine_names | serving.keys())))
+    values = {
+        name: read_setting(name, str(field.type), texts[name])
+        for name, field in serving.items()
+        if name in texts
+    }
+    engine = EngineConfig.from_settings({n: t for n, t in texts.items() if n in engine_names})
+    return ServingSettings(**values), engine
+
+
+def _parameters(args: Mapping[str, str]) -> dict[str, str]:
+    parameters = json.loads(args["model_config"]).get("parameters", {})
+    texts = {name: value.get("string_value", "").strip() for name, value in parameters.items()}
+    texts = {name: text for name, text in texts.items() if text}
+    if "model" in texts:
+        repository = Path(args["model_repository"]).parent
+        texts["model"] = str((repository / texts["model"]).resolve())
+    return texts
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    texts = {}
+    for variable, text in environ.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if variable.startswith(PREFIX) and name not in OTHER_NAMES and text.strip():
+            texts[name] = text.strip()
+    return texts

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton model `tokenizer`: what a request says -> prompt token ids and an envelope."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nereid_backend.errors import NereidError, RequestError
+from nereid_backend.serving import tensors
+from nereid_backend.serving.prompts import Prompt, PromptBuilder, load_tokenizer
+from nereid_backend.serving.sampling import (
+    read_generation_defaults,
+    read_sampling,
+    refuse_unknown,
+)
+from nereid_backend.serving.settings import read_settings
+from nereid_backend.serving.wire import RequestEnvelope, StreamContext
+
+# So much of a prompt's end decides in which stage of a chat format the output begins.
+_PROMPT_TAIL_CHARS = 4096
+_NUM_SEED_TOKENS = 6
+
+
+class TokenizerModel:
+    """First step of the ensemble. Answers each request at once; wrong ones with an error."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the checkpoint's tokenizer and sampling defaults."""
+        try:
+            settings, _ = read_settings(args)
+            tensors.progress(f"loading the tokenizer of {settings.model}")
+            self._prompts = PromptBuilder(load_tokenizer(settings.model))
+            self._defaults = read_generation_defaults(Path(settings.model))
+        except NereidError as error:
+            raise tensors.load_error(error) from error
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One response for each request."""
+        return [self._answer(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Nothing to release."""
+
+    def _answer(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+        try:
+            return self._tokenize(request)
+        except NereidError as error:
+            return tensors.error_response(error)
+        except Exception as error:  # noqa: BLE001 - the request ends here and must be answered
+            tensors.log.exception("request failed in the tokenizer")
+            return tensors.error_response(error)
+
+    def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+        if tensors.has_input(request, tensors.IMAGE):
+            raise RequestError("image: the served model takes no images; send text")
+        body = _json_object(request, tensors.CHAT_REQUEST)
+        prompt = self._prompt(request, body)
+        fields = _sampling_fields(request, body)
+        params, options = read_sampling(fields, self._defaults)
+        stream = tensors.optional_bool(request, tensors.STREAM) or False
+        excluded = tensors.optional_bool(request, tensors.EXCLUDE_INPUT)
+        context = StreamContext(
+            stream=stream,
+            num_prompt_tokens=len(prompt.token_ids),
+            seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
+            prepend=_prepend(prompt, stream=stream, is_chat=body is not None, excluded=excluded),
+            stop=options.stop,
+            include_stop_str_in_output=options.include_stop_str_in_output,
+            skip_special_tokens=options.skip_special_tokens,
+            returns=_returns(request),
+            tools=tuple((body or {}).get("tools") or ()),
+            prompt=(prompt.text or "")[-_PROMPT_TAIL_CHARS:] if body else None,
+        )
+        return tensors.response(
+            {
+                tensors.PROMPT_TOKEN_IDS: np.array(prompt.token_ids, dtype=np.int32),
+                tensors.ENVELOPE: RequestEnvelope(params, context.pack()).pack(),
+            }
+        )
+
+    def _prompt(self, request: Any, body: dict[str, Any] | None) -> Prompt:  # noqa: ANN401
+        text = tensors.optional_text(request, tensors.TEXT_INPUT)
+        ids = tensors.optional_ids(request, tensors.INPUT_IDS)
+        if sum(value is not None for value in (text, ids, body)) != 1:
+            raise RequestError("send exactly one of text_input, input_ids and chat_request")
+        if body is not None:
+            return self._prompts.from_chat(body)
+        if text is not None:
+            return self._prompts.from_text(text)
+        if not ids:
+            raise RequestError("input_ids: is empty; send at least one token id")
+        return Prompt(ids, None)
+
+
+def _json_object(request: Any, name: str) -> dict[str, Any] | None:  # noqa: ANN401 - the server's own type
+    text = tensors.optional_text(request, name)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{name}: is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{name}: must be a JSON object, got {text[:80]!r}")
+    return value
+
+
+def _sampling_fields(request: Any, body: dict[str, Any] | None) -> dict[str, Any]:  # noqa: ANN401
+    """The chat body's fields, the sampling_parameters input, or else the request's parameters."""
+    if body is not None:
+        _refuse_response_format(body)
+        limit = body.get("max_completion_tokens")
+        return {**body, "max_tokens": limit if limit is not None else body.get("max_tokens")}
+    fields = _json_object(request, tensors.SAMPLING_PARAMETERS)
+    if fields is None:
+        fields = json.loads(request.parameters() or "{}")
+        # The server and its clients put parameters of their own among these.
+        return {name: value for name, value in fields.items() if not name.startswith("triton_")}
+    refuse_unknown(fields)
+    return fields
+
+
+def _refuse_response_format(body: Mapping[str, Any]) -> None:
+    wanted = body.get("response_format")
+    if isinstance(wanted, dict) and wanted.get("type") not in (None, "text"):
+        raise RequestError(
+            f"response_format: type {wanted['type']!r} is not supported yet; "
+            'leave it out or send {"type": "text"}'
+        )
+
+
+def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
+    """The prompt's text, where the output is to repeat it.
+
+    As in the vLLM backend, that is the default for a text prompt answered in one response.
+    """
+    if excluded is False and stream:
+        raise RequestError(
+            "exclude_input_in_output: must not be false when streaming; leave it out or send true"
+        )
+    default = stream or is_chat
+    exclude = default if excluded is None else excluded
+    return "" if exclude else prompt.text or ""
+
+
+def _returns(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type
+    asked = tuple(
+        name
+        for name in tensors.RETURNABLE
+        if tensors.optional_bool(request, tensors.RETURN_PREFIX + name)
+    )
+    if "logprobs" in asked:
+        raise RequestError("return_logprobs: is not supported yet; leave it out or send false")
+    return asked

@@ -3,8 +3,7 @@
 The wheel holds a real `tritonserver`, its Python backend, and one stub for each Python version.
 Three things are missing before `tritonserver --model-repository ...` works from a virtual
 environment, and this module adds them: the stub of the running Python where the backend looks for
-it, the path of libpython, and this environment's packages, because the stub embeds Python and
-knows of no environment.
+it, the path of libpython, and the environment, which the stub's embedded Python must find.
 
     DIR/nvidia_pytriton.libs/                       the server's own libraries
     DIR/pytriton/tritonserver/bin/tritonserver
@@ -38,19 +37,11 @@ set -euo pipefail
 server={server}
 python={python}
 
-# The server's Python stub embeds Python without this environment: tell it where the packages are.
-packages=$("$python" -I -c 'import os, sys, sysconfig
-stdlib = {{os.path.realpath(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib")}}
-stdlib |= {{os.path.join(s, "lib-dynload") for s in stdlib}}
-keep = [p for p in sys.path if os.path.isdir(p) and os.path.realpath(p) not in stdlib]
-print(os.pathsep.join(keep))')
-
+# The server's Python stub embeds an isolated Python: it ignores PYTHONPATH and finds the standard
+# library and this environment's packages through the first `python3` on PATH, as getpath.py does.
+export PATH={bin}:"$PATH"
 export NEREID_PYTHON="${{NEREID_PYTHON:-$python}}"
-export PATH={bin}:"$PATH"  # the embedded Python finds its standard library through `python3`
-export PYTHONPATH="$packages${{PYTHONPATH:+:$PYTHONPATH}}"
-export PYTHONNOUSERSITE=1
 export LD_LIBRARY_PATH={libraries}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"
-unset PYTHONHOME
 exec "$server"/bin/tritonserver --backend-directory "$server"/backends "$@"
 """
 

@@ -1,4 +1,4 @@
-"""The echo model on a Triton server. PYTHONPATH must hold the tests folder."""
+"""The echo model on a Triton server."""
 
 import json
 import os
@@ -6,17 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from fakes.echo import Failure, Pause, echo
 
-CODES = {
-    "INVALID_ARGUMENT": pb_utils.TritonError.INVALID_ARG,
-    "UNAVAILABLE": pb_utils.TritonError.UNAVAILABLE,
-    "CANCELLED": pb_utils.TritonError.CANCELLED,
-    "INTERNAL": pb_utils.TritonError.INTERNAL,
-}
+sys.path.insert(0, str(Path(__file__).parents[4]))
+from fakes.echo import Failure, Pause, echo
 
 
 class TritonPythonModel:
@@ -38,7 +34,7 @@ class TritonPythonModel:
             if isinstance(step, Pause):
                 time.sleep(step.seconds)
             elif isinstance(step, Failure):
-                error = pb_utils.TritonError(step.message, CODES[step.code])
+                error = pb_utils.TritonError(step.message, code_of(step))
                 sender.send(
                     pb_utils.InferenceResponse(error=error),
                     flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
@@ -56,6 +52,11 @@ class TritonPythonModel:
 def log(line):
     sys.stdout.write(f"nereid: {line}\n")
     sys.stdout.flush()
+
+
+def code_of(failure):
+    name = failure.code.replace("INVALID_ARGUMENT", "INVALID_ARG")
+    return getattr(pb_utils.TritonError, name)
 
 
 def inputs_of(request):

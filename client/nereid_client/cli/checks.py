@@ -1,0 +1,82 @@
+"""What `nereid serve` checks before it starts anything. Each check raises CliError, one line."""
+
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from nereid_client.cli.console import CliError
+
+_OLDEST, _NEWEST = (3, 11), (3, 12)
+
+
+def check_python_version(version: tuple[int, int] = sys.version_info[:2]) -> None:
+    """Refuse a Python that the server's stubs and our packages were not tested with."""
+    if not _OLDEST <= version <= _NEWEST:
+        raise CliError(
+            f"this is Python {version[0]}.{version[1]}; Nereid needs 3.11 or 3.12: "
+            "make the environment again with one of those"
+        )
+
+
+def check_checkpoint(path: Path) -> None:
+    """Refuse what is not a Hugging Face checkpoint with safetensors."""
+    if not path.exists():
+        raise CliError(
+            f"--model: there is no {path}; give the folder of a checkpoint on this machine "
+            "(hf download NAME --local-dir FOLDER fetches one)"
+        )
+    if not path.is_dir():
+        raise CliError(f"--model: {path} is not a folder; give the folder that holds config.json")
+    if not (path / "config.json").is_file():
+        raise CliError(f"--model: {path} has no config.json; give a Hugging Face checkpoint")
+    if not any(path.glob("*.safetensors")):
+        raise CliError(
+            f"--model: {path} has no *.safetensors file; convert the weights with "
+            "transformers' save_pretrained, which writes safetensors"
+        )
+
+
+def check_model_repository(path: Path) -> None:
+    """Refuse a folder that can't be our model repository."""
+    if not (path / "llm" / "config.pbtxt").is_file():
+        raise CliError(
+            f"--model-repository: {path} has no llm/config.pbtxt; give the path of Nereid's "
+            "model_repository folder, or run this from the folder that holds it"
+        )
+
+
+def check_ports(host: str, ports: Mapping[str, int]) -> None:
+    """Refuse ports that are out of range, given twice, or taken.
+
+    Args:
+        host: the address that will be listened on.
+        ports: flag -> port.
+    """
+    seen: dict[int, str] = {}
+    for flag, port in ports.items():
+        if not 1 <= port <= 65535:
+            raise CliError(f"{flag}: a port is a number from 1 to 65535, got {port}")
+        if port in seen:
+            raise CliError(f"{flag} and {seen[port]} are both {port}; give each its own port")
+        seen[port] = flag
+        _check_port_is_free(host, port, flag)
+
+
+def _check_port_is_free(host: str, port: int, flag: str) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+    except socket.gaierror as error:
+        raise CliError(f"--host: {host} is no address of this machine ({error.strerror})") from None
+    with socket.socket(family, kind, protocol) as probe:
+        # As servers do: connections that are still closing don't count, listeners do.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise CliError(
+                f"port {port} on {host} can't be used ({error.strerror}): "
+                f"stop what listens there, or give another with {flag}"
+            ) from None

@@ -1,0 +1,185 @@
+"""Child processes of `nereid serve`: started, listened to, and ended with all they started.
+
+A Triton server that is killed leaves its Python stubs behind, and a stub may have children of its
+own. So this process declares itself the reaper of its orphaned descendants: whatever happens in
+between, everything that was started here stays below us in the process tree and can be ended.
+"""
+
+import collections
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+MARK = "nereid:"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_ERROR_LINES = 5
+_TAIL_LINES = 15
+_ERROR_LINE = re.compile(r"E\d{4} |error: ")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Waiter(Protocol):
+    """Waits for up to so many seconds; true means: don't wait any more. An Event's `wait`."""
+
+    def __call__(self, timeout: float) -> bool:
+        """Wait."""
+        ...
+
+
+class Child:
+    """A program whose output goes to a log file, line by line.
+
+    Lines that start with `nereid:` are passed to `on_line` too.
+
+    Attributes:
+        name: for messages.
+        errors: the last lines that a Triton server marks as errors.
+        tail: the last lines it wrote, tables left out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: IO[str],
+        on_line: Callable[[str], None],
+    ) -> None:
+        """Start it in a session of its own, where the terminal's Ctrl-C does not reach it."""
+        self.name = name
+        self.errors: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
+        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        self._reader = threading.Thread(target=self._relay, args=(log, on_line), daemon=True)
+        self._reader.start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def describe_end(self) -> str:
+        """How it ended, for a message."""
+        code = self._process.poll()
+        if code is None:
+            return f"{self.name} runs"
+        self._reader.join(timeout=1)  # the last lines tell why
+        if code < 0:
+            return f"{self.name} was ended by {signal.Signals(-code).name}"
+        return f"{self.name} ended with exit code {code}"
+
+    def stop(self, grace_s: float, hurry: Waiter) -> None:
+        """Ask it to end, wait, and kill it when it takes longer than `grace_s` or in a hurry."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        deadline = time.monotonic() + grace_s
+        while self._process.poll() is None and time.monotonic() < deadline:
+            if hurry(0.05):
+                break
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def _relay(self, log: IO[str], on_line: Callable[[str], None]) -> None:
+        output = self._process.stdout
+        if output is None:
+            return
+        for raw in output:
+            line = raw.decode(errors="replace").rstrip("\r\n")
+            if _ERROR_LINE.match(line):
+                self.errors.append(line)
+            elif line and not line.startswith(("|", "+-")):
+                self.tail.append(line)
+            with contextlib.suppress(ValueError, OSError):  # closed, or the disk is full
+                log.write(line + "\n")
+            if line.startswith(MARK):
+                on_line(line)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants(grace_s: float, hurry: Waiter) -> list[str]:
+    """End every process below this one; the result names those that were still there."""
+    found = _descendants()
+    names = [f"{_command(pid)} ({pid})" for pid in found]
+    _signal_all(found, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while (found := _descendants()) and time.monotonic() < deadline:
+        if hurry(0.05):
+            break
+    while found := _descendants():  # a process may have started another one meanwhile
+        _signal_all(found, signal.SIGKILL)
+        time.sleep(0.02)
+    return names
+
+
+def _die_with_parent() -> None:
+    """In the child: get SIGTERM when the parent ends, even if it was killed."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _descendants() -> list[int]:
+    """Processes below this one that still run, parents first; reaps those that don't."""
+    children: dict[int, list[int]] = collections.defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and (parent := _parent(entry)) is not None:
+            children[parent].append(int(entry.name))
+    found: list[int] = []
+    waiting = [os.getpid()]
+    while waiting:
+        for pid in children[waiting.pop()]:
+            waiting.append(pid)
+            if not _reap(pid):
+                found.append(pid)
+    return found
+
+
+def _parent(entry: Path) -> int | None:
+    try:
+        status = (entry / "stat").read_text()
+    except OSError:  # ended meanwhile
+        return None
+    return int(status.rpartition(")")[2].split()[1])  # after the name, which may hold anything
+
+
+def _reap(pid: int) -> bool:
+    """Whether the process has ended; true also for a zombie that another process must reap."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "?"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 
 class FrontendError(Exception):
@@ -85,6 +86,7 @@ _STATUS = {
 
 _RETRY_AFTER = {"Retry-After": "1"}
 _ENSEMBLE_PREFIX = re.compile(r"^in ensemble '[^']*', ")  # put there by the Triton server
+_UNION_MEMBERS = {"str", "list[str]", "list[dict[str,any]]", "dict[str,any]"}  # pydantic's words
 _BLAMED_FIELD = re.compile(r"^([a-z_][A-Za-z0-9_.\[\]]*): ")
 
 
@@ -108,21 +110,28 @@ def to_api_error(error: FrontendError) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """A 400 that names the first wrong field, its value and the limit."""
-    first = error.errors(include_url=False)[0]
-    path = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
-    ).lstrip(".")
-    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    message = message[:1].lower() + message[1:]
+    details = error.errors(include_url=False)
+    first = details[0]
+    path = _path(first)
     if first["type"] == "missing":
         message = "is required"
     elif first["type"] == "too_short":
         message = f"must have at least {first['ctx']['min_length']} item, got 0"
-    elif first["type"] != "value_error":  # our own validators already name the value
-        message += f", got {shown(first['input'])}"
+    elif first["type"] == "value_error":  # our own validators name the value themselves
+        message = first["msg"].removeprefix("Value error, ")
+    else:  # a field of several types has an error for each of them
+        reasons = [detail["msg"] for detail in details if _path(detail) == path]
+        message = " or ".join(reason.removeprefix("Input should ") for reason in reasons)
+        message = f"must {message[:1].lower()}{message[1:]}, got {shown(first['input'])}"
     text = f"{path}: {message}" if path else message
     blamed = _BLAMED_FIELD.match(text)
     return ApiError(400, text, param=blamed[1] if blamed else None)
+
+
+def _path(detail: ErrorDetails) -> str:
+    """Where in the body: `messages[0].role`."""
+    parts = [part for part in detail["loc"] if part not in _UNION_MEMBERS]
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")
 
 
 def shown(value: object, limit: int = 80) -> str:

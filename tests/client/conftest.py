@@ -1,5 +1,6 @@
 """The frontend over the echo model, reached without a socket."""
 
+import json
 from contextlib import asynccontextmanager
 
 import httpx
@@ -7,6 +8,11 @@ import pytest
 from fakes.fake_backend import FakeBackend
 from nereid_client.app import create_app
 from nereid_client.settings import Settings
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
 
 
 @pytest.fixture
@@ -29,3 +35,42 @@ def connect(backend):
             yield client
 
     return open_client
+
+
+@pytest.fixture
+def post(connect):
+    """`await post(path, **body)`: the response to one request with default settings."""
+
+    async def send(path, **body):
+        async with connect() as client:
+            return await client.post(path, json=body)
+
+    return send
+
+
+@pytest.fixture
+def chat(post):
+    """`await chat(text, **fields)`: the response to one message."""
+
+    async def send(text, **fields):
+        messages = [{"role": "user", "content": text}]
+        return await post("/v1/chat/completions", messages=messages, **fields)
+
+    return send
+
+
+@pytest.fixture
+def chunks_of():
+    """The JSON objects of a stream; its last event must be [DONE] unless `done` is false."""
+
+    def parse(response, done=True):
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = response.text.split("\n\n")
+        assert events.pop() == ""
+        data = [event.removeprefix("data: ") for event in events]
+        if done:
+            assert data.pop() == "[DONE]"
+        return [json.loads(item) for item in data]
+
+    return parse

@@ -16,6 +16,7 @@ class FakeBackend:
     Attributes:
         generations: every call, in order.
         active: request ids that run now.
+        most_active: the largest number of them so far.
         aborted: request ids whose caller closed them before their end.
         is_up: what `is_live` and `is_ready` say; while it is false, calls fail as Triton's would.
     """
@@ -23,6 +24,7 @@ class FakeBackend:
     def __init__(self) -> None:
         self.generations: list[Generation] = []
         self.active: set[str] = set()
+        self.most_active = 0
         self.aborted: list[str] = []
         self.is_up = True
         self.is_closed = False
@@ -32,6 +34,7 @@ class FakeBackend:
             raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
         self.generations.append(generation)
         self.active.add(generation.request_id)
+        self.most_active = max(self.most_active, len(self.active))
         ended = False
         try:
             for step in echo(

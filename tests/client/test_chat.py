@@ -1,0 +1,176 @@
+"""POST /v1/chat/completions, over the echo model."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Bern"}}</tool_call>'
+MARKUP = f"<think>it asks</think>let me look{CALL}{CALL}"
+
+
+def fold(chunks):
+    """The message of a stream, as a client would build it."""
+    message = {"content": "", "reasoning": "", "reasoning_content": "", "tool_calls": {}}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for key in ("content", "reasoning", "reasoning_content"):
+                message[key] += delta.get(key) or ""
+            for piece in delta.get("tool_calls", ()):
+                call = message["tool_calls"].setdefault(piece["index"], {"arguments": ""})
+                call["arguments"] += piece["function"]["arguments"]
+                call |= {key: piece[key] for key in ("id", "type") if key in piece}
+                if "name" in piece["function"]:
+                    call["name"] = piece["function"]["name"]
+    return message
+
+
+async def test_an_answer_has_text_usage_and_a_reason(chat):
+    body = (await chat("one two three")).json()
+    choice = body["choices"][0]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"] == "one two three"
+    assert choice["finish_reason"] == "stop"
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "echo"
+    assert "tool_calls" not in choice["message"]
+
+
+async def test_max_tokens_cuts_the_answer_and_says_length(chat):
+    body = (await chat("one two three", max_tokens=2)).json()
+    assert body["choices"][0]["message"]["content"] == "one two "
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+async def test_max_completion_tokens_is_another_name_of_max_tokens(chat, backend):
+    body = (await chat("one two three", max_completion_tokens=1, max_tokens=3)).json()
+    assert body["choices"][0]["message"]["content"] == "one "
+
+
+async def test_a_stop_string_ends_the_answer_and_is_named(chat):
+    body = (await chat("one two three", stop=["two"])).json()
+    assert body["choices"][0]["message"]["content"] == "one "
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["choices"][0]["stop_reason"] == "two"
+
+
+async def test_reasoning_is_given_under_both_names_and_apart_from_content(chat):
+    message = (await chat(MARKUP)).json()["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "it asks"
+    assert message["content"] == "let me look"
+
+
+async def test_tool_calls_arrive_whole(chat):
+    choice = (await chat(MARKUP)).json()["choices"][0]
+    first, second = choice["message"]["tool_calls"]
+    assert first["type"] == "function"
+    assert first["function"]["name"] == "get_weather"
+    assert json.loads(first["function"]["arguments"]) == {"city": "Bern"}
+    assert first["id"] != second["id"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_tool_call_without_text_has_null_content(chat):
+    message = (await chat(CALL)).json()["choices"][0]["message"]
+    assert message["content"] is None
+
+
+async def test_an_empty_answer_has_empty_content(chat):
+    message = (await chat(" two", stop="two")).json()["choices"][0]["message"]
+    assert message["content"] == ""
+
+
+async def test_streaming_and_not_streaming_agree(chat, chunks_of):
+    whole = (await chat(MARKUP)).json()["choices"][0]["message"]
+    streamed = fold(chunks_of(await chat(MARKUP, stream=True)))
+    calls = [
+        {
+            "id": call["id"],
+            "type": call["type"],
+            "function": {"name": call["name"], "arguments": call["arguments"]},
+        }
+        for call in streamed["tool_calls"].values()
+    ]
+    assert calls == whole["tool_calls"]
+    for key in ("content", "reasoning", "reasoning_content"):
+        assert streamed[key] == whole[key]
+
+
+async def test_a_stream_opens_with_the_role_and_ends_with_the_reason(chat, chunks_of):
+    chunks = chunks_of(await chat("one two", stream=True))
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert "usage" not in chunks[0]
+
+
+async def test_include_usage_adds_a_chunk_without_choices(chat, chunks_of):
+    options = {"include_usage": True}
+    chunks = chunks_of(await chat("one two", stream=True, stream_options=options))
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+async def test_continuous_usage_counts_up(chat, chunks_of):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(await chat("one <pause 0.01> two", stream=True, stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"]]
+    assert counts[0] == 1
+    assert counts == sorted(counts)
+    assert counts[-1] == 2
+
+
+async def test_line_separators_in_text_do_not_cut_an_event(chat, chunks_of):
+    text = "one\u2028two\u0085three\rfour"
+    response = await chat(text, stream=True)
+    assert all(line.startswith("data: ") for line in response.text.splitlines() if line)
+    assert fold(chunks_of(response))["content"] == text
+
+
+async def test_text_beyond_ascii_survives(chat, chunks_of):
+    text = "žluťoučký 日本 👩‍👩‍👧"
+    assert (await chat(text)).json()["choices"][0]["message"]["content"] == text
+    assert fold(chunks_of(await chat(text, stream=True)))["content"] == text
+
+
+async def test_the_body_goes_on_whole_and_without_nulls(chat, backend):
+    await chat("hi", temperature=0.5, seed=None, chat_template_kwargs={"a": 1}, someday=[{"x": 2}])
+    passed = json.loads(backend.generations[0].chat_request)
+    assert passed["messages"] == [{"role": "user", "content": "hi"}]
+    assert passed["chat_template_kwargs"] == {"a": 1}
+    assert passed["someday"] == [{"x": 2}]
+    assert passed["temperature"] == 0.5
+    assert "seed" not in passed
+
+
+async def test_content_may_come_in_parts(post):
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    response = await post("/v1/chat/completions", messages=[{"role": "user", "content": parts}])
+    assert response.json()["choices"][0]["message"]["content"] == "one two"
+
+
+async def test_an_error_before_the_first_token_is_a_plain_answer_even_when_streaming(chat):
+    response = await chat("<fail INVALID_ARGUMENT top_p: must be positive>", stream=True)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "top_p"
+
+
+async def test_an_error_in_mid_stream_is_an_event_and_the_end(chat, chunks_of):
+    response = await chat("one <pause 0.01><fail INTERNAL it broke>", stream=True)
+    chunks = chunks_of(response, done=False)
+    assert chunks[-1]["error"]["message"] == "it broke"
+    assert chunks[-1]["error"]["type"] == "server_error"
+    assert "[DONE]" not in response.text
+
+
+async def test_an_answer_that_ends_without_a_reason_is_an_error(chat, chunks_of):
+    assert (await chat("one <vanish>")).status_code == 500
+    last = chunks_of(await chat("one <pause 0.01><vanish>", stream=True), done=False)[-1]
+    assert "without a finish reason" in last["error"]["message"]

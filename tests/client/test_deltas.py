@@ -1,0 +1,129 @@
+"""Deltas added up, merged and interleaved."""
+
+import asyncio
+
+import pytest
+from nereid_client.deltas import add_up, fold, interleaved, merged
+from nereid_client.errors import BackendError
+
+pytestmark = pytest.mark.anyio
+
+
+async def source(*items, log=None):
+    """Yields deltas, sleeps for numbers, raises exceptions; logs how far it came."""
+    try:
+        for item in items:
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, float):
+                await asyncio.sleep(item)
+            else:
+                yield item
+    finally:
+        if log is not None:
+            log.append("closed")
+
+
+def test_texts_are_joined_and_the_latest_facts_win():
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    total = add_up(
+        [
+            {"content": "a", "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
+            {"reasoning": "r"},
+            {"content": "b", "text": "ab", "usage": usage, "finish_reason": "stop"},
+        ]
+    )
+    assert total == {
+        "text": "ab",
+        "reasoning": "r",
+        "content": "ab",
+        "finish_reason": "stop",
+        "usage": usage,
+    }
+
+
+def test_pieces_of_tool_calls_are_joined_by_index():
+    total = add_up(
+        [
+            {"tool_calls": [{"index": 0, "id": "c0", "name": "f", "arguments": ""}]},
+            {"tool_calls": [{"index": 0, "arguments": '{"a'}]},
+            {"tool_calls": [{"index": 0, "arguments": '"}'}, {"index": 1, "id": "c1"}]},
+        ]
+    )
+    assert total["tool_calls"] == [
+        {"index": 0, "id": "c0", "name": "f", "arguments": '{"a"}'},
+        {"index": 1, "id": "c1", "arguments": ""},
+    ]
+
+
+def test_adding_up_changes_none_of_its_deltas():
+    first = {"tool_calls": [{"index": 0, "id": "c", "arguments": "a"}]}
+    add_up([first, {"tool_calls": [{"index": 0, "arguments": "b"}]}])
+    assert first == {"tool_calls": [{"index": 0, "id": "c", "arguments": "a"}]}
+
+
+async def test_folding_thousands_of_deltas_keeps_every_one():
+    items = [{"content": f"{n} "} for n in range(3000)]
+    total = await fold(source(*items, {"finish_reason": "stop"}))
+    assert total["content"] == "".join(f"{n} " for n in range(3000))
+
+
+async def test_folding_an_answer_without_a_reason_is_an_error():
+    with pytest.raises(BackendError, match="without a finish reason"):
+        await fold(source({"content": "a"}))
+
+
+async def test_a_fast_reader_gets_every_delta_as_it_comes():
+    items = [{"content": "a"}, 0.01, {"content": "b"}, 0.01, {"finish_reason": "stop"}]
+    got = [delta async for delta in merged(source(*items))]
+    assert got == [{"content": "a"}, {"content": "b"}, {"finish_reason": "stop"}]
+
+
+async def test_a_slow_reader_gets_what_queued_up_as_one():
+    deltas = merged(source(*[{"content": str(n)} for n in range(1000)]))
+    got = []
+    async for delta in deltas:
+        got.append(delta["content"])
+        await asyncio.sleep(0.01)
+    assert "".join(got) == "".join(map(str, range(1000)))
+    assert len(got) < 5
+
+
+async def test_an_error_comes_after_the_text_before_it():
+    deltas = merged(source({"content": "a"}, BackendError("INTERNAL", "broke")))
+    assert await anext(deltas) == {"content": "a"}
+    with pytest.raises(BackendError, match="broke"):
+        await anext(deltas)
+
+
+async def test_closing_the_reader_closes_the_source():
+    log = []
+    deltas = merged(source({"content": "a"}, 60.0, log=log))
+    await anext(deltas)
+    await deltas.aclose()
+    assert log == ["closed"]
+
+
+async def test_interleaving_tags_each_delta_with_its_answer():
+    first = source({"content": "a"}, 0.02, {"content": "b"})
+    second = source(0.01, {"content": "x"})
+    got = [(index, delta["content"]) async for index, delta in interleaved([first, second])]
+    assert got == [(0, "a"), (1, "x"), (0, "b")]
+
+
+async def test_one_failing_answer_ends_the_others():
+    log = []
+    sources = [source(60.0, log=log), source(0.01, BackendError("INTERNAL", "broke"), log=log)]
+    with pytest.raises(BackendError, match="broke"):
+        async for _ in interleaved(sources):
+            pass
+    assert log == ["closed", "closed"]
+
+
+async def test_closing_an_interleaved_reader_closes_every_source():
+    log = []
+    items = [{"content": "a"}] * 5
+    deltas = interleaved([source(*items, 60.0, log=log), source(*items, 60.0, log=log)])
+    await anext(deltas)
+    await deltas.aclose()
+    assert log == ["closed", "closed"]

@@ -1,0 +1,104 @@
+"""Models, health, request ids, the API key, CORS."""
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+async def test_the_served_model_is_listed_and_can_be_fetched(connect):
+    async with connect() as client:
+        listed = (await client.get("/v1/models")).json()
+        fetched = (await client.get("/v1/models/echo")).json()
+    assert listed["object"] == "list"
+    assert listed["data"] == [fetched]
+    assert fetched["id"] == "echo"
+    assert fetched["object"] == "model"
+
+
+async def test_another_models_page_is_a_404_also_with_a_slash_in_its_name(connect):
+    async with connect() as client:
+        response = await client.get("/v1/models/org/name")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/health/ready"])
+async def test_health_follows_the_server(connect, backend, path):
+    async with connect() as client:
+        assert (await client.get(path)).status_code == 200
+        backend.is_up = False
+        response = await client.get(path)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+
+
+async def test_version_is_given(connect):
+    async with connect() as client:
+        assert (await client.get("/version")).json() == {"version": "0.1.0"}
+
+
+async def test_a_request_id_is_echoed_and_names_the_answer(connect, backend):
+    async with connect() as client:
+        headers = {"X-Request-Id": "trace-7"}
+        response = await client.post("/v1/chat/completions", json=HELLO, headers=headers)
+    assert response.headers["x-request-id"] == "trace-7"
+    assert response.json()["id"] == "chatcmpl-trace-7"
+    assert backend.generations[0].request_id.startswith("trace-7-")
+
+
+async def test_the_same_request_id_twice_gives_the_backend_two_names(connect, backend):
+    async with connect() as client:
+        for _ in range(2):
+            headers = {"X-Request-Id": "same"}
+            await client.post("/v1/chat/completions", json=HELLO, headers=headers)
+    first, second = (generation.request_id for generation in backend.generations)
+    assert first != second
+
+
+@pytest.mark.parametrize("given", [None, "", "x" * 129, "two words", "tab\there"])
+async def test_a_missing_or_unusable_request_id_is_replaced(connect, given):
+    async with connect() as client:
+        headers = {} if given is None else {"X-Request-Id": given}
+        response = await client.get("/version", headers=headers)
+    assert len(response.headers["x-request-id"]) == 32
+
+
+async def test_with_a_key_only_its_bearer_reaches_the_api(connect):
+    async with connect(api_key="s3cret") as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            response = await client.post("/v1/chat/completions", json=HELLO, headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        headers = {"Authorization": "Bearer s3cret"}
+        response = await client.post("/v1/chat/completions", json=HELLO, headers=headers)
+        assert response.status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_an_allowed_origin_may_call_and_others_may_not(connect):
+    async with connect(cors_origins="https://a.example, https://b.example", api_key="k") as client:
+        preflight = {
+            "Origin": "https://b.example",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization",
+        }
+        allowed = await client.options("/v1/chat/completions", headers=preflight)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://b.example"
+        preflight["Origin"] = "https://c.example"
+        refused = await client.options("/v1/chat/completions", headers=preflight)
+        assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_without_cors_origins_no_page_is_let_in(connect):
+    async with connect() as client:
+        response = await client.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert "access-control-allow-origin" not in response.headers
+
+
+async def test_the_backend_is_closed_at_the_end(connect, backend):
+    async with connect():
+        assert not backend.is_closed
+    assert backend.is_closed

@@ -1,0 +1,162 @@
+"""Wrong requests: each gets a clear error in OpenAI's shape, and the next one is served."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_tokens", 0, "max_tokens: must be greater than or equal to 1, got 0"),
+        ("max_tokens", -3, "max_tokens: must be greater than or equal to 1, got -3"),
+        ("max_tokens", "5", 'max_tokens: must be a valid integer, got "5"'),
+        ("max_tokens", True, "max_tokens: must be a valid integer, got true"),
+        ("max_completion_tokens", 0, "max_completion_tokens: must be greater than or equal to 1"),
+        ("temperature", -0.1, "temperature: must be greater than or equal to 0, got -0.1"),
+        ("temperature", 2.5, "temperature: must be less than or equal to 2, got 2.5"),
+        ("top_p", 0, "top_p: must be greater than 0, got 0"),
+        ("top_k", -2, "top_k: must be greater than or equal to -1, got -2"),
+        ("seed", 2**63, "seed: must be less than 9223372036854775808"),
+        ("n", 2, "n: must be 1, got 2: one choice per request is the limit here"),
+        ("messages", [], "messages: must have at least 1 item, got 0"),
+        ("messages", "hi", 'messages: must be a valid list, got "hi"'),
+        ("messages", [{"content": "hi"}], "messages[0].role: is required"),
+        (
+            "messages",
+            [{"role": "user", "content": 5}],
+            "messages[0].content: must be a valid string or be a valid list, got 5",
+        ),
+        ("stop", 5, "stop: must be a valid string or be a valid list, got 5"),
+        ("stream_options", {}, "stream_options: only allowed when stream is true"),
+        ("logprobs", True, "logprobs: log-probabilities are not available here"),
+    ],
+)
+async def test_a_bad_field_is_named_with_its_value_and_limit(post, field, value, message):
+    response = await post("/v1/chat/completions", **{"messages": HELLO, field: value})
+    error = error_of(response, 400)
+    assert error["message"].startswith(message)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"messages": [', "the body is not valid JSON: Expecting value at line 1 column 15"),
+        ("", "the body is not valid JSON: Expecting value at line 1 column 1"),
+        ("[1]", "the body must be a JSON object, got list"),
+        ('{"temperature": NaN}', "the body is not usable JSON: NaN is not a JSON number"),
+        ('{"temperature": -Infinity}', "the body is not usable JSON: -Infinity is not"),
+        ('{"temperature": 1e999}', "the body is not usable JSON: 1e999 is too large"),
+        ('{"seed": ' + "9" * 5000 + "}", "the body is not usable JSON: Exceeds the limit"),
+        ('{"messages": ' + "[" * 100_000, "the body is not usable JSON: it is nested too deeply"),
+        (b'{"messages": "\xff"}', "the body is not valid UTF-8 at byte 14"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "the body holds half a"),
+        ('{"prompt": "x", "messages": [{"role": "u"}], "x": "\\ud800"}', "the body holds half a"),
+    ],
+)
+async def test_a_broken_body_is_answered_with_what_is_wrong(connect, body, message):
+    async with connect() as client:
+        response = await client.post("/v1/chat/completions", content=body)
+        assert error_of(response, 400)["message"].startswith(message)
+        again = await client.post("/v1/chat/completions", json={"messages": HELLO})
+        assert again.status_code == 200
+
+
+async def test_half_a_surrogate_pair_in_a_prompt_is_refused(connect):
+    async with connect() as client:
+        response = await client.post("/v1/completions", content='{"prompt": "a\\ud800"}')
+    assert "surrogate" in error_of(response, 400)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_an_unknown_model_is_a_404_that_names_the_served_one(post, path):
+    response = await post(path, model="gpt-9", messages=HELLO, prompt="x")
+    error = error_of(response, 404)
+    assert error["code"] == "model_not_found"
+    assert "'gpt-9'" in error["message"]
+    assert "'echo'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("INVALID_ARGUMENT", 400, "invalid_request_error"),
+        ("UNAVAILABLE", 503, "service_unavailable_error"),
+        ("RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
+        ("CANCELLED", 499, "invalid_request_error"),
+        ("DEADLINE_EXCEEDED", 504, "server_error"),
+        ("INTERNAL", 500, "server_error"),
+        ("NOT_FOUND", 500, "server_error"),
+    ],
+)
+async def test_the_backends_code_chooses_the_status(chat, code, status, kind):
+    error = error_of(response := await chat(f"<fail {code} said so>"), status)
+    assert error["message"] == "said so"
+    assert error["type"] == kind
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+async def test_the_field_that_the_backend_blames_is_the_param(chat):
+    blame = "in ensemble 'llm', max_tokens: must be at most 10, got 11"
+    error = error_of(await chat(f"<fail INVALID_ARGUMENT {blame}>"), 400)
+    assert error["param"] == "max_tokens"
+    assert error["message"] == "max_tokens: must be at most 10, got 11"
+
+
+async def test_a_server_that_is_gone_is_a_503(chat, backend):
+    backend.is_up = False
+    response = await chat("hello")
+    assert "can't be reached" in error_of(response, 503)["message"]
+    assert response.headers["retry-after"] == "1"
+
+
+async def test_an_unknown_path_and_a_wrong_method_have_the_same_shape(connect):
+    async with connect() as client:
+        assert error_of(await client.get("/v1/nothing"), 404)["message"].startswith("GET /v1/")
+        response = await client.get("/v1/completions")
+        assert error_of(response, 405)["message"].endswith("Method Not Allowed")
+
+
+async def test_a_bug_is_a_500_with_the_request_id_and_no_details(connect, backend):
+    async def broken(generation):
+        raise ZeroDivisionError("secret")
+        yield {}
+
+    backend.generate = broken
+    async with connect() as client:
+        headers = {"X-Request-Id": "abc"}
+        response = await client.post(
+            "/v1/chat/completions", json={"messages": HELLO}, headers=headers
+        )
+    message = error_of(response, 500)["message"]
+    assert "abc" in message
+    assert "secret" not in message
+
+
+async def test_a_body_over_the_limit_is_a_413_announced_or_not(connect):
+    async def pieces():
+        for _ in range(4):
+            yield b'"' + b"x" * 400
+
+    async with connect(max_body_bytes=1000) as client:
+        body = {"messages": [{"role": "user", "content": "x" * 2000}]}
+        announced = await client.post("/v1/chat/completions", json=body)
+        message = error_of(announced, 413)["message"]
+        size = len(json.dumps(body, separators=(",", ":")))
+        assert message == f"the body has {size} bytes; the limit is 1000 (max_body_bytes)"
+        unannounced = await client.post("/v1/chat/completions", content=pieces())
+        assert "more than 1000 bytes" in error_of(unannounced, 413)["message"]

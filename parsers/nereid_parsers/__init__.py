@@ -1,1 +1,68 @@
 """Chat formats as data: parse, stream and constrain what language models write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nereid_parsers.errors import (
+    ConstraintError,
+    FormatError,
+    NereidParsersError,
+    TemplateError,
+    UnknownFormatError,
+)
+from nereid_parsers.events import (
+    ArgumentsDelta,
+    ContentDelta,
+    Event,
+    Message,
+    ReasoningDelta,
+    ToolCall,
+    ToolCallEnd,
+    ToolCallStart,
+    fold,
+)
+from nereid_parsers.format import LENIENT, STRICT, Format, Policy, Stage
+from nereid_parsers.formats.registry import format_names, get_format
+from nereid_parsers.stream.parser import StreamParser, parse
+
+if TYPE_CHECKING:
+    from nereid_parsers.template import TemplateAnalysis, analyze_template
+
+__all__ = [
+    "LENIENT",
+    "STRICT",
+    "ArgumentsDelta",
+    "ConstraintError",
+    "ContentDelta",
+    "Event",
+    "Format",
+    "FormatError",
+    "Message",
+    "NereidParsersError",
+    "Policy",
+    "ReasoningDelta",
+    "Stage",
+    "StreamParser",
+    "TemplateAnalysis",
+    "TemplateError",
+    "ToolCall",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "UnknownFormatError",
+    "analyze_template",
+    "fold",
+    "format_names",
+    "get_format",
+    "parse",
+]
+
+_LAZY = {"analyze_template", "TemplateAnalysis"}  # they bring jinja2, which parsing does not need
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401  # the hook's own signature
+    if name in _LAZY:
+        from nereid_parsers import template
+
+        return getattr(template, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -49,7 +49,7 @@ class Opener(Enum):
     """Who opens the reasoning, where the prompt's tail does not show it.
 
     MODEL   the model writes the marker itself, or does not reason: output starts in content.
-    PROMPT  the prompt writes the marker; a prompt without it: content, no prompt at hand: reasoning.
+    PROMPT  the prompt writes the marker; without it: content; with no prompt at hand: reasoning.
     FORCED  output starts in reasoning, unless the prompt's tail has closed it.
     """
 
@@ -447,9 +447,9 @@ class Format:
 
     def stage(self, prompt: str | None) -> Stage:
         """Where output starts that follows `prompt` (rendered, generation prompt included)."""
-        from nereid_parsers.stage import stage_of
+        from nereid_parsers.stream.parser import stage_of
 
-        return stage_of(self, prompt).stage
+        return stage_of(self, prompt)
 
     def stage_of_ids(
         self, prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
@@ -501,7 +501,7 @@ def pattern(text: str) -> tuple[str | Slot, ...]:
         if match.group() in ("{{", "}}"):
             _add_literal(parts, match.group()[0])
         elif match.group(1) in FIELDS:
-            if parts and isinstance(parts[-1], Slot):
+            if match.group(1) != "rest" and parts and isinstance(parts[-1], Slot):
                 raise FormatError(f"pattern {text!r}: two fields with nothing between them")
             parts.append(Slot(match.group(1)))
         else:

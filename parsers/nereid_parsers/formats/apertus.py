@@ -1,0 +1,22 @@
+"""Apertus: inner thoughts between prefix and suffix, calls as an array keyed by function name."""
+
+from nereid_parsers.format import Call, JsonArray, NameIsKey, Reasoning, Source, ToolSection
+from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+
+_TEMPLATE = Source("chat template of swiss-ai/Apertus-8B-Instruct-2509", "2025-09")
+
+REASONING = {
+    "apertus2509": ReasoningEntry(
+        Reasoning("<|inner_prefix|>", "<|inner_suffix|>", interrupted_by=("<|tools_prefix|>",)),
+        _TEMPLATE,
+    ),
+}
+
+TOOLS = {
+    "apertus": ToolEntry(
+        ToolSection(
+            (Call(JsonArray(NameIsKey())),), open="<|tools_prefix|>", close="<|tools_suffix|>"
+        ),
+        _TEMPLATE,
+    ),
+}

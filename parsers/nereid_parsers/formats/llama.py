@@ -1,0 +1,27 @@
+"""Meta Llama: a bare JSON object, or a call behind `<|python_tag|>`."""
+
+from nereid_parsers.format import Call, JsonObject, Keys, PythonCalls, Source, ToolSection
+from nereid_parsers.formats.entry import ToolEntry
+
+_LLAMA31 = Source(
+    "prompt format of Llama 3.1 (llama.com/docs/model-cards-and-prompt-formats/llama3_1) and the "
+    "chat template of meta-llama/Llama-3.1-8B-Instruct",
+    "2024-09",
+)
+
+_KEYS = Keys("name", "parameters", also=("arguments",), extra=("type",))
+
+TOOLS = {
+    "llama3_json": ToolEntry(
+        ToolSection(
+            (
+                Call(JsonObject(_KEYS)),
+                Call(JsonObject(_KEYS), open="<|python_tag|>"),
+                Call(PythonCalls("", "", separator=";", suffix=".call"), open="<|python_tag|>"),
+            ),
+            separator="; ",
+        ),
+        _LLAMA31,
+        ends=("<|eom_id|>", "<|eot_id|>"),
+    ),
+}

@@ -1,0 +1,11 @@
+"""NVIDIA Nemotron."""
+
+from nereid_parsers.format import Reasoning, Source
+from nereid_parsers.formats.entry import ReasoningEntry
+
+REASONING = {
+    "nemotron_v3": ReasoningEntry(
+        Reasoning("<think>\n", "\n</think>\n"),
+        Source("chat template of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "2025-12"),
+    ),
+}

@@ -1,0 +1,25 @@
+"""ByteDance Seed."""
+
+from nereid_parsers.format import Call, Reasoning, Source, TaggedArguments, ToolSection
+from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+
+_SEED = Source("chat template of ByteDance-Seed/Seed-OSS-36B-Instruct", "2025-08")
+
+REASONING = {"seed_oss": ReasoningEntry(Reasoning("<seed:think>", "</seed:think>\n"), _SEED)}
+
+TOOLS = {
+    "seed_oss": ToolEntry(
+        ToolSection(
+            (
+                Call(
+                    TaggedArguments("<parameter={key}>", "</parameter>\n"),
+                    open="<seed:tool_call>\n",
+                    head="<function={name}>\n",
+                    close="</function>\n</seed:tool_call>",
+                ),
+            ),
+            separator="\n",
+        ),
+        _SEED,
+    ),
+}

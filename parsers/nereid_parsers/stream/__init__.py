@@ -1,0 +1,1 @@
+"""The incremental machine that executes a Format. Start at parser.py."""

@@ -45,7 +45,8 @@ class EngineConfig:
         max_num_waiting: at most so many requests wait; more are refused.
         gpu_memory_utilization: share of the GPU's memory for weights and KV cache together.
         seed: of the requests that bring none.
-        num_threads: CPU threads for torch; None is one for each CPU this process may use.
+        num_threads: CPU threads for torch; None is all CPUs this process may use but one, which the
+            server's own processes need: threads that wait for each other stall when one is late.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range; the message says what would do.

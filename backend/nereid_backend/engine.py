@@ -60,7 +60,7 @@ class Engine:
         """
         started = time.monotonic()
         progress = progress or logger.info
-        num_threads = config.num_threads or usable_cpus()
+        num_threads = config.num_threads or max(1, usable_cpus() - 1)
         torch.set_num_threads(num_threads)
         device = choose_device(config.device)
         self._config = config

@@ -1,10 +1,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 from backend.tiny_models import BY_NAME
 from transformers.utils import logging
 
 logging.disable_progress_bar()
+# Threads that wait for each other make tiny models slow on a busy machine.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -36,8 +36,15 @@ def reference(folder: Path) -> list[list[int]]:
 
 
 def open_engine(folder: Path, **settings) -> Engine:
-    settings = {"max_num_seqs": 8, "block_size": BLOCK_SIZE, "dtype": "float32", **settings}
-    return Engine(EngineConfig(str(folder), kv_cache_memory="4MiB", **settings))
+    settings = {
+        "max_num_seqs": 8,
+        "block_size": BLOCK_SIZE,
+        "dtype": "float32",
+        "num_threads": 1,
+        "kv_cache_memory": "4MiB",
+        **settings,
+    }
+    return Engine(EngineConfig(str(folder), **settings))
 
 
 def bytes_for(engine: Engine, num_tokens: int) -> int:
@@ -89,16 +96,8 @@ def run_chunked(folder: Path) -> list[list[int]]:
 def run_preempted(folder: Path) -> list[list[int]]:
     size = open_engine(folder)
     size.close()
-    engine = Engine(
-        EngineConfig(
-            str(folder),
-            dtype="float32",
-            block_size=BLOCK_SIZE,
-            max_num_seqs=8,
-            max_num_batched_tokens=9,
-            max_model_len=64,
-            kv_cache_memory=bytes_for(size, 72),
-        )
+    engine = open_engine(
+        folder, max_num_batched_tokens=9, max_model_len=64, kv_cache_memory=bytes_for(size, 72)
     )
     answers = run_staggered(engine)
     assert engine.num_preemptions > 0, "nothing was preempted: the cache is too large"

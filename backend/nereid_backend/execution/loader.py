@@ -163,9 +163,11 @@ def _load_weights(
                 output_loading_info=True,
             )
     except (ValueError, KeyError, ImportError) as error:
-        raise UnsupportedModelError(
-            f"{folder}: transformers cannot load {config.model_type}: {_first_line(error)}"
-        ) from error
+        reason = _first_line(error)
+        if attention in reason:
+            # The class has a table of attention implementations of its own.
+            reason = "it does not use transformers' attention interface"
+        raise UnsupportedModelError(f"{config.model_type} is not supported: {reason}") from error
     except Exception as error:
         # safetensors raises its own errors for broken files, and torch RuntimeError for shapes.
         raise ModelError(

@@ -35,8 +35,9 @@ _BUDGET = 8
 # longer ones would cost seconds at every start.
 _LONGEST_PROMPT = 160
 # Root mean square of the difference over the logits' spread. Wrong masks or positions give 0.1 to
-# 1; float32 gives 1e-6, bfloat16 up to 0.03 (measured on the architectures of the tests).
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+# 1.4; float32 gives 1e-6, bfloat16 0.01 to 0.04, and 0.13 where many tokens change experts (measured
+# on the tests' architectures and a dozen more).
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,12 @@ def check_packed(
             checkpoint, f"a packed step does not run: {type(error).__name__}: {error}"
         ) from error
     alone = _logits_alone(checkpoint, hook, sequences)
-    difference = ((packed - alone).square().mean() / alone.var()).sqrt().item()
+    errors = (packed - alone).square().mean(-1).sqrt() / alone.std()
+    if checkpoint.model.dtype != torch.float32:
+        # Rounding makes an expert model choose other experts for a token now and then. Such a row
+        # says nothing; what is wrong with the path shows in most rows of a sequence.
+        errors = errors.view(len(sequences), -1).median(dim=1).values
+    difference = errors.max().item()
     # Written so that NaN is refused, too.
     if not difference <= _TOLERANCE[checkpoint.model.dtype]:
         raise _refusal(

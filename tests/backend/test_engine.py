@@ -1,0 +1,266 @@
+import pytest
+import torch
+from backend.exactness import bytes_for, make_prompts, open_engine
+from nereid_backend import CapacityError, ConfigError, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64, max_num_waiting=3)
+    yield engine
+    assert not engine.has_work()
+    engine.check()
+    assert engine.num_free_blocks == engine.info.num_blocks
+    engine.close()
+
+
+def drain(engine):
+    """All updates until the engine is idle, as request id -> list."""
+    found = {}
+    while engine.has_work():
+        for update in engine.step():
+            found.setdefault(update.request_id, []).append(update)
+        engine.check()
+    return found
+
+
+def ends(updates):
+    return [u.finish_reason for u in updates if u.finish_reason is not None]
+
+
+def test_info_says_what_was_loaded(engine):
+    info = engine.info
+    assert info.architecture == "LlamaForCausalLM"
+    assert (info.dtype, info.device, info.path) == ("float32", "cpu", "packed")
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (64, 320, (2,))
+    assert info.num_blocks * info.block_size >= info.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt: is empty"),
+        ([5] * 90, r"prompt has 90 tokens; the limit is 64 \(max_model_len\)"),
+        ([5] * 64, "leaves no room for an answer"),
+        ([5, 320], r"token id 320 is outside the vocabulary \(0 to 319\)"),
+        ([-1], "token id -1 is outside"),
+    ],
+)
+def test_a_bad_prompt_is_refused_with_the_value_and_the_limit(engine, prompt, message):
+    with pytest.raises(RequestError, match=message):
+        engine.add_request("bad", prompt, GREEDY)
+    assert not engine.has_work()
+
+
+def test_an_id_in_work_cannot_be_used_again_until_it_ended(engine):
+    engine.add_request("a", [5, 6], GREEDY)
+    with pytest.raises(RequestError, match="'a' is in work already"):
+        engine.add_request("a", [5, 6], GREEDY)
+    drain(engine)
+    engine.add_request("a", [5, 6], GREEDY)
+    drain(engine)
+
+
+def test_a_full_queue_refuses_with_the_limit(engine):
+    for number in range(3):
+        engine.add_request(str(number), [5], GREEDY)
+    with pytest.raises(CapacityError, match=r"3 requests wait; the limit is 3 \(max_num_waiting\)"):
+        engine.add_request("late", [5], GREEDY)
+    assert sorted(drain(engine)) == ["0", "1", "2"]
+
+
+def test_an_answer_ends_at_max_model_len_with_length(engine):
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    (output,) = engine.generate([[5] * 60], params)
+    assert len(output.outputs[0].token_ids) == 4
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_updates_carry_each_token_once_and_one_end(engine):
+    prompts = make_prompts((4, 9, 20))
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, GREEDY)
+    found = drain(engine)
+    expected = engine.generate(prompts[:3], GREEDY)
+    for number, output in enumerate(expected):
+        updates = found[str(number)]
+        assert [t for u in updates for t in u.new_token_ids] == output.outputs[0].token_ids
+        assert ends(updates) == ["length"]
+        assert updates[-1].finish_reason == "length"
+
+
+def test_a_stop_token_of_the_request_is_included_and_named(engine):
+    (free,) = engine.generate([[5, 9]], GREEDY)
+    third = free.outputs[0].token_ids[2]
+    params = SamplingParams(temperature=0.0, max_tokens=6, stop_token_ids=[third])
+    (output,) = engine.generate([[5, 9]], params)
+    answer = output.outputs[0]
+    assert answer.token_ids == free.outputs[0].token_ids[: answer.token_ids.index(third) + 1]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", third)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_aborted_request_ends_once_and_frees_its_blocks(engine, steps):
+    engine.add_request("a", [5] * 20, GREEDY)
+    updates = [u for _ in range(steps) for u in engine.step()]
+    engine.abort("a")
+    engine.abort("a")
+    assert engine.num_free_blocks == engine.info.num_blocks
+    updates += [u for many in drain(engine).values() for u in many]
+    assert ends(updates) == ["abort"]
+    engine.abort("a")
+    assert not engine.has_work()
+
+
+def test_the_cumulative_logprob_is_that_of_the_model(engine, checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    prompt = [5, 9, 77]
+    (output,) = engine.generate([prompt], GREEDY)
+    answer = output.outputs[0]
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + answer.token_ids])).logits[0]
+    logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    expected = logprobs.gather(1, torch.tensor(answer.token_ids)[:, None]).sum().item()
+    assert answer.cumulative_logprob == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_and_after_preemption(checkpoint):
+    folder = checkpoint("qwen3")
+    roomy = open_engine(folder, max_model_len=64)
+    params = [
+        SamplingParams(temperature=1.3, top_p=0.9, seed=seed, max_tokens=20, ignore_eos=True)
+        for seed in range(6)
+    ]
+    prompts = make_prompts()
+    alone = [
+        roomy.generate([prompt], param)[0].outputs[0].token_ids
+        for prompt, param in zip(prompts, params, strict=True)
+    ]
+    crowd = [output.outputs[0].token_ids for output in roomy.generate(prompts, params)]
+    tight = open_engine(
+        folder,
+        max_model_len=64,
+        max_num_batched_tokens=9,
+        kv_cache_memory=bytes_for(roomy, 72),
+    )
+    preempted = [output.outputs[0].token_ids for output in tight.generate(prompts, params)]
+    assert tight.num_preemptions > 0
+    assert crowd == alone
+    assert preempted == alone
+    roomy.close()
+    tight.close()
+
+
+def test_requests_without_a_seed_differ_but_repeat_with_the_engines_seed(checkpoint):
+    params = SamplingParams(temperature=2.0, max_tokens=10, ignore_eos=True)
+    runs = []
+    for seed in (0, 0, 1):
+        engine = open_engine(checkpoint("llama"), seed=seed)
+        runs.append([o.outputs[0].token_ids for o in engine.generate([[5], [5]], params)])
+        engine.close()
+    assert runs[0][0] != runs[0][1]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+def test_generate_leaves_nothing_behind_when_a_prompt_is_wrong(engine):
+    with pytest.raises(RequestError, match="prompt: is empty"):
+        engine.generate([[5], [6], []], GREEDY)
+    assert not engine.has_work()
+
+
+def test_generate_takes_more_prompts_than_may_wait(engine):
+    outputs = engine.generate([[token] for token in range(3, 20)], GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == [[t] for t in range(3, 20)]
+    assert all(len(output.outputs[0].token_ids) == 6 for output in outputs)
+
+
+def test_logits_that_are_not_finite_end_that_request_and_nobody_later(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    (clean,) = engine.generate([[5, 9, 11]], GREEDY)
+    with torch.no_grad():
+        embedding = engine._runner._model.get_input_embeddings().weight
+        embedding[300] = float("nan")
+    engine.add_request("poisoned", [300, 5, 9], GREEDY)
+    engine.add_request("beside", [5, 9, 11], GREEDY)
+    found = drain(engine)
+    assert ends(found["poisoned"]) == ["error"]
+    assert "not finite" in found["poisoned"][-1].error
+    assert [t for u in found["beside"] for t in u.new_token_ids] == clean.outputs[0].token_ids
+    # Its blocks, NaN once, serve the next request.
+    outputs = engine.generate([[5, 9, 11]] * 4, GREEDY)
+    assert all(output.outputs[0].token_ids == clean.outputs[0].token_ids for output in outputs)
+    engine.close()
+
+
+def test_a_step_that_raises_ends_its_requests_with_an_error_and_the_engine_goes_on(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    (clean,) = engine.generate([[5, 9, 11]], GREEDY)
+    engine.add_request("a", [5, 9, 11], GREEDY)
+    engine.step()
+    engine.add_request("b", [8], GREEDY)
+
+    def fail(module, args):
+        raise RuntimeError("out of something")
+
+    hook = engine._runner._model.register_forward_pre_hook(fail)
+    updates = engine.step()
+    hook.remove()
+    assert [(u.request_id, u.finish_reason) for u in updates] == [("a", "error"), ("b", "error")]
+    assert "RuntimeError: out of something" in updates[0].error
+    engine.check()
+    assert not engine.has_work()
+    assert engine.num_free_blocks == engine.info.num_blocks
+    assert engine.generate([[5, 9, 11]], GREEDY)[0].outputs[0].token_ids == (
+        clean.outputs[0].token_ids
+    )
+    engine.close()
+
+
+def test_two_engines_in_one_process_do_not_disturb_each_other(checkpoint):
+    engines = [open_engine(checkpoint(name)) for name in ("llama", "qwen3")]
+    alone = [engine.generate([[5, 9]], GREEDY)[0].outputs[0].token_ids for engine in engines]
+    for engine in engines:
+        engine.add_request("x", [5, 9], GREEDY)
+    answers = [[], []]
+    while any(engine.has_work() for engine in engines):
+        for answer, engine in zip(answers, engines, strict=True):
+            for update in engine.step():
+                answer += update.new_token_ids
+    assert answers == alone
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 9000}, r"max_model_len: must be at most 256 \(max_position_embeddings"),
+        ({"kv_cache_memory": 1000}, "kv_cache_memory: 1000 bytes holds 0 tokens"),
+        (
+            {"kv_cache_memory": "100KiB", "max_model_len": 256},
+            "raise kv_cache_memory or lower max_model_len",
+        ),
+        ({"kv_cache_memory": "900TiB"}, "kv_cache_memory: .* was asked for, but .* are free"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_the_remedy(checkpoint, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        open_engine(checkpoint("llama"), **settings)
+
+
+def test_without_max_model_len_a_small_memory_shortens_requests(checkpoint):
+    lines = []
+    from nereid_backend import Engine, EngineConfig
+
+    engine = Engine(
+        EngineConfig(str(checkpoint("llama")), kv_cache_memory="60KiB", num_threads=1),
+        progress=lines.append,
+    )
+    assert 16 <= engine.info.max_model_len < 256
+    assert any(f"a request may have {engine.info.max_model_len}" in line for line in lines)
+    engine.close()

@@ -1,0 +1,191 @@
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from backend.exactness import open_engine
+from backend.tiny_models import Family
+from nereid_backend import ModelError, UnsupportedModelError
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.layers import Span
+from nereid_backend.execution.limits import model_limit
+from nereid_backend.execution.loader import load_checkpoint
+from nereid_backend.execution.probe import check_packed, probe_layers
+from transformers import AutoConfig
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path):
+    """A copy of a checkpoint that a test may break."""
+    return shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+
+
+def load(folder, hook, dtype="float32"):
+    return load_checkpoint(
+        str(folder),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        attention=hook.name,
+        progress=lambda line: None,
+    )
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ModelError, match="nowhere is not a folder"):
+        open_engine(tmp_path / "nowhere")
+
+
+def test_a_folder_without_a_config_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        open_engine(tmp_path)
+
+
+def test_a_checkpoint_without_safetensors_says_how_to_get_them(copy):
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no \.safetensors files; convert its weights"):
+        open_engine(copy)
+
+
+def test_a_missing_shard_is_named(copy):
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"lacks 2 of 2 weight files, first model-1\.safetensors"):
+        open_engine(copy)
+
+
+def test_a_broken_index_is_named(copy):
+    (copy / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ModelError, match=r"index\.json is broken"):
+        open_engine(copy)
+
+
+def test_a_truncated_weight_file_is_an_error(copy):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ModelError, match="weights cannot be read"):
+        open_engine(copy)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_instead_of_answering_at_random(copy):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights, first model\.layers\.1\.mlp\.up_proj"):
+        open_engine(copy)
+
+
+def test_a_model_type_that_transformers_does_not_know_is_refused(copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["model_type"] = "no_such_type"
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="no_such_type"):
+        open_engine(copy)
+
+
+def test_code_that_comes_with_a_checkpoint_is_not_run(copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["model_type"] = "their_own"
+    config["auto_map"] = {"AutoConfig": "their_config.Config"}
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "their_config.py").write_text("raise SystemExit('this must not run')")
+    with pytest.raises(UnsupportedModelError, match="code that comes with a checkpoint is not run"):
+        open_engine(copy)
+
+
+def test_end_tokens_come_from_generation_config_and_config(copy):
+    generation = json.loads((copy / "generation_config.json").read_text())
+    generation["eos_token_id"] = [7, 9]
+    (copy / "generation_config.json").write_text(json.dumps(generation))
+    engine = open_engine(copy)
+    assert engine.info.eos_token_ids == (2, 7, 9)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [
+        ("bloom", {}),
+        ("gptj", {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}),
+    ],
+)
+def test_a_model_with_attention_of_its_own_is_refused_by_name(tmp_path, model_type, extra):
+    Family(model_type, model_type, extra).save(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="does not use transformers' attention inter"):
+        open_engine(tmp_path)
+
+
+def test_a_model_whose_other_layers_mix_the_packed_requests_is_refused_by_name(tmp_path):
+    Family("lfm2", "lfm2", {"layer_types": ["conv", "full_attention"]}).save(tmp_path)
+    with pytest.raises(
+        UnsupportedModelError, match=r"Lfm2ForCausalLM is not supported: a packed step differs"
+    ):
+        open_engine(tmp_path)
+
+
+def change_window(layer):
+    return dataclasses.replace(layer, span=Span(window=11))
+
+
+def drop_window(layer):
+    return dataclasses.replace(layer, span=Span())
+
+
+def drop_softcap(layer):
+    return dataclasses.replace(layer, softcap=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("mistral, sliding window", drop_window),
+        ("mistral, sliding window", change_window),
+        ("gemma2", drop_softcap),
+        ("gpt_oss", drop_window),
+    ],
+)
+def test_the_self_check_notices_what_a_layer_lacks(checkpoint, family, change):
+    hook = AttentionHook()
+    loaded = load(checkpoint(family), hook)
+    layers = probe_layers(loaded, hook)
+    assert check_packed(loaded, hook, layers, 256).difference < 1e-5
+    with pytest.raises(UnsupportedModelError, match="differs from the model alone"):
+        check_packed(loaded, hook, [change(layer) for layer in layers], 256)
+    hook.remove()
+
+
+def test_the_probe_sees_each_layers_window_and_heads(checkpoint):
+    hook = AttentionHook()
+    layers = probe_layers(load(checkpoint("gpt_oss"), hook), hook)
+    assert [layer.span.window for layer in layers] == [12, None]
+    assert all(layer.has_sinks and layer.num_kv_heads == 2 for layer in layers)
+    hook.remove()
+
+
+def test_half_precision_loads_and_passes_the_self_check(checkpoint):
+    engine = open_engine(checkpoint("llama"), dtype="bfloat16")
+    assert engine.info.dtype == "bfloat16"
+    assert 1e-4 < engine.info.self_check_difference < 0.1
+    engine.close()
+
+
+def test_positions_that_depend_on_the_longest_request_limit_the_length():
+    config = AutoConfig.for_model(
+        "phi3",
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        original_max_position_embeddings=128,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 128,
+        },
+    )
+    limit = model_limit(config)
+    assert limit.num_tokens == 128
+    assert "longrope" in limit.reason

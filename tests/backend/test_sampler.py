@@ -1,0 +1,160 @@
+import numpy as np
+import pytest
+import torch
+from nereid_backend import SamplingParams
+from nereid_backend.core.request import Request
+from nereid_backend.execution import sampler
+from nereid_backend.execution.sampler import sample, uniform_numbers
+
+VOCAB = 50
+
+
+def make_request(seed=0, num_output=0, prompt_len=3, eos=(), **params):
+    request = Request(
+        "r",
+        [1] * prompt_len,
+        SamplingParams(**params),
+        max_total_tokens=999,
+        eos_token_ids=eos,
+        seed=seed,
+    )
+    request.token_ids += [1] * num_output
+    return request
+
+
+def slow_probs(logits, params):
+    """Probabilities of one row by the definition, sorted in plain Python."""
+    probs = (logits.double() / params.temperature).softmax(-1).tolist()
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])
+    kept = [i for i in order if probs[i] >= params.min_p * probs[order[0]]]
+    if params.top_k > 0:
+        kept = kept[: params.top_k]
+    total, nucleus, reached = sum(probs[i] for i in kept), [], 0.0
+    for i in kept:
+        if reached >= params.top_p * total:
+            break
+        nucleus.append(i)
+        reached += probs[i]
+    out = torch.zeros(len(probs), dtype=torch.float64)
+    for i in nucleus:
+        out[i] = probs[i] / reached
+    return out
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0, "top_p": 0.7},
+        {"top_k": 5},
+        {"top_k": 400},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "top_k": 12, "top_p": 0.8, "min_p": 0.05},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution_by_its_definition(params):
+    torch.manual_seed(1)
+    logits = torch.randn(VOCAB) * 2
+    count = 20_000
+    requests = [make_request(seed=i, **params) for i in range(count)]
+    tokens = torch.tensor([s.token_ids[0] for s in sample(logits.expand(count, -1), requests)])
+    seen = torch.bincount(tokens, minlength=VOCAB).double() / count
+    expected = slow_probs(logits, SamplingParams(**params))
+    assert (seen[expected == 0] == 0).all(), "a token was drawn that the filters exclude"
+    sigma = (expected * (1 - expected) / count).sqrt()
+    assert ((seen - expected).abs() <= 5 * sigma + 1e-12).all()
+
+
+def test_a_nucleus_larger_than_the_first_guess_is_found_too(monkeypatch):
+    probs = torch.rand(4, VOCAB).softmax(-1)
+    top_p = torch.tensor([[0.3], [0.6], [0.9], [0.99]])
+    whole = sampler._keep_top_p(probs, top_p)
+    monkeypatch.setattr(sampler, "_NUCLEUS_GUESS", 4)
+    assert torch.equal(sampler._keep_top_p(probs, top_p), whole)
+    assert ((whole > 0).sum(-1) > 4).any()
+
+
+def test_rows_of_a_batch_are_sampled_as_if_each_were_alone():
+    torch.manual_seed(2)
+    settings = [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 3},
+        {"top_p": 0.5, "temperature": 3.0},
+        {"min_p": 0.1},
+        {"top_k": 7, "top_p": 0.9},
+    ]
+    requests = [make_request(seed=i, num_output=i, **s) for i, s in enumerate(settings)]
+    logits = torch.randn(len(requests), VOCAB)
+    together = sample(logits, requests)
+    alone = [sample(logits[i : i + 1], [r])[0] for i, r in enumerate(requests)]
+    assert [s.token_ids for s in together] == [s.token_ids for s in alone]
+
+
+def test_temperature_zero_takes_the_likeliest_token():
+    logits = torch.randn(3, VOCAB)
+    requests = [make_request(temperature=0.0) for _ in range(3)]
+    assert [s.token_ids[0] for s in sample(logits, requests)] == logits.argmax(-1).tolist()
+
+
+def test_the_logprob_is_that_of_the_models_own_distribution():
+    logits = torch.randn(2, VOCAB)
+    requests = [make_request(temperature=0.0), make_request(temperature=0.1, top_k=2)]
+    for row, outcome in zip(logits, sample(logits, requests), strict=True):
+        expected = row.log_softmax(-1)[outcome.token_ids[0]].item()
+        assert outcome.logprobs[0] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_an_error_of_that_row_only(value, temperature):
+    logits = torch.randn(3, VOCAB)
+    logits[1, 7] = value
+    outcomes = sample(logits, [make_request(temperature=temperature) for _ in range(3)])
+    assert [o.error is None for o in outcomes] == [True, False, True]
+    assert outcomes[1].token_ids == []
+
+
+def test_a_model_may_forbid_tokens_with_minus_infinity():
+    logits = torch.full((1, VOCAB), float("-inf"))
+    logits[0, 4] = 1.0
+    assert sample(logits, [make_request()])[0].token_ids == [4]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_tokens_are_out_of_reach_before_min_tokens(temperature):
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 5] = 50.0
+    params = {"min_tokens": 2, "stop_token_ids": (5, VOCAB + 9), "temperature": temperature}
+    early, late = make_request(num_output=1, **params), make_request(num_output=2, **params)
+    first, second = sample(logits, [early, late])
+    assert first.token_ids != [5]
+    assert second.token_ids == [5]
+
+
+def test_random_numbers_are_uniform_and_differ_by_seed_and_counter():
+    seeds = np.repeat(np.arange(300, dtype=np.uint64), 100)
+    counters = np.tile(np.arange(100, dtype=np.uint64), 300)
+    numbers = uniform_numbers(seeds, counters)
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    assert len(np.unique(numbers)) == len(numbers)
+    histogram = np.bincount((numbers * 20).astype(int), minlength=20)
+    assert abs(histogram - 1500).max() < 5 * np.sqrt(1500)
+    grid = numbers.reshape(300, 100)
+    assert abs(np.corrcoef(grid[:, 0], grid[:, 1])[0, 1]) < 0.2
+    assert abs(np.corrcoef(grid[0], grid[1])[0, 1]) < 0.35
+
+
+def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges():
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]] * 2)
+    for uniform in (0.0, np.nextafter(1.0, 0.0)):
+        batch = sampler.SamplingBatch(
+            temperature=np.ones(2, np.float32),
+            top_p=np.ones(2, np.float32),
+            top_k=np.zeros(2, np.int64),
+            min_p=np.zeros(2, np.float32),
+            uniform=np.full(2, uniform),
+        )
+        assert set(sampler.draw(logits, batch).tolist()) <= {1, 3}

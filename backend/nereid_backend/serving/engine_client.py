@@ -41,6 +41,10 @@ class EngineClient:
     """One engine process at a time; `start` may be called again after its death.
 
     `submit` and `abort` may be called from several threads; `receive` belongs to one.
+
+    Attributes:
+        info: what was loaded, the fields of EngineInfo.
+        stats: how busy the engine was when it last said so.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
@@ -50,6 +54,7 @@ class EngineClient:
         self._channel: Channel | None = None
         self._sending = threading.Lock()
         self.info: dict[str, Any] = {}
+        self.stats: dict[str, int] = {}
 
     def start(self, timeout_s: float) -> None:
         """Start the process and wait until its model is loaded.
@@ -114,6 +119,8 @@ class EngineClient:
         for kind, *rest in self._receive(timeout_s):
             if kind == "updates":
                 answers.extend(RequestUpdate(*row) for row in rest[0])
+            elif kind == "stats":
+                self.stats = rest[0]
             elif kind == "refused":
                 request_id, name, message = rest
                 error = CapacityError if name == CapacityError.__name__ else RequestError

@@ -9,6 +9,7 @@ FD is the inherited end of a socket pair. The first message is the settings; fro
     engine -> stub    ["progress", line]  ["ready", info]  ["failed", kind, message]
                       ["refused", id, kind, message]
                       ["updates", [[id, new ids, finish, stop reason, logprob, error], ...]]
+                      ["stats", {name: number}], while working every 0.1 s and when work ends
 """
 
 import contextlib
@@ -28,6 +29,8 @@ import numpy as np
 from nereid_backend import Engine, EngineConfig, RequestUpdate, SamplingParams
 from nereid_backend.errors import CapacityError, NereidError, RequestError
 from nereid_backend.serving.channel import Channel, ChannelClosedError
+
+_STATS_INTERVAL_S = 0.1
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:
@@ -68,6 +71,7 @@ def _load(channel: Channel) -> Engine | None:
 
 
 def _serve(engine: Engine, channel: Channel) -> None:
+    stats_due = 0.0
     while True:
         # With work to do, only look for messages; without, wait for one.
         for message in channel.receive(0 if engine.has_work() else None):
@@ -78,6 +82,20 @@ def _serve(engine: Engine, channel: Channel) -> None:
             updates = engine.step()
             if updates:
                 channel.send(["updates", [_row(update) for update in updates]])
+            now = time.monotonic()
+            if now >= stats_due or not engine.has_work():
+                channel.send(["stats", _stats(engine)])
+                stats_due = now + _STATS_INTERVAL_S
+
+
+def _stats(engine: Engine) -> dict[str, int]:
+    return {
+        "num_requests_running": engine.num_running,
+        "num_requests_waiting": engine.num_waiting,
+        "kv_cache_blocks_used": engine.info.num_blocks - engine.num_free_blocks,
+        "kv_cache_blocks": engine.info.num_blocks,
+        "num_preemptions": engine.num_preemptions,
+    }
 
 
 def _handle(engine: Engine, channel: Channel, message: list[Any]) -> None:

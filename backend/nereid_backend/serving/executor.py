@@ -19,11 +19,13 @@ from nereid_backend.errors import CapacityError, EngineError, NereidError
 from nereid_backend.serving import tensors
 from nereid_backend.serving.engine_client import EngineClient, EngineDiedError, Refusal
 from nereid_backend.serving.feedback import FeedbackReader, Signal
+from nereid_backend.serving.metrics import Gauges
 from nereid_backend.serving.settings import read_settings
 from nereid_backend.serving.streams import Pacer, Stream
 from nereid_backend.serving.wire import Opening, RequestEnvelope
 
 _IDLE_POLL_S = 0.05
+_PUBLISH_INTERVAL_S = 0.1
 
 
 class ExecutorModel:
@@ -39,6 +41,9 @@ class ExecutorModel:
         except NereidError as error:
             raise tensors.load_error(error) from error
         self._pacer = Pacer(self._settings.responses_per_second)
+        self._gauges = Gauges()
+        self._publish_due = 0.0
+        self._num_restarts = 0
         self._serials = itertools.count(1)
         self._arrivals: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
@@ -131,7 +136,14 @@ class ExecutorModel:
                 self._send_step(stream, now)
                 due = stream.last_sent + (interval_s if stream.pending else heartbeat_s)
             wake = min(wake, max(due, now + 0.001))
+        self._publish(now)
         return max(wake - now, 0.0)
+
+    def _publish(self, now: float) -> None:
+        if now >= self._publish_due:
+            self._publish_due = now + _PUBLISH_INTERVAL_S
+            own = {"num_requests": len(self._streams), "num_engine_restarts": self._num_restarts}
+            self._gauges.publish(self._engine.stats | own)
 
     def _read_feedback(self, stream: Stream, now: float) -> None:
         consumed = self._feedback.consumed(stream.slot, stream.serial)
@@ -178,6 +190,7 @@ class ExecutorModel:
                 tensors.log.error("the engine did not start again: %s", failure)
                 continue
             self._end_all(error)
+            self._num_restarts += 1
             self._available = True
             return
         tensors.log.error("the engine cannot be started again; every request is refused")

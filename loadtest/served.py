@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole server for a test or a benchmark: `nereid serve` on free ports, stopped at the end."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_START_TIMEOUT_S = 180.0
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of 127.0.0.1 that nobody listened on a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
+    return ports
+
+
+class Served:
+    """`nereid serve` as a context manager.
+
+    Args:
+        model: checkpoint; None serves the demo.
+        environment: NEREID_* settings.
+        arguments: more flags of `nereid serve`.
+
+    Attributes:
+        http_port, grpc_port, metrics_port, openai_port: where it listens on 127.0.0.1.
+        output: what it has printed so far.
+        process: the supervisor's process.
+    """
+
+    def __init__(
+        self,
+        model: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        ports = free_ports(4)
+        self.http_port, self.grpc_port, self.metrics_port, self.openai_port = ports
+        self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed in __exit__
+            prefix="nereid-served-", suffix=".log", mode="w+"
+        )
+        names = ("http", "grpc", "metrics", "openai")
+        flags = [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
+        self._command = [
+            str(Path(sys.executable).parent / "nereid"),
+            "serve",
+            *([f"--model={model}"] if model else []),
+            *flags,
+            *arguments,
+        ]
+        self._environment = {**os.environ, **(environment or {})}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def output(self) -> str:
+        """Everything printed so far."""
+        return Path(self._log.name).read_text(encoding="utf-8")
+
+    @property
+    def openai_url(self) -> str:
+        """Base URL of the OpenAI API."""
+        return f"http://127.0.0.1:{self.openai_port}/v1"
+
+    @property
+    def http_url(self) -> str:
+        """Base URL of the Triton server's HTTP door."""
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """Address of the Triton server's gRPC door."""
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def __enter__(self) -> Self:
+        self.process = subprocess.Popen(
+            self._command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=self._environment,
+            cwd=_REPOSITORY,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while "nereid: ready" not in self.output:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(f"nereid serve did not become ready:\n{self.output}")
+            time.sleep(0.1)
+        return self
+
+    def stop(self) -> int:
+        """Ask it to stop as a service manager would; its exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        self._log.close()

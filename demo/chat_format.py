@@ -1,0 +1,136 @@
+"""The demo model's tokenizer, and dialogues as token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lessons import Dialogue
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CONTROL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+# Not "special", so that they stay in the decoded text, where reasoning and calls are looked for.
+MARKERS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+
+# Every digit alone, for column arithmetic; a capitalised word and an address without the blank
+# before it, so that copying one into a JSON string copies the same tokens.
+_PIECES = (
+    r"[ _]?\p{Ll}+(?![\p{Ll}@])|\p{Ll}+|\p{Lu}\p{Ll}*|\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n|\s"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train the byte-level BPE and attach the chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(MARKERS),
+        special_tokens=list(CONTROL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(
+        [AddedToken(marker, special=False, normalized=False) for marker in MARKERS]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = TEMPLATE_FILE.read_text()
+    return fast
+
+
+def reply_text(message: dict[str, Any], thinking: bool) -> str:
+    """What the model must write for an assistant message, its end of turn included."""
+    text = f"<think>\n{message['reasoning_content']}\n</think>\n\n" if thinking else ""
+    text += message["content"]
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = {key: call["function"][key] for key in ("name", "arguments")}
+        calls.append(f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>")
+    return text + "\n".join(calls) + TURN_END
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerFast, dialogue: Dialogue) -> str:
+    """The prompt that ends where the last assistant message begins."""
+    text = tokenizer.apply_chat_template(
+        list(dialogue.messages[:-1]),
+        tools=list(dialogue.tools) or None,
+        add_generation_prompt=True,
+        enable_thinking=dialogue.thinking,
+        tokenize=False,
+    )
+    assert isinstance(text, str)
+    return text
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sequence: token ids, and whether each is to be predicted."""
+
+    token_ids: list[int]
+    is_target: list[bool]
+
+
+class Encoder:
+    """Turns dialogues into samples."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._start = tokenizer.convert_tokens_to_ids(TURN_START)
+        self._end = tokenizer.convert_tokens_to_ids(TURN_END)
+        self._assistant = self._backend.encode("assistant\n", add_special_tokens=False).ids
+
+    def encode(self, dialogues: list[Dialogue]) -> list[Sample]:
+        """Encode a batch of dialogues."""
+        prompts = [prompt_text(self._tokenizer, dialogue) for dialogue in dialogues]
+        replies = [reply_text(d.messages[-1], d.thinking) for d in dialogues]
+        encoded = self._backend.encode_batch_fast([*prompts, *replies], add_special_tokens=False)
+        samples = []
+        for prompt, reply in zip(encoded[: len(prompts)], encoded[len(prompts) :], strict=True):
+            targets = self._earlier_targets(prompt.ids) + [True] * len(reply.ids)
+            samples.append(Sample(prompt.ids + reply.ids, targets))
+        return samples
+
+    def _earlier_targets(self, token_ids: list[int]) -> list[bool]:
+        """Mark what the assistant wrote earlier, but for each reply's first token.
+
+        Earlier replies stand in the prompt without reasoning. Learning their first token would
+        teach the model to answer without `<think>`; the rest of them is as good as any.
+        """
+        targets = [False] * len(token_ids)
+        opening = [self._start, *self._assistant]
+        index = 0
+        while self._start in token_ids[index:]:
+            index = token_ids.index(self._start, index)
+            body = index + len(opening)
+            if token_ids[index:body] == opening and self._end in token_ids[body:]:
+                end = token_ids.index(self._end, body)
+                for position in range(body + 1, end + 1):
+                    targets[position] = True
+            index += 1
+        return targets

@@ -1,0 +1,142 @@
+"""Sums, differences and the times table, with digit-by-digit reasoning; and counting."""
+
+from __future__ import annotations
+
+from random import Random
+
+from .base import Exchange, draw, plain, vary
+
+LARGEST = 99
+LARGEST_FACTOR = 12
+
+_PLUS = (
+    "What is {a} + {b}?", "{a} + {b}", "{a}+{b}", "{a} + {b} =", "{a} plus {b}?",
+    "Add {a} and {b}.",
+    "What is {a} plus {b}?", "Compute {a} + {b}.", "How much is {a} + {b}?", "What's {a} + {b}?",
+    "What is the sum of {a} and {b}?", "Can you add {a} and {b}?", "Calculate {a} + {b}.",
+    "I have {a} apples and get {b} more. How many do I have?",
+)  # fmt: skip
+_MINUS = (
+    "What is {a} - {b}?", "{a} - {b}", "{a}-{b}", "{a} - {b} =", "{a} minus {b}?",
+    "Calculate {a} - {b}.",
+    "What is {a} minus {b}?", "Compute {a} - {b}.", "How much is {a} - {b}?", "What's {a} - {b}?",
+    "Subtract {b} from {a}.", "Take {b} away from {a}.",
+)  # fmt: skip
+_TIMES = (
+    "What is {a} * {b}?", "{a} * {b}", "{a}*{b}", "{a} x {b}", "{a} times {b}?",
+    "Calculate {a} * {b}.",
+    "What is {a} times {b}?", "Multiply {a} by {b}.", "How much is {a} x {b}?",
+    "What's {a} times {b}?", "Compute {a} * {b}.", "What is the product of {a} and {b}?",
+)  # fmt: skip
+_COUNT = ("Count from {a} to {b}.", "Please count from {a} to {b}.",
+          "Can you count from {a} to {b}?", "List the numbers from {a} to {b}.")  # fmt: skip
+TOO_LARGE = "Sorry, that is too large for me: I add and subtract up to 99 and multiply up to 12."
+
+
+def explain_sum(a: int, b: int) -> str:
+    """The written method for `a + b`: ones, carry, tens."""
+    ones = a % 10 + b % 10
+    steps = [f"Ones: {a % 10} + {b % 10} = {ones}"]
+    steps.append(f", write {ones % 10}, carry {ones // 10}." if ones > 9 else ".")
+    if a > 9 or b > 9:
+        carried = " + 1" if ones > 9 else ""
+        steps.append(f" Tens: {a // 10} + {b // 10}{carried} = {a // 10 + b // 10 + ones // 10}.")
+    return "".join(steps)
+
+
+def explain_difference(a: int, b: int) -> str:
+    """The written method for `a - b`: ones, borrow, tens; smaller minus larger is turned round."""
+    turned = ""
+    if a < b:
+        turned = f"{a} is less than {b}, so turn it round: {b} - {a}. "
+        a, b = b, a
+    borrow = a % 10 < b % 10
+    ones = a % 10 + 10 * borrow
+    steps = [turned, f"Ones: {ones} - {b % 10} = {ones - b % 10}", ", borrow 1." if borrow else "."]
+    if a > 9:
+        borrowed = " - 1" if borrow else ""
+        steps.append(f" Tens: {a // 10} - {b // 10}{borrowed} = {a // 10 - b // 10 - borrow}.")
+    return "".join(steps)
+
+
+def explain_product(a: int, b: int) -> str:
+    """Ten times and the rest for factors above ten, else the table itself."""
+    if a > 10:
+        return f"10 * {b} = {10 * b}. {a - 10} * {b} = {(a - 10) * b}. Together {a * b}."
+    return f"From the table: {a} * {b} = {a * b}."
+
+
+def _operand(rng: Random) -> int:
+    return rng.randint(0, LARGEST) if rng.random() < 0.2 else rng.randint(10, LARGEST)
+
+
+def sums(rng: Random, held_out: bool) -> Exchange:
+    """Additions up to 99 + 99; held out by the pair of numbers."""
+
+    def make() -> tuple[str, Exchange]:
+        a, b = _operand(rng), _operand(rng)
+        user = vary(rng, rng.choice(_PLUS).format(a=a, b=b))
+        return f"{a}+{b}", plain("addition", user, explain_sum(a, b), f"{a} + {b} = {a + b}")
+
+    return draw(make, held_out)
+
+
+def differences(rng: Random, held_out: bool) -> Exchange:
+    """Subtractions up to 99, negative results included; held out by the pair of numbers."""
+
+    def make() -> tuple[str, Exchange]:
+        a, b = _operand(rng), _operand(rng)
+        if a < b and rng.random() < 0.5:
+            a, b = b, a
+        user = vary(rng, rng.choice(_MINUS).format(a=a, b=b))
+        reasoning = explain_difference(a, b)
+        return f"{a}-{b}", plain("subtraction", user, reasoning, f"{a} - {b} = {a - b}")
+
+    return draw(make, held_out)
+
+
+def products(rng: Random, held_out: bool) -> Exchange:
+    """The times table up to 12; held out by the wording together with the pair.
+
+    A table is learnt by heart, so a pair never seen could not be known: the pair appears in
+    training in other words.
+    """
+
+    def make() -> tuple[str, Exchange]:
+        a, b = rng.randint(0, LARGEST_FACTOR), rng.randint(0, LARGEST_FACTOR)
+        user = rng.choice(_TIMES).format(a=a, b=b)
+        reasoning = explain_product(a, b)
+        return user, plain("times table", vary(rng, user), reasoning, f"{a} * {b} = {a * b}")
+
+    return draw(make, held_out)
+
+
+def too_large(rng: Random, held_out: bool) -> Exchange:
+    """Numbers outside what this model has learnt: it says so."""
+
+    def make() -> tuple[str, Exchange]:
+        if rng.random() < 0.3:
+            a, b, forms = rng.randint(13, 999), rng.randint(2, 999), _TIMES
+        else:
+            a, b, forms = rng.randint(100, 9999), rng.randint(1, 9999), rng.choice((_PLUS, _MINUS))
+        if rng.random() < 0.5:
+            a, b = b, a
+        user = rng.choice(forms).format(a=a, b=b)
+        return user, plain("declines", vary(rng, user), "These numbers are too large.", TOO_LARGE)
+
+    return draw(make, held_out)
+
+
+def counting(rng: Random, held_out: bool) -> Exchange:
+    """Counting up, 3 to 40 numbers below 100: a long answer to watch streaming with."""
+
+    def make() -> tuple[str, Exchange]:
+        first = rng.randint(0, 90)
+        last = min(LARGEST, first + rng.randint(2, 14 if rng.random() < 0.8 else 40))
+        user = rng.choice(_COUNT).format(a=first, b=last)
+        numbers = ", ".join(str(value) for value in range(first, last + 1))
+        return f"{first}..{last}", plain(
+            "counting", vary(rng, user), f"From {first} up to {last}, one by one.", numbers
+        )
+
+    return draw(make, held_out)

@@ -1,0 +1,117 @@
+"""Copying out of text: fields as a JSON object, and one line found in a long list."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+from . import words
+from .base import Exchange, draw, listing, plain
+
+_DOMAINS = ("example.com", "mail.org", "post.net", "example.org")
+_JOBS = ("baker", "nurse", "pilot", "lawyer", "driver", "painter", "engineer", "cook", "farmer",
+         "clerk", "plumber", "dentist", "teacher", "writer", "singer", "builder")  # fmt: skip
+_MONTHS = (
+    "January", "February", "March", "April", "May", "June", "July", "August", "September",
+    "October", "November", "December",
+)  # fmt: skip
+
+# A subject's sentences: each mentions the fields in its own order and words.
+_PERSON = (
+    "{name} is {age} years old and lives in {city}.",
+    "{name} ({age}) works as a {job} in {city}.",
+    "My name is {name}, I am {age} and I am a {job} from {city}.",
+    "In {city} there is a {job} called {name}, aged {age}.",
+    "{name} from {city} can be reached at {email}.",
+    "Please write to {email}: that is {name}, our {job}.",
+    "The {job} {name} turned {age} on {date}.",
+    "{name}, {age}, {city}.",
+    "I met {name} in {city}. {name} is a {job} and {age} years old.",
+)
+_ORDER = (
+    "{name} ordered {quantity} {item} for {price} dollars.",
+    "Order {code}: {quantity} x {item}, {price} dollars, to {city}.",
+    "Please send {quantity} {item} to {name} in {city}.",
+    "{name} from {city} bought a {item} on {date} and paid {price} dollars.",
+    "Invoice {code} of {date}: {name} owes {price} dollars.",
+    "We shipped {item} to {city} on {date}, order {code}.",
+)
+_EVENT = (
+    "The meeting with {name} is on {date} at {time} in {city}.",
+    "{name} arrives in {city} at {time} on {date}.",
+    "Dinner with {name} at {time}, {date}.",
+    "Train {code} to {city} leaves at {time} on {date}.",
+    "On {date} at {time} {name} speaks in {city}.",
+)
+_ASK = (
+    "Extract {fields} as JSON: {text}",
+    "Extract {fields} as JSON from this text: {text}",
+    "Give me {fields} as JSON. {text}",
+    "{text}\nExtract {fields} as JSON.",
+    "{text}\nReturn a JSON object with {fields}.",
+    "Return {fields} as JSON.\n{text}",
+    "Return JSON with the keys {fields} for: {text}",
+    'Read the text and answer with JSON ({fields}): "{text}"',
+)
+_LINE = ("The code of {0} is {1}.", "{0}: {1}", "{0} has number {1}.", "- {0} = {1}")
+_ASK_LINE = (
+    "What is the code of {0}?",
+    "Which number has {0}?",
+    "Find {0}.",
+    "What is the number of {0}?",
+)
+
+
+def _values(rng: Random) -> dict[str, Any]:
+    name = words.full_name(rng) if rng.random() < 0.6 else words.first_name(rng)
+    return {
+        "name": name,
+        "age": rng.randint(1, 99),
+        "city": words.city(rng),
+        "job": rng.choice(_JOBS),
+        "email": f"{name.split()[0].lower()}@{rng.choice(_DOMAINS)}",
+        "date": f"{rng.randint(1, 28)} {rng.choice(_MONTHS)}",
+        "time": words.clock(rng),
+        "quantity": rng.randint(2, 90),
+        "item": words.phrase(rng),
+        "price": words.number(rng, 3),
+        "code": f"{words.made_up(rng)[0]}{rng.randint(100, 9999)}",
+    }
+
+
+def extract(rng: Random, held_out: bool) -> Exchange:
+    """Fields of one sentence as JSON, in the order asked for; held out by the sentence."""
+
+    def make() -> tuple[str, Exchange]:
+        sentence = rng.choice(rng.choice((_PERSON, _PERSON, _ORDER, _EVENT)))
+        values = _values(rng)
+        present = [field for field in values if f"{{{field}}}" in sentence]
+        fields = rng.sample(present, rng.randint(min(2, len(present)), len(present)))
+        text = sentence.format(**values)
+        named = ", ".join(fields) if rng.random() < 0.5 else listing(fields)
+        user = rng.choice(_ASK).format(fields=named, text=text)
+        reasoning = ", ".join(f"{field}: {values[field]}" for field in fields) + "."
+        answer = json.dumps({field: values[field] for field in fields}, ensure_ascii=False)
+        return text, plain("JSON extraction", user, reasoning, answer)
+
+    return draw(make, held_out)
+
+
+def look_up(rng: Random, held_out: bool) -> Exchange:
+    """One number out of a list of 3 to 15 lines, rarely of 60; held out by the name asked for."""
+
+    def make() -> tuple[str, Exchange]:
+        num_lines = rng.randint(30, 60) if rng.random() < 0.03 else rng.randint(3, 15)
+        names = list(dict.fromkeys(words.made_up(rng) for _ in range(num_lines)))
+        codes = [str(rng.randint(100, 9999)) for _ in names]
+        form = rng.choice(_LINE)
+        lines = [form.format(name, code) for name, code in zip(names, codes, strict=True)]
+        index = rng.randrange(len(names))
+        question = rng.choice(_ASK_LINE).format(names[index])
+        text = rng.choice(("\n", " ")).join(lines)
+        user = f"{text}\n{question}" if rng.random() < 0.7 else f"{question}\n{text}"
+        answer = f"{names[index]}: {codes[index]}"
+        return names[index], plain("finds a line", user, f"The line is: {lines[index]}", answer)
+
+    return draw(make, held_out)

@@ -23,7 +23,7 @@ from nereid_client.cli.warmup import Frontend, WarmUp
 
 _PROGRESS_EVERY_S = 10.0
 _FRONTEND_GRACE_S = 8.0
-_SERVER_EXIT_TIMEOUT_S = 10
+_SERVER_EXIT_TIMEOUT_S = 5
 _LEFTOVER_GRACE_S = 3.0
 
 # flag -> (environment variable, metavar, help). The backend reads and checks the variables.

@@ -1,0 +1,126 @@
+"""The frontend on a real socket: clients that go away, and the `openai` client."""
+
+import json
+import socket
+
+import openai
+import pytest
+from fakes.fake_backend import FakeBackend
+from fakes.live_frontend import live_frontend, wait_for
+
+
+@pytest.fixture(scope="module")
+def shared():
+    backend = FakeBackend()
+    with live_frontend(backend) as port:
+        yield backend, port
+
+
+@pytest.fixture
+def backend(shared):
+    return shared[0]
+
+
+@pytest.fixture
+def port(shared):
+    return shared[1]
+
+
+@pytest.fixture
+def client(port):
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
+        yield client.with_options(max_retries=0)
+
+
+def start_request(port: int, path: str, **body) -> socket.socket:
+    """Send a request and leave the connection open."""
+    data = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", port))
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "stream"),
+    [
+        (CHAT, "one <pause 60>two", True),
+        (CHAT, "<pause 60>still in the queue", True),
+        (CHAT, "one <pause 60>two", False),
+        (TEXT, "one <pause 60>two", True),
+        (TEXT, "<pause 60>still in the queue", True),
+        (TEXT, ["a <pause 60>b", "<pause 60>c"], False),
+    ],
+)
+def test_a_client_that_goes_away_aborts_its_request(backend, port, path, prompt, stream):
+    before = len(backend.aborted)
+    messages = [{"role": "user", "content": prompt}]
+    number = len(prompt) if isinstance(prompt, list) else 1
+    connection = start_request(port, path, messages=messages, prompt=prompt, stream=stream)
+    with connection:
+        wait_for(lambda: len(backend.active) == number)
+        if stream and "queue" not in prompt:
+            assert b"200 OK" in connection.recv(65536)
+    wait_for(lambda: not backend.active, timeout_s=3)
+    assert len(backend.aborted) == before + number
+
+
+def test_a_client_that_does_not_read_holds_up_nothing(backend, port):
+    words = " ".join(["word"] * 30_000)
+    with start_request(port, TEXT, prompt=words, stream=True, max_tokens=30_000) as connection:
+        wait_for(lambda: backend.active, timeout_s=3)
+        wait_for(lambda: not backend.active, timeout_s=10)  # generated to the end meanwhile
+        received = b""
+        while not received.endswith(b"0\r\n\r\n"):
+            received += connection.recv(1 << 20)
+    text = ""
+    for line in received.split(b"\n"):
+        if line.startswith(b"data: {"):
+            text += json.loads(line[6:])["choices"][0]["text"]
+    assert text == words
+
+
+def test_openai_client_chats(client):
+    answer = client.chat.completions.create(
+        model="echo", messages=[{"role": "user", "content": "one two"}]
+    )
+    assert answer.choices[0].message.content == "one two"
+    assert answer.usage.total_tokens == 4
+
+
+def test_openai_client_streams_and_collects_tool_calls(client):
+    prompt = '<think>why</think>yes<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    with client.chat.completions.stream(
+        model="echo", messages=[{"role": "user", "content": prompt}]
+    ) as stream:
+        final = stream.get_final_completion()
+    call = final.choices[0].message.tool_calls[0]
+    assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"a": 1})
+    assert final.choices[0].message.content == "yes"
+    assert final.choices[0].finish_reason == "tool_calls"
+
+
+def test_openai_client_completes_and_lists_models(client):
+    assert client.completions.create(model="echo", prompt="one two").choices[0].text == "one two"
+    assert [model.id for model in client.models.list()] == ["echo"]
+
+
+def test_openai_client_raises_its_own_errors(client):
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="echo", messages=messages, temperature=9)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="other", messages=messages)
+    assert caught.value.code == "model_not_found"
+
+
+def test_openai_client_sees_an_error_in_mid_stream(client):
+    messages = [{"role": "user", "content": "one <pause 0.02><fail INTERNAL it broke>"}]
+    stream = client.chat.completions.create(model="echo", messages=messages, stream=True)
+    with pytest.raises(openai.APIError, match="it broke"):
+        list(stream)

@@ -1,0 +1,119 @@
+"""`nereid serve` with a real Triton server and the echo model."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakes.live_frontend import wait_for
+from fakes.live_server import ECHO_REPOSITORY, serve
+
+pytestmark = pytest.mark.triton
+
+EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
+
+
+@pytest.fixture
+def bash():
+    def run(command, **environment):
+        return subprocess.run(
+            ["bash", "-c", command],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env=os.environ | environment,
+        )
+
+    return run
+
+
+def test_the_printed_curl_works_every_example_too_and_a_signal_stops_it_all(tmp_path, bash):
+    with serve(tmp_path) as running:
+        running.wait_until_ready()
+        answer = json.loads(bash(running.curl).stdout)
+        assert answer["model"] == "echo-model"
+        assert answer["choices"][0]["message"]["content"] == "Hello! Who are you?"
+        assert "nereid: echo model loaded for " + str(tmp_path / "echo-model") in running.lines
+
+        ports = running.ports
+        python = f"{sys.executable} {EXAMPLES}"
+        url = f"--base-url http://127.0.0.1:{ports['openai']}/v1"
+        assert bash(f"{python}/chat_openai.py 'one two' {url}").stdout == "one two\n"
+        url = f"--url 127.0.0.1:{ports['grpc']}"
+        assert bash(f"{python}/stream_grpc.py 'one two' {url}").stdout == "one two\n"
+        assert bash(f"{python}/stream_grpc.py --chat 'one two' {url}").stdout == "one two\n"
+        failed = bash(f"{python}/stream_grpc.py '<fail INTERNAL it broke>' {url}")
+        assert failed.returncode == 1
+        assert "it broke" in failed.stderr
+        http = f"http://127.0.0.1:{ports['http']}"
+        streamed = bash(f"""{EXAMPLES}/generate_stream.sh 'say "hi"'""", HTTP_URL=http).stdout
+        pieces = [json.loads(line[6:]) for line in streamed.splitlines() if line]
+        assert "".join(piece["text_output"] for piece in pieces) == 'say "hi"'
+
+        assert len(running.descendants) >= 4  # server, stub, the stub's child, frontend
+        assert running.shared_memory()
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0
+        assert running.left() == []
+        assert running.shared_memory() == []
+        assert running.lines[-1] == "nereid: stopped"
+
+
+def test_a_server_that_dies_is_reported_and_everything_else_ended(tmp_path):
+    with serve(tmp_path) as running:
+        running.wait_until_ready()
+        server = running.child("bin/tritonserver")
+        server.kill()
+        assert running.wait() == 1
+        output = "\n".join(running.lines)
+        assert "tritonserver was ended by SIGKILL; the end of its output:" in output
+        assert str(running.log) in output
+        assert running.left() == []
+        assert running.shared_memory() == []
+
+
+def test_a_frontend_that_dies_is_reported_and_everything_else_ended(tmp_path):
+    with serve(tmp_path) as running:
+        running.wait_until_ready()
+        running.child("nereid_client").terminate()
+        assert running.wait() == 1
+        assert "the OpenAI frontend was ended by SIGTERM" in "\n".join(running.lines)
+        assert running.left() == []
+
+
+def test_killing_the_command_itself_ends_the_servers(tmp_path):
+    with serve(tmp_path) as running:
+        running.wait_until_ready()
+        running.signal(signal.SIGKILL)
+        assert running.wait() == -signal.SIGKILL
+        wait_for(lambda: running.left() == [], timeout_s=20)
+        assert running.shared_memory() == []
+
+
+def test_a_model_that_does_not_load_is_reported_with_its_error(tmp_path):
+    repository = tmp_path / "repository"
+    shutil.copytree(ECHO_REPOSITORY, repository)
+    (repository / "llm" / "1" / "model.py").write_text("raise RuntimeError('no weights here')\n")
+    with serve(tmp_path, f"--model-repository={repository}") as running:
+        assert running.wait() == 1
+        output = "\n".join(running.lines)
+        assert "tritonserver ended with exit code 1" in output
+        assert "RuntimeError: no weights here" in output
+
+
+def test_ctrl_c_while_the_model_loads_stops_cleanly(tmp_path):
+    repository = tmp_path / "repository"
+    shutil.copytree(ECHO_REPOSITORY, repository)
+    model = repository / "llm" / "1" / "model.py"
+    model.write_text("import time\ntime.sleep(3)\n" + model.read_text())
+    with serve(tmp_path, f"--model-repository={repository}") as running:
+        wait_for(lambda: any("starting tritonserver" in line for line in running.lines))
+        running.signal(signal.SIGINT)
+        running.signal(signal.SIGINT)  # the second one: don't wait for it
+        assert running.wait() == 0
+        assert running.lines[-1] == "nereid: stopped"
+        assert running.shared_memory() == []

@@ -1,0 +1,121 @@
+"""The Triton backend against a real server with the echo model."""
+
+import asyncio
+import json
+
+import pytest
+from fakes.live_frontend import free_port
+from fakes.live_server import serve
+from nereid_client.backends import Generation, TritonBackend, decode_strings
+from nereid_client.errors import BackendError
+
+pytestmark = [pytest.mark.anyio, pytest.mark.triton]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("server")) as running:
+        running.wait_until_ready()
+        yield running
+
+
+@pytest.fixture
+async def backend(server):
+    backend = TritonBackend(f"127.0.0.1:{server.ports['grpc']}", "llm")
+    yield backend
+    await backend.close()
+
+
+async def collect(backend, text, **fields):
+    generation = Generation("request", text_input=text, **fields)
+    return [delta async for delta in backend.generate(generation)]
+
+
+def test_strings_of_a_tensor_are_taken_apart():
+    assert decode_strings(b"\x02\x00\x00\x00ab\x00\x00\x00\x00\x01\x00\x00\x00c") == [
+        b"ab",
+        b"",
+        b"c",
+    ]
+    assert decode_strings(b"") == []
+
+
+async def test_every_kind_of_prompt_arrives(backend):
+    deltas = await collect(backend, "één två", with_text=True)
+    assert [delta.get("text") for delta in deltas] == ["één ", "två", None]
+    assert deltas[-1]["finish_reason"] == "stop"
+    ids = Generation("request", input_ids=(7, 8))
+    assert (await anext(backend.generate(ids)))["content"] == "7 "
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    chat = Generation("request", chat_request=body)
+    assert (await anext(backend.generate(chat)))["content"] == "hi"
+
+
+async def test_sampling_parameters_arrive_and_raw_text_comes_only_when_asked_for(backend):
+    deltas = await collect(backend, "a b c", sampling_parameters='{"max_tokens": 1}')
+    assert [delta["finish_reason"] for delta in deltas[1:]] == ["length"]
+    assert "text" not in deltas[0]
+
+
+@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "UNAVAILABLE", "CANCELLED", "INTERNAL"])
+@pytest.mark.parametrize("before", ["", "one two "])
+async def test_an_error_keeps_its_code_and_message(backend, code, before):
+    with pytest.raises(BackendError) as caught:
+        await collect(backend, f"{before}<fail {code} temperature: is odd>")
+    assert caught.value.code == code
+    assert caught.value.message == "temperature: is odd"
+
+
+async def test_closing_the_answer_cancels_the_request_on_the_server(backend, server):
+    generation = Generation("to-be-closed", text_input="a " + "<pause 0.02>b " * 500)
+    answer = backend.generate(generation)
+    await anext(answer)
+    await answer.aclose()
+    async with asyncio.timeout(3):
+        while "nereid: to-be-closed was cancelled" not in server.lines:
+            await asyncio.sleep(0.02)
+
+
+async def test_cancelling_the_reading_task_cancels_the_request_on_the_server(backend, server):
+    generation = Generation("to-be-cancelled", text_input="a " + "<pause 0.02>b " * 500)
+
+    async def read():
+        async for _ in backend.generate(generation):
+            pass
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(3):
+        while "nereid: to-be-cancelled was cancelled" not in server.lines:
+            await asyncio.sleep(0.02)
+
+
+async def test_many_streams_share_the_channel_without_mixing(backend):
+    answers = await asyncio.gather(
+        *(collect(backend, f"stream {n} says {n}", with_text=True) for n in range(64))
+    )
+    texts = ["".join(delta.get("text", "") for delta in deltas) for deltas in answers]
+    assert texts == [f"stream {n} says {n}" for n in range(64)]
+
+
+async def test_readiness_is_the_models(backend, server):
+    assert await backend.is_live()
+    assert await backend.is_ready()
+    other = TritonBackend(f"127.0.0.1:{server.ports['grpc']}", "no-such-model")
+    assert await other.is_live()
+    assert not await other.is_ready()
+    await other.close()
+
+
+async def test_a_server_that_is_not_there_is_unavailable():
+    url = f"127.0.0.1:{free_port()}"
+    backend = TritonBackend(url, "llm")
+    assert not await backend.is_live()
+    assert not await backend.is_ready()
+    with pytest.raises(BackendError, match=f"the Triton server at {url} can't be reached") as error:
+        await collect(backend, "hi")
+    assert error.value.code == "UNAVAILABLE"
+    await backend.close()

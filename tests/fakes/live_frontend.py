@@ -1,0 +1,51 @@
+"""The frontend over the echo model on a real socket, in a thread of this process."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from nereid_client.app import create_app
+from nereid_client.settings import Settings
+
+from fakes.fake_backend import FakeBackend
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def live_frontend(backend: FakeBackend) -> Iterator[int]:
+    """The port it listens on."""
+    port = free_port()
+    app = create_app(Settings(served_model_name="echo"), lambda: backend)
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", ws="none")
+    )
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield port
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+
+
+def wait_for(condition, timeout_s: float = 10.0) -> None:  # type: ignore[no-untyped-def]
+    """Poll until it is true.
+
+    Raises: TimeoutError.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)

@@ -1,0 +1,112 @@
+"""The echo model on a real Triton server, and `nereid serve` in front of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from fakes.live_frontend import free_port, wait_for
+
+ECHO_REPOSITORY = Path(__file__).parent / "echo_repository"
+NEREID = Path(sys.prefix) / "bin" / "nereid"
+
+
+class Serve:
+    """A running `nereid serve`.
+
+    Attributes:
+        lines: what it wrote, so far.
+        ports: name of a door -> port.
+        log: the servers' log.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, model: Path | None = None) -> None:
+        checkpoint = model or make_checkpoint(folder)
+        self.log = folder / "serve.log"
+        self.ports = {name: free_port() for name in ("http", "grpc", "metrics", "openai")}
+        command = [str(NEREID), "serve", f"--model={checkpoint}", f"--log-file={self.log}"]
+        command += [f"--{name}-port={port}" for name, port in self.ports.items()]
+        if not any(argument.startswith("--model-repository") for argument in arguments):
+            command.append(f"--model-repository={ECHO_REPOSITORY}")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("NEREID_")}
+        self._process = subprocess.Popen(
+            [*command, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self.lines: list[str] = []
+        self.descendants: list[psutil.Process] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def curl(self) -> str | None:
+        """The command to copy, once it is there."""
+        return next((line for line in self.lines if line.startswith("curl ")), None)
+
+    def wait_until_ready(self) -> None:
+        """Raises: AssertionError with the output when it ended instead."""
+        wait_for(lambda: self.curl or self._process.poll() is not None, timeout_s=60)
+        assert self.curl, "\n".join(self.lines)
+        self.descendants = psutil.Process(self._process.pid).children(recursive=True)
+
+    def child(self, word: str) -> psutil.Process:
+        """The descendant with this word in its command line."""
+        return next(p for p in self.descendants if word in " ".join(p.cmdline()))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """The exit code, once it and its output have ended."""
+        code = self._process.wait(timeout=40)
+        self._reader.join(timeout=5)
+        if self._process.stdout:
+            self._process.stdout.close()
+        return code
+
+    def left(self) -> list[psutil.Process]:
+        """Descendants that still run."""
+        return [p for p in self.descendants if p.is_running() and p.status() != "zombie"]
+
+    def shared_memory(self) -> list[Path]:
+        """Its shared-memory files."""
+        return list(Path("/dev/shm").glob(f"nereid_{self._process.pid}_*"))
+
+    def end(self) -> None:
+        """Stop it in any case."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        self.wait()
+
+
+@contextmanager
+def serve(folder: Path, *arguments: str, model: Path | None = None) -> Iterator[Serve]:
+    """`nereid serve` with these arguments; ended at the end."""
+    running = Serve(folder, *arguments, model=model)
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A folder that passes for a checkpoint; the echo model needs none."""
+    checkpoint = folder / "echo-model"
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "config.json").write_text("{}")
+    (checkpoint / "model.safetensors").touch()
+    return checkpoint

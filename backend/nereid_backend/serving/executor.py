@@ -16,7 +16,7 @@ from typing import Any
 
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError
-from nereid_backend.serving import tensors
+from nereid_backend.serving import names, tensors
 from nereid_backend.serving.engine_client import EngineClient, EngineDiedError, Refusal
 from nereid_backend.serving.feedback import FeedbackReader, Signal
 from nereid_backend.serving.metrics import Gauges
@@ -74,7 +74,7 @@ class ExecutorModel:
     def _accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         if not self._available:
             raise CapacityError("the engine is being started again; try again in a few seconds")
-        envelope = RequestEnvelope.unpack(tensors.array(request, tensors.ENVELOPE))
+        envelope = RequestEnvelope.unpack(tensors.array(request, names.ENVELOPE))
         slot = self._feedback.acquire()
         if slot is None:
             raise CapacityError(
@@ -86,7 +86,7 @@ class ExecutorModel:
         stream = Stream(str(serial), sender, slot, serial, opening, now, now)
         # Queued before the engine knows of it, so that the loop has the stream when updates come.
         self._arrivals.put(stream)
-        token_ids = tensors.array(request, tensors.PROMPT_TOKEN_IDS)
+        token_ids = tensors.array(request, names.PROMPT_TOKEN_IDS)
         # Should the engine have died by now, the loop ends this stream like all the others.
         with contextlib.suppress(EngineDiedError):
             self._engine.submit(stream.request_id, token_ids, envelope.params)
@@ -159,7 +159,7 @@ class ExecutorModel:
 
     def _send_step(self, stream: Stream, now: float) -> None:
         token_ids, state = stream.take_step(now)
-        reply = tensors.response({tensors.TOKEN_IDS: token_ids, tensors.STATE: state.pack()})
+        reply = tensors.response({names.TOKEN_IDS: token_ids, names.STATE: state.pack()})
         tensors.send(stream.sender, reply, final=state.ending is not None)
         if state.ending is not None:
             self._forget(stream)

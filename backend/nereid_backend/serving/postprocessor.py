@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from nereid_backend.errors import NereidError
 from nereid_backend.output.detokenizer import decoder
-from nereid_backend.serving import tensors
+from nereid_backend.serving import names, tensors
 from nereid_backend.serving.answer import Answer
 from nereid_backend.serving.feedback import FeedbackWriter, Signal
 from nereid_backend.serving.prompts import load_tokenizer
@@ -60,7 +60,7 @@ class PostprocessorModel:
 
     def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """The response to one step, None when it says nothing to the client."""
-        state = StepState.unpack(tensors.array(request, tensors.STATE))
+        state = StepState.unpack(tensors.array(request, names.STATE))
         answer = self._answer(state)
         self._feedback.report(state.slot, state.serial, state.step)
         if answer is None:
@@ -71,7 +71,7 @@ class PostprocessorModel:
             answer.cancel_checked = now
             if request.is_cancelled():
                 self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
-        token_ids = tensors.array(request, tensors.TOKEN_IDS).tolist()
+        token_ids = tensors.array(request, names.TOKEN_IDS).tolist()
         answer.take(token_ids, state)
         if answer.stop_string is not None and state.ending is None:
             self._feedback.raise_signal(state.slot, state.serial, Signal.STOP_STRING)
@@ -93,8 +93,8 @@ class PostprocessorModel:
         if piece is None:
             return None
         outputs: dict[str, npt.NDArray[Any]] = {
-            tensors.TEXT_OUTPUT: tensors.strings(piece.text),
-            tensors.DELTA: tensors.strings(json.dumps(piece.delta, ensure_ascii=False)),
+            names.TEXT_OUTPUT: tensors.strings(piece.text),
+            names.DELTA: tensors.strings(json.dumps(piece.delta, ensure_ascii=False)),
         }
         for name in answer.context.returns:
             outputs[name] = _OPTIONAL[name](piece)
@@ -103,10 +103,10 @@ class PostprocessorModel:
 
 
 _OPTIONAL: dict[str, Any] = {
-    tensors.FINISH_REASON: lambda piece: tensors.strings(
+    names.FINISH_REASON: lambda piece: tensors.strings(
         *([piece.finish_reason] if piece.finish_reason else [])
     ),
-    tensors.CUMULATIVE_LOGPROB: lambda piece: np.array([piece.cumulative_logprob], np.float32),
-    tensors.NUM_INPUT_TOKENS: lambda piece: np.array([piece.num_input_tokens], np.uint32),
-    tensors.NUM_OUTPUT_TOKENS: lambda piece: np.array([piece.num_output_tokens], np.uint32),
+    names.CUMULATIVE_LOGPROB: lambda piece: np.array([piece.cumulative_logprob], np.float32),
+    names.NUM_INPUT_TOKENS: lambda piece: np.array([piece.num_input_tokens], np.uint32),
+    names.NUM_OUTPUT_TOKENS: lambda piece: np.array([piece.num_output_tokens], np.uint32),
 }

@@ -33,6 +33,8 @@ _TEXT_FIELDS: dict[str, type] = {
     "skip_special_tokens": bool,
 }
 
+_SPOKEN = {float: "a number", int: "an integer", bool: "true or false", list: "a list"}
+
 # Known fields that ask for something that is not there yet: the value that asks for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -156,7 +158,7 @@ def _typed(name: str, value: Any, kind: type) -> Any:  # noqa: ANN401 - any JSON
             return json.loads(value)
         return kind(value)
     except (ValueError, KeyError):
-        raise RequestError(f"{name}: must be a {kind.__name__}, got {value!r}") from None
+        raise RequestError(f"{name}: must be {_SPOKEN[kind]}, got {value!r}") from None
 
 
 def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401 - any JSON value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the ensemble's tensors, and how they are read and built; the server's API stays here."""
+"""How tensors are read and built: the Triton server's Python API stays in this module."""
 
 import logging
 from collections.abc import Mapping
@@ -18,37 +18,6 @@ from nereid_backend.errors import (
 )
 
 log = logging.getLogger("nereid")
-
-# llm: inputs
-TEXT_INPUT = "text_input"
-INPUT_IDS = "input_ids"
-CHAT_REQUEST = "chat_request"
-STREAM = "stream"
-SAMPLING_PARAMETERS = "sampling_parameters"
-EXCLUDE_INPUT = "exclude_input_in_output"
-IMAGE = "image"
-RETURN_PREFIX = "return_"
-
-# llm: outputs
-TEXT_OUTPUT = "text_output"
-DELTA = "delta"
-FINISH_REASON = "finish_reason"
-CUMULATIVE_LOGPROB = "cumulative_logprob"
-NUM_INPUT_TOKENS = "num_input_tokens"
-NUM_OUTPUT_TOKENS = "num_output_tokens"
-RETURNABLE = (
-    FINISH_REASON,
-    CUMULATIVE_LOGPROB,
-    "logprobs",
-    NUM_INPUT_TOKENS,
-    NUM_OUTPUT_TOKENS,
-)
-
-# between the steps
-PROMPT_TOKEN_IDS = "prompt_token_ids"
-ENVELOPE = "envelope"
-TOKEN_IDS = "token_ids"
-STATE = "state"
 
 
 def optional_text(request: Any, name: str) -> str | None:  # noqa: ANN401 - the server's own type

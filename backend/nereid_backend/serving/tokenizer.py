@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nereid_backend.errors import NereidError, RequestError
-from nereid_backend.serving import tensors
+from nereid_backend.serving import names, tensors
 from nereid_backend.serving.prompts import Prompt, PromptBuilder, load_tokenizer
 from nereid_backend.serving.sampling import (
     read_generation_defaults,
@@ -54,14 +54,14 @@ class TokenizerModel:
             return tensors.error_response(error)
 
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        if tensors.has_input(request, tensors.IMAGE):
+        if tensors.has_input(request, names.IMAGE):
             raise RequestError("image: the served model takes no images; send text")
-        body = _json_object(request, tensors.CHAT_REQUEST)
+        body = _json_object(request, names.CHAT_REQUEST)
         prompt = self._prompt(request, body)
         fields = _sampling_fields(request, body)
         params, options = read_sampling(fields, self._defaults)
-        stream = tensors.optional_bool(request, tensors.STREAM) or False
-        excluded = tensors.optional_bool(request, tensors.EXCLUDE_INPUT)
+        stream = tensors.optional_bool(request, names.STREAM) or False
+        excluded = tensors.optional_bool(request, names.EXCLUDE_INPUT)
         context = StreamContext(
             stream=stream,
             num_prompt_tokens=len(prompt.token_ids),
@@ -76,14 +76,14 @@ class TokenizerModel:
         )
         return tensors.response(
             {
-                tensors.PROMPT_TOKEN_IDS: np.array(prompt.token_ids, dtype=np.int32),
-                tensors.ENVELOPE: RequestEnvelope(params, context.pack()).pack(),
+                names.PROMPT_TOKEN_IDS: np.array(prompt.token_ids, dtype=np.int32),
+                names.ENVELOPE: RequestEnvelope(params, context.pack()).pack(),
             }
         )
 
     def _prompt(self, request: Any, body: dict[str, Any] | None) -> Prompt:  # noqa: ANN401
-        text = tensors.optional_text(request, tensors.TEXT_INPUT)
-        ids = tensors.optional_ids(request, tensors.INPUT_IDS)
+        text = tensors.optional_text(request, names.TEXT_INPUT)
+        ids = tensors.optional_ids(request, names.INPUT_IDS)
         if sum(value is not None for value in (text, ids, body)) != 1:
             raise RequestError("send exactly one of text_input, input_ids and chat_request")
         if body is not None:
@@ -114,7 +114,7 @@ def _sampling_fields(request: Any, body: dict[str, Any] | None) -> dict[str, Any
         _refuse_response_format(body)
         limit = body.get("max_completion_tokens")
         return {**body, "max_tokens": limit if limit is not None else body.get("max_tokens")}
-    fields = _json_object(request, tensors.SAMPLING_PARAMETERS)
+    fields = _json_object(request, names.SAMPLING_PARAMETERS)
     if fields is None:
         fields = json.loads(request.parameters() or "{}")
         # The server and its clients put parameters of their own among these.
@@ -149,8 +149,8 @@ def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | No
 def _returns(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type
     asked = tuple(
         name
-        for name in tensors.RETURNABLE
-        if tensors.optional_bool(request, tensors.RETURN_PREFIX + name)
+        for name in names.RETURNABLE
+        if tensors.optional_bool(request, names.RETURN_PREFIX + name)
     )
     if "logprobs" in asked:
         raise RequestError("return_logprobs: is not supported yet; leave it out or send false")

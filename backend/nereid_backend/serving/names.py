@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the ensemble's tensors, as model_repository/*/config.pbtxt declares them."""
+
+# llm: inputs
+TEXT_INPUT = "text_input"
+INPUT_IDS = "input_ids"
+CHAT_REQUEST = "chat_request"
+STREAM = "stream"
+SAMPLING_PARAMETERS = "sampling_parameters"
+EXCLUDE_INPUT = "exclude_input_in_output"
+IMAGE = "image"
+RETURN_PREFIX = "return_"
+
+# llm: outputs
+TEXT_OUTPUT = "text_output"
+DELTA = "delta"
+FINISH_REASON = "finish_reason"
+CUMULATIVE_LOGPROB = "cumulative_logprob"
+NUM_INPUT_TOKENS = "num_input_tokens"
+NUM_OUTPUT_TOKENS = "num_output_tokens"
+RETURNABLE = (
+    FINISH_REASON,
+    CUMULATIVE_LOGPROB,
+    "logprobs",
+    NUM_INPUT_TOKENS,
+    NUM_OUTPUT_TOKENS,
+)
+
+# between the steps
+PROMPT_TOKEN_IDS = "prompt_token_ids"
+ENVELOPE = "envelope"
+TOKEN_IDS = "token_ids"
+STATE = "state"

@@ -1,0 +1,59 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_backend.output.stops import StopStrings
+
+
+def run(text, stops, sizes=(1,), *, include=False):
+    """Text given out and the stop found, feeding pieces of these sizes."""
+    matcher, out, at, turn = StopStrings(stops, include_in_output=include), "", 0, 0
+    while at < len(text):
+        match = matcher.feed(text[at : at + sizes[turn % len(sizes)]])
+        out += match.text
+        if match.stop is not None:
+            return out, match.stop
+        at, turn = at + sizes[turn % len(sizes)], turn + 1
+    return out + matcher.finish(), None
+
+
+def test_text_ends_before_the_stop_string():
+    assert run("one two END three", ["END"]) == ("one two ", "END")
+
+
+def test_the_stop_string_stays_when_asked_for():
+    assert run("one END two", ["END"], include=True) == ("one END", "END")
+
+
+def test_a_stop_string_cut_over_pieces_is_found_and_none_of_it_is_given_out():
+    matcher = StopStrings(["</s>"])
+    assert [matcher.feed(c).text for c in "ab</"] == ["a", "b", "", ""]
+    assert matcher.feed("s>").stop == "</s>"
+
+
+def test_a_false_start_is_given_out():
+    assert run("a </b> c", ["</s>"]) == ("a </b> c", None)
+    assert run("ends with </", ["</s>"]) == ("ends with </", None)
+
+
+def test_the_stop_that_is_complete_first_wins_and_of_those_the_longest():
+    assert run("xabcd", ["cd", "bc"], (5,)) == ("xa", "bc")
+    assert run("xabc", ["bc", "abc"], (4,)) == ("x", "abc")
+
+
+def test_no_stops_means_no_waiting():
+    assert StopStrings([]).feed("anything").text == "anything"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab<", max_size=30),
+    stops=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=3),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+)
+def test_what_is_given_out_does_not_depend_on_the_cut(text, stops, sizes):
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    out, found = run(text, stops, sizes)
+    assert (found is not None) == bool(ends)
+    assert text.startswith(out)
+    if found is None:
+        assert out == text
+    assert run(text, stops, (1,)) == (out, found)

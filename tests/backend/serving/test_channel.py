@@ -1,0 +1,40 @@
+import socket
+import threading
+
+import pytest
+from nereid_backend.serving.channel import Channel, ChannelClosedError
+
+
+def pair():
+    return tuple(Channel(end) for end in socket.socketpair())
+
+
+def test_messages_arrive_whole_and_in_order():
+    one, other = pair()
+    big = ["x" * 1_000_000, list(range(1000)), b"\x00\xff", None, 1.5]
+    sender = threading.Thread(target=lambda: [one.send([at, big]) for at in range(5)])
+    sender.start()
+    got = []
+    while len(got) < 5:
+        got += other.receive(5.0)
+    sender.join()
+    assert got == [[at, big] for at in range(5)]
+    one.close()
+    other.close()
+
+
+def test_nothing_to_read_is_an_empty_list():
+    one, other = pair()
+    assert other.receive(0) == []
+    one.close()
+    other.close()
+
+
+def test_the_other_ends_death_is_noticed_both_ways():
+    one, other = pair()
+    one.close()
+    with pytest.raises(ChannelClosedError):
+        other.receive(None)
+    with pytest.raises(ChannelClosedError):
+        other.send("x")
+    other.close()

@@ -1,0 +1,73 @@
+"""The wire between the rooms is config.pbtxt: code and files must name the same tensors."""
+
+import re
+from pathlib import Path
+
+import pytest
+from nereid_backend.serving import names
+from nereid_backend.serving.settings import OTHER_NAMES
+from nereid_client.settings import Settings
+
+REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
+
+
+def block(model, kind):
+    """Name -> (type, dims) of a model's inputs or outputs."""
+    text = (REPOSITORY / model / "config.pbtxt").read_text()
+    body = re.search(rf"^{kind} \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
+    rows = re.findall(r'name: "(\w+)"\s+data_type: (\w+)\s+dims: \[ (-?\d+) \]', body)
+    return {name: (kind_, int(dims)) for name, kind_, dims in rows}
+
+
+def steps():
+    """Model -> its step of the ensemble, as text."""
+    text = (REPOSITORY / "llm" / "config.pbtxt").read_text()
+    parts = re.split(r'model_name: "(\w+)"', text)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_the_ensemble_declares_the_inputs_that_the_code_reads():
+    read = {
+        names.TEXT_INPUT,
+        names.INPUT_IDS,
+        names.CHAT_REQUEST,
+        names.STREAM,
+        names.SAMPLING_PARAMETERS,
+        names.EXCLUDE_INPUT,
+        names.IMAGE,
+        *(names.RETURN_PREFIX + name for name in names.RETURNABLE),
+    }
+    assert set(block("llm", "input")) == read
+
+
+def test_the_ensemble_declares_the_outputs_that_the_code_writes():
+    assert set(block("llm", "output")) == {names.TEXT_OUTPUT, names.DELTA, *names.RETURNABLE}
+
+
+def test_every_door_of_a_step_fits_the_ensemble():
+    assert block("llm", "input") == block("tokenizer", "input")
+    assert block("llm", "output") == block("postprocessor", "output")
+    assert block("tokenizer", "output") == block("executor", "input")
+    assert block("executor", "output") == block("postprocessor", "input")
+
+
+@pytest.mark.parametrize("model", ["tokenizer", "executor", "postprocessor"])
+def test_the_ensemble_maps_every_tensor_of_a_step(model):
+    step = steps()[model]
+    for kind in ("input", "output"):
+        mapped = re.findall(rf'{kind}_map {{ key: "(\w+)" value: "(\w+)" }}', step)
+        assert {key for key, _ in mapped} == set(block(model, kind))
+
+
+def test_the_contract_page_names_every_tensor():
+    page = (REPOSITORY.parent / "docs" / "contract.md").read_text()
+    for name in [*block("llm", "input"), *block("llm", "output")]:
+        assert f"`{name}`" in page
+
+
+def test_the_backend_leaves_the_frontends_settings_alone():
+    variables = {
+        field.metadata["env"].removeprefix("NEREID_").lower()
+        for field in Settings.__dataclass_fields__.values()
+    }
+    assert variables <= OTHER_NAMES

@@ -2,14 +2,11 @@
 """The engine. Start here: ``Engine.step`` is the whole program."""
 
 import logging
+import operator
 import random
-import time
 from collections.abc import Callable, Sequence
 
-import torch
-
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.outputs import EngineInfo, RequestOutput, RequestUpdate
@@ -18,24 +15,11 @@ from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepResult
 from nereid_backend.errors import CapacityError, RequestError
-from nereid_backend.execution.batch import BatchBuilder
-from nereid_backend.execution.limits import (
-    format_bytes,
-    kv_cache_budget,
-    model_limit,
-    plan_memory,
-    usable_cpus,
-)
-from nereid_backend.execution.loader import choose_device, load_checkpoint
-from nereid_backend.execution.probe import check_packed, probe_layers
-from nereid_backend.execution.runner import PackedRunner
+from nereid_backend.execution.startup import load
 from nereid_backend.execution.text import load_decoder
 from nereid_backend.generate import generate
 
 logger = logging.getLogger(__name__)
-
-# Enough rows to keep the matrix products busy; more only makes running requests wait longer.
-_CPU_TOKENS, _GPU_TOKENS = 512, 4096
 
 
 class Engine:
@@ -46,6 +30,8 @@ class Engine:
     Attributes:
         info: what was loaded and how it runs.
     """
+
+    info: EngineInfo
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
         """Load a checkpoint, check that it runs exactly, and allocate the KV cache.
@@ -58,80 +44,24 @@ class Engine:
             ConfigError: the settings do not fit the machine or the model.
             ModelError: the checkpoint is missing or broken, or its architecture is not supported.
         """
-        started = time.monotonic()
-        progress = progress or logger.info
-        num_threads = config.num_threads or max(1, usable_cpus() - 1)
-        torch.set_num_threads(num_threads)
-        device = choose_device(config.device)
         self._config = config
         self._hook = AttentionHook()
-        checkpoint = load_checkpoint(
-            config.model,
-            dtype=config.dtype,
-            device=device,
-            attention=self._hook.name,
-            progress=progress,
-        )
-        loaded = time.monotonic()
-        progress("comparing packed steps with the model alone")
-        limit = model_limit(checkpoint.text_config)
-        layers = probe_layers(checkpoint, self._hook)
-        check = check_packed(checkpoint, self._hook, layers, limit.num_tokens)
-        checked = time.monotonic()
-        dtype = checkpoint.model.dtype
-        memory = plan_memory(config, layers, limit, kv_cache_budget(config, device), dtype.itemsize)
-        max_tokens = config.max_num_batched_tokens or max(
-            config.max_num_seqs, _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
-        )
-        progress(
-            f"KV cache: {format_bytes(memory.num_bytes)}, {memory.num_blocks * config.block_size} "
-            f"tokens; a request may have {memory.max_model_len}"
-        )
-        cache = KVCache(
-            layers,
-            num_blocks=memory.num_blocks,
-            block_size=config.block_size,
-            dtype=dtype,
-            device=device,
-        )
-        builder = BatchBuilder(
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=memory.max_model_len,
-            block_size=config.block_size,
-            null_block=cache.null_block,
-        )
-        self._runner = PackedRunner(checkpoint.model, self._hook, layers, cache, builder)
-        self._pool = BlockPool(memory.num_blocks)
+        try:
+            loaded = load(config, self._hook, progress or logger.info)
+        except BaseException:
+            self._hook.remove()
+            raise
+        self.info = loaded.info
+        self._runner = loaded.runner
+        self._pool = BlockPool(self.info.num_blocks)
         self._scheduler = Scheduler(
             self._pool,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_tokens,
+            block_size=self.info.block_size,
+            max_num_seqs=self.info.max_num_seqs,
+            max_num_batched_tokens=self.info.max_num_batched_tokens,
         )
-        self._decode: Callable[[list[int]], str] | None = None
         self._seeds = random.Random(config.seed)
-        finished = time.monotonic()
-        self.info = EngineInfo(
-            model=config.model,
-            architecture=checkpoint.architecture,
-            path="packed",
-            attention="reference",
-            dtype=str(dtype).removeprefix("torch."),
-            device=str(device),
-            max_model_len=memory.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_tokens,
-            block_size=config.block_size,
-            num_blocks=memory.num_blocks,
-            kv_cache_bytes=memory.num_bytes,
-            weights_bytes=checkpoint.weights_bytes,
-            vocab_size=checkpoint.vocab_size,
-            eos_token_ids=checkpoint.eos_token_ids,
-            num_threads=num_threads,
-            self_check_difference=check.difference,
-            load_seconds=finished - started,
-            seconds={"weights": loaded - started, "self-check": checked - loaded},
-        )
+        self._decode: Callable[[list[int]], str] | None = None
 
     def step(self) -> list[RequestUpdate]:
         """Compute the next tokens of the requests whose turn it is.
@@ -170,20 +100,20 @@ class Engine:
         params = params or SamplingParams()
         if request_id in self._scheduler:
             raise RequestError(f"request_id: {request_id!r} is in work already; use another")
-        self._check_prompt(prompt_token_ids)
+        token_ids = self._check_prompt(prompt_token_ids)
         if self._scheduler.num_waiting >= self._config.max_num_waiting:
             raise CapacityError(
                 f"{self._scheduler.num_waiting} requests wait; the limit is "
                 f"{self._config.max_num_waiting} (max_num_waiting); try again later"
             )
-        room = self.info.max_model_len - len(prompt_token_ids)
+        room = self.info.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         self._scheduler.add(
             Request(
                 request_id,
-                prompt_token_ids,
+                token_ids,
                 params,
-                max_total_tokens=len(prompt_token_ids) + min(room, params.max_tokens or room),
+                max_total_tokens=len(token_ids) + min(room, params.max_tokens or room),
                 eos_token_ids=self.info.eos_token_ids,
                 seed=seed % 2**64,
             )
@@ -247,8 +177,12 @@ class Engine:
         """
         self._scheduler.check()
 
-    def _check_prompt(self, token_ids: Sequence[int]) -> None:
+    def _check_prompt(self, prompt: Sequence[int]) -> list[int]:
         limit = self.info.max_model_len
+        try:
+            token_ids = [operator.index(token_id) for token_id in prompt]
+        except TypeError as error:
+            raise RequestError(f"prompt: must be a list of token ids: {error}") from error
         if not token_ids:
             raise RequestError("prompt: is empty; give at least one token")
         if len(token_ids) > limit:
@@ -267,3 +201,4 @@ class Engine:
                 f"prompt: token id {wrong} is outside the vocabulary (0 to "
                 f"{self.info.vocab_size - 1})"
             )
+        return token_ids

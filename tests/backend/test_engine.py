@@ -46,6 +46,9 @@ def test_info_says_what_was_loaded(engine):
         ([5] * 64, "leaves no room for an answer"),
         ([5, 320], r"token id 320 is outside the vocabulary \(0 to 319\)"),
         ([-1], "token id -1 is outside"),
+        ([5, 1.5], "prompt: must be a list of token ids"),
+        (["5"], "prompt: must be a list of token ids"),
+        (None, "prompt: must be a list of token ids"),
     ],
 )
 def test_a_bad_prompt_is_refused_with_the_value_and_the_limit(engine, prompt, message):

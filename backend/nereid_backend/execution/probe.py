@@ -35,8 +35,8 @@ _BUDGET = 8
 # longer ones would cost seconds at every start.
 _LONGEST_PROMPT = 160
 # Root mean square of the difference over the logits' spread. Wrong masks or positions give 0.1 to
-# 1.4; float32 gives 1e-6, bfloat16 0.01 to 0.04, and 0.13 where many tokens change experts (measured
-# on the tests' architectures and a dozen more).
+# 1.4; float32 gives 1e-6, bfloat16 0.01 to 0.04, and 0.13 where many tokens change experts (on the
+# tests' architectures).
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 

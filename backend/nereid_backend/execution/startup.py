@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From settings to a runner that is ready for its first step.
+
+weights -> probe (what attention needs) -> self-check (packed equals alone) -> KV cache
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.config import EngineConfig
+from nereid_backend.core.outputs import EngineInfo
+from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.execution.limits import (
+    MemoryPlan,
+    format_bytes,
+    kv_cache_budget,
+    model_limit,
+    plan_memory,
+    usable_cpus,
+)
+from nereid_backend.execution.loader import Checkpoint, choose_device, load_checkpoint
+from nereid_backend.execution.probe import SelfCheck, check_packed, probe_layers
+from nereid_backend.execution.runner import PackedRunner
+
+# Enough rows to keep the matrix products busy; more only makes running requests wait longer.
+_CPU_TOKENS, _GPU_TOKENS = 512, 4096
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that can run steps, and the facts about it."""
+
+    runner: PackedRunner
+    info: EngineInfo
+
+
+def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loaded:
+    """Load a checkpoint, check that it runs exactly, and allocate the KV cache.
+
+    Args:
+        config: the settings.
+        hook: the engine's entry in transformers' attention interface.
+        progress: gets a line for every slow step.
+
+    Raises:
+        ConfigError: the settings do not fit the machine or the model.
+        ModelError: the checkpoint is missing or broken, or its architecture is not supported.
+    """
+    marks = [time.monotonic()]
+    torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
+    device = choose_device(config.device)
+    checkpoint = load_checkpoint(
+        config.model, dtype=config.dtype, device=device, attention=hook.name, progress=progress
+    )
+    marks.append(time.monotonic())
+    progress("comparing packed steps with the model alone")
+    limit = model_limit(checkpoint.text_config)
+    layers = probe_layers(checkpoint, hook)
+    check = check_packed(checkpoint, hook, layers, limit.num_tokens)
+    marks.append(time.monotonic())
+    itemsize = checkpoint.model.dtype.itemsize
+    memory = plan_memory(config, layers, limit, kv_cache_budget(config, device), itemsize)
+    progress(
+        f"KV cache: {format_bytes(memory.num_bytes)}, {memory.num_blocks * config.block_size} "
+        f"tokens; a request may have {memory.max_model_len}"
+    )
+    runner = _make_runner(config, checkpoint, hook, layers, memory)
+    marks.append(time.monotonic())
+    return Loaded(runner, _describe(config, checkpoint, memory, check, marks))
+
+
+def _make_runner(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    hook: AttentionHook,
+    layers: list[LayerSpec],
+    memory: MemoryPlan,
+) -> PackedRunner:
+    cache = KVCache(
+        layers,
+        num_blocks=memory.num_blocks,
+        block_size=config.block_size,
+        dtype=checkpoint.model.dtype,
+        device=checkpoint.device,
+    )
+    builder = BatchBuilder(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=memory.max_model_len,
+        block_size=config.block_size,
+        null_block=cache.null_block,
+    )
+    return PackedRunner(checkpoint.model, hook, layers, cache, builder)
+
+
+def _describe(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    memory: MemoryPlan,
+    check: SelfCheck,
+    marks: list[float],
+) -> EngineInfo:
+    default = _CPU_TOKENS if checkpoint.device.type == "cpu" else _GPU_TOKENS
+    spent = [end - start for start, end in itertools.pairwise(marks)]
+    return EngineInfo(
+        model=config.model,
+        architecture=checkpoint.architecture,
+        path="packed",
+        attention="reference",
+        dtype=str(checkpoint.model.dtype).removeprefix("torch."),
+        device=str(checkpoint.device),
+        max_model_len=memory.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or max(config.max_num_seqs, default),
+        block_size=config.block_size,
+        num_blocks=memory.num_blocks,
+        kv_cache_bytes=memory.num_bytes,
+        weights_bytes=checkpoint.weights_bytes,
+        vocab_size=checkpoint.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+        num_threads=torch.get_num_threads(),
+        self_check_difference=check.difference,
+        load_seconds=sum(spent),
+        seconds=dict(zip(("weights", "self-check", "cache"), spent, strict=True)),
+    )

@@ -16,8 +16,9 @@ value (`TaggedArguments`): at most the declared white space is taken off it, onc
 
 *Patterns.* A head such as `"<function={name}>\n"` is literal text with fields: `{name}` the
 function, `{key}` an argument's name, `{id}` the call's id, `{number}` digits, `{string}` true or
-false ("the value is a string"), `{word}` any one word, `{rest}` anything up to what follows. A
-field ends where the next literal begins. A literal brace is written `{{` or `}}`.
+false ("the value is a string"), `{type}` the value's JSON type, `{word}` any one word, `{rest}`
+anything up to what follows. A field ends where the next literal begins. A literal brace is written
+`{{` or `}}`.
 
 *Alternatives.* Where a part is a tuple, its first member is what a constraint makes the model
 write; the parser takes them all, the first that fits winning.
@@ -33,7 +34,7 @@ from typing import Any
 
 from nereid_parsers.errors import FormatError
 
-FIELDS = frozenset({"name", "key", "id", "number", "string", "word", "rest"})
+FIELDS = frozenset({"name", "key", "id", "number", "string", "type", "word", "rest"})
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
@@ -72,12 +73,12 @@ class Shown(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    r"""Reasoning between two markers, once, at the start of the output.
+    r"""Reasoning between two markers, at the output's start or right behind another marker.
 
     open, close     markers, written form: `"<think>\n"`, `"\n</think>\n\n"`.
     opener          who writes `open` where the prompt does not say; see `Opener`.
     also_open, also_close   other spellings, taken but never written.
-    interrupted_by  markers that end the reasoning without closing it: a tool section's opening.
+    interrupted_by  markers that end the reasoning without closing it, if a call does follow them.
     shown           see `Shown`.
     """
 
@@ -181,10 +182,12 @@ class TaggedArguments:
                 space at its end is padding: taken off the value once, if it is there.
     close       what ends a value: `"\n</parameter>\n"`; white space before the marker is
                 padding too.
+    also        other spellings, which may stand beside this one in a call; none has an `also`.
     """
 
     open: str
     close: str
+    also: tuple[TaggedArguments, ...] = ()
 
     def __post_init__(self) -> None:
         _need_pattern("TaggedArguments.open", self.open, "key")
@@ -325,7 +328,8 @@ class Messages:
     routes      what each header means, tried in order; of each stage the first is what is written.
     ends        markers that close a body; a body also ends where the next message starts.
     call_end    the one of `ends` that closes a call, if calls have their own.
-    body        of a call's arguments.
+    body        of a call's arguments, where a message is a call.
+    tools       calls that stand in the text of content messages, where they do.
     The generation prompt ends with `start` (so output begins in a header) or within a body.
     """
 
@@ -335,6 +339,7 @@ class Messages:
     ends: tuple[str, ...] = ()
     call_end: str = ""
     body: JsonArguments = field(default_factory=JsonArguments)
+    tools: ToolSection | None = None
 
     def __post_init__(self) -> None:
         _need_markers("Messages", start=self.start)

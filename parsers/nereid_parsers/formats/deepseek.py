@@ -1,54 +1,81 @@
-"""DeepSeek: thinking opened by the prompt; calls between begin and end tokens."""
+"""DeepSeek: thinking opened by the prompt; calls between begin and end tokens, later in DSML."""
 
-from nereid_parsers.format import Call, JsonArguments, Opener, Reasoning, Source, ToolSection
+from nereid_parsers.format import (
+    Call,
+    JsonArguments,
+    Opener,
+    Reasoning,
+    Source,
+    TaggedArguments,
+    ToolSection,
+)
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 
 _R1 = Source("chat template of deepseek-ai/DeepSeek-R1", "2025-02")
 _V31 = Source("chat template and model card of deepseek-ai/DeepSeek-V3.1", "2025-08")
+_V32 = Source("encoding/ folder of deepseek-ai/DeepSeek-V3.2, as read by SGLang 0.5.23", "2025-12")
+_V4 = Source("DeepSeek V4 detectors of SGLang 0.5.23 and vLLM 0.33.0", "2026-11")
+_GIGACHAT35 = Source("gigachat35 detector of SGLang 0.5.23", "2026-11")
 _ENDS = ("<｜end▁of▁sentence｜>",)
+
+_THINK = Reasoning("<think>", "</think>")
 
 REASONING = {
     "deepseek_r1": ReasoningEntry(
-        Reasoning("<think>\n", "\n</think>\n\n", opener=Opener.PROMPT), _R1
+        Reasoning("<think>\n", "\n</think>\n\n", opener=Opener.PROMPT), _R1, ends=_ENDS
     ),
-    "deepseek_v3": ReasoningEntry(Reasoning("<think>", "</think>"), _V31),
+    "deepseek_v3": ReasoningEntry(_THINK, _V31, ends=_ENDS),
+    "deepseek_v4": ReasoningEntry(_THINK, _V4, ends=_ENDS),
+    "deepseek_v41": ReasoningEntry(_THINK, _V4, ends=_ENDS),
+    "gigachat35": ReasoningEntry(
+        Reasoning("<think>", "</think>", opener=Opener.PROMPT), _GIGACHAT35
+    ),
 }
 
-_OPEN = "<｜tool▁calls▁begin｜>"
-_CLOSE = "<｜tool▁calls▁end｜>"
+
+def _between_tokens(head: str, close: str) -> ToolSection:
+    return ToolSection(
+        (Call(JsonArguments(), open="<｜tool▁call▁begin｜>", head=head, close=close),),
+        open="<｜tool▁calls▁begin｜>",
+        close="<｜tool▁calls▁end｜>",
+        separator="\n" if head.endswith("\n") else "",
+    )
+
+
+def _dsml(token: str, section: str, gap: str = "") -> ToolSection:
+    """DSML: tags that carry a token; a value's tag says whether it is a string."""
+    invoke = f'<{token}{gap}invoke name="{{name}}">\n'
+    close = f"</{token}{gap}invoke>\n"
+    return ToolSection(
+        (
+            Call(
+                TaggedArguments(
+                    f'<{token}{gap}parameter name="{{key}}" string="{{string}}">',
+                    f"</{token}{gap}parameter>\n",
+                ),
+                head=invoke,
+                close=close,
+            ),
+            Call(JsonArguments(), head=invoke, close=close),
+        ),
+        open=f"<{token}{gap}{section}>\n",
+        close=f"</{token}{gap}{section}>",
+    )
+
 
 TOOLS = {
     "deepseek_v3": ToolEntry(
-        ToolSection(
-            (
-                Call(
-                    JsonArguments(),
-                    open="<｜tool▁call▁begin｜>",
-                    head="function<｜tool▁sep｜>{name}\n```json\n",
-                    close="\n```<｜tool▁call▁end｜>",
-                ),
-            ),
-            separator="\n",
-            open=_OPEN,
-            close=_CLOSE,
-        ),
+        _between_tokens("function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>"),
         _R1,
         ends=_ENDS,
     ),
     "deepseek_v31": ToolEntry(
-        ToolSection(
-            (
-                Call(
-                    JsonArguments(),
-                    open="<｜tool▁call▁begin｜>",
-                    head="{name}<｜tool▁sep｜>",
-                    close="<｜tool▁call▁end｜>",
-                ),
-            ),
-            open=_OPEN,
-            close=_CLOSE,
-        ),
-        _V31,
-        ends=_ENDS,
+        _between_tokens("{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"), _V31, ends=_ENDS
+    ),
+    "deepseek_v32": ToolEntry(_dsml("｜DSML｜", "function_calls"), _V32, ends=_ENDS),
+    "deepseek_v4": ToolEntry(_dsml("｜DSML｜", "tool_calls"), _V4, ends=_ENDS),
+    "deepseek_v41": ToolEntry(_dsml("｜DSML｜", "tool_calls", gap=" "), _V4, ends=_ENDS),
+    "gigachat35": ToolEntry(
+        _dsml("｜GCML｜", "tool_calls"), _GIGACHAT35, ends=("<|message_sep|>", "</s>")
     ),
 }

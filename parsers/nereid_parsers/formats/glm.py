@@ -1,22 +1,94 @@
-"""GLM: thinking that the template may open or close; calls with tagged keys and values."""
+"""GLM and those who write like it: tagged keys and values behind the function's name."""
 
-from nereid_parsers.format import Call, Reasoning, Source, TaggedArguments, ToolSection
+from nereid_parsers.format import Call, Opener, Reasoning, Source, TaggedArguments, ToolSection
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 
 _GLM46 = Source("chat template of zai-org/GLM-4.6", "2025-09")
 _GLM47 = Source("chat template of zai-org/GLM-4.7-Flash", "2026-01")
+_LING3 = Source("ling3 parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")
+_IQUEST = Source("iquest_q1 detector of SGLang 0.5.23", "2026-11")
+_POOLSIDE = Source("poolside_v1 detector of SGLang 0.5.23 (Laguna)", "2026-11")
+_SPARK = Source("spark25 detector of SGLang 0.5.23", "2026-11")
+_HUNYUAN = Source("hunyuan detector of SGLang 0.5.23 and hy_v3 parser of vLLM 0.33.0", "2026-11")
+_HY4 = Source("hy_v4 parser of vLLM 0.33.0", "2026-11")
+_K2_HORIZON = Source("k2_horizon (K2-v3) detector of SGLang 0.5.23", "2026-11")
+
+_INTERRUPTED = ("<tool_call>",)
 
 REASONING = {
-    "glm45": ReasoningEntry(Reasoning("\n<think>", "</think>\n"), _GLM46),
-    "glm47": ReasoningEntry(Reasoning("<think>", "</think>"), _GLM47),
+    "glm45": ReasoningEntry(
+        Reasoning("\n<think>", "</think>\n", interrupted_by=_INTERRUPTED), _GLM46
+    ),
+    "glm47": ReasoningEntry(Reasoning("<think>", "</think>", interrupted_by=_INTERRUPTED), _GLM47),
+    "ling3": ReasoningEntry(Reasoning("<think>", "</think>", interrupted_by=_INTERRUPTED), _LING3),
+    "iquest_q1": ReasoningEntry(Reasoning("<think>", "</think>"), _IQUEST),
+    "poolside_v1": ReasoningEntry(Reasoning("<think>", "</think>"), _POOLSIDE),
+    "hy_v3": ReasoningEntry(
+        Reasoning("<think>", "</think>", interrupted_by=("<tool_calls>",)), _HUNYUAN
+    ),
+    "hy_v4": ReasoningEntry(
+        Reasoning("<think>", "</think>", opener=Opener.PROMPT, interrupted_by=("<tool_calls>",)),
+        _HY4,
+    ),
+    "k2_horizon": ReasoningEntry(
+        Reasoning(
+            "<ifm|think>",
+            "</ifm|think>\n",
+            opener=Opener.PROMPT,
+            also_open=("<ifm|think_fast>", "<ifm|think_faster>"),
+            also_close=("</ifm|think_fast>", "</ifm|think_faster>"),
+        ),
+        _K2_HORIZON,
+    ),
 }
 
+
+def _section(gap: str, tag: str = "tool_call") -> ToolSection:
+    """Calls in the content; `gap` stands behind the name, each key and each value."""
+    return ToolSection(
+        (
+            Call(
+                TaggedArguments(
+                    f"<arg_key>{{key}}</arg_key>{gap}<arg_value>", f"</arg_value>{gap}"
+                ),
+                open=f"<{tag}>",
+                head="{name}" + gap,
+                close=f"</{tag}>",
+            ),
+        ),
+        separator=gap,
+    )
+
+
+_LINES, _ONE_LINE = _section("\n"), _section("")
+
+
+def _grouped(head: str) -> ToolSection:
+    """Hunyuan: the same calls inside a section."""
+    return ToolSection(
+        (
+            Call(
+                TaggedArguments("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+                open="<tool_call>",
+                head=head,
+                close="</tool_call>\n",
+            ),
+        ),
+        open="<tool_calls>\n",
+        close="</tool_calls>",
+    )
+
+
 TOOLS = {
-    "glm45": ToolEntry(
+    "glm45": ToolEntry(_LINES, _GLM46),
+    "glm47": ToolEntry(_ONE_LINE, _GLM47),
+    "ling3": ToolEntry(_LINES, _LING3),
+    "poolside_v1": ToolEntry(_LINES, _POOLSIDE),
+    "spark25": ToolEntry(
         ToolSection(
             (
                 Call(
-                    TaggedArguments("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+                    TaggedArguments("<arg_key>{key}</arg_key><arg_value>", "</arg_value>\n"),
                     open="<tool_call>",
                     head="{name}\n",
                     close="</tool_call>",
@@ -24,19 +96,34 @@ TOOLS = {
             ),
             separator="\n",
         ),
-        _GLM46,
+        _SPARK,
     ),
-    "glm47": ToolEntry(
+    "iquest_q1": ToolEntry(_section("", "iquest_tool_call"), _IQUEST),
+    "hy_v3": ToolEntry(_grouped("{name}<tool_sep>\n"), _HUNYUAN),
+    "hy_v4": ToolEntry(_grouped("{name}\n"), _HY4),
+    "k2_horizon": ToolEntry(
         ToolSection(
             (
                 Call(
-                    TaggedArguments("<arg_key>{key}</arg_key><arg_value>", "</arg_value>"),
-                    open="<tool_call>",
-                    head="{name}",
-                    close="</tool_call>",
+                    TaggedArguments(
+                        "<ifm|arg_key>{key}</ifm|arg_key>\n<ifm|arg_value>",
+                        "</ifm|arg_value>\n",
+                        also=(
+                            TaggedArguments(
+                                "<ifm|arg_key>{key}</ifm|arg_key>\n<ifm|arg_type>{type}"
+                                "</ifm|arg_type>\n<ifm|arg_value>",
+                                "</ifm|arg_value>\n",
+                            ),
+                        ),
+                    ),
+                    open="<ifm|tool_call>",
+                    head="{name}\n",
+                    close="</ifm|tool_call>\n",
                 ),
             ),
+            open="<ifm|tool_calls>\n",
+            close="</ifm|tool_calls>",
         ),
-        _GLM47,
+        _K2_HORIZON,
     ),
 }

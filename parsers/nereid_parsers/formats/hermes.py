@@ -3,9 +3,14 @@
 from nereid_parsers.format import Call, JsonObject, Source, ToolSection
 from nereid_parsers.formats.entry import ToolEntry
 
-HERMES = ToolSection(
-    (Call(JsonObject(), open="<tool_call>\n", close="\n</tool_call>"),), separator="\n"
-)
+
+def _tagged(tag: str) -> ToolSection:
+    return ToolSection(
+        (Call(JsonObject(), open=f"<{tag}>\n", close=f"\n</{tag}>"),), separator="\n"
+    )
+
+
+HERMES = _tagged("tool_call")
 
 TOOLS = {
     "hermes": ToolEntry(
@@ -15,5 +20,12 @@ TOOLS = {
             "Qwen/Qwen2.5-7B-Instruct",
             "2024-09",
         ),
+    ),
+    "longcat": ToolEntry(
+        _tagged("longcat_tool_call"), Source("longcat parser of vLLM 0.33.0", "2026-11")
+    ),
+    "ernie45": ToolEntry(HERMES, Source("ernie45 parser of vLLM 0.33.0", "2026-11")),
+    "trinity": ToolEntry(
+        HERMES, Source("trinity detector of SGLang 0.5.23 (Qwen 2.5's format)", "2026-11")
     ),
 }

@@ -1,15 +1,34 @@
 """Moonshot Kimi."""
 
-from nereid_parsers.format import Call, JsonArguments, Reasoning, Source, ToolSection
+from nereid_parsers.format import (
+    Call,
+    JsonArguments,
+    Reasoning,
+    Source,
+    TaggedArguments,
+    ToolSection,
+    Wrapper,
+)
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 
+_K15 = Source("kimi detector of SGLang 0.5.23 (Kimi thinking models)", "2026-11")
 _THINKING = Source("chat template of moonshotai/Kimi-K2-Thinking", "2025-11")
 _GUIDE = Source("docs/tool_call_guidance.md and template of moonshotai/Kimi-K2-Instruct", "2025-07")
+_K3 = Source("kimi_k3 parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")
+
+_K3_ENDS = ("<|close|>message<|sep|>",)
 
 REASONING = {
+    "kimi": ReasoningEntry(Reasoning("◁think▷", "◁/think▷"), _K15),
     "kimi_k2": ReasoningEntry(
         Reasoning("<think>", "</think>", interrupted_by=("<|tool_calls_section_begin|>",)),
         _THINKING,
+    ),
+    "kimi_k3": ReasoningEntry(
+        Reasoning("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        _K3,
+        Wrapper("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        ends=_K3_ENDS,
     ),
 }
 
@@ -32,5 +51,23 @@ TOOLS = {
             close="<|tool_calls_section_end|>",
         ),
         _GUIDE,
+    ),
+    "kimi_k3": ToolEntry(
+        ToolSection(
+            (
+                Call(
+                    TaggedArguments(
+                        '<|open|>argument key="{key}" type="{type}"<|sep|>',
+                        "<|close|>argument<|sep|>",
+                    ),
+                    head='<|open|>call tool="{name}" index="{number}"<|sep|>',
+                    close="<|close|>call<|sep|>",
+                ),
+            ),
+            open="<|open|>tools<|sep|>",
+            close="<|close|>tools<|sep|>",
+        ),
+        _K3,
+        ends=_K3_ENDS,
     ),
 }

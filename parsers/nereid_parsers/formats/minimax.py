@@ -1,29 +1,47 @@
-"""MiniMax."""
+"""MiniMax, and dots, which writes its invocations alike."""
 
-from nereid_parsers.format import Call, Opener, Reasoning, Source, TaggedArguments, ToolSection
+from nereid_parsers.format import (
+    Call,
+    JsonObject,
+    Opener,
+    Reasoning,
+    Shown,
+    Source,
+    TaggedArguments,
+    ToolSection,
+)
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 
 _M2 = Source("chat template and tool calling guide of MiniMaxAI/MiniMax-M2", "2025-10")
+_M3 = Source("minimax_m3 parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")
+_DOTS = Source("dots parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")
 
 REASONING = {
     "minimax_m2": ReasoningEntry(
         Reasoning("<think>\n", "\n</think>\n\n", opener=Opener.PROMPT), _M2
     ),
+    "minimax_m2_append_think": ReasoningEntry(
+        Reasoning("<think>\n", "\n</think>\n\n", opener=Opener.PROMPT, shown=Shown.INLINE), _M2
+    ),
+    "minimax_m3": ReasoningEntry(Reasoning("<mm:think>", "</mm:think>"), _M3),
 }
+
+_INVOKE = Call(
+    TaggedArguments('<parameter name="{key}">', "</parameter>\n"),
+    head='<invoke name="{name}">\n',
+    close="</invoke>\n",
+)
 
 TOOLS = {
     "minimax_m2": ToolEntry(
+        ToolSection((_INVOKE,), open="<minimax:tool_call>\n", close="</minimax:tool_call>"), _M2
+    ),
+    "dots": ToolEntry(
         ToolSection(
-            (
-                Call(
-                    TaggedArguments('<parameter name="{key}">', "</parameter>\n"),
-                    head='<invoke name="{name}">\n',
-                    close="</invoke>\n",
-                ),
-            ),
-            open="<minimax:tool_call>\n",
-            close="</minimax:tool_call>",
+            (_INVOKE, Call(JsonObject())),
+            open="<dots_function_call>\n",
+            close="</dots_function_call>",
         ),
-        _M2,
+        _DOTS,
     ),
 }

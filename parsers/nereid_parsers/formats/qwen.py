@@ -1,26 +1,59 @@
-"""Alibaba Qwen. Its plain tool format is Hermes'."""
+"""Alibaba Qwen, and those who write calls like Qwen3-Coder. Qwen's plain format is Hermes'."""
 
-from nereid_parsers.format import Call, Reasoning, Source, TaggedArguments, ToolSection
+from nereid_parsers.format import Call, Opener, Reasoning, Source, TaggedArguments, ToolSection
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 
 _QWEN3 = Source("chat template of Qwen/Qwen3-0.6B", "2025-04")
+_THINKING = Source("chat template of Qwen/Qwen3-4B-Thinking-2507", "2025-07")
 _CODER = Source("chat template of Qwen/Qwen3-Coder-30B-A3B-Instruct", "2025-07")
+_MIMO = Source("mimo parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")
+_MINICPM5 = Source("minicpm5 parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")
+_NANBEIGE = Source("nanbeige detector of SGLang 0.5.23 (Qwen3-Coder's format)", "2026-11")
 
-REASONING = {"qwen3": ReasoningEntry(Reasoning("<think>\n", "\n</think>\n\n"), _QWEN3)}
+_CALL = ("<tool_call>",)
 
-_ARGUMENTS = TaggedArguments("<parameter={key}>\n", "\n</parameter>\n")
-
-CODER = ToolSection(
-    (
-        Call(
-            _ARGUMENTS,
-            open="<tool_call>\n",
-            head="<function={name}>\n",
-            close="</function>\n</tool_call>",
-        ),
-        Call(_ARGUMENTS, head="<function={name}>\n", close="</function>\n</tool_call>"),
+REASONING = {
+    "qwen3": ReasoningEntry(Reasoning("<think>\n", "\n</think>\n\n", interrupted_by=_CALL), _QWEN3),
+    "qwen3_thinking": ReasoningEntry(
+        Reasoning("<think>\n", "\n</think>\n\n", opener=Opener.FORCED, interrupted_by=_CALL),
+        _THINKING,
     ),
-    separator="\n",
-)
+}
 
-TOOLS = {"qwen3_coder": ToolEntry(CODER, _CODER)}
+
+def _coder(arguments: TaggedArguments) -> ToolSection:
+    head, close = "<function={name}>\n", "</function>\n</tool_call>"
+    return ToolSection(
+        (
+            Call(arguments, open="<tool_call>\n", head=head, close=close),
+            Call(arguments, head=head, close=close),  # the opening marker is forgotten at times
+        ),
+        separator="\n",
+    )
+
+
+CODER = _coder(TaggedArguments("<parameter={key}>\n", "\n</parameter>\n"))
+_COMPACT = _coder(TaggedArguments("<parameter={key}>", "</parameter>\n"))
+
+TOOLS = {
+    "qwen3_coder": ToolEntry(CODER, _CODER),
+    "nanbeige": ToolEntry(CODER, _NANBEIGE),
+    "mimo": ToolEntry(_COMPACT, _MIMO),
+    "minicpm5": ToolEntry(
+        ToolSection(
+            (
+                Call(
+                    TaggedArguments(
+                        '<param name="{key}"><![CDATA[',
+                        "]]></param>",
+                        also=(TaggedArguments('<param name="{key}">', "</param>"),),
+                    ),
+                    head='<function name="{name}">',
+                    close="</function>",
+                ),
+            ),
+            separator="\n",
+        ),
+        _MINICPM5,
+    ),
+}

@@ -33,7 +33,7 @@ from nereid_parsers.format import (
 )
 from nereid_parsers.stream.body import BROKEN, MORE, Body, CallSink
 from nereid_parsers.stream.json_bodies import ArgumentsBody
-from nereid_parsers.stream.patterns import NEED, skip_blanks
+from nereid_parsers.stream.patterns import FAIL, NEED, skip_blanks
 from nereid_parsers.stream.plan import Act, CallPlan, Head, Plan
 
 State = Callable[[], "State | None"]
@@ -94,6 +94,8 @@ class Machine:
         """What was read so far is the prompt's: only a call that it left open is the output's."""
         events = self.take()
         self._blanks = []
+        if self.state == self.inline and self.reasoning_part is not None:
+            self.out.append(ContentDelta(self.reasoning_part.open))
         if not self.sink.is_open:
             self.sink.index = -1
             self.sink.count = 0
@@ -245,9 +247,7 @@ class Machine:
             self.at += len(marker)
             return self.reasoning
         if act is Act.INTERRUPT:
-            self._drop_blanks()
-            self.has_reasoned = self.is_fresh = True
-            return self.content
+            return self._interrupt(marker)
         self._take_marker(marker)
         if act is Act.CLOSE_REASONING:
             self.has_reasoned = True
@@ -255,6 +255,26 @@ class Machine:
         if act is Act.MESSAGE:
             return self._start_header(marker)
         return self.reasoning if act is Act.OPEN_REASONING else self.content
+
+    def _interrupt(self, marker: str) -> State | None:
+        """A marker that opens calls: it ends the reasoning if a call does follow it."""
+        found: Head | int = FAIL
+        if not self._calls_first:
+            begin = self.at if marker in self.plan.triggered else self.at + len(marker)
+            for call in self.plan.triggered.get(marker, self.plan.calls):
+                at = begin if begin == self.at else skip_blanks(self.text, begin)
+                found = call.match(self.text, at, self.final)
+                if found != FAIL:
+                    break
+        if found == NEED:
+            return None
+        if found == FAIL:
+            self._say(marker, ReasoningDelta)
+            self.at += len(marker)
+            return self.reasoning
+        self._drop_blanks()
+        self.has_reasoned = self.is_fresh = True
+        return self.content
 
     def inline(self) -> State | None:
         """Inside reasoning that is shown as content, its markers too."""
@@ -308,7 +328,8 @@ class Machine:
 
     def _reasoning_marker(self, marker: str, act: Act) -> State:
         at_start = not self.has_spoken and not self.sink.count and not self.has_reasoned
-        if not at_start or self.reasoning_part is None:
+        behind_marker = act is Act.OPEN_REASONING and self.is_fresh and not self._calls_first
+        if not (at_start or behind_marker) or self.reasoning_part is None:
             return self._literal(marker)
         if act is Act.OPEN_REASONING and self.reasoning_part.shown is Shown.INLINE:
             return self.inline
@@ -452,7 +473,7 @@ class Machine:
         self._closing = call.close
         self.is_fresh = True
         self._said = False
-        return self.content if self.plan.routes else self.close
+        return self.content if call is self.plan.message_call else self.close
 
     def _cut_held(self, call: CallPlan) -> State:
         """Broken arguments. Where they were held back, their marker may stand inside them."""
@@ -590,7 +611,7 @@ class Machine:
             return self.rest
         self._take_marker(self.text[self.at : head.end])
         if stage is Stage.CALLS:
-            self._call = self.plan.calls[0]
+            self._call = self.plan.message_call
             self._body = ArgumentsBody(self.sink, head.name, head.call_id)
             return self.body
         return self.reasoning if stage is Stage.REASONING else self.content

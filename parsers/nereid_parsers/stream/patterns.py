@@ -14,6 +14,7 @@ MAX_HEAD = 2048  # characters; what is longer is no head, whatever it looks like
 
 _BLANK = re.compile(r"\s*").match
 _TOKENS = re.compile(r"\s+|(?<=>)(?=<)")
+_PARTS = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NAME = r"""\s<>{}\[\]()"'`|=,;"""
 _CLASSES = {
     "name": f"[^{_NAME}",
@@ -21,6 +22,7 @@ _CLASSES = {
     "id": f"[^{_NAME}",
     "number": r"[^\D",
     "string": r"[^\W",
+    "type": r"[^\W",
     "word": r"[^\s<>",
 }
 
@@ -82,10 +84,10 @@ def compiled(source: str) -> Pattern:
 def _field(name: str, follower: str) -> re.Pattern[str]:
     if name == "rest":
         return re.compile(f"(?:(?!{re.escape(follower.strip())}).)*" if follower.strip() else ".*")
-    stop = re.escape(follower.lstrip()[:1]) if follower.strip() else ""
+    stop = re.escape(follower[:1]) if follower[:1].strip() else ""
     return re.compile(f"{_CLASSES[name]}{stop}]+")
 
 
 def tokens(marker: str) -> tuple[str, ...]:
     r"""The parts of a compound marker: `"</function>\n</tool_call>"` has two."""
-    return tuple(re.findall(r"<[^<>\s][^<>]*>|[^\s<>]+(?:>|(?=[\s<])|\Z)|[<>]+", marker.strip()))
+    return tuple(part for part in _PARTS.split(marker.strip()) if part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,7 +29,7 @@ from nereid_parsers.stream.json_bodies import ArgumentsBody, ArrayBody, ObjectBo
 from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.stream.patterns import FAIL, NEED, Pattern, compiled, skip_blanks, tokens
 from nereid_parsers.stream.python_calls import BareKeyBody, PythonBody
-from nereid_parsers.stream.tagged import TaggedBody, TagPlan
+from nereid_parsers.stream.tagged import RowPlan, TaggedBody
 
 
 class Act(Enum):
@@ -70,10 +71,10 @@ class CallPlan:
         # What ends arguments that are no JSON: the markers that cannot be part of them.
         ends = (*self.close[-1:], section.close.strip(), call.open.strip())
         self.escape = Lexer(end for end in ends if end)
-        self._tag_plan: TagPlan | None = None
+        self._tag_plan: RowPlan | None = None
         if isinstance(call.body, TaggedArguments):
             stops = [*self.close[:1], *self.close[-1:], section.close.strip(), call.open.strip()]
-            self._tag_plan = TagPlan(call.body, tuple(dict.fromkeys(s for s in stops if s)))
+            self._tag_plan = RowPlan(call.body, tuple(dict.fromkeys(s for s in stops if s)))
 
     def match(self, text: str, at: int, final: bool) -> Head | int:
         """The head at `at`, or NEED, or FAIL; a head counts once its body has begun."""
@@ -84,20 +85,26 @@ class CallPlan:
         begin = skip_blanks(text, end)
         if begin == len(text) and not final:
             return NEED
-        if not self._body_may_start(text, begin, final):
-            stops = self._tag_plan.stops if self._tag_plan is not None else self._starts
-            more = not final and any(s.startswith(text[begin:]) for s in stops)
-            return NEED if more else FAIL
-        return Head(end, fields.get("name", ""), _filled(self._id, fields))
-
-    def _body_may_start(self, text: str, at: int, final: bool) -> bool:
         if self._tag_plan is not None:
-            if at == len(text) and final:
-                return True
-            if any(text.startswith(stop, at) for stop in self._tag_plan.stops):
-                return True
-            return self._tag_plan.key.match(text, at, final, {}) != FAIL
-        return not self._starts or any(text.startswith(start, at) for start in self._starts)
+            begun = self._row_begins(self._tag_plan, text, begin, final)
+        else:
+            begun = self._body_begins(text, begin, final)
+        return begun or Head(end, fields.get("name", ""), _filled(self._id, fields))
+
+    def _row_begins(self, plan: RowPlan, text: str, at: int, final: bool) -> int:
+        """0 where a row of tagged values, perhaps an empty one, begins; else NEED or FAIL."""
+        if at == len(text) or any(text.startswith(stop, at) for stop in plan.stops):
+            return 0
+        if plan.match(text, at, final)[1] != FAIL:
+            return 0
+        more = not final and any(stop.startswith(text[at:]) for stop in plan.stops)
+        return NEED if more else FAIL
+
+    def _body_begins(self, text: str, at: int, final: bool) -> int:
+        full, awaited = self._starts
+        if full.match(text, at) is not None:
+            return 0
+        return NEED if not final and awaited.match(text, at) is not None else FAIL
 
     def body(self, sink: CallSink, head: Head, is_sure: bool) -> Body:
         """A reader for the body behind this head."""
@@ -117,18 +124,24 @@ class CallPlan:
 
     def body_starts(self) -> tuple[str, ...]:
         """What a bare call may begin with."""
-        return self._starts
+        body = self.call.body
+        if isinstance(body, PythonCalls):
+            return (body.open,) if body.open else ()
+        return ("[",) if isinstance(body, JsonArray) else ("{",)
 
 
-def _body_starts(call: Call) -> tuple[str, ...]:
+def _body_starts(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Regexes for a body's first characters, and for what may still become those."""
     body = call.body
-    if isinstance(body, JsonArray):
-        return ("[",)
     if isinstance(body, PythonCalls):
-        return (body.open,) if body.open else ()
-    if isinstance(body, TaggedArguments):
-        return ()
-    return ("{",)
+        first, second = re.escape(body.open), r"[^\W\d]"
+    elif isinstance(body, JsonArray):
+        first, second = r"\[", r"[{\]]"
+    elif isinstance(body, JsonObject | JsonArguments):
+        first, second = r"\{", '["}]'
+    else:
+        first, second = r"\{", ""
+    return re.compile(rf"{first}\s*{second}"), re.compile(rf"{first}\s*\Z")
 
 
 def _filled(template: str, fields: dict[str, str]) -> str:
@@ -190,6 +203,7 @@ class Plan:
     reasoning_acts: dict[str, Act]
     calls: tuple[CallPlan, ...] = ()
     routes: tuple[RoutePlan, ...] = ()
+    message_call: CallPlan | None = None
     triggered: dict[str, tuple[CallPlan, ...]] = field(default_factory=dict)
     bare: tuple[CallPlan, ...] = ()
 
@@ -202,7 +216,7 @@ class Plan:
     @property
     def tools(self) -> ToolSection | None:
         """The tool section, if there is one."""
-        return self.sections.tools if self.sections else None
+        return self.format.layout.tools
 
 
 def _stripped(markers: tuple[str, ...]) -> Iterator[str]:
@@ -218,16 +232,24 @@ def plan_of(fmt: Format) -> Plan:
 
 
 def _plan_messages(fmt: Format, layout: Messages) -> Plan:
-    acts = dict.fromkeys(_stripped((*layout.ends, *fmt.ends)), Act.END)
-    acts[layout.start.strip()] = Act.MESSAGE
-    lexer = Lexer(acts)
-    call = CallPlan(
+    ends = tuple(_stripped((*layout.ends, *fmt.ends)))
+    frame = {**dict.fromkeys(ends, Act.END), layout.start.strip(): Act.MESSAGE}
+    acts: dict[str, Act] = {}
+    calls: tuple[CallPlan, ...] = ()
+    triggered: dict[str, tuple[CallPlan, ...]] = {}
+    if layout.tools is not None:
+        calls = tuple(CallPlan(call, layout.tools) for call in layout.tools.calls)
+        triggered, _ = _triggers(layout.tools, calls)
+        acts = _tool_acts(layout.tools, calls, triggered, ())
+    acts |= frame
+    whole = CallPlan(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end),
         ToolSection((Call(JsonObject()),)),
     )
     return Plan(
-        fmt, lexer, lexer, Lexer(_stripped((*layout.ends, *fmt.ends))), lexer, acts, acts,
-        calls=(call,), routes=tuple(RoutePlan(route, layout) for route in layout.routes),
+        fmt, Lexer(frame), Lexer(acts), Lexer(ends), Lexer(acts), acts, frame,
+        calls=calls, triggered=triggered, message_call=whole,
+        routes=tuple(RoutePlan(route, layout) for route in layout.routes),
     )  # fmt: skip
 
 

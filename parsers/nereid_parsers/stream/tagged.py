@@ -13,7 +13,7 @@ from nereid_parsers.events import ContentDelta
 from nereid_parsers.format import TaggedArguments
 from nereid_parsers.stream.body import BROKEN, DONE, MORE, Body, CallSink
 from nereid_parsers.stream.lexer import Lexer, partial
-from nereid_parsers.stream.patterns import NEED, Pattern, compiled, skip_blanks
+from nereid_parsers.stream.patterns import FAIL, NEED, Pattern, compiled, skip_blanks
 from nereid_parsers.stream.schema import to_json
 
 _JSON_STARTS = frozenset('{["-+.0123456789tfnTFNI \t\r\n')
@@ -23,17 +23,15 @@ _NOT_STRINGS = frozenset({"integer", "number", "boolean", "null", "object", "arr
 
 
 class TagPlan:
-    """A TaggedArguments part, compiled."""
+    """One spelling of a tagged value, compiled."""
 
-    __slots__ = ("key", "padding", "stops", "stray", "value_end")
+    __slots__ = ("key", "padding", "value_end")
 
-    def __init__(self, part: TaggedArguments, stops: tuple[str, ...]) -> None:
-        """`stops`: markers that end the body, none of which belongs to it."""
+    def __init__(self, part: TaggedArguments) -> None:
         bare = part.open.rstrip()
         close = part.close.strip()
         self.padding = part.open[len(bare) :]
         self.key: Pattern = compiled(bare)
-        self.stops = stops
         before = part.close[: len(part.close) - len(part.close.lstrip())]
         full = f"(?:{re.escape(before)})?{re.escape(close)}"
         awaited = [partial(before + close), partial(close)] if before else [partial(close)]
@@ -43,17 +41,49 @@ class TagPlan:
             re.compile(full).search,
             close,
         )
-        self.stray = Lexer([*stops, *[step[0] for step in self.key.steps if step[0]][:1]])
+
+
+class RowPlan:
+    """A TaggedArguments part, compiled: how values are spelled, and what ends the row."""
+
+    __slots__ = ("stops", "stray", "tags")
+
+    def __init__(self, part: TaggedArguments, stops: tuple[str, ...]) -> None:
+        """`stops`: markers that end the body, none of which belongs to it."""
+        self.tags = tuple(TagPlan(one) for one in (part, *part.also))
+        self.stops = stops
+        first = [next(step[0] for step in tag.key.steps if step[0]) for tag in self.tags]
+        self.stray = Lexer([*stops, *first])
+
+    def match(self, text: str, at: int, final: bool) -> tuple[TagPlan | None, int, dict[str, str]]:
+        """The first spelling that fits at `at`, where its value begins (NEED, FAIL), its fields."""
+        for tag in self.tags:
+            fields: dict[str, str] = {}
+            end = tag.key.match(text, at, final, fields)
+            if end != FAIL:
+                return tag, end, fields
+        return None, FAIL, {}
 
 
 class TaggedBody(Body):
     """Reads a row of tagged values as one call's arguments."""
 
-    __slots__ = ("_call_id", "_count", "_key", "_kinds", "_name", "_parts", "_plan", "_step")
+    __slots__ = (
+        "_call_id",
+        "_count",
+        "_key",
+        "_kinds",
+        "_name",
+        "_parts",
+        "_plan",
+        "_step",
+        "_tag",
+    )
 
-    def __init__(self, sink: CallSink, plan: TagPlan, name: str, call_id: str) -> None:
+    def __init__(self, sink: CallSink, plan: RowPlan, name: str, call_id: str) -> None:
         super().__init__(sink)
         self._plan = plan
+        self._tag = plan.tags[0]
         self._name = name
         self._call_id = call_id
         self._step = self._between
@@ -84,9 +114,9 @@ class TaggedBody(Body):
             if text.startswith(stop, at):
                 self._end()
                 return at
-        fields: dict[str, str] = {}
-        end = plan.key.match(text, at, self.final, fields)
-        if end >= 0:
+        tag, end, fields = plan.match(text, at, self.final)
+        if tag is not None and end >= 0:
+            self._tag = tag
             self._begin_value(fields)
             return end
         if end == NEED or self._may_stop(text, at):
@@ -107,6 +137,8 @@ class TaggedBody(Body):
         self._kinds = self.sink.tools.kinds(self._name, self._key)
         if "string" in fields:
             self._kinds = _STRING if fields["string"] == "true" else _NOT_STRINGS
+        elif "type" in fields:
+            self._kinds = _STRING if fields["type"] in ("string", "str") else _NOT_STRINGS
         head = "{" if not self._count else ", "
         self._count += 1
         self.sink.write(f"{head}{quoted(self._key)}: ")
@@ -114,7 +146,7 @@ class TaggedBody(Body):
         self._step = self._padding
 
     def _padding(self, text: str, at: int) -> int:
-        padding = self._plan.padding
+        padding = self._tag.padding
         if text.startswith(padding, at):
             at += len(padding)
         elif not self.final and padding.startswith(text[at:]):
@@ -128,7 +160,7 @@ class TaggedBody(Body):
 
     def _find_end(self, text: str, at: int) -> tuple[int, int]:
         """(where the value ends, where its closing marker ends); the same where it goes on."""
-        awaited, full, close = self._plan.value_end
+        awaited, full, close = self._tag.value_end
         match = (full if self.final else awaited)(text, at)
         if match is None:
             return len(text), len(text)

@@ -1,0 +1,70 @@
+"""Families that write their calls as a JSON array, or as a lone JSON object, behind a marker."""
+
+from nereid_parsers.format import Call, JsonArray, JsonObject, Keys, Source, ToolSection
+from nereid_parsers.formats.entry import ToolEntry
+
+
+def _vllm(name: str) -> Source:
+    return Source(f"{name} parser of vLLM 0.33.0", "2026-11")
+
+
+def _array(open: str, close: str) -> ToolSection:
+    return ToolSection((Call(JsonArray()),), open=open, close=close)
+
+
+_PLUGIN = Call(
+    JsonObject(Keys("name", "parameters", also=("arguments",))),
+    open="<|action_start|><|plugin|>\n",
+    close="<|action_end|>",
+)
+_PLUGIN_SPACED = Call(
+    JsonObject(Keys("name", "parameters", also=("arguments",))),
+    open="<|action_start|> <|plugin|>\n",
+    close="<|action_end|>",
+)
+
+TOOLS = {
+    "hunyuan_a13b": ToolEntry(
+        _array("<tool_calls>", "</tool_calls>"),
+        Source("chat template of tencent/Hunyuan-A13B-Instruct", "2025-07"),
+    ),
+    "jamba": ToolEntry(
+        _array("<tool_calls>", "</tool_calls>"),
+        Source("chat template of ai21labs/AI21-Jamba-1.5-Mini", "2024-08"),
+    ),
+    "phi4_mini_json": ToolEntry(
+        ToolSection((Call(JsonArray(), open="functools"),)),
+        Source("model card of microsoft/Phi-4-mini-instruct; parser of vLLM 0.33.0", "2025-03"),
+    ),
+    "xlam": ToolEntry(
+        ToolSection(
+            (
+                Call(JsonArray()),
+                Call(JsonArray(), open="```json\n", close="\n```"),
+                Call(JsonArray(), open="[TOOL_CALLS]"),
+                Call(JsonArray(), open="<tool_call>", close="</tool_call>"),
+            )
+        ),
+        Source("model card of Salesforce/Llama-xLAM-2-8b-fc-r; parser of vLLM 0.33.0", "2025-04"),
+    ),
+    "internlm": ToolEntry(
+        ToolSection((_PLUGIN, _PLUGIN_SPACED), separator="\n"),
+        Source(
+            "model card of internlm/internlm2_5-7b-chat; internlm parser of vLLM 0.33.0", "2024-07"
+        ),
+    ),
+    "interns1": ToolEntry(
+        ToolSection((_PLUGIN_SPACED, _PLUGIN), separator="\n"),
+        Source("chat template of internlm/Intern-S1; detector of SGLang 0.5.23", "2025-07"),
+    ),
+    "gigachat3": ToolEntry(
+        ToolSection(
+            (
+                Call(JsonObject(), open="<|function_call|>"),
+                Call(JsonObject(), open="function call<|role_sep|>\n"),
+            )
+        ),
+        Source("gigachat3 parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11"),
+        ends=("<|message_sep|>", "</s>"),
+    ),
+}

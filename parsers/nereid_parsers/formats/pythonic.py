@@ -1,0 +1,36 @@
+"""Families that write calls as Python does."""
+
+from nereid_parsers.format import Call, JsonArray, PythonCalls, Source, ToolSection
+from nereid_parsers.formats.entry import ToolEntry
+
+_LLAMA4 = Source("chat template of meta-llama/Llama-4-Scout-17B-16E-Instruct", "2025-04")
+
+TOOLS = {
+    "pythonic": ToolEntry(ToolSection((Call(PythonCalls()),)), _LLAMA4),
+    "llama4_pythonic": ToolEntry(
+        ToolSection(
+            (
+                Call(PythonCalls()),
+                Call(PythonCalls(), open="<|python_start|>", close="<|python_end|>"),
+            )
+        ),
+        _LLAMA4,
+    ),
+    "lfm2": ToolEntry(
+        ToolSection(
+            (Call(PythonCalls()), Call(JsonArray())),
+            open="<|tool_call_start|>",
+            close="<|tool_call_end|>",
+        ),
+        Source("model card of LiquidAI/LFM2-8B-A1B; lfm2 parser of vLLM 0.33.0", "2025-10"),
+    ),
+    "olmo3": ToolEntry(
+        ToolSection(
+            (Call(PythonCalls("", "", separator="\n")),),
+            open="<function_calls>\n",
+            close="\n</function_calls>",
+            separator="\n",
+        ),
+        Source("model card of allenai/Olmo-3-7B-Instruct; olmo3 parser of vLLM 0.33.0", "2025-11"),
+    ),
+}

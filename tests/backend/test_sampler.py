@@ -67,13 +67,19 @@ def test_draws_follow_the_distribution_by_its_definition(params):
     assert ((seen - expected).abs() <= 5 * sigma + 1e-12).all()
 
 
-def test_a_nucleus_larger_than_the_first_guess_is_found_too(monkeypatch):
-    probs = torch.rand(4, VOCAB).softmax(-1)
-    top_p = torch.tensor([[0.3], [0.6], [0.9], [0.99]])
-    whole = sampler._keep_top_p(probs, top_p)
-    monkeypatch.setattr(sampler, "_NUCLEUS_GUESS", 4)
-    assert torch.equal(sampler._keep_top_p(probs, top_p), whole)
-    assert ((whole > 0).sum(-1) > 4).any()
+@pytest.mark.parametrize("guesses", [(1, 2), (4, 8), (16,), ()])
+def test_a_nucleus_larger_than_the_first_guess_is_found_too(monkeypatch, guesses):
+    torch.manual_seed(0)
+    probs = (torch.randn(5, VOCAB) * 2).softmax(-1)
+    top_p = torch.tensor([[0.05], [0.3], [0.6], [0.9], [0.99]])
+    monkeypatch.setattr(sampler, "_NUCLEUS_GUESSES", guesses)
+    kept = sampler._keep_top_p(probs, top_p)
+    for row, out, share in zip(probs, kept, top_p.squeeze(1).tolist(), strict=True):
+        params = SamplingParams(top_p=share)
+        expected = slow_probs(row.log(), params) > 0
+        assert torch.equal(out > 0, expected)
+        assert torch.equal(out[expected], row[expected])
+    assert ((kept > 0).sum(-1) > 8).any()
 
 
 def test_rows_of_a_batch_are_sampled_as_if_each_were_alone():

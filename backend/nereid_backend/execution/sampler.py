@@ -19,8 +19,8 @@ from torch import Tensor
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Sampled
 
-# How many of the likeliest tokens are sorted first when looking for the nucleus of top_p.
-_NUCLEUS_GUESS = 1024
+# How many of the likeliest tokens are looked at, in turn, to find the nucleus of top_p.
+_NUCLEUS_GUESSES = (16, 128, 1024)
 
 NOT_FINITE = "the model's logits are not finite numbers; its weights or this dtype may overflow"
 
@@ -61,7 +61,7 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:
         rows = torch.tensor(random, device=logits.device)
         chosen = draw(allowed if len(random) == len(requests) else allowed[rows], batch)
         token_ids = token_ids.index_copy(0, rows, chosen)
-    logprobs = logits.gather(1, token_ids[:, None]).squeeze(1) - logits.logsumexp(-1)
+    logprobs = logits.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
     finite = logprobs.isfinite()
     return [
         Sampled([token_id], [logprob]) if is_finite else Sampled([], [], NOT_FINITE)
@@ -161,14 +161,23 @@ def _keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Zero all but the nucleus of each row; ties with its last token stay."""
+    """Zero all but the nucleus of each row; ties with its last token stay.
+
+    A nucleus is mostly a few tokens, and sorting a vocabulary costs a hundred times as much as
+    finding those; so only rows whose few likeliest tokens do not reach top_p are given more.
+    """
     target = top_p * probs.sum(-1, keepdim=True)
+    threshold = torch.empty_like(target)
+    rows = torch.arange(len(probs), device=probs.device)
     vocab_size = probs.shape[-1]
-    largest = probs.topk(min(_NUCLEUS_GUESS, vocab_size), dim=-1).values
-    before = largest.cumsum(-1)
-    if largest.shape[-1] < vocab_size and bool((before[:, -1:] < target).any()):
-        largest = probs.sort(dim=-1, descending=True).values
-        before = largest.cumsum(-1)
-    # A token belongs to the nucleus when those before it do not reach the target.
-    size = (before - largest < target).sum(-1, keepdim=True).clamp_(min=1)
-    return probs.masked_fill(probs < largest.gather(1, size - 1), 0.0)
+    for guess in (*_NUCLEUS_GUESSES, vocab_size):
+        count = min(guess, vocab_size)
+        largest = probs[rows].topk(count, dim=-1).values
+        reached = largest.cumsum(-1)
+        # A token belongs to the nucleus when those before it do not reach the target.
+        size = (reached - largest < target[rows]).sum(-1, keepdim=True).clamp_(min=1)
+        threshold[rows] = largest.gather(1, size - 1)
+        rows = rows[(reached[:, -1:] < target[rows]).squeeze(1)]
+        if count == vocab_size or len(rows) == 0:
+            break
+    return probs.masked_fill(probs < threshold, 0.0)

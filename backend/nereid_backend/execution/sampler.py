@@ -19,8 +19,8 @@ from torch import Tensor
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Sampled
 
-# How many of the likeliest tokens are looked at, in turn, to find the nucleus of top_p.
-_NUCLEUS_GUESSES = (16, 128, 1024)
+# How many of the likeliest tokens are looked at first to find the nucleus of top_p.
+_NUCLEUS_GUESS = 16
 
 NOT_FINITE = "the model's logits are not finite numbers; its weights or this dtype may overflow"
 
@@ -163,21 +163,28 @@ def _keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
 def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     """Zero all but the nucleus of each row; ties with its last token stay.
 
-    A nucleus is mostly a few tokens, and sorting a vocabulary costs a hundred times as much as
-    finding those; so only rows whose few likeliest tokens do not reach top_p are given more.
+    A nucleus is mostly a few tokens, which are found faster than a vocabulary is sorted; only rows
+    whose few likeliest tokens do not reach top_p are sorted.
     """
     target = top_p * probs.sum(-1, keepdim=True)
-    threshold = torch.empty_like(target)
-    rows = torch.arange(len(probs), device=probs.device)
-    vocab_size = probs.shape[-1]
-    for guess in (*_NUCLEUS_GUESSES, vocab_size):
-        count = min(guess, vocab_size)
-        largest = probs[rows].topk(count, dim=-1).values
-        reached = largest.cumsum(-1)
-        # A token belongs to the nucleus when those before it do not reach the target.
-        size = (reached - largest < target[rows]).sum(-1, keepdim=True).clamp_(min=1)
-        threshold[rows] = largest.gather(1, size - 1)
-        rows = rows[(reached[:, -1:] < target[rows]).squeeze(1)]
-        if count == vocab_size or len(rows) == 0:
-            break
+    likeliest = probs.topk(min(_NUCLEUS_GUESS, probs.shape[-1]), dim=-1).values
+    threshold, is_reached = _nucleus(likeliest, target)
+    rows = (~is_reached).nonzero().squeeze(1)
+    if len(rows) > 0:
+        threshold[rows], _ = _nucleus(_sorted_descending(probs[rows]), target[rows])
     return probs.masked_fill(probs < threshold, 0.0)
+
+
+def _nucleus(largest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The least probability [n, 1] in each row's nucleus, and whether largest holds it whole."""
+    reached = largest.cumsum(-1)
+    # A token belongs to the nucleus when those before it do not reach the target.
+    size = (reached - largest < target).sum(-1, keepdim=True).clamp_(min=1)
+    return largest.gather(1, size - 1), (reached[:, -1:] >= target).squeeze(1)
+
+
+def _sorted_descending(probs: Tensor) -> Tensor:
+    if probs.device.type != "cpu":
+        return probs.sort(dim=-1, descending=True).values
+    # numpy sorts with vector instructions, more than ten times as fast as torch on a CPU.
+    return torch.from_numpy(np.sort(probs.numpy(), axis=-1)).flip(-1)

@@ -39,8 +39,8 @@ class CallSink:
     """
 
     __slots__ = (
-        "_call_id", "_drop", "_hold", "_name", "_new_id", "_on_broken", "_parts", "_unknown",
-        "count", "index", "is_open", "out", "tools",
+        "_call_id", "_drop", "_has_written", "_hold", "_name", "_new_id", "_on_broken", "_parts",
+        "_unknown", "count", "index", "is_open", "out", "tools",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,7 @@ class CallSink:
         self._name = ""
         self._call_id = ""
         self._parts: list[str] = []
+        self._has_written = False
 
     def begin(self, name: str, call_id: str, is_sure: bool = True) -> bool:
         """Begin a call; False if this is no call after all, and its text is to be content.
@@ -80,6 +81,7 @@ class CallSink:
         self._name = name
         self._call_id = call_id
         self._parts = []
+        self._has_written = False
         if not self._hold and not self._drop:
             self._announce()
         return True
@@ -93,6 +95,7 @@ class CallSink:
         if self._hold:
             self._parts.append(text)
         elif not self._drop:
+            self._has_written = True
             self.out.append(ArgumentsDelta(self.index, text))
 
     def end(self, reason: str | None = None) -> None:
@@ -101,9 +104,11 @@ class CallSink:
         if self._drop:
             return
         if not self._hold:
+            if not self._has_written:
+                self.out.append(ArgumentsDelta(self.index, "{}"))
             self.out.append(ToolCallEnd(self.index, reason))
             return
-        text = "".join(self._parts)
+        text = "".join(self._parts).strip() or "{}"
         repaired = text if _is_object(text) else _repair(text)
         if repaired is None and self._on_broken is BrokenArguments.REPAIR_OR_DROP:
             log.warning("dropped a call of %r with broken arguments: %.200r", self._name, text)

@@ -101,7 +101,7 @@ class ArgumentsBody(Body):
             at = skip_blanks(text, at)
             if at == len(text):
                 return at
-            if text[at] != "{" or not sink.begin(self._name, self._call_id):
+            if not sink.begin(self._name, self._call_id) or text[at] != "{":
                 self.status = BROKEN
                 return at
         scan = self._scan

@@ -77,6 +77,7 @@ class Machine:
         self._held: list[str] = []
         self.default_is_reasoning = False  # where nothing decides
         self._cuts = 0
+        self._borrowed = 0  # characters of the prompt that are still held
 
     def set_trace(self, trace: Trace | None) -> None:
         """From now on, tell `trace` what each piece of text was taken for."""
@@ -94,6 +95,7 @@ class Machine:
         """What was read so far is the prompt's: only a call that it left open is the output's."""
         events = self.take()
         self._blanks = []
+        self._borrowed = sum(map(len, self._raw)) + len(self.text) - self.at
         if self.state == self.inline and self.reasoning_part is not None:
             self.out.append(ContentDelta(self.reasoning_part.open))
         if not self.sink.is_open:
@@ -132,6 +134,8 @@ class Machine:
             self._run()
         elif self.state == self.broken:
             self.sink.end("broken arguments")
+        elif self._raw and self.state == self.header:
+            self._commit()
         elif self._raw and self.state in (self.open, self.between):
             self._give_back(0, "a tool section without a call")
         self._flush_blanks()
@@ -139,6 +143,8 @@ class Machine:
     # ---- text ------------------------------------------------------------------------------------
 
     def _tell(self, kind: str, text: str) -> None:
+        if self._borrowed:
+            text = self._own(text)
         if self._trace is not None and text:
             self._trace(kind, text)
 
@@ -157,6 +163,8 @@ class Machine:
 
     def _say(self, text: str, event: type[ReasoningDelta] | type[ContentDelta]) -> None:
         """Give text out, but for blanks at its end, which count as markup if a marker follows."""
+        if self._borrowed:
+            text = self._own(text)
         body = text.rstrip()
         if not body:
             self._blanks.append(text)
@@ -248,12 +256,12 @@ class Machine:
             return self.reasoning
         if act is Act.INTERRUPT:
             return self._interrupt(marker)
+        if act is Act.MESSAGE:
+            return self._start_header(marker)
         self._take_marker(marker)
         if act is Act.CLOSE_REASONING:
             self.has_reasoned = True
             return self.content
-        if act is Act.MESSAGE:
-            return self._start_header(marker)
         return self.reasoning if act is Act.OPEN_REASONING else self.content
 
     def _interrupt(self, marker: str) -> State | None:
@@ -307,7 +315,6 @@ class Machine:
             self._take_marker(marker)
             return self.content
         if act is Act.MESSAGE:
-            self._take_marker(marker)
             return self._start_header(marker)
         if act in (Act.OPEN_REASONING, Act.CLOSE_REASONING, Act.INTERRUPT):
             return self._reasoning_marker(marker, act)
@@ -332,6 +339,7 @@ class Machine:
         if not (at_start or behind_marker) or self.reasoning_part is None:
             return self._literal(marker)
         if act is Act.OPEN_REASONING and self.reasoning_part.shown is Shown.INLINE:
+            self._drop_blanks()
             return self.inline
         self._take_marker(marker)
         if act is Act.OPEN_REASONING:
@@ -395,7 +403,7 @@ class Machine:
 
     def _give_back(self, size: int, reason: str) -> State:
         """What looked like a call's beginning was content."""
-        text = "".join(self._raw) + self.text[self.at : self.at + size]
+        text = self._own("".join(self._raw) + self.text[self.at : self.at + size])
         self.at += size
         self._raw = []
         self._body = None
@@ -451,8 +459,14 @@ class Machine:
     def _commit(self) -> None:
         """What was held as raw text was a call's after all."""
         self._drop_blanks()
-        self._tell("markup", "".join(self._raw))
+        self._tell("markup", self._own("".join(self._raw)))
         self._raw = []
+
+    def _own(self, text: str) -> str:
+        """Held text without what the prompt put before it."""
+        borrowed = min(self._borrowed, len(text))
+        self._borrowed -= borrowed
+        return text[borrowed:]
 
     def _after_body(self, body: Body) -> State:
         call = self._call
@@ -582,6 +596,7 @@ class Machine:
 
     def _start_header(self, marker: str) -> State:
         self._raw = [marker]
+        self.at += len(marker)
         return self.header
 
     def header(self) -> State | None:
@@ -590,7 +605,6 @@ class Machine:
         assert isinstance(layout, Messages)
         start = layout.start.strip()
         if not self._raw and self.text.startswith(start, self.at):
-            self._take_marker(start)
             return self._start_header(start)
         if not self._raw and not self.final and start.startswith(self.text[self.at :]):
             return None
@@ -601,12 +615,13 @@ class Machine:
             if head == NEED:
                 return None
         if self.final and any(r.is_begun(self.text, self.at) for r in self.plan.routes):
+            self._commit()
             self._take_marker(self.text[self.at :])
             return self.content
         return self._give_back(0, "no header follows the marker")
 
     def _enter(self, stage: Stage, head: Head) -> State:
-        self._raw = []
+        self._commit()
         if stage is Stage.CALLS and self._calls_first and self.has_spoken:
             return self.rest
         self._take_marker(self.text[self.at : head.end])

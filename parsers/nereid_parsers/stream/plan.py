@@ -95,8 +95,9 @@ class CallPlan:
         """0 where a row of tagged values, perhaps an empty one, begins; else NEED or FAIL."""
         if at == len(text) or any(text.startswith(stop, at) for stop in plan.stops):
             return 0
-        if plan.match(text, at, final)[1] != FAIL:
-            return 0
+        found = plan.match(text, at, final)[1]
+        if found != FAIL:
+            return min(found, 0)
         more = not final and any(stop.startswith(text[at:]) for stop in plan.stops)
         return NEED if more else FAIL
 
@@ -137,11 +138,19 @@ def _body_starts(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
         first, second = re.escape(body.open), r"[^\W\d]"
     elif isinstance(body, JsonArray):
         first, second = r"\[", r"[{\]]"
-    elif isinstance(body, JsonObject | JsonArguments):
+    elif isinstance(body, JsonObject):
         first, second = r"\{", '["}]'
+    elif isinstance(body, JsonArguments) and _is_explicit(call):
+        first, second = "", ""  # a call it is, whatever its arguments are
     else:
         first, second = r"\{", ""
     return re.compile(rf"{first}\s*{second}"), re.compile(rf"{first}\s*\Z")
+
+
+def _is_explicit(call: Call) -> bool:
+    """Whether the head ends in a marker, so that what follows can only be arguments."""
+    last = pattern(call.head)[-1]
+    return bool(call.open.strip()) and isinstance(last, str) and bool(last.strip())
 
 
 def _filled(template: str, fields: dict[str, str]) -> str:

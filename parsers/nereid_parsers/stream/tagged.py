@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from json.encoder import encode_basestring as quoted
 
-from nereid_parsers.events import ContentDelta
 from nereid_parsers.format import TaggedArguments
 from nereid_parsers.stream.body import BROKEN, DONE, MORE, Body, CallSink
-from nereid_parsers.stream.lexer import Lexer, partial
+from nereid_parsers.stream.lexer import partial
 from nereid_parsers.stream.patterns import FAIL, NEED, Pattern, compiled, skip_blanks
 from nereid_parsers.stream.schema import to_json
 
@@ -46,14 +45,12 @@ class TagPlan:
 class RowPlan:
     """A TaggedArguments part, compiled: how values are spelled, and what ends the row."""
 
-    __slots__ = ("stops", "stray", "tags")
+    __slots__ = ("stops", "tags")
 
     def __init__(self, part: TaggedArguments, stops: tuple[str, ...]) -> None:
         """`stops`: markers that end the body, none of which belongs to it."""
         self.tags = tuple(TagPlan(one) for one in (part, *part.also))
         self.stops = stops
-        first = [next(step[0] for step in tag.key.steps if step[0]) for tag in self.tags]
-        self.stray = Lexer([*stops, *first])
 
     def match(self, text: str, at: int, final: bool) -> tuple[TagPlan | None, int, dict[str, str]]:
         """The first spelling that fits at `at`, where its value begins (NEED, FAIL), its fields."""
@@ -121,16 +118,11 @@ class TaggedBody(Body):
             return end
         if end == NEED or self._may_stop(text, at):
             return NEED
-        return self._stray(text, at)
+        self.status = BROKEN  # text between arguments
+        return at
 
     def _may_stop(self, text: str, at: int) -> bool:
         return not self.final and any(stop.startswith(text[at:]) for stop in self._plan.stops)
-
-    def _stray(self, text: str, at: int) -> int:
-        """Text between arguments, which belongs to nothing."""
-        start, _ = self._plan.stray.find(text, at + 1, self.final)
-        self.sink.out.append(ContentDelta(text[at:start], "text between arguments"))
-        return start
 
     def _begin_value(self, fields: dict[str, str]) -> None:
         self._key = fields["key"].strip()
@@ -208,6 +200,12 @@ class TaggedBody(Body):
             self.sink.write("}")
         self.sink.end()
         self.status = DONE
+
+    def abandon(self) -> bool:
+        """Text stands between the arguments: close the object so that it is JSON."""
+        self.sink.write("}" if self._count else "{}")
+        self.sink.end("text between arguments")
+        return True
 
     def finish(self) -> None:
         """Nothing more comes; what is left unfinished stays so, as with JSON cut off."""

@@ -17,6 +17,7 @@ from typing import Any
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError
 from nereid_backend.serving import names, tensors
+from nereid_backend.serving.delivery import Delivery
 from nereid_backend.serving.engine_client import EngineClient, EngineDiedError, Refusal
 from nereid_backend.serving.feedback import FeedbackReader, Signal
 from nereid_backend.serving.metrics import Gauges
@@ -41,6 +42,7 @@ class ExecutorModel:
         except NereidError as error:
             raise tensors.load_error(error) from error
         self._pacer = Pacer(self._settings.responses_per_second)
+        self._delivery = Delivery(self._feedback, tensors.Courier("postprocessor").send_step)
         self._gauges = Gauges()
         self._publish_due = 0.0
         self._num_restarts = 0
@@ -83,7 +85,7 @@ class ExecutorModel:
             )
         serial, now = next(self._serials), time.monotonic()
         opening = Opening(envelope.context, self._feedback.path)
-        stream = Stream(str(serial), sender, slot, serial, opening, now, now)
+        stream = Stream(str(serial), sender, slot, serial, opening, now)
         # Queued before the engine knows of it, so that the loop has the stream when updates come.
         self._arrivals.put(stream)
         token_ids = tensors.array(request, names.PROMPT_TOKEN_IDS)
@@ -129,13 +131,16 @@ class ExecutorModel:
         interval_s = self._pacer.interval_s(len(self._streams))
         heartbeat_s = self._settings.heartbeat_ms / 1000
         wake = now + _IDLE_POLL_S
-        for stream in list(self._streams.values()):
-            self._read_feedback(stream, now)
+        streams = list(self._streams.values())
+        self._delivery.observe(streams)
+        for stream in streams:
+            self._end_unwanted(stream, now)
             due = stream.due_at(interval_s, heartbeat_s)
             if due <= now and stream.may_send():
                 self._send_step(stream, now)
                 due = stream.last_sent + (interval_s if stream.pending else heartbeat_s)
             wake = min(wake, max(due, now + 0.001))
+        self._delivery.probe(streams, now)
         self._publish(now)
         return max(wake - now, 0.0)
 
@@ -145,20 +150,22 @@ class ExecutorModel:
             own = {"num_requests": len(self._streams), "num_engine_restarts": self._num_restarts}
             self._gauges.publish(self._engine.stats | own)
 
-    def _read_feedback(self, stream: Stream, now: float) -> None:
-        consumed = self._feedback.consumed(stream.slot, stream.serial)
-        if consumed != stream.consumed or stream.sent == consumed:
-            stream.consumed, stream.last_progress = consumed, now
+    def _end_unwanted(self, stream: Stream, now: float) -> None:
+        """Ask the engine to end a stream whose client has gone or that met a stop string."""
         if stream.aborting or stream.ending is not None:
             return
-        signal = self._feedback.signal(stream.slot, stream.serial)
-        stale = (now - stream.last_progress) * 1000 > self._settings.stale_after_ms
-        if signal is not Signal.NONE or stale:
+        oldest = stream.unconsumed[0].sent if stream.unconsumed else now
+        if (
+            self._feedback.signal(stream.slot, stream.serial) is not Signal.NONE
+            or self._delivery.was_dropped(stream)
+            or (now - oldest) * 1000 > self._settings.stale_after_ms
+        ):
             stream.aborting = True
             self._engine.abort(stream.request_id)
 
     def _send_step(self, stream: Stream, now: float) -> None:
         token_ids, state = stream.take_step(now)
+        self._delivery.record(stream, now)
         reply = tensors.response({names.TOKEN_IDS: token_ids, names.STATE: state.pack()})
         tensors.send(stream.sender, reply, final=state.ending is not None)
         if state.ending is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton model `postprocessor`: token ids -> text -> what the client gets.
 
-Decoupled, one instance (two would mix the order of a stream's steps), many steps a call. A step may
-answer nothing; the last step of a request always answers.
+Decoupled, one instance (two would mix the order of a stream's steps). A step may answer nothing;
+the last step of a request always answers.
 """
 
 import json
@@ -45,7 +45,7 @@ class PostprocessorModel:
         self._answers: dict[int, Answer] = {}
 
     def execute(self, requests: list[Any]) -> None:
-        """Take one step of each of several streams."""
+        """Take steps of streams, in order."""
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -98,8 +98,7 @@ class PostprocessorModel:
         }
         for name in answer.context.returns:
             outputs[name] = _OPTIONAL[name](piece)
-        # The model batches requests, so every output has a batch dimension of one in front.
-        return tensors.response({name: array[np.newaxis] for name, array in outputs.items()})
+        return tensors.response(outputs)
 
 
 _OPTIONAL: dict[str, Any] = {

@@ -7,6 +7,7 @@ postprocessor has consumed what was sent before (feedback), with all tokens that
 """
 
 import os
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,14 @@ class Pacer:
         return min(num_streams / self._rate, _MAX_INTERVAL_S)
 
 
+@dataclass(frozen=True, slots=True)
+class Unconsumed:
+    """A step on its way to the postprocessor: its place among all steps, and when it was sent."""
+
+    order: int
+    sent: float
+
+
 @dataclass(slots=True)
 class Stream:
     """One request in the executor, from `execute` to its last step.
@@ -48,8 +57,8 @@ class Stream:
         opening: for the first step; None once sent.
         pending: tokens that the next step will carry.
         sent: steps sent so far.
+        unconsumed: those that the postprocessor has not consumed yet, oldest first.
         last_sent: when, by time.monotonic().
-        last_progress: when the postprocessor was last seen to consume a step.
         ending: known once the engine has finished the request.
         aborting: the engine was asked to end it.
     """
@@ -60,11 +69,10 @@ class Stream:
     serial: int
     opening: Opening | None
     last_sent: float
-    last_progress: float
     pending: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     sent: int = 0
-    consumed: int = 0
+    unconsumed: deque[Unconsumed] = field(default_factory=deque)
     ending: Ending | None = None
     aborting: bool = False
 
@@ -79,14 +87,14 @@ class Stream:
         """When the next step should be sent, by time.monotonic()."""
         if self.ending is not None or (self.pending and self.sent == 0):
             return 0.0
-        if self.sent - self.consumed >= MAX_UNCONSUMED_STEPS:
+        if len(self.unconsumed) >= MAX_UNCONSUMED_STEPS:
             # Nothing to do until the postprocessor moves; it is looked at again this soon.
             return self.last_sent + max(interval_s, heartbeat_s / 10)
         return self.last_sent + (interval_s if self.pending else heartbeat_s)
 
     def may_send(self) -> bool:
         """Whether a step may be sent now: the last one always may."""
-        return self.ending is not None or self.sent - self.consumed < MAX_UNCONSUMED_STEPS
+        return self.ending is not None or len(self.unconsumed) < MAX_UNCONSUMED_STEPS
 
     def take_step(self, now: float) -> tuple[np.ndarray[Any, np.dtype[np.int32]], StepState]:
         """The next step, with everything that is pending."""

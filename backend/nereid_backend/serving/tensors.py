@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from nereid_backend.errors import (
     NereidError,
     RequestError,
 )
+from nereid_backend.serving import names
+from nereid_backend.serving.wire import StepState
 
 log = logging.getLogger("nereid")
 
@@ -82,6 +85,35 @@ def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noq
         sender.send(flags=flags)
     else:
         sender.send(reply, flags=flags)
+
+
+class Courier:
+    """Sends steps straight to a model of the repository, from a thread of its own."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="courier")
+
+    def send_step(self, state: StepState) -> None:
+        """Send a step without tokens; does not wait for it."""
+        self._worker.submit(self._call, state)
+
+    def _call(self, state: StepState) -> None:
+        inputs = {
+            names.TOKEN_IDS: np.empty(0, dtype=np.int32),
+            names.STATE: state.pack(),
+        }
+        call = pb_utils.InferenceRequest(
+            model_name=self._model,
+            requested_output_names=[names.TEXT_OUTPUT],
+            inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
+        )
+        try:
+            for reply in call.exec(decoupled=True):
+                if reply.has_error():
+                    log.warning("a probe came back with an error: %s", reply.error().message())
+        except Exception:
+            log.warning("a probe could not be sent", exc_info=True)
 
 
 def strings(*values: str) -> npt.NDArray[np.object_]:

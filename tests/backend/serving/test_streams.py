@@ -1,10 +1,10 @@
 from nereid_backend import RequestUpdate
-from nereid_backend.serving.streams import MAX_UNCONSUMED_STEPS, Pacer, Stream
+from nereid_backend.serving.streams import MAX_UNCONSUMED_STEPS, Pacer, Stream, Unconsumed
 from nereid_backend.serving.wire import Ending, Opening
 
 
 def make_stream(now=100.0):
-    return Stream("1", None, 0, 1, Opening(b"context", "/path"), now, now)
+    return Stream("1", None, 0, 1, Opening(b"context", "/path"), now)
 
 
 def update(*ids, finish=None):
@@ -31,9 +31,10 @@ def test_tokens_are_merged_until_the_streams_turn_comes():
 
 def test_an_unconsumed_stream_waits_but_its_last_step_does_not():
     stream = make_stream()
-    for _ in range(MAX_UNCONSUMED_STEPS):
+    for order in range(MAX_UNCONSUMED_STEPS):
         stream.add(update(5))
         stream.take_step(100.0)
+        stream.unconsumed.append(Unconsumed(order, 100.0))
     assert not stream.may_send()
     stream.add(update(6, finish="length"))
     assert stream.may_send()

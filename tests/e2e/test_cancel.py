@@ -1,0 +1,100 @@
+"""A client that goes away: its sequence stops and its blocks are free, through the ensemble."""
+
+import asyncio
+import json
+import socket
+import time
+
+import openai
+import pytest
+from e2e.triton_client import ask, tensor
+
+pytestmark = pytest.mark.triton
+
+ENDLESS = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
+
+
+def endless(stream=True):
+    return [
+        tensor("text_input", "For ever and"),
+        tensor("stream", stream, "BOOL"),
+        tensor("sampling_parameters", json.dumps(ENDLESS)),
+    ]
+
+
+def seconds_until_idle(gauge, limit_s=10.0):
+    started = time.monotonic()
+    while time.monotonic() - started < limit_s:
+        if gauge("num_requests") == 0 and gauge("kv_cache_blocks_used") == 0:
+            return time.monotonic() - started
+        time.sleep(0.02)
+    raise AssertionError(
+        f"after {limit_s} s: {gauge('num_requests')} requests, "
+        f"{gauge('kv_cache_blocks_used')} blocks in use"
+    )
+
+
+def is_busy(gauge):
+    """The gauges are published every tenth of a second: only a busy one proves the idle one."""
+    return gauge("num_requests") > 0 and gauge("kv_cache_blocks_used") > 0
+
+
+def test_a_cancelled_grpc_stream_stops_the_sequence(served, gauge):
+    reply = asyncio.run(ask(served.grpc_url, endless(), cancel_when=lambda _: is_busy(gauge)))
+    assert 0 < len(reply.deltas) < 1000
+    assert not reply.finish_reasons
+    assert seconds_until_idle(gauge) < 3.0
+
+
+def test_a_cancelled_request_that_does_not_stream_stops_too(served, gauge):
+    async def give_up():
+        task = asyncio.create_task(ask(served.grpc_url, endless(stream=False)))
+        while not await asyncio.to_thread(is_busy, gauge):
+            assert not task.done()
+        task.cancel()
+
+    asyncio.run(give_up())
+    assert seconds_until_idle(gauge) < 3.0
+
+
+def test_a_dropped_http_stream_stops_the_sequence(served, gauge):
+    body = json.dumps(
+        {"text_input": "For ever", "stream": True, "sampling_parameters": json.dumps(ENDLESS)}
+    )
+    with socket.create_connection(("127.0.0.1", served.http_port), timeout=10) as connection:
+        head = "POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: "
+        connection.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
+        assert b"200 OK" in connection.recv(4096)
+        while not is_busy(gauge):
+            assert connection.recv(4096)
+    assert seconds_until_idle(gauge) < 3.0
+
+
+def test_a_dropped_openai_stream_stops_the_sequence(served, gauge):
+    with openai.OpenAI(base_url=served.openai_url, api_key="none") as client:
+        model = client.models.list().data[0].id
+        stream = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "For ever"}],
+            stream=True,
+            max_tokens=3000,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in stream:
+            if is_busy(gauge):
+                break
+        stream.close()
+    assert seconds_until_idle(gauge) < 3.0
+
+
+def test_many_cancelled_at_once_leave_nothing(served, gauge):
+    async def all_of_them():
+        await asyncio.gather(
+            *(
+                ask(served.grpc_url, endless(), cancel_when=lambda r, n=n: len(r.deltas) > n)
+                for n in range(16)
+            )
+        )
+
+    asyncio.run(all_of_them())
+    assert seconds_until_idle(gauge) < 5.0

@@ -1,0 +1,80 @@
+"""The OpenAI frontend before the real ensemble, through the client that users have."""
+
+import json
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.triton
+
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(client):
+    return client.models.list().data[0].id
+
+
+def test_a_chat_streams_what_it_answers_at_once(client, model):
+    ask = {"model": model, "messages": HELLO, "temperature": 0, "max_tokens": 20}
+    whole = client.chat.completions.create(**ask)
+    chunks = list(
+        client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == (whole.choices[0].message.content or "")
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert [r for r in reasons if r] == [whole.choices[0].finish_reason]
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage.completion_tokens > 0
+
+
+def test_a_completion_answers_each_prompt(client, model):
+    answer = client.completions.create(
+        model=model, prompt=["One", "Two"], max_tokens=5, extra_body={"ignore_eos": True}
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+    assert answer.usage.completion_tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"n": 3}, "n"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_a_wrong_field_is_a_400_that_names_it(client, model, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": model, "messages": HELLO} | fields)
+    assert caught.value.param == param
+
+
+def test_an_unknown_model_is_a_404(client):
+    with pytest.raises(openai.NotFoundError, match="gpt-none"):
+        client.chat.completions.create(model="gpt-none", messages=HELLO)
+
+
+def test_broken_json_is_a_400_in_the_apis_shape(served):
+    request = urllib.request.Request(
+        f"{served.openai_url}/chat/completions",
+        b'{"model": ',
+        headers={"Content-Type": "application/json"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    with caught.value as answer:
+        assert answer.code == 400
+        assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,67 @@
+"""A thin tritonclient wrapper for the tests: one request on the ensemble over gRPC."""
+
+import json
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+import tritonclient.grpc.aio as grpcclient
+
+DTYPES = {"BYTES": np.object_, "BOOL": np.bool_, "INT32": np.int32}
+
+
+@dataclass
+class Reply:
+    """What came back for one request."""
+
+    deltas: list = field(default_factory=list)
+    texts: list = field(default_factory=list)
+    outputs: list = field(default_factory=list)
+    code: object = None
+    error: str | None = None
+
+    @property
+    def text(self):
+        return "".join(self.texts)
+
+    @property
+    def finish_reasons(self):
+        return [d["finish_reason"] for d in self.deltas if "finish_reason" in d]
+
+
+def tensor(name, value, datatype="BYTES"):
+    values = value if isinstance(value, list) else [value]
+    values = [v.encode() if isinstance(v, str) else v for v in values]
+    made = grpcclient.InferInput(name, [len(values)], datatype)
+    made.set_data_from_numpy(np.array(values, dtype=DTYPES[datatype]))
+    return made
+
+
+def chat(content, *, stream=True, **fields):
+    body = {"messages": [{"role": "user", "content": content}], **fields}
+    return [tensor("chat_request", json.dumps(body)), tensor("stream", stream, "BOOL")]
+
+
+async def ask(url, inputs, *, cancel_when=None):
+    """Send one request on a stream of its own; cancel it once `cancel_when(reply)` is true."""
+    reply = Reply()
+
+    async def requests():
+        yield {"model_name": "llm", "inputs": inputs}
+
+    async with grpcclient.InferenceServerClient(url) as client:
+        answers = client.stream_infer(requests(), headers={"triton_grpc_error": "true"})
+        try:
+            async for result, error in answers:
+                if error is not None:
+                    reply.error = str(error)
+                    break
+                reply.deltas.append(json.loads(result.as_numpy("delta")[0]))
+                reply.texts.append(result.as_numpy("text_output")[0].decode())
+                reply.outputs.append(result)
+                if cancel_when is not None and cancel_when(reply):
+                    answers.cancel()
+                    break
+        except grpc.aio.AioRpcError as error:
+            reply.code, reply.error = error.code(), error.details()
+    return reply

@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 from nereid_backend.attention.interface import PagedForward
-from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.kv_cache import KVCache, store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
@@ -78,7 +78,8 @@ def test_packed_attention_equals_its_definition(spec):
         values = torch.randn(total, spec.num_kv_heads, spec.value_dim)
         sequences.append((keys, values))
         slots = [request.block_table[i // BLOCK] * BLOCK + i % BLOCK for i in range(num_cached)]
-        cache.store(0, keys[:num_cached], values[:num_cached], torch.tensor(slots).long())
+        rows = store_rows(torch.tensor(slots).long(), spec.num_kv_heads, BLOCK)
+        cache.store(0, keys[:num_cached], values[:num_cached], rows)
     plan = StepPlan(chunks, sum(new for _, new in SHAPES))
     batch = builder.build(plan, CPU)
     query = torch.randn(1, spec.num_heads, plan.num_tokens, spec.key_dim)
@@ -110,9 +111,9 @@ def test_slices_of_queries_give_what_all_queries_at_once_give(monkeypatch):
     spec = LayerSpec(4, 2, 8, 8, softcap=2.0)
     torch.manual_seed(0)
     inputs = (torch.randn(1, 4, 11, 8), torch.randn(1, 2, 11, 8), torch.randn(1, 2, 11, 8))
-    whole = reference._attention(inputs, None, spec, 0.5, None)
+    whole = reference._prefill(inputs, None, spec, 0.5, None)
     monkeypatch.setattr(reference, "_MAX_SCORES", 4 * 11 * 3)
-    torch.testing.assert_close(reference._attention(inputs, None, spec, 0.5, None), whole)
+    torch.testing.assert_close(reference._prefill(inputs, None, spec, 0.5, None), whole)
 
 
 def test_a_reused_row_forgets_the_longer_table_of_the_request_before():

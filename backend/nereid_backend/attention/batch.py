@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nereid_backend.attention.kv_cache import gather_rows, store_rows
 from nereid_backend.attention.layers import Span
 
 
@@ -44,16 +45,18 @@ class DecodeView:
 
     Attributes:
         blocks: [num_decodes, n] int64; what is past a sequence's end is any block.
-        mask: [num_decodes, 1, 1, n * block_size] bool, true where a token looks.
+        bias: [num_decodes, 1, 1, n * block_size] float32, 0 where a token looks, else -inf.
     """
 
     blocks: Tensor
-    mask: Tensor
+    bias: Tensor
 
 
 @dataclass(slots=True)
 class AttentionBatch:
     """Metadata of one step, built once and read by every layer.
+
+    What only depends on the step is computed for the first layer that needs it, and kept.
 
     Attributes:
         num_tokens: length of the packed row.
@@ -72,15 +75,32 @@ class AttentionBatch:
     decode_lens: Tensor
     prefills: list[Prefill]
     block_size: int
+    _store_rows: dict[int, Tensor] = field(default_factory=dict)
     _decode_views: dict[Span, DecodeView] = field(default_factory=dict)
+    _decode_rows: dict[tuple[Span, int], Tensor] = field(default_factory=dict)
     _prefill_masks: dict[tuple[int, Span], Tensor] = field(default_factory=dict)
 
+    def store_rows(self, num_heads: int) -> Tensor:
+        """Where the step's keys and values go in layers with so many heads."""
+        rows = self._store_rows.get(num_heads)
+        if rows is None:
+            rows = self._store_rows[num_heads] = store_rows(self.slots, num_heads, self.block_size)
+        return rows
+
     def decode_view(self, span: Span) -> DecodeView:
-        """Blocks and mask of the decodes; computed for the first layer with this span."""
+        """What the decodes look at."""
         view = self._decode_views.get(span)
         if view is None:
             view = self._decode_views[span] = self._make_decode_view(span)
         return view
+
+    def decode_rows(self, span: Span, num_heads: int) -> Tensor:
+        """The decode view's blocks as rows of layers with so many heads."""
+        rows = self._decode_rows.get((span, num_heads))
+        if rows is None:
+            rows = gather_rows(self.decode_view(span).blocks, num_heads)
+            self._decode_rows[span, num_heads] = rows
+        return rows
 
     def prefill_mask(self, index: int, span: Span) -> Tensor:
         """Where the tokens of prefills[index] look: [num_tokens, seq_len] bool."""
@@ -107,10 +127,12 @@ class AttentionBatch:
             columns = offset + torch.arange(most, device=blocks.device)
             blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
         positions = offset * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
-        mask = positions < lens
+        is_hidden = positions >= lens
         if not span.is_full:
-            mask &= positions >= first
-        return DecodeView(blocks, mask[:, None, None, :])
+            is_hidden |= positions < first
+        bias = torch.zeros(is_hidden.shape, device=blocks.device)
+        bias.masked_fill_(is_hidden, float("-inf"))
+        return DecodeView(blocks, bias[:, None, None, :])
 
 
 def _first_seen(positions: Tensor, span: Span) -> Tensor:

@@ -98,8 +98,9 @@ class PagedForward:
         if layer is None:
             raise EngineError("the model called attention more often than when it was probed")
         key, value = key.squeeze(0), value.squeeze(0)
-        number, _ = layer
-        self._cache.store(number, key.transpose(0, 1), value.transpose(0, 1), self._batch.slots)
+        number, spec = layer
+        rows = self._batch.store_rows(spec.num_kv_heads)
+        self._cache.store(number, key.transpose(0, 1), value.transpose(0, 1), rows)
         out = reference.attend(
             (query.squeeze(0), key, value),
             layer,

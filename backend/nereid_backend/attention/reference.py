@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention in plain torch: what every faster kernel is compared with.
 
-Decodes are one gather and one call, padded to the longest; each prefill is a call of its own.
-Torch's fused attention knows neither softcap nor sinks; layers with those go step by step.
+Decodes are one gather and two batched matrix products, padded to the longest; a prefill is one call
+of torch's fused attention, or goes step by step where that lacks something (softcap, sinks).
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nereid_backend.attention.batch import AttentionBatch
-from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
 _MAX_SCORES = 2**25
@@ -43,38 +43,37 @@ def attend(
     number, spec = layer
     parts: list[Tensor] = []
     if batch.num_decodes:
-        view = batch.decode_view(spec.span)
-        keys, values = cache.gather(number, view.blocks)
+        keys, values = cache.gather(number, batch.decode_rows(spec.span, spec.num_kv_heads))
         rows = query[:, : batch.num_decodes].transpose(0, 1).unsqueeze(2)
-        out = _attention((rows, keys, values), view.mask, spec, scale, sinks)
-        parts.append(out.squeeze(2))
+        bias = batch.decode_view(spec.span).bias
+        parts.append(_stepwise((rows, keys, values), bias, spec, scale, sinks).squeeze(2))
     for index, prefill in enumerate(batch.prefills):
         if prefill.num_cached == 0:
             keys = key[None, :, prefill.start : prefill.end]
             values = value[None, :, prefill.start : prefill.end]
         else:
-            keys, values = cache.gather(number, prefill.blocks)
+            keys, values = cache.gather(number, gather_rows(prefill.blocks, spec.num_kv_heads))
             keys, values = keys[:, :, : prefill.seq_len], values[:, :, : prefill.seq_len]
         mask = None
         if prefill.num_cached or spec.span.hides_at(prefill.seq_len):
             mask = batch.prefill_mask(index, spec.span)
         rows = query[None, :, prefill.start : prefill.end]
-        out = _attention((rows, keys, values), mask, spec, scale, sinks)
+        out = _prefill((rows, keys, values), mask, spec, scale, sinks)
         parts.append(out.squeeze(0).transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attention(
+def _prefill(
     inputs: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     spec: LayerSpec,
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of a batch of sequences; mask None is plain causal with nothing cached.
+    """Attention of several tokens of one sequence.
 
-    Shapes: query [n, num_heads, q, key_dim], key and value [n, num_kv_heads, k, dim], mask
-    broadcastable to [n, 1, q, k]; returns [n, num_heads, q, value_dim].
+    Shapes: query [1, num_heads, q, key_dim], key and value [1, num_kv_heads, k, dim], mask [q, k]
+    bool, or None: plain causal with nothing cached; returns [1, num_heads, q, value_dim].
     """
     query, key, value = inputs
     if spec.softcap is None and sinks is None:
@@ -90,10 +89,11 @@ def _attention(
     num_queries, num_keys = query.shape[2], key.shape[2]
     if mask is None:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril_()
+    bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
     # Scores of all queries at once can be large; slices of queries are independent.
-    rows = max(1, _MAX_SCORES // (query.shape[0] * spec.num_heads * num_keys))
+    rows = max(1, _MAX_SCORES // (spec.num_heads * num_keys))
     parts = [
-        _stepwise((query[:, :, i : i + rows], key, value), _rows(mask, i, rows), spec, scale, sinks)
+        _stepwise((query[:, :, i : i + rows], key, value), bias[i : i + rows], spec, scale, sinks)
         for i in range(0, num_queries, rows)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -101,11 +101,16 @@ def _attention(
 
 def _stepwise(
     inputs: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor,
+    bias: Tensor,
     spec: LayerSpec,
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Attention of a batch of sequences by its definition, softmax in float32.
+
+    Shapes: query [n, num_heads, q, key_dim], key and value [n, num_kv_heads, k, dim], bias
+    broadcastable to [n, 1, q, k] float32; returns [n, num_heads, q, value_dim].
+    """
     query, key, value = inputs
     count, num_heads, num_queries, dim = query.shape
     num_kv_heads = key.shape[1]
@@ -114,8 +119,8 @@ def _stepwise(
     scores = (grouped @ key.transpose(2, 3)).float().mul_(scale)
     scores = scores.view(count, num_heads, num_queries, -1)
     if spec.softcap is not None:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    scores += bias
     if sinks is not None:
         column = sinks.float().view(1, -1, 1, 1).expand(count, -1, num_queries, 1)
         weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
@@ -123,8 +128,3 @@ def _stepwise(
         weights = scores.softmax(-1)
     grouped = weights.to(value.dtype).reshape(count, num_kv_heads, -1, scores.shape[-1])
     return (grouped @ value).view(count, num_heads, num_queries, -1)
-
-
-def _rows(mask: Tensor, start: int, count: int) -> Tensor:
-    """The mask's rows for some queries; a mask with one row serves all."""
-    return mask if mask.shape[-2] == 1 else mask[..., start : start + count, :]

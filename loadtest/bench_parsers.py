@@ -1,7 +1,7 @@
 """What parsing costs: microseconds per character of arguments, per kind of body.
 
-Each cell is the best of several runs over one tool call whose arguments have the given size, fed one
-character at a time or in chunks of four (about a token).
+Each cell is the best of several runs over one tool call whose arguments have the given size, fed
+one character at a time or in chunks of four (about a token).
 
     python loadtest/bench_parsers.py [--sizes 1000 16000 128000] [--chunks 1 4] [--runs 3]
 """
@@ -61,7 +61,7 @@ BODIES: dict[str, tuple[str, str, str]] = {
     ),
     "messages": (
         "gpt-oss",
-        "<|channel|>commentary to=functions.write_file <|constrain|>json<|message|>" '{"text": "',
+        '<|channel|>commentary to=functions.write_file <|constrain|>json<|message|>{"text": "',
         '"}<|call|>',
     ),
     "content": ("hermes", "", ""),
@@ -97,7 +97,7 @@ def check(fmt: Format, text: str, size: int) -> None:
     message = fold([*parser.feed(text), *parser.finish()])
     found = [message.content or "", message.reasoning or ""]
     found += [call.arguments for call in message.tool_calls]
-    assert max(map(len, found)) >= size, (fmt.name, message)
+    assert max(map(len, found)) + 1 >= size, (fmt.name, message)
 
 
 def main() -> None:

@@ -478,9 +478,11 @@ class Format:
         Raises: ConstraintError when the request asks for what this format cannot write.
         """
         from nereid_parsers.constrain import Request, structural_tag
+        from nereid_parsers.stream.parser import StreamParser
 
         request = Request.of(tools, tool_choice, response_format, parallel_tool_calls)
-        return structural_tag(self, request, self.stage(prompt))
+        begun = StreamParser(self, prompt=prompt)
+        return structural_tag(self, request, begun.stage, may_reason=not begun.has_reasoned)
 
 
 # ---- patterns ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from nereid_parsers.stream.schema import to_json
 _ATOM = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _ESCAPES = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
-    "\n": "", "\\": "\\", "'": "'", '"': '"',
+    "\n": "", "/": "/", "\\": "\\", "'": "'", '"': '"',
 }  # fmt: skip
 _CODES = {"x": 2, "u": 4, "U": 8}
 _CLOSERS = {"[": "]", "(": ")", "{": "}"}
@@ -199,7 +199,10 @@ class LiteralScan:
             if len(digits) < _CODES[char] and not final and _is_hex(digits):
                 return at
             if len(digits) == _CODES[char] and _is_hex(digits) and int(digits, 16) <= 0x10FFFF:
-                out.append(quoted(chr(int(digits, 16)))[1:-1])
+                code = int(digits, 16)
+                # Half of a pair stays an escape, for alone it is no character.
+                is_half = 0xD800 <= code <= 0xDFFF
+                out.append(f"\\u{code:04x}" if is_half else quoted(chr(code))[1:-1])
                 return at + 2 + _CODES[char]
         out.append(quoted(_ESCAPES.get(char, "\\" + char))[1:-1])
         return at + 2

@@ -79,6 +79,11 @@ class StreamParser:
         texts = (machine.content, machine.rest, machine.header)
         return Stage.CONTENT if machine.state in texts else Stage.CALLS
 
+    @property
+    def has_reasoned(self) -> bool:
+        """Whether the reasoning is over, in the text so far or in the prompt's end."""
+        return self._machine.has_reasoned
+
     def _begin(self, begin: Beginning, may_be_undecided: bool) -> None:
         machine = self._machine
         if begin.stage is None:  # a header

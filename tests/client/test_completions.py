@@ -89,6 +89,11 @@ async def test_a_stream_interleaves_choices_and_each_ends_once(complete, chunks_
     assert sorted(ends) == [0, 1]
 
 
+async def test_a_prompt_that_the_backend_blames_is_called_prompt(complete):
+    error = (await complete("<fail INVALID_ARGUMENT text_input: is empty>")).json()["error"]
+    assert (error["param"], error["message"]) == ("prompt", "prompt: is empty")
+
+
 async def test_one_failing_prompt_fails_the_request_and_ends_the_others(complete, backend):
     response = await complete(["<pause 60>a", "<fail INVALID_ARGUMENT prompt: is odd>"])
     assert response.status_code == 400

@@ -29,7 +29,7 @@ $(STAMP): $(MANIFESTS)
 	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	@echo "setup: installing torch, transformers and the three packages (about a minute with a warm pip cache)"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e parsers -e backend -e client --group dev
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e parsers -e backend -e client --group dev --group embedded-server
 	@echo "setup: installing the embedded tritonserver"
 	@$(BIN)/nereid install-server
 	@touch $@
@@ -43,9 +43,10 @@ test: setup ## Every test that a machine without a GPU can run, the real tritons
 
 check: lint type deps test ## Everything CI checks: lint, types, import rules, tests
 
-lint: setup ## Style and common mistakes (ruff)
+lint: setup ## Style and common mistakes (ruff, hadolint)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/hadolint Dockerfile
 
 format: setup ## Format the code (ruff)
 	@$(BIN)/ruff format .

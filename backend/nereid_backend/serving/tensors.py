@@ -122,7 +122,8 @@ def strings(*values: str) -> npt.NDArray[np.object_]:
 
 
 def load_error(error: NereidError) -> Exception:
-    """What a model's ``initialize`` raises, so that the server's log shows one clear line."""
+    """What a model's ``initialize`` raises; the log gets one clear line beside the server's own."""
+    progress(f"error: {error}")
     raised: Exception = pb_utils.TritonModelException(str(error))
     return raised
 

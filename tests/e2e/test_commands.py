@@ -1,0 +1,116 @@
+"""What a person types: `nereid serve` and plain `tritonserver --model-repository`."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from served import Served, free_ports
+
+pytestmark = pytest.mark.triton
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+
+def test_sigterm_stops_everything_and_exits_0():
+    with Served() as served:
+        children = psutil.Process(served.process.pid).children(recursive=True)
+        assert len(children) >= 6  # tritonserver, three stubs, the engine, the frontend
+        assert served.stop() == 0
+    _, alive = psutil.wait_procs(children, timeout=1)
+    assert not alive
+
+
+def test_plain_tritonserver_serves_the_repository(tmp_path):
+    http, grpc = free_ports(2)
+    command = [
+        str(BIN / "tritonserver"),
+        "--model-repository",
+        "model_repository",
+        "--http-address=127.0.0.1",
+        "--grpc-address=127.0.0.1",
+        f"--http-port={http}",
+        f"--grpc-port={grpc}",
+        "--allow-metrics=false",
+    ]
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        try:
+            children = wait_ready(server, http, tmp_path / "server.log")
+            body = b'{"text_input": "Hello", "max_tokens": 4}'
+            url = f"http://127.0.0.1:{http}/v2/models/llm/generate"
+            with urllib.request.urlopen(url, body, timeout=30) as reply:
+                assert b'"text_output":"Hello' in reply.read()
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(30)
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+def wait_ready(server, port, log):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=1).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return psutil.Process(server.pid).children(recursive=True)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("NEREID_MAX_NUM_SEQ", "3", 'unknown setting "max_num_seq"; did you mean "max_num_seqs"?'),
+        ("NEREID_KV_CACHE_MEMORY", "2 bananas", "kv_cache_memory: must be a positive number"),
+        ("NEREID_MAX_MODEL_LEN", "99999999", "max_model_len"),
+    ],
+)
+def test_a_wrong_setting_is_told_and_exits_1(variable, value, said):
+    with pytest.raises(RuntimeError) as caught, Served(environment={variable: value}):
+        pass
+    assert said in str(caught.value)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_told(tmp_path):
+    shutil.copytree(ROOT / "demo" / "chat", tmp_path / "broken")
+    weights = tmp_path / "broken" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(RuntimeError, match="broken"), Served(tmp_path / "broken"):
+        pass
+
+
+def test_a_second_server_on_a_taken_port_says_so_and_exits_2():
+    with free_listener() as port:
+        done = subprocess.run(
+            [str(BIN / "nereid"), "serve", f"--http-port={port}"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env=os.environ,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert str(port) in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def free_listener():
+    import contextlib
+    import socket
+
+    @contextlib.contextmanager
+    def listening():
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            yield listener.getsockname()[1]
+
+    return listening()

@@ -1,0 +1,61 @@
+"""The engine process dies: its requests end with an error, and service comes back by itself."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+
+import grpc
+import psutil
+import pytest
+from e2e.triton_client import ask, tensor
+
+pytestmark = pytest.mark.triton
+
+
+def engine_process(served):
+    descendants = psutil.Process(served.process.pid).children(recursive=True)
+    return next(
+        p for p in descendants if "nereid_backend.serving.engine_process" in " ".join(p.cmdline())
+    )
+
+
+def request(max_tokens):
+    fields = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+    return [
+        tensor("text_input", "Once"),
+        tensor("stream", True, "BOOL"),
+        tensor("sampling_parameters", json.dumps(fields)),
+    ]
+
+
+def test_a_killed_engine_ends_its_requests_with_an_error_and_is_started_again(served, gauge):
+    restarts = gauge("num_engine_restarts")
+    victim = engine_process(served)
+    died = 0.0
+
+    def kill_it(reply):
+        nonlocal died
+        if not died and len(reply.deltas) > 2:
+            died = time.monotonic()
+            os.kill(victim.pid, signal.SIGKILL)
+        return False
+
+    reply = asyncio.run(ask(served.grpc_url, request(3000), cancel_when=kill_it))
+    assert time.monotonic() - died < 5.0
+    assert "the engine process ended (signal 9)" in reply.error
+    assert reply.code is grpc.StatusCode.INTERNAL
+
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        again = asyncio.run(ask(served.grpc_url, request(5)))
+        if again.error is None:
+            break
+        assert again.code is grpc.StatusCode.UNAVAILABLE, again.error
+        assert "try again" in again.error
+        time.sleep(0.2)
+    assert again.finish_reasons == ["length"]
+    assert engine_process(served).pid != victim.pid
+    time.sleep(0.3)
+    assert gauge("num_engine_restarts") == restarts + 1

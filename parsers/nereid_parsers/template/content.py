@@ -1,0 +1,69 @@
+"""What stands around plain content: comparison C1."""
+
+from __future__ import annotations
+
+from nereid_parsers.format import Reasoning, Wrapper
+from nereid_parsers.template.difference import MARKER, Comparison, mirrored
+from nereid_parsers.template.frame import Frame
+from nereid_parsers.template.probe import CONTENT, EOS, Scene, Turn
+
+
+def compare_content(
+    frame: Frame, reasoning: Reasoning | None, hint: Wrapper | None
+) -> tuple[Wrapper | None, list[Comparison]]:
+    """C1: with a prompt alone and with an answer; sets `frame.ends`. The wrapper, if there is one.
+
+    `hint` is the wrapper that reasoning showed.
+    """
+    scene = Scene(Turn(CONTENT))
+    body = frame.raw_body(scene)
+    if body is None or CONTENT not in body:
+        return hint, []
+    at = body.find(CONTENT)
+    before = without_reasoning(body[:at], reasoning).strip()
+    behind = _leading_markers(body[at + len(CONTENT) :])
+    wrapper = hint
+    if before:
+        close = behind.pop(0) if behind and _closes(behind[0], before, frame) else ""
+        wrapper = Wrapper(before, close)
+    ends = [marker for marker in behind[:1] if marker != EOS]
+    frame.ends = tuple(ends)
+    finding = f"content stands between {wrapper.open!r} and {wrapper.close!r}" if wrapper else (
+        "content is plain"
+    )  # fmt: skip
+    if ends:
+        finding += f"; {ends[0]!r} ends the turn"
+    prompt, text = frame.prober.text(Scene()) or "", frame.prober.text(scene) or ""
+    return wrapper, [Comparison("C1 content", "an answer follows", prompt, text, finding)]
+
+
+def without_reasoning(text: str, reasoning: Reasoning | None) -> str:
+    """Text without reasoning's markers at its start."""
+    if reasoning is None:
+        return text
+    marks = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
+    while True:
+        bare = text.lstrip()
+        mark = next((mark for mark in marks if bare.startswith(mark)), None)
+        if mark is None:
+            return text
+        text = bare[len(mark) :]
+
+
+def _closes(marker: str, opened: str, frame: Frame) -> bool:
+    if marker == EOS:
+        return False
+    return marker in mirrored(opened) or marker not in frame.trail
+
+
+def _leading_markers(text: str) -> list[str]:
+    """The markers with which text starts, blanks between."""
+    found: list[str] = []
+    at = 0
+    while True:
+        at += len(text[at:]) - len(text[at:].lstrip())
+        match = MARKER.match(text, at)
+        if match is None:
+            return found
+        found.append(match.group())
+        at = match.end()

@@ -1,0 +1,329 @@
+"""How a template marks reasoning: comparisons R1 to R4."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from nereid_parsers.format import Opener, Reasoning, Wrapper
+from nereid_parsers.template.difference import MARKER, Comparison, markers, mirrored, unmirrored
+from nereid_parsers.template.frame import Frame, Opening
+from nereid_parsers.template.probe import (
+    CONTENT,
+    FIRST,
+    ONE,
+    REASON,
+    REASONING_FIELDS,
+    Scene,
+    Switches,
+    Turn,
+)
+
+_PRINTED = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
+_THINKING = ("think", "thought", "reason", "inner")
+
+
+@dataclass(slots=True)
+class FoundReasoning:
+    """What the comparisons say of reasoning.
+
+    part        the format's part, None if there is no reasoning.
+    wrapper     around the content, where the reasoning showed one.
+    scene       in which reasoning was rendered.
+    fields      names of the message fields (or "parts", "blocks") from which it is rendered.
+    switches    what changes the generation prompt, and into what.
+    """
+
+    part: Reasoning | None = None
+    wrapper: Wrapper | None = None
+    scene: Scene | None = None
+    fields: tuple[str, ...] = ()
+    switches: dict[str, str] = field(default_factory=dict)
+    comparisons: list[Comparison] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+
+
+def find_reasoning(frame: Frame) -> FoundReasoning:
+    """Compare until reasoning's markers are known, or nothing shows any."""
+    found = FoundReasoning()
+    for compare in (
+        compare_reasoning_presence,
+        compare_thinking_switch,
+        compare_instructions,
+        compare_empty_block,
+        compare_source,
+    ):
+        if found.part is None:
+            compare(frame, found)
+    note_switches(frame, found)
+    if found.part is not None:
+        compare_reasoning_scope(frame, found)
+        found.part = replace(found.part, opener=_opener(frame, found.part))
+    return found
+
+
+def looks_like_thinking(marker: str) -> bool:
+    """Whether a marker's name says that it is about reasoning."""
+    return any(word in marker.lower() for word in _THINKING)
+
+
+# ---- R1: a message with reasoning and one without -----------------------------------------------
+
+
+def compare_reasoning_presence(frame: Frame, found: FoundReasoning) -> None:
+    """R1: what appears around the reasoning once the message has one."""
+    scene = _scene_with_reasoning(frame)
+    if scene is None or scene.turn is None:
+        return
+    found.scene = scene
+    found.fields = _fields(frame, scene)
+    body = frame.raw_body(scene) or ""
+    at = body.find(REASON)
+    before, behind = body[:at], body[at + len(REASON) :]
+    stop = CONTENT if scene.turn.content else FIRST
+    between = behind[: behind.find(stop)] if stop in behind else frame.without_end(behind)
+    opened, closed = _opening_marker(frame, before), _closing_marker(between)
+    left = frame.prober.text(replace(scene, turn=replace(scene.turn, reasoning=""))) or ""
+    right = frame.prober.text(scene) or ""
+    if not closed.strip():
+        found.undecided.append(
+            f"R1: nothing stands between reasoning and what follows it: {between!r}"
+        )
+        return
+    opened = opened or next((m for m in _spelled(frame, unmirrored(closed.strip()))), "")
+    if not opened:
+        found.undecided.append(f"R1: {closed!r} closes reasoning, but nothing opens it")
+        return
+    found.part = Reasoning(opened, closed)
+    found.wrapper = _wrapper(between[len(closed) :], behind) if stop == CONTENT else None
+    words = f"reasoning stands between {opened!r} and {closed!r}"
+    found.comparisons.append(
+        Comparison("R1 reasoning presence", "the message has reasoning", left, right, words)
+    )
+
+
+def _scene_with_reasoning(frame: Frame) -> Scene | None:
+    prober = frame.prober
+    turns = (Turn(CONTENT, REASON), Turn("", REASON, ONE), Turn(CONTENT, REASON, ONE))
+    states = [(opening.switches, opening.system) for opening in frame.openings]
+    styles = ["", "parts"]
+    if any("blocks" in literal for literal in prober.template.literals):
+        styles.append("blocks")
+    for turn in turns:
+        for switches, system in _few(states) or [((), "")]:
+            for prober.reasoning_as in styles:
+                scene = Scene(turn, tools=bool(turn.calls), switches=switches, system=system)
+                body = frame.raw_body(scene)
+                if body is not None and REASON in body and _is_told(body, turn):
+                    return scene
+    prober.reasoning_as = ""
+    return None
+
+
+def _few(states: list[tuple[Switches, str]]) -> list[tuple[Switches, str]]:
+    return states[:6]
+
+
+def _is_told(body: str, turn: Turn) -> bool:
+    """Whether what follows the reasoning comes out too, and no list was printed as it is."""
+    if _PRINTED.search(body):
+        return False
+    rest = body[body.find(REASON) + len(REASON) :]
+    return (not turn.content or CONTENT in rest) and (not turn.calls or FIRST in rest)
+
+
+def _fields(frame: Frame, scene: Scene) -> tuple[str, ...]:
+    prober = frame.prober
+    style = prober.reasoning_as
+    if style:
+        return (style,)
+    shown = []
+    for prober.reasoning_as in REASONING_FIELDS:
+        text = prober.text(scene)
+        if text is not None and REASON in text:
+            shown.append(prober.reasoning_as)
+    prober.reasoning_as = style
+    return tuple(shown)
+
+
+def _opening_marker(frame: Frame, before: str) -> str:
+    """What opens reasoning that `before` precedes; the prompt may have written it."""
+    if before.strip():
+        found = list(MARKER.finditer(before))
+        at = found[-1].start() if found else 0
+        if found and before[found[-1].end() :].strip():
+            at = found[-1].end()  # words, not a marker, open it
+        lead = before[:at]
+        return before[len(lead.rstrip()) :] if found else before.lstrip("\n")
+    for opening in frame.openings:
+        if opened := _first_opened(opening.opened):
+            return opened
+    return ""
+
+
+def _first_opened(opened: str) -> str:
+    r"""The part of a prompt's end that opens reasoning: `<think>\n` of `<think>\n</think>`."""
+    found = list(MARKER.finditer(opened))
+    if not found:
+        return opened if opened.strip() else ""
+    first = found[0]
+    if opened[: first.start()].strip():
+        return opened[: first.start()]  # words open it
+    behind = opened[first.end() :]
+    return opened[: first.end()] + behind[: len(behind) - len(behind.lstrip())]
+
+
+def _closing_marker(between: str) -> str:
+    """The first marker in what follows the reasoning, with the blanks around it."""
+    found = MARKER.search(between)
+    if found is None or between[: found.start()].strip():
+        return between if found is None else between[: found.start()]
+    rest = between[found.end() :]
+    return between[: found.end()] + rest[: len(rest) - len(rest.lstrip())]
+
+
+def _wrapper(rest: str, behind: str) -> Wrapper | None:
+    """The marker around content that stands behind the reasoning's end."""
+    if not rest.strip():
+        return None
+    following = markers(behind[behind.find(CONTENT) + len(CONTENT) :])
+    close = following[0] if following and following[0] in mirrored(rest.strip()) else ""
+    return Wrapper(rest.lstrip(), close)
+
+
+# ---- R2: the switches ---------------------------------------------------------------------------
+
+
+def compare_thinking_switch(frame: Frame, found: FoundReasoning) -> None:
+    """R2: what the generation prompt opens, or opens and closes, as a switch is turned."""
+    for opening in frame.openings:
+        seen = markers(opening.opened)
+        if not seen:
+            continue
+        closed = seen[1] if len(seen) > 1 else ""
+        closed = closed or next(iter(_spelled(frame, mirrored(seen[0]))), "")
+        if not closed:
+            continue
+        opened = _first_opened(opening.opened)
+        blank = "\n" if opened.endswith("\n") else ""
+        found.part = Reasoning(opened, f"{blank}{closed}{blank}{blank}")
+        default = frame.openings[0]
+        found.comparisons.append(
+            Comparison(
+                "R2 thinking switch", _spell(opening), default.text, opening.text,
+                f"the prompt opens reasoning with {opened!r}; it closes with {closed!r}",
+            )
+        )  # fmt: skip
+        return
+
+
+def compare_instructions(frame: Frame, found: FoundReasoning) -> None:
+    """R3: a switch adds instructions that name empty pairs of tags, `<think></think>`."""
+    default = frame.openings[0].text if frame.openings else ""
+    for opening in frame.openings[1:]:
+        if opening.text == default or opening.system:
+            continue
+        one = Comparison("R3 instructions", _spell(opening), default, opening.text, "")
+        added = one.parts()[2]
+        pairs = _empty_pairs(added)
+        if not pairs or not looks_like_thinking(pairs[0][0]):
+            continue
+        found.part = Reasoning(f"{pairs[0][0]}\n", f"\n{pairs[0][1]}\n\n")
+        found.wrapper = Wrapper(*pairs[1]) if len(pairs) > 1 else None
+        names = ", ".join(a + b for a, b in pairs)
+        found.comparisons.append(replace(one, finding=f"the instructions name {names}"))
+        return
+
+
+def _empty_pairs(text: str) -> list[tuple[str, str]]:
+    seen = list(MARKER.finditer(text))
+    return [
+        (one.group(), other.group())
+        for one, other in pairwise(seen)
+        if not text[one.end() : other.start()].strip() and other.group() in mirrored(one.group())
+    ]
+
+
+def compare_empty_block(frame: Frame, found: FoundReasoning) -> None:
+    """R4: a message without reasoning comes out with an empty block all the same."""
+    body = frame.raw_body(Scene(Turn(CONTENT))) or ""
+    pairs = _empty_pairs(body[: body.find(CONTENT)] if CONTENT in body else "")
+    if not pairs:
+        return
+    found.part = Reasoning(*pairs[0])
+    text = frame.prober.text(Scene(Turn(CONTENT))) or ""
+    found.comparisons.append(
+        Comparison("R4 empty block", "nothing", text, text, f"an empty {''.join(pairs[0])}")
+    )
+
+
+def compare_source(frame: Frame, found: FoundReasoning) -> None:
+    """R5: the template cuts messages at a marker whose name says reasoning."""
+    for literal in frame.prober.template.literals:
+        closed = literal.strip()
+        if len(closed) > 40 or not MARKER.fullmatch(closed) or not looks_like_thinking(closed):
+            continue
+        opened = next(iter(unmirrored(closed)), "")
+        if not opened:
+            continue
+        found.part = Reasoning(f"{opened}\n", f"\n{closed}\n\n")
+        found.comparisons.append(
+            Comparison("R5 source", "nothing", "", "", f"the template looks for {closed!r}")
+        )
+        return
+
+
+# ---- scope and opener ---------------------------------------------------------------------------
+
+
+def compare_reasoning_scope(frame: Frame, found: FoundReasoning) -> None:
+    """R6: reasoning straight before a call; some templates then leave its closing marker out."""
+    if found.scene is None or found.part is None:
+        return
+    scene = replace(found.scene, turn=Turn("", REASON, ONE), tools=True)
+    body = frame.raw_body(scene)
+    if body is None or REASON not in body or FIRST not in body:
+        return
+    between = body[body.find(REASON) + len(REASON) : body.rfind(FIRST)]
+    if found.part.close.strip() in between:
+        return
+    seen = markers(between)
+    if not seen:
+        found.undecided.append("R6: nothing stands between reasoning and a call")
+        return
+    found.part = replace(found.part, interrupted_by=(seen[0],))
+    found.comparisons.append(
+        Comparison(
+            "R6 reasoning before a call", "the message has reasoning",
+            frame.prober.text(replace(scene, turn=Turn("", "", ONE))) or "",
+            frame.prober.text(scene) or "", f"{seen[0]!r} ends reasoning that nothing closes",
+        )
+    )  # fmt: skip
+
+
+def note_switches(frame: Frame, found: FoundReasoning) -> None:
+    """Write down which switch does what to the generation prompt."""
+    if not frame.openings:
+        return
+    default = frame.openings[0].opened
+    for opening in frame.openings[1:]:
+        if opening.opened != default:
+            found.switches[_spell(opening)] = opening.opened
+
+
+def _opener(frame: Frame, part: Reasoning) -> Opener:
+    default = frame.openings[0].opened if frame.openings else ""
+    is_open = part.open.strip() in default and part.close.strip() not in default
+    return Opener.PROMPT if is_open else Opener.MODEL
+
+
+def _spelled(frame: Frame, candidates: list[str]) -> list[str]:
+    """Those of the candidates that the template or its generation prompts spell."""
+    texts = [*frame.prober.template.literals, *(opening.opened for opening in frame.openings)]
+    return [marker for marker in candidates if any(marker in text for text in texts)]
+
+
+def _spell(opening: Opening) -> str:
+    words = [f"{name}={value!r}" for name, value in opening.switches]
+    return ", ".join([*words, *([f"system {opening.system!r}"] if opening.system else [])])

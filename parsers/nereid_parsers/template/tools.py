@@ -1,0 +1,197 @@
+"""How a template writes tool calls: comparisons T1 to T7."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from nereid_parsers.errors import FormatError
+from nereid_parsers.format import Reasoning, ToolSection, Wrapper
+from nereid_parsers.template.bodies import READERS, CallTexts, FoundCalls
+from nereid_parsers.template.content import without_reasoning
+from nereid_parsers.template.difference import Comparison, markers
+from nereid_parsers.template.frame import Frame
+from nereid_parsers.template.probe import (
+    CONTENT,
+    EOS,
+    FIRST,
+    KEY,
+    ONE,
+    OTHER_KEY,
+    OTHER_VALUE,
+    SECOND,
+    TWO_ARGUMENTS,
+    VALUE,
+    ProbeCall,
+    Scene,
+    Turn,
+)
+
+TWO = (*ONE, ProbeCall(SECOND, ((OTHER_KEY, OTHER_VALUE),)))
+
+
+@dataclass(slots=True)
+class FoundTools:
+    """What the comparisons say of calls.
+
+    part           the format's part, None where no call comes out.
+    form           in words.
+    is_parallel    several calls fit in one message.
+    with_content   content and calls fit in one message.
+    ends           more markers that end a turn.
+    """
+
+    part: ToolSection | None = None
+    form: str = "none"
+    is_parallel: bool = False
+    with_content: bool = False
+    ends: tuple[str, ...] = ()
+    comparisons: list[Comparison] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+
+
+def calls_scene(calls: tuple[ProbeCall, ...], content: str = "") -> Scene:
+    """A scene whose last message makes these calls."""
+    return Scene(Turn(content, calls=calls), tools=True)
+
+
+def find_tools(frame: Frame, reasoning: Reasoning | None, wrapper: Wrapper | None) -> FoundTools:
+    """Compare until it is known how calls are written."""
+    found = FoundTools()
+    one = compare_call_presence(frame, reasoning, wrapper, found)
+    if not one:
+        return found
+    texts = CallTexts(
+        one,
+        _calls_text(frame, reasoning, wrapper, (ProbeCall(arguments=TWO_ARGUMENTS),)),
+        _calls_text(frame, reasoning, wrapper, (ProbeCall(arguments=((KEY, 41),)),)),
+        compare_two_calls(frame, reasoning, wrapper, found),
+    )
+    compare_names(frame, found)
+    compare_arguments(frame, found)
+    calls = compare_call_form(texts, found)
+    if calls is not None:
+        _conclude(calls, found)
+    compare_content_before_call(frame, found)
+    return found
+
+
+def _calls_text(
+    frame: Frame,
+    reasoning: Reasoning | None,
+    wrapper: Wrapper | None,
+    calls: tuple[ProbeCall, ...],
+) -> str:
+    """What the template writes for these calls alone, "" if it refuses."""
+    body = frame.body(calls_scene(calls))
+    if body is None:
+        return ""
+    text = without_reasoning(body, reasoning).lstrip()
+    if wrapper is not None and wrapper.open.strip() and not wrapper.close:
+        text = text.removeprefix(wrapper.open.strip()).lstrip()
+    return text
+
+
+def compare_call_presence(
+    frame: Frame, reasoning: Reasoning | None, wrapper: Wrapper | None, found: FoundTools
+) -> str:
+    """T1: an answer, and a call in its place. What is written for the call."""
+    left = frame.prober.text(Scene(Turn(CONTENT), tools=True)) or ""
+    right = frame.prober.text(calls_scene(ONE)) or ""
+    text = _calls_text(frame, reasoning, wrapper, ONE)
+    is_shown = FIRST in text and KEY in text and VALUE in text
+    finding = f"a call is written {text!r}" if is_shown else "no call comes out"
+    found.comparisons.append(
+        Comparison("T1 call presence", "a call instead of an answer", left, right, finding)
+    )
+    return text if is_shown else ""
+
+
+def compare_two_calls(
+    frame: Frame, reasoning: Reasoning | None, wrapper: Wrapper | None, found: FoundTools
+) -> str:
+    """T2: one call, and two. What is written for two, "" if they do not fit in one message."""
+    left = frame.prober.text(calls_scene(ONE)) or ""
+    right = frame.prober.text(calls_scene(TWO)) or ""
+    text = _calls_text(frame, reasoning, wrapper, TWO)
+    found.is_parallel = FIRST in text and SECOND in text and OTHER_VALUE in text
+    why = frame.prober.refusals.get(calls_scene(TWO), "the second does not come out")
+    finding = "calls stand in a row" if found.is_parallel else f"one call at a time: {why}"
+    found.comparisons.append(Comparison("T2 two calls", "a second call", left, right, finding))
+    return text if found.is_parallel else ""
+
+
+def compare_names(frame: Frame, found: FoundTools) -> None:
+    """T3: two functions; where the name stands, and what else goes with it."""
+    left = frame.prober.text(calls_scene(ONE)) or ""
+    right = frame.prober.text(calls_scene((replace(ONE[0], name=SECOND),))) or ""
+    one = Comparison("T3 function name", "another function", left, right, "")
+    finding = f"the name stands between {one.parts()[0][-24:]!r} and {one.parts()[3][:24]!r}"
+    found.comparisons.append(replace(one, finding=finding))
+
+
+def compare_arguments(frame: Frame, found: FoundTools) -> None:
+    """T4 to T6: none and one argument, one and two, one key and another, text and a number."""
+    changes = (
+        ("T4 no argument", "an argument less", ()),
+        ("T5 two arguments", "a second argument", TWO_ARGUMENTS),
+        ("T6 key and value", "another key and value", ((OTHER_KEY, OTHER_VALUE),)),
+        ("T7 type", "a number instead of text", ((KEY, 41),)),
+    )
+    left = frame.prober.text(calls_scene(ONE)) or ""
+    for name, changed, arguments in changes:
+        right = frame.prober.text(calls_scene((ProbeCall(arguments=arguments),))) or ""
+        one = Comparison(name, changed, left, right, "")
+        finding = f"{one.parts()[1]!r} becomes {one.parts()[2]!r}" if right else "not rendered"
+        found.comparisons.append(replace(one, finding=finding))
+
+
+def compare_call_form(texts: CallTexts, found: FoundTools) -> FoundCalls | None:
+    """Which form the calls have: the first reader that can read all of them says."""
+    for reader in READERS:
+        try:
+            calls = reader(texts)
+        except FormatError as error:
+            found.undecided.append(f"{reader.__name__}: {error}")
+            continue
+        if calls is not None:
+            found.form = calls.form
+            return calls
+    found.undecided.append(f"calls are of no known form: {texts.one!r}")
+    return None
+
+
+def _conclude(calls: FoundCalls, found: FoundTools) -> None:
+    """The tool section; markers of the turn's end that stand behind it are told apart."""
+    opened, closed = calls.row.open.lstrip(), calls.row.close
+    wanted = len(markers(opened)) or (1 if opened.strip() else 0)
+    seen = markers(closed)
+    found.ends = tuple(marker for marker in seen[wanted:] if marker != EOS)
+    for marker in reversed(seen[wanted:]):
+        closed = closed[: closed.rfind(marker)]
+    if not opened.strip():
+        opened = closed = ""
+    try:
+        found.part = ToolSection(
+            calls.calls, open=opened, close=closed.rstrip() if closed.strip() else "",
+            separator=calls.row.separator,
+        )  # fmt: skip
+    except FormatError as error:
+        found.undecided.append(f"tool section: {error}")
+
+
+def compare_content_before_call(frame: Frame, found: FoundTools) -> None:
+    """T8: a call, and a call after content; what ends the content."""
+    scene = calls_scene(ONE, CONTENT)
+    body = frame.raw_body(scene)
+    if body is None or CONTENT not in body or FIRST not in body[body.find(CONTENT) :]:
+        return
+    found.with_content = True
+    between = body[body.find(CONTENT) + len(CONTENT) : body.rfind(FIRST)]
+    left, right = frame.prober.text(calls_scene(ONE)) or "", frame.prober.text(scene) or ""
+    finding = "content comes first"
+    if frame.header.strip() and frame.header.strip() in between:
+        finding = "content and calls are turns of their own"
+        found.ends = (*found.ends, frame.header.strip())
+    found.comparisons.append(
+        Comparison("T8 content before a call", "content", left, right, finding)
+    )

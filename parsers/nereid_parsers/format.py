@@ -425,6 +425,9 @@ class Source:
     text: str
     date: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.text}, {self.date}" if self.date else self.text
+
 
 @dataclass(frozen=True, slots=True)
 class Format:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 
 from nereid_parsers.errors import FormatError, UnknownFormatError
-from nereid_parsers.format import LENIENT, Format, Messages, Policy, Sections
+from nereid_parsers.format import LENIENT, Format, Messages, Policy, Sections, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.formats.names import (
     REASONING_ALIASES,
@@ -82,6 +83,33 @@ def format_names() -> list[str]:
     """Every name that `get_format` takes, aliases included, sorted."""
     tables = (REASONING_MODULES, TOOL_MODULES, REASONING_ALIASES, TOOL_ALIASES)
     return sorted({name for table in tables for name in table})
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A registered name as a table shows it: `aliases` are other spellings of `name`."""
+
+    name: str
+    kind: str
+    aliases: tuple[str, ...]
+    source: Source
+
+    @property
+    def label(self) -> str:
+        """The name, and its other spellings behind it."""
+        return f"{self.name} (= {', '.join(self.aliases)})" if self.aliases else self.name
+
+
+def listing() -> list[Listed]:
+    """Every registered name: reasoning first, then tools, each sorted."""
+    rows: list[Listed] = []
+    for name in sorted(REASONING_MODULES):
+        others = tuple(sorted(a for a, of in REASONING_ALIASES.items() if of == name))
+        rows.append(Listed(name, "reasoning", others, reasoning_entry(name).source))
+    for name in sorted(TOOL_MODULES):
+        others = tuple(sorted(a for a, of in TOOL_ALIASES.items() if of == name))
+        rows.append(Listed(name, "tools", others, tool_entry(name).source))
+    return rows
 
 
 def _find(name: str, aliases: dict[str, str], modules: dict[str, str]) -> str | None:

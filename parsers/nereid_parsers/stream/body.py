@@ -7,6 +7,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from enum import Enum
+from typing import ClassVar
 
 from nereid_parsers.events import ArgumentsDelta, Event, ToolCallEnd, ToolCallStart
 from nereid_parsers.format import BrokenArguments, Policy, UnknownTool
@@ -39,8 +40,8 @@ class CallSink:
     """
 
     __slots__ = (
-        "_call_id", "_drop", "_has_written", "_hold", "_name", "_new_id", "_on_broken", "_parts",
-        "_unknown", "count", "index", "is_open", "out", "tools",
+        "_call_id", "_drop", "_has_written", "_name", "_new_id", "_on_broken", "_parts",
+        "_unknown", "count", "holds", "index", "is_open", "out", "tools",
     )  # fmt: skip
 
     def __init__(
@@ -53,7 +54,7 @@ class CallSink:
         self.count = 0  # calls begun, those dropped included
         self._new_id = new_id
         self._on_broken = policy.broken_arguments
-        self._hold = policy.broken_arguments is not BrokenArguments.RAW
+        self.holds = policy.broken_arguments is not BrokenArguments.RAW
         self._unknown = policy.unknown_tool
         self._drop = False
         self._name = ""
@@ -82,7 +83,7 @@ class CallSink:
         self._call_id = call_id
         self._parts = []
         self._has_written = False
-        if not self._hold and not self._drop:
+        if not self.holds and not self._drop:
             self._announce()
         return True
 
@@ -92,7 +93,7 @@ class CallSink:
 
     def write(self, text: str) -> None:
         """More JSON text of the arguments."""
-        if self._hold:
+        if self.holds:
             self._parts.append(text)
         elif not self._drop:
             self._has_written = True
@@ -103,7 +104,7 @@ class CallSink:
         self.is_open = False
         if self._drop:
             return
-        if not self._hold:
+        if not self.holds:
             if not self._has_written:
                 self.out.append(ArgumentsDelta(self.index, "{}"))
             self.out.append(ToolCallEnd(self.index, reason))
@@ -119,7 +120,7 @@ class CallSink:
 
     def cut_held(self, marker: str) -> str | None:
         """Take back what was held from `marker` on, which is no argument; None if absent."""
-        if not self._hold or not self.is_open or not marker:
+        if not self.holds or not self.is_open or not marker:
             return None
         text = "".join(self._parts)
         found = text.find(marker)
@@ -163,6 +164,8 @@ class Body:
     """
 
     __slots__ = ("cut", "final", "sink", "status")
+
+    is_verbatim: ClassVar[bool] = False  # arguments are the model's own text, not built from it
 
     def __init__(self, sink: CallSink) -> None:
         self.sink = sink

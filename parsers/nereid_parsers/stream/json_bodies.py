@@ -86,6 +86,8 @@ class JsonScan:
 class ArgumentsBody(Body):
     """The arguments alone, named by the call's head."""
 
+    is_verbatim = True
+
     __slots__ = ("_call_id", "_name", "_scan")
 
     def __init__(self, sink: CallSink, name: str, call_id: str) -> None:
@@ -120,6 +122,8 @@ _Step = Callable[[str, int], int]
 
 class ObjectBody(Body):
     """One call as a JSON object with name and arguments in it, in any order, perhaps nested."""
+
+    is_verbatim = True
 
     __slots__ = (
         "_arguments", "_call_id", "_early", "_key", "_keys", "_name", "_piece", "_prefix", "_scan",
@@ -344,6 +348,8 @@ class ObjectBody(Body):
 
 class ArrayBody(Body):
     """Calls as the members of one JSON array."""
+
+    is_verbatim = True
 
     __slots__ = ("_inner", "_is_sure", "_keys", "_opened")
 

@@ -77,6 +77,7 @@ class Machine:
         self._held: list[str] = []
         self.default_is_reasoning = False  # where nothing decides
         self._cuts = 0
+        self._told_late: list[str] = []  # a call's text, while parts of it may be read again
         self._borrowed = 0  # characters of the prompt that are still held
 
     def set_trace(self, trace: Trace | None) -> None:
@@ -129,11 +130,12 @@ class Machine:
         if self.state == self.undecided:
             self._decide(self.default_is_reasoning)
         self._run()
-        if self._body is not None and self.state == self.body:
+        while self._body is not None and self.state == self.body:
             self._finish_body(self._body)
             self._run()
-        elif self.state == self.broken:
+        if self.state == self.broken and self.sink.is_open:
             self.sink.end("broken arguments")
+            self._flush_call()
         elif self._raw and self.state == self.header:
             self._commit()
         elif self._raw and self.state in (self.open, self.between):
@@ -174,7 +176,10 @@ class Machine:
             body = "".join(self._blanks) + body
             self._blanks = []
         if self.is_fresh:
-            body = self._without_blank_lines(body)
+            # Between two stretches of content, blank lines part them; they are markup only before.
+            is_first = event is ReasoningDelta or not self.has_spoken
+            body = self._without_blank_lines(body) if is_first else body
+            self.is_fresh = False
         if ends_at < len(text):
             self._blanks.append(text[ends_at:])
         self._said = True
@@ -187,7 +192,6 @@ class Machine:
 
     def _without_blank_lines(self, text: str) -> str:
         """Text without the blank lines at its start, which belong to the marker before it."""
-        self.is_fresh = False
         lead = len(text) - len(text.lstrip())
         cut = max(text.rfind("\n", 0, lead), text.rfind("\r", 0, lead)) + 1
         self._tell("markup", text[:cut])
@@ -435,7 +439,7 @@ class Machine:
         if sink.is_open:
             if self._raw:
                 self._commit()
-            self._tell("call", self.text[start:end])
+            self._tell_call(self.text[start:end])
         elif body.cut >= 0 or was_open or body.status is not MORE:
             self._settle(body, start, end, was_open)
         else:
@@ -448,13 +452,26 @@ class Machine:
         """A call ended in this text, or none was in it: divide it between call and raw text."""
         if body.cut >= 0:
             self._commit()
-            self._tell("call", self.text[start : body.cut])
+            self._tell_call(self.text[start : body.cut])
+            self._flush_call()
             self._raw = [self.text[body.cut : end]]
         elif was_open or body.status is not BROKEN:
             self._commit()
-            self._tell("call", self.text[start:end])
+            self._tell_call(self.text[start:end])
+            self._flush_call()
         else:
             self._raw.append(self.text[start:end])
+
+    def _tell_call(self, text: str) -> None:
+        if self.sink.holds and self._trace is not None:
+            self._told_late.append(text)
+        else:
+            self._tell("call", text)
+
+    def _flush_call(self) -> None:
+        if self._told_late:
+            self._tell("call", "".join(self._told_late))
+            self._told_late = []
 
     def _commit(self) -> None:
         """What was held as raw text was a call's after all."""
@@ -483,6 +500,7 @@ class Machine:
         return self._end_call(call)
 
     def _end_call(self, call: CallPlan) -> State:
+        self._flush_call()
         self._body = None
         self._closing = call.close
         self.is_fresh = True
@@ -492,9 +510,12 @@ class Machine:
     def _cut_held(self, call: CallPlan) -> State:
         """Broken arguments. Where they were held back, their marker may stand inside them."""
         marker = call.close[0] if call.close else ""
-        rest = self.sink.cut_held(marker) if self._cuts < _MAX_CUTS else None
+        may_cut = self._cuts < _MAX_CUTS and self._body is not None and self._body.is_verbatim
+        rest = self.sink.cut_held(marker) if may_cut else None
         if rest is None:
             return self.broken
+        told = "".join(self._told_late)
+        self._told_late = [told[: len(told) - len(rest)]]
         self._cuts += 1
         self.text = rest + self.text[self.at :]
         self.at = 0
@@ -507,7 +528,7 @@ class Machine:
         start, marker = self._call.escape.find(self.text, self.at, self.final)
         if start > self.at:
             self.sink.write(self.text[self.at : start])
-            self._tell("call", self.text[self.at : start])
+            self._tell_call(self.text[self.at : start])
             self.at = start
         if not marker:
             return None
@@ -583,10 +604,15 @@ class Machine:
 
     def _finish_body(self, body: Body) -> None:
         """The text ended inside a call."""
+        assert self._call is not None
+        if self.sink.is_open and (found := self._cut_held(self._call)) != self.broken:
+            self.state = found
+            return
         was_open = self.sink.is_open
         body.finish()
         if was_open or (self.sink.count and body.status is not BROKEN):
             self._body = None
+            self._flush_call()
             self._commit()
             self.state = self.content
         elif self._raw:

@@ -25,6 +25,7 @@ from nereid_parsers.format import (
     JsonObject,
     Messages,
     Policy,
+    PythonCalls,
     Reasoning,
     Shown,
     Stage,
@@ -377,13 +378,16 @@ class Machine:
     def _may_be_bare(self) -> bool:
         """Whether a call without a marker may begin here.
 
-        At the start it may; within text only JSON may that names a function which is offered.
+        At the start it may; within text only JSON, or a list of Python calls, may that names a
+        function which is offered.
         """
         if not self.has_spoken and not self.sink.count:
             return True
         bodies = [call.call.body for call in self.plan.bare]
         return bool(self.sink.tools.parameters) and any(
-            isinstance(body, JsonObject | JsonArray) for body in bodies
+            isinstance(body, JsonObject | JsonArray)
+            or (isinstance(body, PythonCalls) and bool(body.open))
+            for body in bodies
         )
 
     # ---- calls -----------------------------------------------------------------------------------

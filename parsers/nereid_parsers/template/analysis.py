@@ -126,7 +126,7 @@ def _format(
     tools: FoundTools,
     notes: list[str],
 ) -> Format:
-    ends = tuple(dict.fromkeys((*frame.ends, *tools.ends)))
+    ends = tuple(dict.fromkeys((*frame.ends, *tools.ends, *frame.inner_headers)))
     source = (Source("inferred from the chat template"),)
     try:
         layout = Sections(reasoning, wrapper, tools.part)

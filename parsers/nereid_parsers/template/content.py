@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nereid_parsers.format import Reasoning, Wrapper
-from nereid_parsers.template.difference import MARKER, Comparison, mirrored
+from nereid_parsers.template.difference import MARKER, Comparison, markers, mirrored
 from nereid_parsers.template.frame import Frame
 from nereid_parsers.template.probe import CONTENT, EOS, Scene, Turn
 
@@ -21,12 +21,12 @@ def compare_content(
         return hint, []
     at = body.find(CONTENT)
     before = without_reasoning(body[:at], reasoning).strip()
-    behind = _leading_markers(body[at + len(CONTENT) :])
+    behind = body[at + len(CONTENT) :]
     wrapper = hint
     if before:
-        close = behind.pop(0) if behind and _closes(behind[0], before, frame) else ""
-        wrapper = Wrapper(before, close)
-    ends = [marker for marker in behind[:1] if marker != EOS]
+        wrapper = Wrapper(before, _wrapper_close(behind, before, frame))
+        behind = behind.lstrip()[len(wrapper.close) :]
+    ends = [marker for marker in _leading_markers(behind)[:1] if marker != EOS]
     frame.ends = tuple(ends)
     finding = f"content stands between {wrapper.open!r} and {wrapper.close!r}" if wrapper else (
         "content is plain"
@@ -48,6 +48,18 @@ def without_reasoning(text: str, reasoning: Reasoning | None) -> str:
         if mark is None:
             return text
         text = bare[len(mark) :]
+
+
+def _wrapper_close(behind: str, opened: str, frame: Frame) -> str:
+    """What closes the content that `opened` opens, "" for nothing."""
+    seen = markers(opened)
+    if len(seen) > 1 and opened.startswith(seen[0]):  # `<|open|>response<|sep|>`
+        tail = opened[len(seen[0]) :]
+        found = behind.find(tail)
+        if 0 <= found <= len(opened):
+            return behind[: found + len(tail)].lstrip()
+    first = _leading_markers(behind)[:1]
+    return first[0] if first and _closes(first[0], opened, frame) else ""
 
 
 def _closes(marker: str, opened: str, frame: Frame) -> bool:

@@ -101,6 +101,8 @@ def mirrored(marker: str) -> list[str]:
     found = []
     if marker.startswith("<") and not marker.startswith(("</", "<|", "<｜")):
         found.append("</" + marker[1:])
+    if marker.startswith("<|") and marker.endswith(">") and not marker.endswith("|>"):
+        found.append("<" + marker[2:-1] + "|>")
     if marker.startswith("["):
         found.append("[/" + marker[1:])
     if marker.startswith(("<|", "<｜")):
@@ -112,4 +114,6 @@ def mirrored(marker: str) -> list[str]:
 def unmirrored(marker: str) -> list[str]:
     """How the marker that `marker` closes may be spelled."""
     found = [marker.replace("/", "", 1)] if marker[:3].count("/") else []
+    if marker.endswith("|>") and not marker.startswith("<|"):
+        found.append("<|" + marker[1:-2] + ">")
     return found + [marker.replace(one, other) for other, one in _PAIRS if one in marker]

@@ -49,6 +49,7 @@ class Frame:
     openings   the generation prompts that the switches give, the default first.
     ends       the markers that end a turn.
     trail      what the template writes behind the last message whatever it is.
+    inner_headers   headers that the model writes itself, between the parts of one message.
     """
 
     prober: Prober
@@ -56,6 +57,7 @@ class Frame:
     openings: list[Opening] = field(default_factory=list)
     ends: tuple[str, ...] = ()
     trail: str = ""
+    inner_headers: tuple[str, ...] = ()
 
     def raw_body(self, scene: Scene) -> str | None:
         """What follows the turn's header in a rendered scene, to the end."""

@@ -218,10 +218,15 @@ class Prober:
         for shape in _shapes():
             self.shape = shape
             text = self.text(scene)
-            if text is not None and shows_call(text):
+            if text is not None and shows_call(self._new_text(text)):
                 return True
         self.shape = Shape()
         return False
+
+    def _new_text(self, text: str) -> str:
+        """What a message added to the conversation: its tools are listed elsewhere."""
+        bare = self.text(Scene(tools=True)) or ""
+        return drop_common_end(after(text, USER), after(bare, USER))
 
     def variants(self) -> list[tuple[Switches, str]]:
         """(template variables, system message) in which the thinking switches take their values."""
@@ -299,12 +304,11 @@ def _as_blocks(turn: Turn) -> dict[str, Any]:
 
 def shows_call(text: str) -> bool:
     """Whether a rendering shows the probe's call, neither as Python's repr nor as escaped JSON."""
-    at = text.rfind(FIRST)
-    rest = text[at:]
+    at = text.find(FIRST)
     shown = (KEY, VALUE, OTHER_KEY, OTHER_VALUE)
-    if at < 0 or not all(word in rest for word in shown):
+    if at < 0 or not all(word in text[at:] for word in shown):
         return False
-    return f"'{KEY}'" not in rest and f'\\"{KEY}' not in rest and "None" not in text[at - 40 : at]
+    return f"'{KEY}'" not in text and f'\\"{KEY}' not in text and "None" not in text[:at]
 
 
 def _copy(value: Any) -> Any:  # noqa: ANN401  # JSON

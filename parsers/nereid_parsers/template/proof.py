@@ -67,7 +67,7 @@ def _output(frame: Frame, reasoning: FoundReasoning, scene: Scene) -> tuple[str 
     body = body.replace(NUMBER_MARK, "0").replace(ID_MARK, "zq7id0000")
     opened = frame.opened(prompt).strip()
     if opened and body.lstrip().startswith(opened):
-        return body.lstrip()[len(opened) :], prompt
+        body = body.lstrip()[len(opened) :]
     part = reasoning.part
     if part is None or part.close.strip() in opened or part.close.strip() in body:
         return body, prompt

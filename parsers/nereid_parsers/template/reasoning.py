@@ -83,7 +83,8 @@ def compare_reasoning_presence(frame: Frame, found: FoundReasoning) -> None:
     before, behind = body[:at], body[at + len(REASON) :]
     stop = CONTENT if scene.turn.content else FIRST
     between = behind[: behind.find(stop)] if stop in behind else frame.without_end(behind)
-    opened, closed = _opening_marker(frame, before), _closing_marker(between)
+    opened = _opening_marker(frame, before)
+    closed = _closing_marker(between, opened)
     left = frame.prober.text(replace(scene, turn=replace(scene.turn, reasoning=""))) or ""
     right = frame.prober.text(scene) or ""
     if not closed.strip():
@@ -96,7 +97,10 @@ def compare_reasoning_presence(frame: Frame, found: FoundReasoning) -> None:
         found.undecided.append(f"R1: {closed!r} closes reasoning, but nothing opens it")
         return
     found.part = Reasoning(opened, closed)
-    found.wrapper = _wrapper(between[len(closed) :], behind) if stop == CONTENT else None
+    rest = between[len(closed) :].replace(frame.header.strip() or "\0", "")
+    found.wrapper = _wrapper(rest, behind) if stop == CONTENT else None
+    if frame.header.strip() and frame.header.strip() in between:
+        frame.inner_headers = (frame.header.strip(),)
     words = f"reasoning stands between {opened!r} and {closed!r}"
     found.comparisons.append(
         Comparison("R1 reasoning presence", "the message has reasoning", left, right, words)
@@ -150,16 +154,32 @@ def _fields(frame: Frame, scene: Scene) -> tuple[str, ...]:
 def _opening_marker(frame: Frame, before: str) -> str:
     """What opens reasoning that `before` precedes; the prompt may have written it."""
     if before.strip():
-        found = list(MARKER.finditer(before))
-        at = found[-1].start() if found else 0
-        if found and before[found[-1].end() :].strip():
-            at = found[-1].end()  # words, not a marker, open it
-        lead = before[:at]
-        return before[len(lead.rstrip()) :] if found else before.lstrip("\n")
+        return _last_marker(before)
     for opening in frame.openings:
         if opened := _first_opened(opening.opened):
             return opened
     return ""
+
+
+def _last_marker(before: str) -> str:
+    """The marker, or words, at the end of a text, with the blanks around."""
+    found = list(MARKER.finditer(before))
+    if not found:
+        return before.lstrip("\n")
+    last = found[-1]
+    words = before[last.end() :]
+    at = last.start()
+    if words.strip() and words[0].isspace():
+        at = last.end()  # words, not a marker, open it
+    elif not words.strip() and _is_generic(last.group()):
+        at = len(before) - len(before.rstrip().split()[-1] + words)  # `<|open|>think<|sep|>`
+    lead = before[:at]
+    return before[len(lead.rstrip()) :]
+
+
+def _is_generic(marker: str) -> bool:
+    """Whether a marker only ends another: nothing mirrors it, and its name says nothing."""
+    return not mirrored(marker) or "sep" in marker
 
 
 def _first_opened(opened: str) -> str:
@@ -174,8 +194,16 @@ def _first_opened(opened: str) -> str:
     return opened[: first.end()] + behind[: len(behind) - len(behind.lstrip())]
 
 
-def _closing_marker(between: str) -> str:
-    """The first marker in what follows the reasoning, with the blanks around it."""
+def _closing_marker(between: str, opened: str) -> str:
+    """The first marker in what follows the reasoning, with the blanks around it.
+
+    Where several markers and words make one (`<|open|>think<|sep|>`), it ends as the opening does.
+    """
+    seen = markers(opened)
+    if len(seen) > 1:
+        tail = opened.strip()[len(seen[0]) :]
+        at = between.find(tail)
+        return between[: at + len(tail)] if at >= 0 else between
     found = MARKER.search(between)
     if found is None or between[: found.start()].strip():
         return between if found is None else between[: found.start()]
@@ -198,11 +226,7 @@ def _wrapper(rest: str, behind: str) -> Wrapper | None:
 def compare_thinking_switch(frame: Frame, found: FoundReasoning) -> None:
     """R2: what the generation prompt opens, or opens and closes, as a switch is turned."""
     for opening in frame.openings:
-        seen = markers(opening.opened)
-        if not seen:
-            continue
-        closed = seen[1] if len(seen) > 1 else ""
-        closed = closed or next(iter(_spelled(frame, mirrored(seen[0]))), "")
+        closed = _closed_in_prompt(frame, opening)
         if not closed:
             continue
         opened = _first_opened(opening.opened)
@@ -216,6 +240,20 @@ def compare_thinking_switch(frame: Frame, found: FoundReasoning) -> None:
             )
         )  # fmt: skip
         return
+
+
+def _closed_in_prompt(frame: Frame, opening: Opening) -> str:
+    """What closes the reasoning that a prompt opens, "" if it opens none."""
+    seen = markers(opening.opened)
+    if not seen:
+        return ""
+    is_named = looks_like_thinking(seen[0])
+    if len(seen) > 1 and (is_named or seen[1] in mirrored(seen[0])):
+        return seen[1]
+    if not is_named and opening.opened == frame.openings[0].opened:
+        return ""  # no switch changes it, and its name does not say that it is reasoning's
+    candidates = mirrored(seen[0])
+    return next(iter(_spelled(frame, candidates)), candidates[0] if is_named and candidates else "")
 
 
 def compare_instructions(frame: Frame, found: FoundReasoning) -> None:

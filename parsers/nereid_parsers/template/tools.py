@@ -191,7 +191,7 @@ def compare_content_before_call(frame: Frame, found: FoundTools) -> None:
     finding = "content comes first"
     if frame.header.strip() and frame.header.strip() in between:
         finding = "content and calls are turns of their own"
-        found.ends = (*found.ends, frame.header.strip())
+        frame.inner_headers = (frame.header.strip(),)
     found.comparisons.append(
         Comparison("T8 content before a call", "content", left, right, finding)
     )

@@ -8,12 +8,12 @@ from backend.tiny_models import VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from transformers import AutoModelForCausalLM
 
-MAX_TOKENS = 20
+MAX_TOKENS = 16
 PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 BLOCK_SIZE = 4
 
 
-def make_prompts(lengths=(1, 3, 11, 19, 28, 40)) -> list[list[int]]:
+def make_prompts(lengths=(1, 5, 11, 19, 28, 40)) -> list[list[int]]:
     rng = random.Random(7)
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 

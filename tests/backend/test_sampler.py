@@ -57,7 +57,7 @@ def slow_probs(logits, params):
 def test_draws_follow_the_distribution_by_its_definition(params):
     torch.manual_seed(1)
     logits = torch.randn(VOCAB) * 2
-    count = 20_000
+    count = 8_000
     requests = [make_request(seed=i, **params) for i in range(count)]
     tokens = torch.tensor([s.token_ids[0] for s in sample(logits.expand(count, -1), requests)])
     seen = torch.bincount(tokens, minlength=VOCAB).double() / count

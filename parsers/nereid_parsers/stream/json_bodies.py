@@ -395,6 +395,6 @@ class ArrayBody(Body):
         """Nothing more comes; see Body.finish."""
         if self._inner is not None:
             self._inner.finish()
-            self._inner = None
+            self.status = self._inner.status
         else:
-            super().finish()
+            self.status = DONE if self._opened and self.sink.count else BROKEN

@@ -66,7 +66,7 @@ class PythonBody(Body):
         if text[inside] != ")":
             keyword = _KEYWORD(text, inside)
             equals = skip_blanks(text, keyword.end()) if keyword else inside
-            if keyword is not None and equals == len(text):
+            if keyword is not None and equals + 1 >= len(text):
                 return self._await(text, at)
             if keyword is None or text[equals] != "=" or text.startswith("==", equals):
                 return self._break(at)

@@ -1,0 +1,80 @@
+"""The command line, as a person uses it."""
+
+import io
+import json
+
+import pytest
+from nereid_parsers.__main__ import main
+
+TEXT = (
+    '<think>\nhm\n</think>\n\nok\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+)
+
+
+@pytest.fixture
+def transcript(tmp_path):
+    path = tmp_path / "text"
+    path.write_text(TEXT, encoding="utf-8")
+    return str(path)
+
+
+def test_formats_are_listed(capsys):
+    assert main(["formats"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["reasoning", "qwen3"] for line in lines)
+    assert any(line.split()[:2] == ["tools", "hermes"] for line in lines)
+
+
+def test_formats_are_listed_as_a_table(capsys):
+    assert main(["formats", "--table"]) == 0
+    assert "| hermes (= qwen, qwen25, qwen3_json) | tools |" in capsys.readouterr().out
+
+
+def test_a_transcript_is_shown_as_a_message(capsys, transcript):
+    assert main(["parse", "--format", "qwen3+hermes", transcript]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(TEXT)
+    assert "reasoning  'hm'" in out
+    assert "content    'ok'" in out
+    assert 'call       f {"a": 1}  (call_0)' in out
+
+
+def test_a_transcript_is_shown_as_events(capsys, transcript):
+    assert main(["parse", "--format", "qwen3+hermes", "--stream", "4", transcript]) == 0
+    out = capsys.readouterr().out
+    assert "reasoning  'hm'" in out
+    assert "call 0     f" in out
+    assert out.rstrip().endswith("> end")
+
+
+def test_reasons_and_colours_are_shown(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO('<tool_call>no <tool_call>{"name": "f", "argume'))
+    flags = ["--format", "hermes", "--stream", "100", "--colour", "always"]
+    assert main(["parse", *flags, "-"]) == 0
+    out = capsys.readouterr().out
+    assert "no call follows the marker" in out
+    assert "cut off" in out
+    assert "\x1b[32m" in out
+
+
+def test_tools_prompt_and_policy_are_taken(capsys, tmp_path, transcript):
+    tools, prompt = tmp_path / "tools", tmp_path / "prompt"
+    tools.write_text(json.dumps([{"type": "function", "function": {"name": "f"}}]))
+    prompt.write_text("<think>\n")
+    flags = ["--tools", str(tools), "--prompt", str(prompt), "--strict"]
+    assert main(["parse", "--format", "qwen3+hermes", *flags, transcript]) == 0
+    assert "call       f" not in capsys.readouterr().out  # text before it makes it content
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--format", "nope"], ["--format", "hermes", "--stream", "0"], ["--format", "qwen3+nope"]],
+)
+def test_mistakes_end_with_one_line(capsys, transcript, arguments):
+    assert main(["parse", *arguments, transcript]) == 2
+    assert capsys.readouterr().err.startswith("nereid_parsers: ")
+
+
+def test_a_missing_file_ends_with_one_line(capsys):
+    assert main(["parse", "--format", "hermes", "/no/such/file"]) == 2
+    assert "no/such/file" in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""Cases that were rendered through real chat templates, where the folder with them is at hand.
+
+It stands beside the repository, or where NEREID_CONFORMANCE says; without it these are skipped.
+"""
+
+import importlib.util
+import json
+import random
+
+import pytest
+from nereid_parsers import fold, get_format
+from parsers.support import conformance, stream_at
+
+FOLDER = conformance()
+pytestmark = pytest.mark.skipif(FOLDER is None, reason="the conformance cases are not at hand")
+
+# The template renders content before a call into the channel that reasoning has, so that the text
+# is the same as that of a case with reasoning: no parser can tell them apart.
+INDISTINCT = {"openai-gpt-oss-120b.jinja::content_then_tool"}
+
+
+def load():
+    """(format names by template, cases by template) of the judged cases that have names."""
+    if FOLDER is None:
+        return {}, {}
+    names = json.loads((FOLDER / "named.json").read_text(encoding="utf-8"))
+    cases: dict[str, list] = {}
+    for line in (FOLDER / "roundtrip.jsonl").read_text(encoding="utf-8").splitlines():
+        case = json.loads(line)
+        if case["template"] in names and not case.get("ambiguous"):
+            cases.setdefault(case["template"], []).append(case)
+    return names, cases
+
+
+NAMES, CASES = load()
+
+
+def differences(expected, got):
+    spec = importlib.util.spec_from_file_location("conformance_score", FOLDER / "score.py")
+    score = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(score)
+    return score.differences(expected, got)
+
+
+@pytest.mark.parametrize("template", sorted(CASES))
+def test_every_judged_case_of_a_template_passes_whole_by_character_and_at_random_cuts(template):
+    fmt = get_format(**NAMES[template])
+    rng = random.Random(template)
+    for case in CASES[template]:
+        if case["id"] in INDISTINCT:
+            continue
+        text = case["output"]
+        some = rng.sample(range(1, len(text)), min(len(text) - 1, len(text) // 6))
+        for cuts in ([], range(1, len(text)), some):
+            message = fold(stream_at(fmt, text, cuts, tools=case["tools"], prompt=case["prompt"]))
+            got = {
+                "reasoning": message.reasoning,
+                "content": message.content,
+                "tool_calls": [
+                    {"name": call.name, "arguments": call.arguments} for call in message.tool_calls
+                ],
+            }
+            assert differences(case["expected"], got) == [], case["id"]

@@ -1,0 +1,362 @@
+"""The structural tag: what it asks for, and that what it lets through parses back."""
+
+import itertools
+import json
+import random
+
+import pytest
+from nereid_parsers import ConstraintError, fold, get_format, parse
+from nereid_parsers.constrain import Request, structural_tag
+from nereid_parsers.constrain_schema import unenforced
+from nereid_parsers.format import (
+    Call,
+    Format,
+    JsonArguments,
+    JsonArray,
+    JsonObject,
+    Keys,
+    Messages,
+    PythonCalls,
+    Route,
+    Sections,
+    Stage,
+    TaggedArguments,
+    ToolSection,
+)
+from parsers.support import all_formats, markers_of, tool
+
+TOOLS = [
+    tool("get_weather", ["city"], city={"type": "string"}, days={"type": "integer"}),
+    tool(
+        "set_flags",
+        ["on"],
+        on={"type": "boolean"},
+        tags={"type": "array", "items": {"type": "string"}, "maxItems": 2},
+        mode={"type": "string", "enum": ["a", "b c"]},
+        note={"type": ["integer", "null"]},
+        at={
+            "type": "object",
+            "properties": {"x": {"type": "integer"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    ),
+    tool("list_alarms", []),
+    tool("maybe", [], one={"type": "integer"}, two={"type": "string"}),
+]
+STRICT_TOOLS = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
+NAMES = {one["function"]["name"] for one in TOOLS}
+ANSWER = {
+    "type": "json_schema",
+    "json_schema": {
+        "schema": {
+            "type": "object",
+            "properties": {"x": {"type": "integer"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+HERMES = get_format("hermes")
+THINKER = get_format(reasoning="qwen3", tools="hermes")
+
+# Calls stand inside content messages there, which has no constraint yet.
+CANNOT_CALL = {"muse"}
+FORMATS = [fmt for fmt in all_formats() if fmt.layout.tools or not isinstance(fmt.layout, Sections)]
+
+
+def fits(call):
+    """Whether a call's arguments are of the types that its schema gives them."""
+    arguments = json.loads(call.arguments)
+    kinds = {
+        "city": str, "days": int, "on": bool, "tags": list, "note": int | None, "at": dict,
+        "one": int, "two": str,
+    }  # fmt: skip
+    for key, value in arguments.items():
+        if key == "mode":
+            assert value in ("a", "b c"), call
+        elif kinds[key] is int and isinstance(value, float):
+            assert value == int(value), call
+        else:
+            assert isinstance(value, kinds[key]), call
+    needed = {"get_weather": "city", "set_flags": "on"}.get(call.name)
+    assert needed is None or needed in arguments, call
+
+
+class Walker:
+    """Random legal token paths through a tag, over bytes and the format's own markers."""
+
+    def __init__(self, fmt, tag, seed):
+        self.xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
+        markers = {marker.strip().partition("{")[0].encode() for marker in markers_of(fmt)}
+        long = sorted(marker for marker in markers if len(marker) > 1)
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *long, b"</s>"]
+        self.stop = len(self.tokens) - 1
+        info = self.xgrammar.TokenizerInfo(
+            self.tokens, self.xgrammar.VocabType.RAW, stop_token_ids=[self.stop]
+        )
+        compiler = self.xgrammar.GrammarCompiler(info, max_threads=1)
+        self.compiled = compiler.compile_structural_tag(json.dumps(tag))
+        self.random = random.Random(seed)
+
+    def allowed(self, matcher, mask):
+        matcher.fill_next_token_bitmask(mask)
+        bits = mask[0].tolist()
+        return [token for token in range(len(self.tokens)) if bits[token >> 5] >> (token & 31) & 1]
+
+    def choose(self, allowed):
+        if self.stop in allowed and self.random.random() < 0.4:
+            return self.stop
+        readable = [t for t in allowed if 32 <= t < 127 or t == 10 or 256 <= t < self.stop]
+        allowed = readable or allowed
+        markers = [token for token in allowed if token >= 256]
+        closing = [token for token in allowed if self.tokens[token] in (b'"', b"}", b"]", b")")]
+        draw = self.random.random()
+        if markers and draw < 0.35:
+            return self.random.choice(markers)
+        if closing and draw < 0.6:
+            return self.random.choice(closing)
+        return self.random.choice([token for token in allowed if token != self.stop] or allowed)
+
+    def walk(self, limit=500):
+        """A text that ended within the limit, else None."""
+        matcher = self.xgrammar.GrammarMatcher(self.compiled)
+        mask = self.xgrammar.allocate_token_bitmask(1, len(self.tokens))
+        out = b""
+        for _ in range(limit):
+            if matcher.is_terminated():
+                return out.decode()
+            token = self.choose(self.allowed(matcher, mask))
+            assert matcher.accept_token(token)
+            if token == self.stop:
+                return out.decode()
+            out += self.tokens[token]
+        return None
+
+    def texts(self, wanted=4, tries=24):
+        """Some texts that ended."""
+        found = (text for text in (self.walk() for _ in range(tries)) if text is not None)
+        texts = list(itertools.islice(found, wanted))
+        assert texts, "no walk ended"
+        return texts
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])
+@pytest.mark.parametrize("single", [False, True], ids=["several", "single"])
+def test_required_calls_that_the_tag_lets_through_parse_back(fmt, single):
+    if fmt.name in CANNOT_CALL:
+        with pytest.raises(ConstraintError, match="cannot be constrained"):
+            fmt.structural_tag(TOOLS, "required")
+        return
+    tag = fmt.structural_tag(TOOLS, "required", parallel_tool_calls=not single)
+    for text in Walker(fmt, tag, seed=1).texts():
+        message = parse(text, format=fmt, tools=TOOLS)
+        assert not (message.content or "").strip(), text
+        assert len(message.tool_calls) == 1 if single else message.tool_calls, text
+        for call in message.tool_calls:
+            assert call.name in NAMES, text
+            fits(call)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])
+def test_calls_in_free_text_that_the_tag_lets_through_parse_back(fmt):
+    if fmt.name in CANNOT_CALL:
+        return
+    tag = fmt.structural_tag(STRICT_TOOLS, "auto")
+    for text in Walker(fmt, tag, seed=2).texts():
+        for call in parse(text, format=fmt, tools=STRICT_TOOLS).tool_calls:
+            assert call.name in NAMES, text
+            fits(call)
+
+
+@pytest.mark.parametrize("fmt", all_formats(), ids=[fmt.name for fmt in all_formats()])
+def test_json_answers_that_the_tag_lets_through_are_content(fmt):
+    tag = fmt.structural_tag(response_format=ANSWER)
+    for text in Walker(fmt, tag, seed=3).texts():
+        content = parse(text, format=fmt, tools=[]).content
+        if "append_think" in fmt.name:  # there the reasoning is shown too
+            content = content.rpartition("</think>")[2]
+        assert isinstance(json.loads(content)["x"], int), text
+
+
+def test_reasoning_that_the_prompt_opened_stays_free_up_to_its_end():
+    fmt = get_format(reasoning="deepseek_r1", tools="deepseek_v31")
+    prompt = "<｜Assistant｜><think>\n"
+    tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)
+    first = tag["format"]["elements"][0]
+    assert (first["begin"], first["end"]) == ("", "</think>")
+    for text in Walker(fmt, tag, seed=4).texts():
+        message = parse(text, format=fmt, tools=TOOLS, prompt=prompt)
+        assert message.tool_calls
+        assert "</think>" in text
+
+
+def test_reasoning_that_the_prompt_closed_is_not_opened_again():
+    tag = THINKER.structural_tag(TOOLS, "required", prompt="<think>\n\n</think>\n\n")
+    assert "<think>" not in json.dumps(tag)
+    assert "<think>" in json.dumps(THINKER.structural_tag(TOOLS, "required", prompt="assistant\n"))
+
+
+def test_a_reasoning_message_that_the_prompt_opened_stays_free():
+    fmt = get_format("gpt_oss")
+    prompt = "<|start|>assistant<|channel|>analysis<|message|>"
+    tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)
+    for text in Walker(fmt, tag, seed=5).texts():
+        assert parse(text, format=fmt, tools=TOOLS, prompt=prompt).tool_calls
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "answer", "parallel"),
+    [
+        (TOOLS, "auto", None, True),
+        (TOOLS, None, None, True),
+        (TOOLS, "none", None, True),
+        (STRICT_TOOLS, "none", None, False),
+        (None, None, None, True),
+        ([], "auto", {"type": "text"}, True),
+    ],
+)
+def test_nothing_is_constrained_where_nothing_is_asked(tools, choice, answer, parallel):
+    assert HERMES.structural_tag(tools, choice, answer, parallel_tool_calls=parallel) is None
+
+
+def test_a_single_call_is_enforced_even_when_it_is_optional():
+    tag = HERMES.structural_tag(TOOLS, "auto", parallel_tool_calls=False)
+    assert tag["format"]["stop_after_first"] is True
+
+
+def offered(tag):
+    return {name for name in NAMES if f'"{name}\\"' in json.dumps(tag) or name in json.dumps(tag)}
+
+
+def test_a_named_tool_is_the_only_one_and_called_once():
+    choice = {"type": "function", "function": {"name": "list_alarms"}}
+    tag = HERMES.structural_tag(TOOLS, choice)
+    assert offered(tag) == {"list_alarms"}
+    for text in Walker(HERMES, tag, seed=6).texts():
+        assert [call.name for call in parse(text, format=HERMES).tool_calls] == ["list_alarms"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_narrow_the_offer(mode):
+    names = [{"type": "function", "function": {"name": n}} for n in ("maybe", "list_alarms")]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}
+    tag = HERMES.structural_tag(STRICT_TOOLS, choice)
+    assert offered(tag) == {"maybe", "list_alarms"}
+
+
+def test_tools_and_a_json_answer_leave_the_choice_between_both():
+    tag = HERMES.structural_tag(TOOLS, "auto", ANSWER)
+    kinds = set()
+    for seed in range(8):
+        for text in Walker(HERMES, tag, seed).texts(2):
+            message = parse(text, format=HERMES, tools=TOOLS)
+            kinds.add(bool(message.tool_calls))
+            if not message.tool_calls:
+                assert "x" in json.loads(message.content)
+    assert kinds == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"tool_choice": "sometimes"}, "not auto, required or none"),
+        ({"tool_choice": "required", "tools": []}, "tools is empty"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "called 'no'"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "names no function"),
+        ({"tool_choice": {"type": "custom"}}, "not function or allowed_tools"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x"}}},
+            "not auto or required",
+        ),
+        ({"response_format": {"type": "xml"}}, "not text, json_object or json_schema"),
+        ({"tools": [{"type": "function", "function": {}}]}, "has no name"),
+    ],
+)
+def test_requests_that_mean_nothing_are_refused(kwargs, words):
+    arguments = {"tools": TOOLS, **kwargs}
+    with pytest.raises(ConstraintError, match=words):
+        HERMES.structural_tag(**arguments)
+
+
+def test_calls_need_a_tool_section_and_json_objects_are_answers():
+    with pytest.raises(ConstraintError, match="no tool section"):
+        get_format(reasoning="qwen3").structural_tag(TOOLS, "required")
+    tag = get_format(reasoning="qwen3").structural_tag(response_format={"type": "json_object"})
+    assert '"type": "object"' in json.dumps(tag)
+
+
+def test_reasoning_without_an_end_cannot_be_constrained():
+    plain = Messages("<s>", "<h>", (Route(Stage.REASONING, "r"), Route(Stage.CALLS, "{name}")))
+    request = Request.of(TOOLS, "required", None, True)
+    for layout in (plain, Sections(tools=HERMES.layout.tools)):
+        with pytest.raises(ConstraintError, match="no end marker"):
+            structural_tag(Format("m", layout), request, Stage.REASONING)
+    with pytest.raises(ConstraintError, match="no message holds content"):
+        Format("m", plain).structural_tag(response_format=ANSWER)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(JsonArguments(), open="<c>", head="{name}{rest}>"),
+        Call(TaggedArguments("<{key} {word}>", "</>"), open="<c>", head="{name}>"),
+        Call(JsonObject(Keys(id="id", order=("name", "arguments", "id"))), open="<c>"),
+    ],
+)
+def test_what_a_format_leaves_open_cannot_be_written(call):
+    with pytest.raises(ConstraintError):
+        Format("f", Sections(tools=ToolSection((call,)))).structural_tag(TOOLS, "required")
+
+
+@pytest.mark.parametrize("body", [JsonArray(), PythonCalls()])
+def test_prose_stays_possible_beside_calls_that_only_a_bracket_opens(body):
+    fmt = Format("f", Sections(tools=ToolSection((Call(body),))))
+    options = fmt.structural_tag(STRICT_TOOLS, "auto")["format"]["elements"]
+    assert options[1]["elements"][0]["pattern"] == r"[^\[\s]"
+
+
+SCHEMAS = [
+    ({"type": "string"}, []),
+    ({"not": {}}, ["not at $"]),
+    ({"properties": {"a": {"uniqueItems": True}}}, ["uniqueItems at $.properties.a"]),
+    ({"items": {"multipleOf": 2}}, ["multipleOf at $.items"]),
+    ({"anyOf": [{"if": {}}]}, ["if at $.anyOf[0]"]),
+    ({"allOf": [{}, {}]}, ["allOf of 2 parts at $"]),
+    ({"oneOf": [{"type": "string"}, {"type": "string"}]}, ["oneOf whose parts may overlap at $"]),
+    ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, []),
+    ({"oneOf": [{"const": 1}, {"const": 2}]}, []),
+    ({"oneOf": [{}, True]}, ["oneOf whose parts may overlap at $"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "found"), SCHEMAS)
+def test_keywords_that_would_be_passed_over_are_found(schema, found):
+    assert unenforced(schema) == found
+
+
+def test_strict_requests_refuse_them_others_log_them(caplog):
+    loose = [tool("f", ["a"], a={"type": "array", "uniqueItems": True})]
+    strict = [{**loose[0], "function": {**loose[0]["function"], "strict": True}}]
+    with pytest.raises(ConstraintError, match=r"uniqueItems at \$.properties.a"):
+        HERMES.structural_tag(strict, "auto")
+    HERMES.structural_tag(loose, "required")
+    assert "uniqueItems" in caplog.text
+    spec = {"schema": {"not": {}}, "strict": True}
+    with pytest.raises(ConstraintError, match="not at"):
+        HERMES.structural_tag(response_format={"type": "json_schema", "json_schema": spec})
+
+
+def test_references_inside_arguments_still_resolve():
+    one = tool("f", ["a"], a={"$ref": "#/$defs/A"})
+    one["function"]["parameters"]["$defs"] = {"A": {"type": "integer"}}
+    for name in ("qwen3_coder", "pythonic", "functiongemma"):
+        fmt = get_format(name)
+        tag = fmt.structural_tag([one], "required")
+        for text in Walker(fmt, tag, seed=7).texts():
+            message = parse(text, format=fmt, tools=[one])
+            assert all("a" in json.loads(call.arguments) for call in message.tool_calls)
+
+
+def test_fold_of_nothing_is_an_empty_message():
+    assert fold([]).tool_calls == []

@@ -1,0 +1,75 @@
+"""Declarations: a part that cannot be right is refused where it is made."""
+
+import pytest
+from nereid_parsers import STRICT, FormatError, get_format
+from nereid_parsers.format import (
+    Call,
+    JsonArguments,
+    JsonObject,
+    Keys,
+    Messages,
+    Reasoning,
+    Route,
+    Slot,
+    Source,
+    Stage,
+    TaggedArguments,
+    ToolSection,
+    Wrapper,
+    pattern,
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Reasoning(" ", "</think>"), "open is blank"),
+        (lambda: Wrapper("", "\n"), "both markers are blank"),
+        (lambda: Keys("function..name"), "not a path"),
+        (lambda: Keys(order=("name",)), "must hold name"),
+        (lambda: Keys(order=("id", "name", "arguments")), "no id key"),
+        (lambda: TaggedArguments("<p>", "</p>"), "must show {key}"),
+        (lambda: TaggedArguments("<p={key}>", " "), "close is blank"),
+        (lambda: Call(JsonArguments()), "must show {name}"),
+        (lambda: Call(JsonObject(), head="{name}"), "the body holds the name"),
+        (lambda: Call(JsonObject(), head="{nonsense}"), "not a field"),
+        (lambda: Call(JsonObject(), head="{name"), "not a field"),
+        (lambda: Call(JsonArguments(), head="{name}{id}"), "nothing between"),
+        (lambda: ToolSection(()), "at least one spelling"),
+        (lambda: ToolSection((Call(JsonObject()),), close="</c>"), "without an open"),
+        (lambda: Route(Stage.CALLS, "to="), "must show {name}"),
+        (lambda: Messages(" ", "<m>", (Route(Stage.CONTENT, "a"),)), "start is blank"),
+        (lambda: Messages("<s>", "", (Route(Stage.CONTENT, "a"),)), "header_end is empty"),
+        (lambda: Messages("<s>", "<m>", ()), "at least one route"),
+    ],
+)
+def test_a_declaration_that_cannot_be_right_is_refused(make, words):
+    with pytest.raises(FormatError, match=words):
+        make()
+
+
+def test_patterns_split_into_literals_and_fields():
+    assert pattern("<f={name}>{{}}") == ("<f=", Slot("name"), ">{}")
+    assert pattern("") == ()
+
+
+@pytest.mark.parametrize(
+    ("call", "trigger"),
+    [
+        (Call(JsonObject(), open="<c>\n"), "<c>"),
+        (Call(JsonArguments(), head="<f={name}>"), "<f="),
+        (Call(JsonArguments(), head="{name}>"), ""),
+        (Call(JsonObject()), ""),
+    ],
+)
+def test_a_calls_trigger_is_its_first_marker(call, trigger):
+    assert call.trigger == trigger
+
+
+def test_formats_are_values():
+    fmt = get_format("hermes")
+    assert fmt.with_policy(STRICT).policy is STRICT
+    assert fmt.with_policy(fmt.policy) == fmt
+    assert hash(fmt) == hash(fmt.with_policy(fmt.policy))
+    assert str(Source("a", "2025")) == "a, 2025"
+    assert str(Source("a")) == "a"

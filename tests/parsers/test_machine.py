@@ -1,0 +1,469 @@
+"""The machine's finer points: what is held back, what is given back, what ends what."""
+
+import time
+
+import pytest
+from nereid_parsers import (
+    ContentDelta,
+    ReasoningDelta,
+    StreamParser,
+    ToolCallEnd,
+    ToolCallStart,
+    fold,
+    get_format,
+)
+from nereid_parsers.format import (
+    BareKeyArguments,
+    Call,
+    Format,
+    JsonArray,
+    JsonObject,
+    Keys,
+    Sections,
+    ToolSection,
+    Wrapper,
+)
+from parsers.support import TOOLS, calls, counted_ids, parsed, stream, tool
+
+HERMES = get_format("hermes")
+QWEN = get_format(reasoning="qwen3", tools="hermes")
+
+
+def fmt_of(*spellings, **section):
+    return Format("test", Sections(tools=ToolSection(spellings, **section)))
+
+
+def test_text_is_given_out_at_once_unless_it_may_become_a_marker():
+    parser = StreamParser(HERMES)
+    assert parser.feed("Hello") == [ContentDelta("Hello")]
+    assert parser.feed(" <tool") == []
+    assert parser.feed("box>") == [ContentDelta(" <toolbox>")]
+    assert parser.finish() == []
+
+
+def test_blanks_are_held_until_it_is_known_whether_a_marker_follows():
+    parser = StreamParser(HERMES)
+    assert parser.feed("Hi\n\n") == [ContentDelta("Hi")]
+    assert parser.feed("there") == [ContentDelta("\n\nthere")]
+    assert parser.feed(" \n") == []
+    assert parser.finish() == [ContentDelta(" \n")]
+
+
+def test_a_marker_cut_off_at_the_end_is_text():
+    assert parsed(HERMES, "so <tool_c", 1).content == "so <tool_c"
+
+
+def test_feeding_a_finished_parser_is_a_mistake_finishing_twice_is_not():
+    parser = StreamParser(HERMES)
+    parser.finish()
+    assert parser.finish() == []
+    with pytest.raises(ValueError, match="one message"):
+        parser.feed("x")
+
+
+def test_blank_lines_beside_markers_are_markup_indentation_is_not():
+    message = parsed(QWEN, "<think>\n\n hm \n</think>\n\n    code\n", 1)
+    assert (message.reasoning, message.content) == (" hm", "    code\n")
+
+
+def test_reasoning_may_follow_another_marker_but_not_text():
+    text = "<think>a</think><think>b</think>c<think>d</think>"
+    message = parsed(QWEN, text, 1)
+    assert (message.reasoning, message.content) == ("ab", "c<think>d</think>")
+
+
+def test_an_opening_marker_inside_reasoning_is_text():
+    assert parsed(QWEN, "<think>a <think> b</think>c", 1).reasoning == "a <think> b"
+
+
+def test_a_call_ends_reasoning_that_was_never_closed():
+    text = 'hm\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    message = parsed(QWEN, text, 1, prompt="<think>\n", tools=TOOLS)
+    assert message.reasoning == "hm"
+    assert calls(message) == [("f", {})]
+
+
+def test_a_marker_that_reasoning_only_mentions_does_not_end_it():
+    text = "I could write <tool_call> here.</think>No."
+    message = parsed(QWEN, text, 1, prompt="<think>\n")
+    assert (message.reasoning, message.content) == ("I could write <tool_call> here.", "No.")
+
+
+def test_end_of_turn_tokens_are_markup():
+    fmt = get_format(reasoning="deepseek_r1", tools="deepseek_v3")
+    text = "hm<｜end▁of▁sentence｜></think>yes<｜end▁of▁sentence｜>"
+    message = parsed(fmt, text, 1)
+    assert (message.reasoning, message.content) == ("hm", None) or message.content == "yes"
+
+
+def test_malformed_markup_becomes_content_that_says_why():
+    events = stream(HERMES, "<tool_call>no</tool_call>")
+    assert fold(events).content == "<tool_call>no</tool_call>"
+    assert events[0] == ContentDelta("<tool_call>", "no call follows the marker")
+
+
+def test_a_section_without_calls_is_given_back():
+    fmt = get_format("deepseek_v31")
+    text = "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>"
+    assert parsed(fmt, text, 1).content == text
+    assert parsed(fmt, "<｜tool▁calls▁begin｜>", 1).content == "<｜tool▁calls▁begin｜>"
+
+
+def test_a_call_without_arguments_has_an_empty_object():
+    message = parsed(HERMES, '<tool_call>{"name": "g"}</tool_call>', 1)
+    assert calls(message) == [("g", {})]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [('"{\\"a\\": 1}"', {"a": 1}), ("null", {}), ('""', {}), ('{"a": [1, {"b": "}"}]}', None)],
+)
+def test_arguments_in_other_json_clothes_are_undressed(arguments, expected):
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    got = calls(parsed(HERMES, text, 1))
+    assert got == [("f", expected if expected is not None else {"a": [1, {"b": "}"}]})]
+
+
+def test_closing_brackets_too_many_are_passed_over():
+    text = '<tool_call>{"name": "f", "arguments": {}}}</tool_call>after'
+    message = parsed(HERMES, text, 1)
+    assert (calls(message), message.content) == ([("f", {})], "after")
+
+
+def test_a_cut_off_call_is_ended_with_a_reason():
+    events = stream(HERMES, '<tool_call>{"name": "f", "arguments": {"a": "x', 1)
+    assert events[-1] == ToolCallEnd(0, "cut off")
+    assert fold(events).tool_calls[0].arguments == '{"a": "x'
+
+
+def test_a_cut_off_name_is_content():
+    assert parsed(HERMES, '<tool_call>{"name": "f', 1).content == '<tool_call>{"name": "f'
+
+
+def test_ids_are_the_models_where_it_writes_them_in_time():
+    fmt = get_format("mistral")
+    events = stream(fmt, "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}", 1)
+    assert events[0] == ToolCallStart(0, "abcdefghi", "f")
+    kimi = stream(
+        get_format("kimi_k2"),
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        1,
+    )
+    assert kimi[0] == ToolCallStart(0, "functions.f:3", "f")
+    late = stream(fmt, '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "late"}]', 1)
+    assert late[0] == ToolCallStart(0, "id0", "f")
+    early = stream(fmt, '[TOOL_CALLS][{"id": "early", "name": "f", "arguments": {}}]', 1)
+    assert early[0] == ToolCallStart(0, "early", "f")
+    number = stream(fmt, '[TOOL_CALLS][{"id": 7, "name": "f", "arguments": {}}]', 1)
+    assert number[0] == ToolCallStart(0, "id0", "f")
+
+
+def test_made_up_ids_differ():
+    parser = StreamParser(HERMES)
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
+    first, second = fold([*parser.feed(text), *parser.finish()]).tool_calls
+    assert first.id != second.id
+    assert first.id.startswith("call_")
+
+
+def test_names_in_nested_objects_are_found():
+    fmt = fmt_of(
+        Call(
+            JsonObject(Keys("function.name", "function.arguments", id="id")),
+            open="<c>",
+            close="</c>",
+        )
+    )
+    call = '{"name": "f", "arguments": {"a": "x"}}'
+    text = f'<c>{{"id": "i1", "type": "function", "function": {call}}}</c>'
+    events = stream(fmt, text, 1)
+    assert events[0] == ToolCallStart(0, "i1", "f")
+    assert calls(fold(events)) == [("f", {"a": "x"})]
+
+
+def test_a_broken_array_keeps_the_calls_that_it_had():
+    fmt = fmt_of(Call(JsonArray()), open="<s>", close="</s>")
+    message = parsed(fmt, '<s>[{"name": "f", "arguments": {}}, {"nam</s>more', 1)
+    assert calls(message) == [("f", {})]
+    assert message.content.endswith("more")
+
+
+def test_a_wrapper_may_have_one_marker_only():
+    layout = Sections(content=Wrapper("[BEGIN]\n", ""))
+    assert parsed(Format("w", layout), "[BEGIN]\nyes", 1).content == "yes"
+
+
+def test_a_bare_call_within_text_counts_only_if_its_function_is_offered():
+    fmt = get_format("llama3_json")
+    text = 'Here: {"name": "f", "parameters": {"a": "x"}} so.'
+    assert calls(parsed(fmt, text, 1, tools=TOOLS)) == [("f", {"a": "x"})]
+    assert parsed(fmt, text, 1, tools=None).content == text
+    other = text.replace('"f"', '"h"')
+    assert parsed(fmt, other, 1, tools=TOOLS).content == other
+
+
+def test_bare_json_is_an_answer_when_no_tools_are_offered():
+    fmt = get_format("llama3_json")
+    text = '{"name": "f", "parameters": {}}'
+    assert parsed(fmt, text, 1, tools=[]).content == text
+    assert calls(parsed(fmt, text, 1, tools=None)) == [("f", {})]
+
+
+def test_bare_keys_may_hold_every_kind_of_value():
+    fmt = fmt_of(Call(BareKeyArguments("<q>"), open="<c>", head="{name}", close="</c>"))
+    text = "<c>f{a:<q>x, {y}<q>,n:-1.5,b:true,z:null,l:[<q>p<q>,[]],o:{k:{}},e:<q><q>}</c>"
+    expected = {
+        "a": "x, {y}",
+        "n": -1.5,
+        "b": True,
+        "z": None,
+        "l": ["p", []],
+        "o": {"k": {}},
+        "e": "",
+    }
+    assert calls(parsed(fmt, text, 1)) == [("f", expected)]
+    broken = parsed(fmt, "<c>f{a:<q>x<q> b:1}</c>", 1)
+    assert calls(broken) == [("f", {"a": "x"})]
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("'it\\'s'", "it's"),
+        ('"""a "quoted" b"""', 'a "quoted" b'),
+        ("'\\x41\\u00e9\\n\\q\\/'", "Aé\n\\q/"),
+        ("'\\ud83d\\ude00'", "😀"),
+        ("''", ""),
+        ("(1, 2,)", [1, 2]),
+        ("{'k': {1: [True, None]}}", {"k": {"1": [True, None]}}),
+        ("[]", []),
+        ("{}", {}),
+        ("-1e3", -1000.0),
+        ("0x10", 16),
+        ("bare_word", "bare_word"),
+        ("'\\xZZ'", "\\xZZ"),
+    ],
+)
+def test_python_literals_become_json(written, value):
+    fmt = get_format("pythonic")
+    for size in (1, 2, 10**9):
+        assert calls(parsed(fmt, f"[f(v={written}, w=1)]", size)) == [("f", {"v": value, "w": 1})]
+
+
+@pytest.mark.parametrize("text", ["[f(1)]", "[f (a=1)]", "[f(a==1)]", "[f(a", "[f(", "[f", "[1]"])
+def test_python_that_is_no_keyword_call_is_content(text):
+    assert parsed(get_format("pythonic"), text, 1).content == text
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("[f(a=1 2)]", {"a": 1}),
+        ("[f(a=[1, 2)]", {"a": [1, 2]}),
+        ("[f(a={'b': 1 : 2})]", {"a": {"b": 1}}),
+        ("[f(a=1, 2)]", {"a": 1}),
+    ],
+)
+def test_python_that_breaks_off_leaves_json_arguments(text, arguments):
+    message = parsed(get_format("pythonic"), text, 1)
+    assert calls(message) == [("f", arguments)]
+
+
+def test_python_calls_may_be_followed_by_text():
+    message = parsed(get_format("pythonic"), "[f(a=1)] done", 1)
+    assert (calls(message), message.content.strip()) == ([("f", {"a": 1})], "done")
+
+
+TYPED = [
+    tool(
+        "f",
+        s={"type": "string"},
+        i={"type": "integer"},
+        n={"type": "number"},
+        b={"type": "boolean"},
+        o={"type": "object"},
+        l={"type": ["array", "null"]},
+        u={"anyOf": [{"type": "string"}, {"type": "null"}]},
+        m={"oneOf": [{"type": "integer"}, {"type": "string"}]},
+        e={"enum": ["1", "2"]},
+        c={"const": 5},
+        r={"$ref": "#/$defs/R"},
+        a={"allOf": [{"type": "integer"}, {"minimum": 1}]},
+        p={"properties": {}},
+        t={"items": {}},
+        k={"type": "integer", "nullable": True},
+        x={},
+        w={"type": "strange"},
+        q={"anyOf": [{}, {"type": "null"}]},
+        h={"type": "str"},
+    )
+]
+TYPED[0]["function"]["parameters"]["$defs"] = {"R": {"type": "boolean"}}
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("s", "12", "12"),
+        ("s", "null", "null"),
+        ("s", " x ", " x "),
+        ("i", "12", 12),
+        ("i", "9007199254740993", 9007199254740993),
+        ("i", "12 Main Street", "12 Main Street"),
+        ("i", "1.5", 1.5),
+        ("n", "2", 2),
+        ("n", "1_000", 1000),
+        ("b", "True", True),
+        ("b", "false", False),
+        ("b", "yes", "yes"),
+        ("o", '{"a": 1}', {"a": 1}),
+        ("o", "{'a': 1}", {"a": 1}),
+        ("o", "{broken", "{broken"),
+        ("l", "None", None),
+        ("l", "[1]", [1]),
+        ("u", "null", None),
+        ("u", "nullable", "nullable"),
+        ("u", "", ""),
+        ("m", "7", 7),
+        ("m", "seven", "seven"),
+        ("e", "1", "1"),
+        ("c", "5", 5),
+        ("r", "true", True),
+        ("a", "3", 3),
+        ("p", "{}", {}),
+        ("t", "[]", []),
+        ("k", "null", None),
+        ("x", "5", 5),
+        ("x", '"q"', '"q"'),
+        ("x", "hello", "hello"),
+        ("x", "true story", "true story"),
+        ("w", "[1", "[1"),
+        ("q", "null", None),
+        ("h", "1", "1"),
+        ("unknown", "", ""),
+    ],
+)
+def test_tagged_values_take_the_type_that_the_schema_gives_them(key, written, value):
+    text = (
+        f"<tool_call>\n<function=f>\n<parameter={key}>\n{written}\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    for size in (1, 3, 10**9):
+        message = parsed(get_format("qwen3_coder"), text, size, tools=TYPED)
+        assert calls(message) == [("f", {key: value})]
+
+
+def test_a_value_keeps_all_but_its_declared_padding():
+    value = "\n\n  x\n\n\n"
+    text = f"<tool_call>\n<function=f>\n<parameter=s>{value}</parameter>\n</function>\n</tool_call>"
+    assert calls(parsed(get_format("qwen3_coder"), text, 1, tools=TYPED)) == [
+        ("f", {"s": "\n  x\n\n"})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<tool_call>\n<function=f>\n<parameter=s>\nPar", '{"s": "Par'),
+        ("<tool_call>\n<function=f>\n<parameter=i>\n12", '{"i": 12'),
+        ("<tool_call>\n<function=f>\n<parameter=i>\n12\n</parameter>\n", '{"i": 12}'),
+        ("<tool_call>\n<function=f>\n", "{}"),
+    ],
+)
+def test_tagged_arguments_cut_off_stay_as_far_as_they_came(text, arguments):
+    message = parsed(get_format("qwen3_coder"), text, 1, tools=TYPED)
+    assert [call.arguments for call in message.tool_calls] == [arguments]
+
+
+def test_text_between_tagged_arguments_ends_the_call():
+    text = (
+        "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>\noops\n</function>\n</tool_call>"
+    )
+    message = parsed(get_format("qwen3_coder"), text, 1, tools=TYPED)
+    assert calls(message) == [("f", {"s": "x"})]
+    assert "oops" in message.content
+
+
+def test_malformed_tools_are_passed_over():
+    odd = [
+        {},
+        {"function": 3},
+        {"function": {"name": 4}},
+        {"name": "f", "parameters": None},
+        *TOOLS,
+    ]
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert calls(parsed(HERMES, text, tools=odd)) == [("f", {})]
+
+
+def test_two_calls_of_one_function_are_two_calls():
+    text = '<tool_call>{"name": "f", "arguments": {"a": "1"}}</tool_call>' * 2
+    events = stream(HERMES, text, 1)
+    assert [event.index for event in events if isinstance(event, ToolCallStart)] == [0, 1]
+
+
+def test_a_header_cut_off_is_markup_one_that_is_none_is_text():
+    fmt = get_format("gpt_oss")
+    assert parsed(fmt, "<|channel|>ana", 1) == fold([])
+    assert parsed(fmt, "<|start|>assistant", 1) == fold([])
+    assert parsed(fmt, "<|start|>user", 1).content == "<|start|>user"
+    assert parsed(fmt, "Hello.", 1).content == "Hello."
+
+
+def test_text_between_messages_is_content():
+    fmt = get_format("gpt_oss")
+    text = "<|channel|>analysis<|message|>a<|end|>b<|start|>assistant<|channel|>final<|message|>c"
+    message = parsed(fmt, text, 1)
+    assert (message.reasoning, message.content) == ("a", "bc")
+
+
+def test_built_in_tools_keep_their_full_name():
+    text = '<|channel|>commentary to=browser.search code<|message|>{"q": 1}<|call|>'
+    assert calls(parsed(get_format("gpt_oss"), text, 1)) == [("browser.search", {"q": 1})]
+
+
+def test_strict_messages_take_no_call_after_content():
+    from nereid_parsers import STRICT
+
+    text = (
+        "<|channel|>final<|message|>Hi<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f<|message|>{"a": 1}'
+    )
+    message = parsed(get_format("gpt_oss"), text, 1, policy=STRICT)
+    assert message.tool_calls == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " * 60_000,
+        "<" * 60_000,
+        "<tool_call>" * 6_000,
+        '<tool_call>{"name": "f", "arguments": {"a": "' + "\\" * 60_000,
+        '<tool_call>{"name": "f", "arguments": ' + "{" * 60_000,
+        '<tool_call>{"name": "f", "arguments": {"a":' + " " * 60_000,
+    ],
+    ids=["blanks", "beginnings", "markers", "escapes", "brackets", "blanks in JSON"],
+)
+def test_time_is_linear_even_for_text_made_to_be_slow(text):
+    parser = StreamParser(HERMES, new_id=counted_ids())
+    begun = time.process_time()
+    for char in text:
+        parser.feed(char)
+    parser.finish()
+    assert time.process_time() - begun < 60e-6 * len(text)
+
+
+def test_deeply_nested_arguments_do_no_harm():
+    depth = 5_000
+    text = "[f(a=" + "[" * depth + "]" * depth + ")]"
+    assert parsed(get_format("pythonic"), text).tool_calls
+    value = "[" * depth + "]" * depth
+    text = f"<tool_call>\n<function=f>\n<parameter=o>{value}</parameter>\n</function>\n</tool_call>"
+    assert parsed(get_format("qwen3_coder"), text, tools=TYPED).tool_calls
+
+
+def test_events_are_values():
+    assert ReasoningDelta("a") == ReasoningDelta("a")
+    assert ReasoningDelta("a") != ContentDelta("a")

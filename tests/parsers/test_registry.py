@@ -1,0 +1,142 @@
+"""Names: both ecosystems' spellings, pairs, and what is refused."""
+
+import pytest
+from nereid_parsers import FormatError, UnknownFormatError, format_names, get_format
+from nereid_parsers.format import STRICT, Messages, Sections
+from nereid_parsers.formats.names import (
+    REASONING_ALIASES,
+    REASONING_MODULES,
+    TOOL_ALIASES,
+    TOOL_MODULES,
+)
+from nereid_parsers.formats.registry import listing, reasoning_entry, tool_entry
+
+FIRST_REASONING = [
+    "deepseek-r1",
+    "deepseek-v3",
+    "glm45",
+    "gpt-oss",
+    "kimi",
+    "kimi_k2",
+    "qwen3",
+    "qwen3-thinking",
+    "minimax",
+    "minimax-append-think",
+    "step3",
+    "nano_v3",
+    "interns1",
+]
+FIRST_TOOLS = [
+    "deepseekv3",
+    "deepseekv31",
+    "deepseekv32",
+    "glm",
+    "glm45",
+    "glm47",
+    "gpt-oss",
+    "kimi_k2",
+    "llama3",
+    "mimo",
+    "mistral",
+    "pythonic",
+    "qwen",
+    "qwen25",
+    "qwen3_coder",
+    "step3",
+    "minimax-m2",
+    "interns1",
+]
+
+
+@pytest.mark.parametrize("name", FIRST_REASONING)
+def test_the_reasoning_names_that_everyone_uses_are_there(name):
+    assert get_format(reasoning=name).name == name.replace("-", "_")
+
+
+@pytest.mark.parametrize("name", FIRST_TOOLS)
+def test_the_tool_names_that_everyone_uses_are_there(name):
+    assert get_format(tools=name).sources
+
+
+def test_hyphens_and_underscores_are_equal():
+    assert get_format(tools="minimax-m2") == get_format(tools="minimax_m2")
+    assert get_format("gpt-oss") == get_format("gpt_oss")
+
+
+def test_aliases_name_the_same_parts():
+    assert get_format(tools="qwen3_xml").layout == get_format(tools="qwen3_coder").layout
+    assert get_format(tools="deepseekv31").layout == get_format(tools="deepseek_v31").layout
+    assert get_format(reasoning="nemotron_3").layout == get_format(reasoning="nano_v3").layout
+
+
+def test_a_lone_name_means_all_that_it_stands_for():
+    both = get_format("mistral").layout
+    assert both.reasoning is not None
+    assert both.tools is not None
+    assert get_format("hermes").layout.reasoning is None
+    assert get_format("deepseek_r1").layout.tools is None
+
+
+def test_two_names_make_one_format():
+    fmt = get_format(reasoning="deepseek_r1", tools="deepseek_v31")
+    assert isinstance(fmt.layout, Sections)
+    assert fmt.layout.reasoning == get_format("deepseek_r1").layout.reasoning
+    assert fmt.layout.tools == get_format(tools="deepseek_v31").layout.tools
+    assert len(fmt.sources) == 2
+
+
+def test_two_halves_of_one_message_format_combine():
+    assert isinstance(get_format(reasoning="openai_gptoss", tools="openai").layout, Messages)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"reasoning": "gpt_oss", "tools": "hermes"},
+        {"reasoning": "qwen3", "tools": "gpt_oss"},
+        {"reasoning": "gpt_oss", "tools": "muse"},
+    ],
+)
+def test_a_message_format_combines_with_nothing_else(names):
+    with pytest.raises(FormatError, match="do not combine"):
+        get_format(**names)
+
+
+def test_a_tool_name_may_bring_its_familys_reasoning():
+    assert get_format(tools="granite").layout.reasoning is not None
+
+
+@pytest.mark.parametrize("kwargs", [{"name": "qwen3_codr"}, {"reasoning": "qwen"}, {"tools": "no"}])
+def test_an_unknown_name_is_an_error_that_helps(kwargs):
+    with pytest.raises(UnknownFormatError, match="no format is called") as caught:
+        get_format(**kwargs)
+    if "name" in kwargs:
+        assert "qwen3_coder" in str(caught.value)
+    assert str(UnknownFormatError()) == ""
+
+
+def test_names_must_be_given_one_way():
+    with pytest.raises(FormatError, match="not both"):
+        get_format("qwen3", tools="hermes")
+    with pytest.raises(FormatError, match="needs a name"):
+        get_format()
+
+
+def test_a_policy_can_be_asked_for():
+    assert get_format("deepseek_v3", policy=STRICT).policy is STRICT
+
+
+def test_every_name_listed_can_be_had_and_cites_its_source():
+    for name in format_names():
+        assert get_format(name).sources[0].text
+    for row in listing():
+        entry = reasoning_entry if row.kind == "reasoning" else tool_entry
+        assert str(entry(row.name).source) == str(row.source)
+        assert row.source.date
+
+
+def test_aliases_lead_to_names_that_exist():
+    assert set(REASONING_ALIASES.values()) <= set(REASONING_MODULES)
+    assert set(TOOL_ALIASES.values()) <= set(TOOL_MODULES)
+    assert not set(REASONING_ALIASES) & set(REASONING_MODULES)
+    assert not set(TOOL_ALIASES) & set(TOOL_MODULES)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -17,6 +18,7 @@ from nereid_client.deltas import Delta
 from nereid_client.errors import BackendError
 
 _READY_TIMEOUT_S = 2.0
+_END_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -76,19 +78,31 @@ class TritonBackend:
         self._url = url
         self._ensemble = ensemble
         self._client = triton_grpc.InferenceServerClient(url)
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
-        """See `Backend.generate`."""
+        """See `Backend.generate`.
+
+        Closing it before the last delta cancels the gRPC stream; after that the stream is left to
+        end by itself. Server 2.51 can crash when a cancel meets the end of a stream (its issues
+        7368 and 8034), and many clients hang up at the sight of a finish reason.
+        """
         stream = self._client.stream_infer(
             _once(self._request(generation)),
             # Without this header an error is text in the stream and its code is lost.
             headers={"triton_grpc_error": "true"},
         )
+        is_over = False
         try:
             async for result, error in stream:
                 if error is not None:
                     raise BackendError("INTERNAL", str(error))
                 delta = _decode_response(result.get_response(), generation.with_text)
+                if "finish_reason" in delta:
+                    is_over = True
+                    self._let_end(stream)
+                    yield delta
+                    return
                 if delta:
                     yield delta
         except grpc.RpcError as error:
@@ -100,7 +114,8 @@ class TritonBackend:
                 raise BackendError("CANCELLED", "the gRPC stream was cancelled") from None
             raise
         finally:
-            stream.cancel()  # a stream that has ended takes no notice
+            if not is_over:
+                stream.cancel()  # a stream that has ended takes no notice
 
     async def is_live(self) -> bool:
         """See `Backend.is_live`."""
@@ -120,7 +135,13 @@ class TritonBackend:
 
     async def close(self) -> None:
         """See `Backend.close`."""
+        await asyncio.gather(*self._ending)
         await self._client.close()
+
+    def _let_end(self, stream: Any) -> None:  # noqa: ANN401 - untyped library
+        task = asyncio.create_task(_drain(stream))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def _request(self, generation: Generation) -> dict[str, Any]:
         outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
@@ -137,6 +158,14 @@ class TritonBackend:
         if code == "UNAVAILABLE" and "failed to connect" in details:
             details = f"the Triton server at {self._url} can't be reached; is it running?"
         return BackendError(code, details)
+
+
+async def _drain(stream: Any) -> None:  # noqa: ANN401 - untyped library
+    """Read what follows the last delta: the end of the stream, of which nobody needs to know."""
+    with suppress(grpc.RpcError, TimeoutError):
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            async for _ in stream:
+                pass
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

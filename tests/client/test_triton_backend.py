@@ -7,6 +7,7 @@ import pytest
 from fakes.live_frontend import free_port
 from fakes.live_server import serve
 from nereid_client.backends import Generation, TritonBackend, decode_strings
+from nereid_client.deltas import fold
 from nereid_client.errors import BackendError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.triton]
@@ -45,10 +46,10 @@ async def test_every_kind_of_prompt_arrives(backend):
     assert [delta.get("text") for delta in deltas] == ["één ", "två", None]
     assert deltas[-1]["finish_reason"] == "stop"
     ids = Generation("request", input_ids=(7, 8))
-    assert (await anext(backend.generate(ids)))["content"] == "7 "
+    assert (await fold(backend.generate(ids)))["content"] == "7 8"
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
     chat = Generation("request", chat_request=body)
-    assert (await anext(backend.generate(chat)))["content"] == "hi"
+    assert (await fold(backend.generate(chat)))["content"] == "hi"
 
 
 async def test_sampling_parameters_arrive_and_raw_text_comes_only_when_asked_for(backend):
@@ -91,6 +92,20 @@ async def test_cancelling_the_reading_task_cancels_the_request_on_the_server(bac
     async with asyncio.timeout(3):
         while "nereid: to-be-cancelled was cancelled" not in server.lines:
             await asyncio.sleep(0.02)
+
+
+async def test_leaving_at_the_last_delta_lets_the_stream_end_by_itself(backend, server):
+    async def leave_early(n):
+        answer = backend.generate(Generation(f"leaves-{n}", text_input="a b"))
+        async for delta in answer:
+            if "finish_reason" in delta:
+                break
+        await answer.aclose()
+
+    for n in range(300):  # often enough to meet the race that ends the server
+        await leave_early(n)
+    assert await backend.is_live()
+    assert not any("leaves-" in line for line in server.lines)
 
 
 async def test_many_streams_share_the_channel_without_mixing(backend):

@@ -1,5 +1,6 @@
 """The echo model on a real Triton server, and `nereid serve` in front of it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -87,9 +88,11 @@ class Serve:
         return list(Path("/dev/shm").glob(f"nereid_{self._process.pid}_*"))
 
     def end(self) -> None:
-        """Stop it in any case."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        """Stop it in any case, without waiting for a clean end."""
+        while self._process.poll() is None:
+            self._process.terminate()  # the second signal is the one that hurries
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=0.2)
         self.wait()
 
 

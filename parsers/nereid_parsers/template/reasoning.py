@@ -297,19 +297,31 @@ def compare_empty_block(frame: Frame, found: FoundReasoning) -> None:
 
 
 def compare_source(frame: Frame, found: FoundReasoning) -> None:
-    """R5: the template cuts messages at a marker whose name says reasoning."""
+    """R5: the template cuts messages at a marker whose name says reasoning, or names a pair."""
     for literal in frame.prober.template.literals:
-        closed = literal.strip()
-        if len(closed) > 40 or not MARKER.fullmatch(closed) or not looks_like_thinking(closed):
+        pair = _named_pair(literal)
+        if pair is None:
             continue
-        opened = next(iter(unmirrored(closed)), "")
-        if not opened:
-            continue
-        found.part = Reasoning(f"{opened}\n", f"\n{closed}\n\n")
+        found.part = Reasoning(f"{pair[0]}\n", f"\n{pair[1]}\n\n")
+        others = [one for one in _empty_pairs(literal) if one != pair]
+        found.wrapper = Wrapper(*others[0]) if others else None
         found.comparisons.append(
-            Comparison("R5 source", "nothing", "", "", f"the template looks for {closed!r}")
+            Comparison("R5 source", "nothing", "", "", f"the template names {pair[1]!r}")
         )
         return
+
+
+def _named_pair(literal: str) -> tuple[str, str] | None:
+    """Markers of reasoning that a literal spells: both, or the closing one alone."""
+    seen = markers(literal)
+    for closed in dict.fromkeys(marker for marker in seen if looks_like_thinking(marker)):
+        opened = [marker for marker in unmirrored(closed) if marker != closed]
+        spelled = next((marker for marker in opened if marker in seen), "")
+        if spelled:
+            return spelled, closed
+        if opened and literal.strip() == closed:
+            return opened[0], closed
+    return None
 
 
 # ---- scope and opener ---------------------------------------------------------------------------

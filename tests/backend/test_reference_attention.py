@@ -9,6 +9,7 @@ from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.execution import batch as batches
 from nereid_backend.execution.batch import BatchBuilder
 
 BLOCK = 4
@@ -57,8 +58,11 @@ SPECS = [
 ]
 
 
+@pytest.mark.parametrize("short_blocks", [1, 16])
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
-def test_packed_attention_equals_its_definition(spec):
+def test_packed_attention_equals_its_definition(spec, short_blocks, monkeypatch):
+    # At 1, decodes of different lengths are computed in groups.
+    monkeypatch.setattr(batches, "_SHORT_BLOCKS", short_blocks)
     torch.manual_seed(0)
     pool = list(range(60))
     random.Random(0).shuffle(pool)
@@ -82,6 +86,7 @@ def test_packed_attention_equals_its_definition(spec):
         cache.store(0, keys[:num_cached], values[:num_cached], rows)
     plan = StepPlan(chunks, sum(new for _, new in SHAPES))
     batch = builder.build(plan, CPU)
+    assert len(batch.attention.decodes) == (2 if short_blocks == 1 else 1)
     query = torch.randn(1, spec.num_heads, plan.num_tokens, spec.key_dim)
     new_keys = torch.cat([k[c:] for (k, _), (c, _) in zip(sequences, SHAPES, strict=True)])
     new_values = torch.cat([v[c:] for (_, v), (c, _) in zip(sequences, SHAPES, strict=True)])

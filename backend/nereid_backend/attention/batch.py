@@ -53,68 +53,41 @@ class DecodeView:
 
 
 @dataclass(slots=True)
-class AttentionBatch:
-    """Metadata of one step, built once and read by every layer.
+class Decodes:
+    """Requests that add a single token each and have about the same length.
 
-    What only depends on the step is computed for the first layer that needs it, and kept.
+    What is the same for every layer with one span is computed for the first, and kept.
 
     Attributes:
-        num_tokens: length of the packed row.
-        slots: [num_tokens] int64, where each token's key and value go.
-        num_decodes: how many tokens at the row's start are decodes.
-        decode_blocks: [num_decodes, n] int64 block tables, padded with any block.
-        decode_lens: [num_decodes] int64 sequence lengths, the new token included.
-        prefills: what follows the decodes, in order.
+        tokens: [num_decodes] int64, their indices in the packed row; None: its first ones.
+        blocks: [num_decodes, n] int64 block tables, padded with any block.
+        lens: [num_decodes] int64 sequence lengths, the new token included.
         block_size: tokens in one block.
     """
 
-    num_tokens: int
-    slots: Tensor
-    num_decodes: int
-    decode_blocks: Tensor
-    decode_lens: Tensor
-    prefills: list[Prefill]
+    tokens: Tensor | None
+    blocks: Tensor
+    lens: Tensor
     block_size: int
-    _store_rows: dict[int, Tensor] = field(default_factory=dict)
-    _decode_views: dict[Span, DecodeView] = field(default_factory=dict)
-    _decode_rows: dict[tuple[Span, int], Tensor] = field(default_factory=dict)
-    _prefill_masks: dict[tuple[int, Span], Tensor] = field(default_factory=dict)
+    _views: dict[Span, DecodeView] = field(default_factory=dict)
+    _rows: dict[tuple[Span, int], Tensor] = field(default_factory=dict)
 
-    def store_rows(self, num_heads: int) -> Tensor:
-        """Where the step's keys and values go in layers with so many heads."""
-        rows = self._store_rows.get(num_heads)
-        if rows is None:
-            rows = self._store_rows[num_heads] = store_rows(self.slots, num_heads, self.block_size)
-        return rows
-
-    def decode_view(self, span: Span) -> DecodeView:
-        """What the decodes look at."""
-        view = self._decode_views.get(span)
+    def view(self, span: Span) -> DecodeView:
+        """What they look at."""
+        view = self._views.get(span)
         if view is None:
-            view = self._decode_views[span] = self._make_decode_view(span)
+            view = self._views[span] = self._make_view(span)
         return view
 
-    def decode_rows(self, span: Span, num_heads: int) -> Tensor:
-        """The decode view's blocks as rows of layers with so many heads."""
-        rows = self._decode_rows.get((span, num_heads))
+    def rows(self, span: Span, num_heads: int) -> Tensor:
+        """The view's blocks as rows of the cache of layers with so many heads."""
+        rows = self._rows.get((span, num_heads))
         if rows is None:
-            rows = gather_rows(self.decode_view(span).blocks, num_heads)
-            self._decode_rows[span, num_heads] = rows
+            rows = self._rows[span, num_heads] = gather_rows(self.view(span).blocks, num_heads)
         return rows
 
-    def prefill_mask(self, index: int, span: Span) -> Tensor:
-        """Where the tokens of prefills[index] look: [num_tokens, seq_len] bool."""
-        mask = self._prefill_masks.get((index, span))
-        if mask is None:
-            prefill = self.prefills[index]
-            positions = torch.arange(prefill.seq_len, device=self.slots.device)
-            queries = positions[prefill.num_cached :, None]
-            mask = (positions <= queries) & (positions >= _first_seen(queries, span))
-            self._prefill_masks[index, span] = mask
-        return mask
-
-    def _make_decode_view(self, span: Span) -> DecodeView:
-        size, lens, blocks = self.block_size, self.decode_lens[:, None], self.decode_blocks
+    def _make_view(self, span: Span) -> DecodeView:
+        size, lens, blocks = self.block_size, self.lens[:, None], self.blocks
         limit = span.window if span.window is not None else span.chunk
         first = torch.zeros_like(lens)
         if not span.is_full:
@@ -133,6 +106,45 @@ class AttentionBatch:
         bias = torch.zeros(is_hidden.shape, device=blocks.device)
         bias.masked_fill_(is_hidden, float("-inf"))
         return DecodeView(blocks, bias[:, None, None, :])
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Metadata of one step, built once and read by every layer.
+
+    Attributes:
+        slots: [num_tokens] int64, where each token's key and value go.
+        num_decodes: how many tokens at the row's start are decodes.
+        decodes: these, in groups of similar length, because a group is padded to its longest.
+        prefills: what follows the decodes, in order.
+        block_size: tokens in one block.
+    """
+
+    slots: Tensor
+    num_decodes: int
+    decodes: list[Decodes]
+    prefills: list[Prefill]
+    block_size: int
+    _store_rows: dict[int, Tensor] = field(default_factory=dict)
+    _prefill_masks: dict[tuple[int, Span], Tensor] = field(default_factory=dict)
+
+    def store_rows(self, num_heads: int) -> Tensor:
+        """Where the step's keys and values go in layers with so many heads."""
+        rows = self._store_rows.get(num_heads)
+        if rows is None:
+            rows = self._store_rows[num_heads] = store_rows(self.slots, num_heads, self.block_size)
+        return rows
+
+    def prefill_mask(self, index: int, span: Span) -> Tensor:
+        """Where the tokens of prefills[index] look: [num_tokens, seq_len] bool."""
+        mask = self._prefill_masks.get((index, span))
+        if mask is None:
+            prefill = self.prefills[index]
+            positions = torch.arange(prefill.seq_len, device=self.slots.device)
+            queries = positions[prefill.num_cached :, None]
+            mask = (positions <= queries) & (positions >= _first_seen(queries, span))
+            self._prefill_masks[index, span] = mask
+        return mask
 
 
 def _first_seen(positions: Tensor, span: Span) -> Tensor:

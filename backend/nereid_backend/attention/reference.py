@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention in plain torch: what every faster kernel is compared with.
 
-Decodes are one gather and two batched matrix products, padded to the longest; a prefill is one call
+Decodes of similar length are one gather and two batched matrix products; a prefill is one call
 of torch's fused attention, or goes step by step where that lacks something (softcap, sinks).
 """
 
@@ -43,10 +43,15 @@ def attend(
     number, spec = layer
     parts: list[Tensor] = []
     if batch.num_decodes:
-        keys, values = cache.gather(number, batch.decode_rows(spec.span, spec.num_kv_heads))
-        rows = query[:, : batch.num_decodes].transpose(0, 1).unsqueeze(2)
-        bias = batch.decode_view(spec.span).bias
-        parts.append(_stepwise((rows, keys, values), bias, spec, scale, sinks).squeeze(2))
+        rows = query[:, : batch.num_decodes].transpose(0, 1)
+        out = value.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
+        for group in batch.decodes:
+            tokens = slice(None) if group.tokens is None else group.tokens
+            keys, values = cache.gather(number, group.rows(spec.span, spec.num_kv_heads))
+            bias = group.view(spec.span).bias
+            taken = (rows[tokens].unsqueeze(2), keys, values)
+            out[tokens] = _stepwise(taken, bias, spec, scale, sinks).squeeze(2)
+        parts.append(out)
     for index, prefill in enumerate(batch.prefills):
         if prefill.num_cached == 0:
             keys = key[None, :, prefill.start : prefill.end]

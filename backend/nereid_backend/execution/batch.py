@@ -8,11 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nereid_backend.attention.batch import AttentionBatch, Prefill
+from nereid_backend.attention.batch import AttentionBatch, Decodes, Prefill
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import StepPlan
 
 Integers = NDArray[np.int64]
+
+# Decodes of at most so many blocks are one group: splitting them costs more than padding them.
+_SHORT_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +100,18 @@ class BatchBuilder:
         def to_device(array: Integers) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
-        decode_rows = row_array[:num_decodes]
-        decode_lens = start_array[:num_decodes] + 1
         attention = AttentionBatch(
-            num_tokens=plan.num_tokens,
             slots=to_device(slots),
             num_decodes=num_decodes,
-            decode_blocks=to_device(self._blocks(decode_rows, decode_lens.max(initial=0))),
-            decode_lens=to_device(decode_lens),
+            decodes=[
+                Decodes(
+                    tokens=None if isinstance(tokens, slice) else to_device(tokens),
+                    blocks=to_device(self._blocks(row_array[tokens], lens.max())),
+                    lens=to_device(lens),
+                    block_size=self._block_size,
+                )
+                for tokens, lens in self._group(start_array[:num_decodes] + 1)
+            ],
             prefills=[
                 Prefill(
                     start=int(ends[i]) - counts[i],
@@ -134,6 +141,20 @@ class BatchBuilder:
             self._num_filled[row] = len(block_table)
         elif is_first:
             self._num_filled[row] = 0
+
+    def _group(self, lens: Integers) -> list[tuple[Integers | slice, Integers]]:
+        """Split decodes by length, so that padding is at most as much as there is to pad.
+
+        Returns:
+            Pairs of indices into lens and the lengths there; one pair if all go together.
+        """
+        num_blocks = -(-lens // self._block_size)
+        most = num_blocks.max(initial=0)
+        if most <= _SHORT_BLOCKS or len(lens) * most <= 2 * num_blocks.sum():
+            return [(slice(len(lens)), lens)] if len(lens) else []
+        kinds = np.ceil(np.log2(num_blocks.clip(min=_SHORT_BLOCKS))).astype(np.int64)
+        groups = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+        return [(group, lens[group]) for group in groups]
 
     def _blocks(self, rows: Integers, num_tokens: int) -> Integers:
         """The rows' tables as far as num_tokens tokens reach; a copy."""

@@ -16,7 +16,6 @@ from dataclasses import replace
 from nereid_parsers.events import (
     ArgumentsDelta,
     ContentDelta,
-    Event,
     ReasoningDelta,
     ToolCallStart,
 )
@@ -36,37 +35,26 @@ from nereid_parsers.stream.body import BROKEN, MORE, Body, CallSink
 from nereid_parsers.stream.json_bodies import ArgumentsBody
 from nereid_parsers.stream.patterns import FAIL, NEED, skip_blanks
 from nereid_parsers.stream.plan import Act, CallPlan, Head, Plan
+from nereid_parsers.stream.speech import Speech
 
 State = Callable[[], "State | None"]
-Trace = Callable[[str, str], None]
 
 _JUNK = "}])`"  # closing brackets too many, between a body and the marker that closes its call
 _MAX_JUNK = 16  # characters
 _MAX_CUTS = 16  # per message; bounds how often held arguments are read again
 
 
-class Machine:
-    """One message's parsing. `trace(kind, text)` is told what each piece of input was taken for."""
+class Machine(Speech):
+    """One message's parsing: the states, and what leads from one to the next."""
 
-    def __init__(self, plan: Plan, sink: CallSink, policy: Policy, trace: Trace | None) -> None:
+    def __init__(self, plan: Plan, sink: CallSink, policy: Policy) -> None:
+        super().__init__(sink)
         self.plan = plan
-        self.out: list[Event] = sink.out
-        self.sink = sink
-        self.text = ""
-        self.at = 0
-        self.final = False
         self.state: State = self.content
         self.reasoning_part: Reasoning | None = plan.sections.reasoning if plan.sections else None
-        self.is_fresh = (
-            False  # the text so far follows a marker: blank lines before more are markup
-        )
-        self.has_spoken = False  # content that is not blank was given
         self.has_reasoned = False  # the output closed its reasoning
         self._policy = policy
         self._calls_first = policy.text is TextRule.CALLS_FIRST
-        self._trace = trace
-        self._blanks: list[str] = []
-        self._said = False  # something not blank was said in the present stretch of text
         self._in_section = False
         self._candidates: tuple[CallPlan, ...] = plan.calls
         self._raw: list[str] = []  # consumed, but content if no call follows
@@ -78,20 +66,6 @@ class Machine:
         self._held: list[str] = []
         self.default_is_reasoning = False  # where nothing decides
         self._cuts = 0
-        self._told_late: list[str] = []  # a call's text, while parts of it may be read again
-        self._borrowed = 0  # characters of the prompt that are still held
-
-    def set_trace(self, trace: Trace | None) -> None:
-        """From now on, tell `trace` what each piece of text was taken for."""
-        self._trace = trace
-
-    def take(self) -> list[Event]:
-        """The events since the last time."""
-        events = self.out
-        if events:
-            self.out = self.sink.out = []
-            return events
-        return []
 
     def forget_prompt(self) -> None:
         """What was read so far is the prompt's: only a call that it left open is the output's."""
@@ -141,76 +115,7 @@ class Machine:
             self._commit()
         elif self._raw and self.state in (self.open, self.between):
             self._give_back(0, "a tool section without a call")
-        self._flush_blanks()
-
-    # ---- text ------------------------------------------------------------------------------------
-
-    def _tell(self, kind: str, text: str) -> None:
-        if self._borrowed:
-            text = self._own(text)
-        if self._trace is not None and text:
-            self._trace(kind, text)
-
-    def _take_marker(self, marker: str) -> None:
-        """Consume a marker, and the blanks held back before it."""
-        self._drop_blanks()
-        self.at += len(marker)
-        self._tell("markup", marker)
-        self.is_fresh = True
-
-    def _drop_blanks(self) -> None:
-        if self._blanks:
-            self._tell("markup", "".join(self._blanks))
-            self._blanks = []
-        self._said = False
-
-    def _say(self, text: str, event: type[ReasoningDelta] | type[ContentDelta]) -> None:
-        """Give text out, but for blanks at its end, which count as markup if a marker follows."""
-        if self._borrowed:
-            text = self._own(text)
-        body = text.rstrip()
-        if not body:
-            self._blanks.append(text)
-            return
-        ends_at = len(body)
-        if self._blanks:
-            body = "".join(self._blanks) + body
-            self._blanks = []
-        if self.is_fresh:
-            # Between two stretches of content, blank lines part them; they are markup only before.
-            is_first = event is ReasoningDelta or not self.has_spoken
-            body = self._without_blank_lines(body) if is_first else body
-            self.is_fresh = False
-        if ends_at < len(text):
-            self._blanks.append(text[ends_at:])
-        self._said = True
-        if event is ContentDelta:
-            self.has_spoken = True
-            self._tell("content", body)
-        else:
-            self._tell("reasoning", body)
-        self.out.append(event(body))
-
-    def _without_blank_lines(self, text: str) -> str:
-        """Text without the blank lines at its start, which belong to the marker before it."""
-        lead = len(text) - len(text.lstrip())
-        cut = max(text.rfind("\n", 0, lead), text.rfind("\r", 0, lead)) + 1
-        self._tell("markup", text[:cut])
-        return text[cut:]
-
-    def _flush_blanks(self) -> None:
-        """At the end blanks belong to the text before them; alone, to no one if calls were made."""
-        blanks = "".join(self._blanks)
-        self._blanks = []
-        if not blanks:
-            return
-        is_reasoning = self.state == self.reasoning
-        if self._said or not (self.is_fresh or is_reasoning or self.sink.count):
-            event: Event = ReasoningDelta(blanks) if is_reasoning else ContentDelta(blanks)
-            self._tell("reasoning" if is_reasoning else "content", blanks)
-            self.out.append(event)
-        else:
-            self._tell("markup", blanks)
+        self._flush_blanks(self.state == self.reasoning)
 
     def _literal(self, marker: str) -> State:
         """A marker that means nothing here is text."""
@@ -466,28 +371,11 @@ class Machine:
         else:
             self._raw.append(self.text[start:end])
 
-    def _tell_call(self, text: str) -> None:
-        if self.sink.holds and self._trace is not None:
-            self._told_late.append(text)
-        else:
-            self._tell("call", text)
-
-    def _flush_call(self) -> None:
-        if self._told_late:
-            self._tell("call", "".join(self._told_late))
-            self._told_late = []
-
     def _commit(self) -> None:
         """What was held as raw text was a call's after all."""
         self._drop_blanks()
         self._tell("markup", self._own("".join(self._raw)))
         self._raw = []
-
-    def _own(self, text: str) -> str:
-        """Held text without what the prompt put before it."""
-        borrowed = min(self._borrowed, len(text))
-        self._borrowed -= borrowed
-        return text[borrowed:]
 
     def _after_body(self, body: Body) -> State:
         call = self._call

@@ -9,9 +9,10 @@ from nereid_parsers.events import Event, Message, fold
 from nereid_parsers.format import Format, Policy, Stage
 from nereid_parsers.stage import Beginning, beginning_of
 from nereid_parsers.stream.body import CallSink, made_up_id
-from nereid_parsers.stream.machine import Machine, Trace, undecided_applies
+from nereid_parsers.stream.machine import Machine, undecided_applies
 from nereid_parsers.stream.plan import plan_of
 from nereid_parsers.stream.schema import Tools
+from nereid_parsers.stream.speech import Trace
 
 
 class StreamParser:
@@ -43,7 +44,7 @@ class StreamParser:
         """
         policy = policy or fmt.policy
         sink = CallSink([], Tools(tools), policy, new_id)
-        self._machine = Machine(plan_of(fmt), sink, policy, None)
+        self._machine = Machine(plan_of(fmt), sink, policy)
         self._begin(
             beginning_of(fmt, prompt), undecided_applies(policy, self._machine.reasoning_part)
         )

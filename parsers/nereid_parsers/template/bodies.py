@@ -152,6 +152,8 @@ def _keys(member: dict[str, Any]) -> Keys | NameIsKey:
     order = tuple(dict.fromkeys(roles[key] for key in member if key in roles))
     extra = tuple(key for key in member if key not in roles)
     nested = name[0] == arguments[0]  # both inside one object
+    if order[-1:] == ("id",):  # a constraint cannot make up an id once the arguments are written
+        order = order[:-1]
     return Keys(
         ".".join(name), ".".join(arguments),
         id=".".join(identity) if identity else None,

@@ -42,12 +42,13 @@ def without_reasoning(text: str, reasoning: Reasoning | None) -> str:
     if reasoning is None:
         return text
     marks = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
+    blanks = reasoning.close[len(reasoning.close.rstrip()) :]
     while True:
         bare = text.lstrip()
         mark = next((mark for mark in marks if bare.startswith(mark)), None)
         if mark is None:
             return text
-        text = bare[len(mark) :]
+        text = bare[len(mark) :].removeprefix(blanks)
 
 
 def _wrapper_close(behind: str, opened: str, frame: Frame) -> str:

@@ -85,9 +85,11 @@ def _calls_text(
     body = frame.body(calls_scene(calls))
     if body is None:
         return ""
-    text = without_reasoning(body, reasoning).lstrip()
+    text = without_reasoning(body, reasoning)
     if wrapper is not None and wrapper.open.strip() and not wrapper.close:
-        text = text.removeprefix(wrapper.open.strip()).lstrip()
+        bare = text.lstrip()
+        if bare.startswith(wrapper.open.strip()):
+            text = bare[len(wrapper.open.strip()) :]
     return text
 
 
@@ -162,7 +164,7 @@ def compare_call_form(texts: CallTexts, found: FoundTools) -> FoundCalls | None:
 
 def _conclude(calls: FoundCalls, found: FoundTools) -> None:
     """The tool section; markers of the turn's end that stand behind it are told apart."""
-    opened, closed = calls.row.open.lstrip(), calls.row.close
+    opened, closed = calls.row.open, calls.row.close
     wanted = len(markers(opened)) or (1 if opened.strip() else 0)
     seen = markers(closed)
     found.ends = tuple(marker for marker in seen[wanted:] if marker != EOS)

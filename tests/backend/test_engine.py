@@ -66,6 +66,14 @@ def test_an_id_in_work_cannot_be_used_again_until_it_ended(engine):
     drain(engine)
 
 
+def test_an_id_cannot_be_used_again_before_its_abort_was_reported(engine):
+    engine.add_request("a", [5, 6], GREEDY)
+    engine.abort("a")
+    with pytest.raises(RequestError, match="'a' is in work already"):
+        engine.add_request("a", [5, 6], GREEDY)
+    assert ends(drain(engine)["a"]) == ["abort"]
+
+
 def test_a_full_queue_refuses_with_the_limit(engine):
     for number in range(3):
         engine.add_request(str(number), [5], GREEDY)

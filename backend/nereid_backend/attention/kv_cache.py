@@ -34,7 +34,6 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_blocks = num_blocks
         self.null_block = num_blocks
         self.device = device
 
@@ -43,11 +42,6 @@ class KVCache:
 
         self.keys = [allocate(layer.num_kv_heads, layer.key_dim) for layer in layers]
         self.values = [allocate(layer.num_kv_heads, layer.value_dim) for layer in layers]
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all layers together."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
         """Write one step's keys and values.

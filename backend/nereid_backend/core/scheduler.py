@@ -53,7 +53,10 @@ class Scheduler:
         return len(self._waiting)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
+        """Whether a request of this name is in work, or its end is still to be reported."""
+        return request_id in self._requests or any(
+            update.request_id == request_id for update in self._ended
+        )
 
     def has_work(self) -> bool:
         """Whether a step would do or report anything."""

@@ -9,7 +9,8 @@ the same renderings, parsed                 that all of it is right           pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nereid_parsers.errors import FormatError
@@ -19,11 +20,16 @@ from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.environment import CompiledTemplate
 from nereid_parsers.template.frame import Frame, compare_generation_prompt, turn_markers
 from nereid_parsers.template.limits import Budget
-from nereid_parsers.template.probe import BOS, EOS, Prober
+from nereid_parsers.template.probe import BOS, EOS, Prober, without_marks
 from nereid_parsers.template.proof import Proof, prove
 from nereid_parsers.template.quarantine import exceptional
-from nereid_parsers.template.reasoning import FoundReasoning, find_reasoning
-from nereid_parsers.template.tools import FoundTools, find_tools
+from nereid_parsers.template.reasoning import FoundReasoning, find_reasoning, note_reasoning
+from nereid_parsers.template.tools import (
+    FoundTools,
+    compare_call_presence,
+    compare_two_calls,
+    find_tools,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +102,36 @@ def analyze_template(
     prober.find_call_shape()
     frame, comparisons = compare_generation_prompt(prober)
     if known is not None:
-        entry, fmt = known
-        notes.append(f"recognised, not inferred ({entry.model}): {entry.reason}")
-        return TemplateAnalysis(fmt, tuple(comparisons), Supports(), tuple(notes))
+        notes.append(f"recognised, not inferred ({known[0].model}): {known[0].reason}")
+        return _recognised(known[1], frame, comparisons, notes)
     return _infer(prober, frame, comparisons, notes)
+
+
+def _recognised(
+    fmt: Format, frame: Frame, comparisons: list[Comparison], notes: list[str]
+) -> TemplateAnalysis:
+    """The analysis of a template in quarantine: its format is given, what it renders is not."""
+    reasoning, tools = FoundReasoning(), FoundTools()
+    note_reasoning(frame, reasoning)
+    compare_call_presence(frame, None, None, tools)
+    compare_two_calls(frame, None, None, tools)
+    if frame.prober.has_call_shape:
+        tools.form = "recognised"
+    proofs = prove(fmt, frame, reasoning, tools)
+    supports = _supports(frame.prober, reasoning, tools)
+    compared = (*comparisons, *tools.comparisons)
+    return TemplateAnalysis(fmt, _readable(compared), supports, tuple(notes), tuple(proofs))
+
+
+def _readable(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """Comparisons with ids in the place of the marks that stand for them."""
+    return tuple(
+        replace(
+            one, left=without_marks(one.left), right=without_marks(one.right),
+            finding=without_marks(one.finding),
+        )
+        for one in comparisons
+    )  # fmt: skip
 
 
 def _infer(
@@ -112,7 +144,7 @@ def _infer(
     proofs = prove(fmt, frame, reasoning, tools)
     return TemplateAnalysis(
         fmt,
-        (*comparisons, *reasoning.comparisons, *compared, *tools.comparisons),
+        _readable((*comparisons, *reasoning.comparisons, *compared, *tools.comparisons)),
         _supports(prober, reasoning, tools),
         (*notes, *reasoning.undecided, *tools.undecided),
         tuple(proofs),

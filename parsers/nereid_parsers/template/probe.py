@@ -124,6 +124,7 @@ class Prober:
     reasoning_as: str = ""
     parts: bool = False
     needs_tools: bool = False
+    has_call_shape: bool = False
     refusals: dict[Scene, str] = field(default_factory=dict)
     filled: dict[str, str] = field(default_factory=dict)
     renderings: int = 0
@@ -219,6 +220,7 @@ class Prober:
             self.shape = shape
             text = self.text(scene)
             if text is not None and shows_call(self._new_text(text)):
+                self.has_call_shape = True
                 return True
         self.shape = Shape()
         return False
@@ -278,6 +280,11 @@ def _with_marks(text: str, shape: Shape) -> str:
     """The text with ids replaced by marks, so that they are the same for each call."""
     text = re.sub(rf"({FIRST}|{SECOND})([:#.-])\d\b", rf"\1\2{NUMBER_MARK}", text)
     return text if shape.ids == "numbered" else re.sub(r"zq7id000\d", ID_MARK, text)
+
+
+def without_marks(text: str) -> str:
+    """Text with ids in the place of the marks that stand for them."""
+    return text.replace(NUMBER_MARK, "0").replace(ID_MARK, "zq7id0000")
 
 
 def _put_call(call: ProbeCall, shape: Shape, number: int) -> dict[str, Any]:

@@ -11,13 +11,12 @@ from nereid_parsers.stream.parser import parse
 from nereid_parsers.template.frame import Frame
 from nereid_parsers.template.probe import (
     CONTENT,
-    ID_MARK,
-    NUMBER_MARK,
     ONE,
     TOOLS,
     ProbeCall,
     Scene,
     Turn,
+    without_marks,
 )
 from nereid_parsers.template.reasoning import FoundReasoning
 from nereid_parsers.template.tools import TWO, FoundTools
@@ -64,7 +63,7 @@ def _output(frame: Frame, reasoning: FoundReasoning, scene: Scene) -> tuple[str 
     prompt, body = frame.prober.text(asking), frame.body(scene)
     if prompt is None or body is None:
         return None, ""
-    body = body.replace(NUMBER_MARK, "0").replace(ID_MARK, "zq7id0000")
+    body = without_marks(body)
     opened = frame.opened(prompt).strip()
     if opened and body.lstrip().startswith(opened):
         body = body.lstrip()[len(opened) :]

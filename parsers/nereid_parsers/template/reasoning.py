@@ -352,6 +352,14 @@ def compare_reasoning_scope(frame: Frame, found: FoundReasoning) -> None:
     )  # fmt: skip
 
 
+def note_reasoning(frame: Frame, found: FoundReasoning) -> None:
+    """Find a scene whose reasoning is rendered, without asking what marks it."""
+    found.scene = _scene_with_reasoning(frame)
+    if found.scene is not None:
+        found.fields = _fields(frame, found.scene)
+    note_switches(frame, found)
+
+
 def note_switches(frame: Frame, found: FoundReasoning) -> None:
     """Write down which switch does what to the generation prompt."""
     if not frame.openings:

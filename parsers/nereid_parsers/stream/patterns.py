@@ -70,7 +70,8 @@ def compiled(source: str) -> Pattern:
     for index, part in enumerate(parts):
         if isinstance(part, Slot):
             follower = parts[index + 1] if index + 1 < len(parts) else ""
-            steps.append(("", _field(part.field, str(follower)), part.field))
+            literal = follower if isinstance(follower, str) else ""
+            steps.append(("", _field(part.field, literal), part.field))
             continue
         words = _TOKENS.split(part)
         for number, word in enumerate(words):

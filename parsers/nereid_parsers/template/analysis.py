@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nereid_parsers.errors import FormatError
-from nereid_parsers.format import Format, Reasoning, Sections, Source, Wrapper
+from nereid_parsers.format import Format, Messages, Reasoning, Sections, Source, Wrapper
 from nereid_parsers.template.content import compare_content
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.environment import CompiledTemplate
@@ -117,6 +117,9 @@ def _recognised(
     compare_two_calls(frame, None, None, tools)
     if frame.prober.has_call_shape:
         tools.form = "recognised"
+    compare_content(frame, None, None)
+    if isinstance(fmt.layout, Messages):  # what ends a turn is the template's own affair
+        fmt = replace(fmt, ends=tuple(end for end in frame.ends if end not in fmt.layout.ends))
     proofs = prove(fmt, frame, reasoning, tools)
     supports = _supports(frame.prober, reasoning, tools)
     compared = (*comparisons, *tools.comparisons)

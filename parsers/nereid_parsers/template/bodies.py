@@ -210,7 +210,7 @@ def _headed(
     marks = {NUMBER_MARK: "{number}", ID_MARK: "{id}"}
     for mark, slot in marks.items():
         head = head.replace(mark, slot)
-    if "{number}" not in head:
+    if "functions.{name}:{number}" not in head:
         return (Call(body, open=opened, head=head, close=around.item_close),)
     # The template prints the id that it is given: "functions." was ours, and may be missing.
     identity = "functions.{name}:{number}"

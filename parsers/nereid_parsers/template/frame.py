@@ -147,13 +147,14 @@ def _shared(added: str, answer: str) -> str:
 def _without_opened(header: str, answers: list[str]) -> str:
     """The header without a marker that is closed again in what follows: an empty block."""
     seen = markers(header)
-    if not seen:
+    if not seen or not header.rstrip().endswith(seen[-1]):
         return header
-    closers = mirrored(seen[-1])
+    closers = tuple(mirrored(seen[-1]))
     for answer in answers:
-        rest = after(answer, header.strip()).lstrip() if header.strip() in answer else ""
-        if rest.startswith(tuple(closers)) and closers:
-            return header[: header.rfind(seen[-1])]
+        if CONTENT in answer and header.strip() in answer:
+            rest = answer[answer.find(header.strip()) + len(header.strip()) :]
+            if closers and rest.lstrip().startswith(closers):
+                return header[: header.rfind(seen[-1])]
     return header
 
 

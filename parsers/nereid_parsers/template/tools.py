@@ -15,6 +15,7 @@ from nereid_parsers.template.probe import (
     EOS,
     FIRST,
     KEY,
+    NUMBER_MARK,
     ONE,
     OTHER_KEY,
     OTHER_VALUE,
@@ -68,7 +69,7 @@ def find_tools(frame: Frame, reasoning: Reasoning | None, wrapper: Wrapper | Non
     )
     compare_names(frame, found)
     compare_arguments(frame, found)
-    calls = compare_call_form(texts, found)
+    calls = compare_call_form(mark_counters(texts), found)
     if calls is not None:
         _conclude(calls, found)
     compare_content_before_call(frame, found)
@@ -179,6 +180,35 @@ def _conclude(calls: FoundCalls, found: FoundTools) -> None:
         )  # fmt: skip
     except FormatError as error:
         found.undecided.append(f"tool section: {error}")
+
+
+def mark_counters(texts: CallTexts) -> CallTexts:
+    """Replace numbers before the names that count the calls: `0 NAME`, `1 NAME`."""
+    at = _counter_distance(texts.two)
+    if not at:
+        return texts
+    marked = []
+    for text in (texts.one, texts.arguments, texts.number, texts.two):
+        for name in (SECOND, FIRST):
+            where = text.find(name) - at
+            if name in text and text[where : where + 1].isdigit():
+                text = text[:where] + NUMBER_MARK + text[where + 1 :]
+        marked.append(text)
+    return CallTexts(*marked)
+
+
+def _counter_distance(two: str) -> int:
+    """How far before the name a digit stands that is one more at the second call; 0: nowhere."""
+    if FIRST not in two or SECOND not in two:
+        return 0
+    first, second = two[: two.find(FIRST)], two[: two.find(SECOND)]
+    for distance in range(1, min(len(first), len(second)) + 1):
+        one, other = first[-distance], second[-distance]
+        if one == other:
+            continue
+        counts = one.isdigit() and other.isdigit() and int(other) == int(one) + 1
+        return distance if counts else 0
+    return 0
 
 
 def compare_content_before_call(frame: Frame, found: FoundTools) -> None:

@@ -48,9 +48,9 @@ class Served:
     ) -> None:
         ports = free_ports(4)
         self.http_port, self.grpc_port, self.metrics_port, self.openai_port = ports
-        self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed in __exit__
-            prefix="nereid-served-", suffix=".log", mode="w+"
-        )
+        descriptor, name = tempfile.mkstemp(prefix="nereid-served-", suffix=".log")
+        os.close(descriptor)
+        self._log = Path(name)
         names = ("http", "grpc", "metrics", "openai")
         flags = [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
         self._command = [
@@ -66,7 +66,7 @@ class Served:
     @property
     def output(self) -> str:
         """Everything printed so far."""
-        return Path(self._log.name).read_text(encoding="utf-8")
+        return self._log.read_text(encoding="utf-8")
 
     @property
     def openai_url(self) -> str:
@@ -84,20 +84,23 @@ class Served:
         return f"127.0.0.1:{self.grpc_port}"
 
     def __enter__(self) -> Self:
-        self.process = subprocess.Popen(
-            self._command,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=self._environment,
-            cwd=_REPOSITORY,
-            start_new_session=True,
-        )
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                cwd=_REPOSITORY,
+                start_new_session=True,
+            )
         deadline = time.monotonic() + _START_TIMEOUT_S
         while "nereid: ready" not in self.output:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                raise RuntimeError(f"nereid serve did not become ready:\n{self.output}")
+                output = self.output
+                self._log.unlink()
+                raise RuntimeError(f"nereid serve did not become ready:\n{output}")
             time.sleep(0.1)
         return self
 
@@ -115,4 +118,4 @@ class Served:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
-        self._log.close()
+        self._log.unlink()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
@@ -19,6 +20,9 @@ from nereid_client.errors import BackendError
 
 _READY_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
+# Put in front by the Triton server, and by the ensemble's steps.
+_PLACE = re.compile(r"^(\[request id: [^\]]*\] )?(in ensemble '[^']*', )?")
+_TAG = re.compile(r"^\[([A-Z_]+)\] ")
 
 
 @dataclass(frozen=True)
@@ -87,16 +91,14 @@ class TritonBackend:
         end by itself. Server 2.51 can crash when a cancel meets the end of a stream (its issues
         7368 and 8034), and many clients hang up at the sight of a finish reason.
         """
-        stream = self._client.stream_infer(
-            _once(self._request(generation)),
-            # Without this header an error is text in the stream and its code is lost.
-            headers={"triton_grpc_error": "true"},
-        )
+        # Not with the header `triton_grpc_error`, which turns an error's code into the stream's
+        # status: server 2.51 then takes each error for a cancel, and sooner or later crashes.
+        stream = self._client.stream_infer(_once(self._request(generation)))
         is_over = False
         try:
             async for result, error in stream:
                 if error is not None:
-                    raise BackendError("INTERNAL", str(error))
+                    raise read_error(str(error))
                 delta = _decode_response(result.get_response(), generation.with_text)
                 if "finish_reason" in delta:
                     is_over = True
@@ -158,6 +160,17 @@ class TritonBackend:
         if code == "UNAVAILABLE" and "failed to connect" in details:
             details = f"the Triton server at {self._url} can't be reached; is it running?"
         return BackendError(code, details)
+
+
+def read_error(text: str) -> BackendError:
+    """The error that a message in the stream stands for; see docs/contract.md for its form."""
+    text = _PLACE.sub("", text)
+    tagged = _TAG.match(text)
+    if tagged is not None:
+        return BackendError(tagged[1], text[tagged.end() :])
+    if text.startswith("Request for unknown model"):
+        return BackendError("UNAVAILABLE", text)
+    return BackendError("INTERNAL", text)
 
 
 async def _drain(stream: Any) -> None:  # noqa: ANN401 - untyped library

@@ -85,7 +85,6 @@ _STATUS = {
 """gRPC status -> HTTP status and OpenAI error code; every other status is a 500."""
 
 _RETRY_AFTER = {"Retry-After": "1"}
-_ENSEMBLE_PREFIX = re.compile(r"^in ensemble '[^']*', ")  # put there by the Triton server
 _UNION_MEMBERS = {"str", "list[str]", "list[dict[str,any]]", "dict[str,any]"}  # pydantic's words
 _TENSOR_NAME = re.compile(r"^(text_input|input_ids): ")  # the ensemble's names of `prompt`
 _BLAMED_FIELD = re.compile(r"^([a-z_][A-Za-z0-9_.\[\]]*): ")
@@ -98,8 +97,7 @@ def to_api_error(error: FrontendError) -> ApiError:
     if not isinstance(error, BackendError):
         return ApiError(500, str(error), code="internal_error")
     status, code = _STATUS.get(error.code, (500, "internal_error"))
-    message = _ENSEMBLE_PREFIX.sub("", error.message)
-    message = _TENSOR_NAME.sub("prompt: ", message)
+    message = _TENSOR_NAME.sub("prompt: ", error.message)
     blamed = _BLAMED_FIELD.match(message) if status == 400 else None
     return ApiError(
         status,

@@ -111,7 +111,7 @@ async def test_the_backends_code_chooses_the_status(chat, code, status, kind):
 
 
 async def test_the_field_that_the_backend_blames_is_the_param(chat):
-    blame = "in ensemble 'llm', max_tokens: must be at most 10, got 11"
+    blame = "max_tokens: must be at most 10, got 11"
     error = error_of(await chat(f"<fail INVALID_ARGUMENT {blame}>"), 400)
     assert error["param"] == "max_tokens"
     assert error["message"] == "max_tokens: must be at most 10, got 11"

@@ -6,7 +6,7 @@ import json
 import pytest
 from fakes.live_frontend import free_port
 from fakes.live_server import serve
-from nereid_client.backends import Generation, TritonBackend, decode_strings
+from nereid_client.backends import Generation, TritonBackend, decode_strings, read_error
 from nereid_client.deltas import fold
 from nereid_client.errors import BackendError
 
@@ -65,6 +65,24 @@ async def test_an_error_keeps_its_code_and_message(backend, code, before):
         await collect(backend, f"{before}<fail {code} temperature: is odd>")
     assert caught.value.code == code
     assert caught.value.message == "temperature: is odd"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message"),
+    [
+        ("in ensemble 'llm', [INVALID_ARGUMENT] n: is 3", "INVALID_ARGUMENT", "n: is 3"),
+        ("[request id: 7] in ensemble 'llm', [UNAVAILABLE] full", "UNAVAILABLE", "full"),
+        ("Request for unknown model: 'llm' is not found", "UNAVAILABLE", None),
+        (
+            "in ensemble 'llm', Stub process is not healthy.",
+            "INTERNAL",
+            "Stub process is not healthy.",
+        ),
+    ],
+)
+def test_a_message_in_the_stream_is_read_as_its_code_and_text(text, code, message):
+    error = read_error(text)
+    assert (error.code, error.message) == (code, message or text)
 
 
 async def test_closing_the_answer_cancels_the_request_on_the_server(backend, server):

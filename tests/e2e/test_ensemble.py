@@ -5,7 +5,6 @@ import json
 import urllib.error
 import urllib.request
 
-import grpc
 import pytest
 from e2e.triton_client import ask, chat, tensor
 
@@ -154,7 +153,7 @@ WRONG = {
 def test_a_wrong_request_is_told_what_is_wrong(served, said):
     reply = asyncio.run(ask(served.grpc_url, WRONG[said]))
     assert said in reply.error
-    assert reply.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "[INVALID_ARGUMENT]" in reply.error
     assert not reply.deltas
 
 

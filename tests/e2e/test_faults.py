@@ -6,7 +6,6 @@ import os
 import signal
 import time
 
-import grpc
 import psutil
 import pytest
 from e2e.triton_client import ask, tensor
@@ -45,15 +44,14 @@ def test_a_killed_engine_ends_its_requests_with_an_error_and_is_started_again(se
     reply = asyncio.run(ask(served.grpc_url, request(3000), cancel_when=kill_it))
     assert time.monotonic() - died < 5.0
     assert "the engine process ended (signal 9)" in reply.error
-    assert reply.code is grpc.StatusCode.INTERNAL
+    assert "[INTERNAL]" in reply.error
 
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         again = asyncio.run(ask(served.grpc_url, request(5)))
         if again.error is None:
             break
-        assert again.code is grpc.StatusCode.UNAVAILABLE, again.error
-        assert "try again" in again.error
+        assert "[UNAVAILABLE] the engine is being started again; try again" in again.error
         time.sleep(0.2)
     assert again.finish_reasons == ["length"]
     assert engine_process(served).pid != victim.pid

@@ -17,7 +17,6 @@ class Reply:
     deltas: list = field(default_factory=list)
     texts: list = field(default_factory=list)
     outputs: list = field(default_factory=list)
-    code: object = None
     error: str | None = None
 
     @property
@@ -50,7 +49,7 @@ async def ask(url, inputs, *, cancel_when=None):
         yield {"model_name": "llm", "inputs": inputs}
 
     async with grpcclient.InferenceServerClient(url) as client:
-        answers = client.stream_infer(requests(), headers={"triton_grpc_error": "true"})
+        answers = client.stream_infer(requests())
         try:
             async for result, error in answers:
                 if error is not None:
@@ -63,5 +62,5 @@ async def ask(url, inputs, *, cancel_when=None):
                     answers.cancel()
                     break
         except grpc.aio.AioRpcError as error:
-            reply.code, reply.error = error.code(), error.details()
+            reply.error = f"{error.code()}: {error.details()}"
     return reply

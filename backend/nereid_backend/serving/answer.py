@@ -6,6 +6,7 @@ from typing import Any
 
 from nereid_backend.output.detokenizer import Decode, Detokenizer
 from nereid_backend.output.stops import StopStrings
+from nereid_backend.serving.message import MessageBuilder
 from nereid_backend.serving.wire import StepState, StreamContext
 
 
@@ -29,9 +30,18 @@ class Piece:
 
 
 class Answer:
-    """The postprocessor's state of one request."""
+    """The postprocessor's state of one request.
 
-    def __init__(self, context: StreamContext, serial: int, decode: Decode) -> None:
+    Args:
+        context: what it must know of the request.
+        serial: number of its stream.
+        decode: ids to text.
+        message: reads the text.
+    """
+
+    def __init__(
+        self, context: StreamContext, serial: int, decode: Decode, message: MessageBuilder
+    ) -> None:
         self.context = context
         self.serial = serial
         self.cancel_checked = 0.0
@@ -40,6 +50,7 @@ class Answer:
         self._stops = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
         )
+        self._message = message
         self._text = ""
         self._prepend = context.prepend
         self._finish_reason: str | None = None
@@ -58,10 +69,13 @@ class Answer:
             if ended and self.stop_string is None:
                 self._take_text(self._detokenizer.finish())
             if ended and self.stop_string is None:
-                self._text += self._stops.finish()
+                self._give(self._stops.finish())
         if state.ending is not None:
+            self._message.finish()
             found = self.stop_string is not None
             self._finish_reason = "stop" if found else state.ending.finish_reason
+            if self._finish_reason == "stop" and self._message.has_calls:
+                self._finish_reason = "tool_calls"
             self._stop_reason = self.stop_string if found else state.ending.stop_reason
 
     def piece(self) -> Piece | None:
@@ -74,7 +88,7 @@ class Answer:
         prepend, self._prepend = self._prepend, ""
         return Piece(
             text=prepend + text,
-            delta=self._delta(text),
+            delta=self._delta(),
             finish_reason=self._finish_reason,
             cumulative_logprob=self._cumulative_logprob,
             num_input_tokens=self.context.num_prompt_tokens,
@@ -90,11 +104,15 @@ class Answer:
 
     def _take_text(self, text: str) -> None:
         match = self._stops.feed(text)
-        self._text += match.text
+        self._give(match.text)
         self.stop_string = match.stop
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": text} if text else {}
+    def _give(self, text: str) -> None:
+        self._text += text
+        self._message.feed(text)
+
+    def _delta(self) -> dict[str, Any]:
+        delta = self._message.take()
         if self._finish_reason is not None:
             delta["finish_reason"] = self._finish_reason
             if self._stop_reason is not None:

@@ -23,6 +23,7 @@ from nereid_backend.errors import CapacityError, EngineError, NereidError, Reque
 from nereid_backend.serving.channel import Channel, ChannelClosedError
 
 _STOP_TIMEOUT_S = 5.0
+_START_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,12 @@ class EngineClient:
         self.info: dict[str, Any] = {}
         self.stats: dict[str, int] = {}
 
-    def start(self, timeout_s: float) -> None:
+    def start(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Start the process and wait until its model is loaded.
+
+        Args:
+            timeout_s: at most so long.
+            meanwhile: called a few times a second while it loads.
 
         Raises:
             EngineError: it could not be loaded, or not in time; the message says why.
@@ -73,15 +78,16 @@ class EngineClient:
         self._channel = Channel(ours)
         try:
             self._send(dataclasses.asdict(self._config))
-            self._await_ready(timeout_s)
+            self._await_ready(timeout_s, meanwhile)
         except NereidError:
             self.stop()
             raise
 
-    def _await_ready(self, timeout_s: float) -> None:
+    def _await_ready(self, timeout_s: float, meanwhile: Callable[[], None]) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            for kind, *rest in self._receive(1.0):
+            meanwhile()
+            for kind, *rest in self._receive(_START_POLL_S):
                 if kind == "progress":
                     self._progress(rest[0])
                 elif kind == "ready":

@@ -3,7 +3,9 @@
 
 execute (the server's thread)      --> new streams, requests to the engine
 loop    (one thread, owns streams) <-- updates from the engine, feedback from the postprocessor
-                                   --> steps to the server
+                                   --> steps and errors to the server
+
+All responses are sent by the loop: a stub of server 2.51 that sends from several threads crashes.
 """
 
 import contextlib
@@ -42,12 +44,13 @@ class ExecutorModel:
         except NereidError as error:
             raise tensors.load_error(error) from error
         self._pacer = Pacer(self._settings.responses_per_second)
-        self._delivery = Delivery(self._feedback, tensors.Courier("postprocessor").send_step)
+        self._delivery = Delivery(self._feedback, self._settings.stale_after_ms / 1000)
         self._gauges = Gauges()
         self._publish_due = 0.0
         self._num_restarts = 0
         self._serials = itertools.count(1)
         self._arrivals: queue.SimpleQueue[Stream] = queue.SimpleQueue()
+        self._refused: queue.SimpleQueue[tuple[Any, Exception]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self._available = True
         self._stopping = threading.Event()
@@ -61,10 +64,10 @@ class ExecutorModel:
             try:
                 self._accept(request, sender)
             except NereidError as error:
-                tensors.send(sender, tensors.error_response(error), final=True)
+                self._refused.put((sender, error))
             except Exception as error:  # noqa: BLE001 - the request ends here and must be answered
                 tensors.log.exception("request failed in the executor")
-                tensors.send(sender, tensors.error_response(error), final=True)
+                self._refused.put((sender, error))
 
     def finalize(self) -> None:
         """End what is running, then the engine process."""
@@ -101,6 +104,7 @@ class ExecutorModel:
             try:
                 answers = self._engine.receive(wait_s)
                 self._adopt()
+                self._refuse()
                 for answer in answers:
                     self._take(answer)
                 wait_s = self._serve_streams()
@@ -113,6 +117,12 @@ class ExecutorModel:
             while True:
                 stream = self._arrivals.get_nowait()
                 self._streams[stream.request_id] = stream
+
+    def _refuse(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                sender, error = self._refused.get_nowait()
+                tensors.send(sender, tensors.error_response(error), final=True)
 
     def _take(self, answer: RequestUpdate | Refusal) -> None:
         stream = self._streams.get(answer.request_id)
@@ -132,15 +142,14 @@ class ExecutorModel:
         heartbeat_s = self._settings.heartbeat_ms / 1000
         wake = now + _IDLE_POLL_S
         streams = list(self._streams.values())
-        self._delivery.observe(streams)
+        self._delivery.observe(streams, now)
         for stream in streams:
-            self._end_unwanted(stream, now)
+            self._end_unwanted(stream)
             due = stream.due_at(interval_s, heartbeat_s)
             if due <= now and stream.may_send():
                 self._send_step(stream, now)
                 due = stream.last_sent + (interval_s if stream.pending else heartbeat_s)
             wake = min(wake, max(due, now + 0.001))
-        self._delivery.probe(streams, now)
         self._publish(now)
         return max(wake - now, 0.0)
 
@@ -150,22 +159,18 @@ class ExecutorModel:
             own = {"num_requests": len(self._streams), "num_engine_restarts": self._num_restarts}
             self._gauges.publish(self._engine.stats | own)
 
-    def _end_unwanted(self, stream: Stream, now: float) -> None:
+    def _end_unwanted(self, stream: Stream) -> None:
         """Ask the engine to end a stream whose client has gone or that met a stop string."""
         if stream.aborting or stream.ending is not None:
             return
-        oldest = stream.unconsumed[0].sent if stream.unconsumed else now
-        if (
-            self._feedback.signal(stream.slot, stream.serial) is not Signal.NONE
-            or self._delivery.was_dropped(stream)
-            or (now - oldest) * 1000 > self._settings.stale_after_ms
-        ):
+        signal = self._feedback.signal(stream.slot, stream.serial)
+        if signal is not Signal.NONE or self._delivery.was_dropped(stream):
             stream.aborting = True
             self._engine.abort(stream.request_id)
 
     def _send_step(self, stream: Stream, now: float) -> None:
         token_ids, state = stream.take_step(now)
-        self._delivery.record(stream, now)
+        self._delivery.record(stream)
         reply = tensors.response({names.TOKEN_IDS: token_ids, names.STATE: state.pack()})
         tensors.send(stream.sender, reply, final=state.ending is not None)
         if state.ending is not None:
@@ -181,6 +186,7 @@ class ExecutorModel:
 
     def _end_all(self, error: NereidError) -> None:
         self._adopt()
+        self._refuse()
         for stream in list(self._streams.values()):
             self._end(stream, error)
 
@@ -192,7 +198,7 @@ class ExecutorModel:
             self._end_all(error)
             tensors.progress(f"{error}; starting it again (attempt {attempt})")
             try:
-                self._engine.start(self._settings.engine_start_timeout_s)
+                self._engine.start(self._settings.engine_start_timeout_s, self._refuse)
             except NereidError as failure:
                 tensors.log.error("the engine did not start again: %s", failure)
                 continue

@@ -18,6 +18,8 @@ from nereid_backend.output.detokenizer import decoder
 from nereid_backend.serving import names, tensors
 from nereid_backend.serving.answer import Answer
 from nereid_backend.serving.feedback import FeedbackWriter, Signal
+from nereid_backend.serving.formats import choose_format
+from nereid_backend.serving.message import ParsedMessage, PlainMessage
 from nereid_backend.serving.prompts import load_tokenizer
 from nereid_backend.serving.settings import read_settings
 from nereid_backend.serving.wire import StepState, StreamContext
@@ -30,10 +32,11 @@ class PostprocessorModel:
     """Third step of the ensemble."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the checkpoint's tokenizer."""
+        """Load the checkpoint's tokenizer and find out how it writes."""
         try:
             settings, _ = read_settings(args)
             tokenizer = load_tokenizer(settings.model)
+            self._format = choose_format(settings)
         except NereidError as error:
             raise tensors.load_error(error) from error
         self._decoders = {
@@ -83,10 +86,17 @@ class PostprocessorModel:
         if state.opening is not None:
             self._feedback.attach(state.opening.feedback_path)
             context = StreamContext.unpack(state.opening.context)
-            decode = self._decoders[context.skip_special_tokens]
-            self._answers[state.slot] = Answer(context, state.serial, decode)
+            self._answers[state.slot] = self._open(context, state.serial)
         answer = self._answers.get(state.slot)
         return answer if answer is not None and answer.serial == state.serial else None
+
+    def _open(self, context: StreamContext, serial: int) -> Answer:
+        if context.prompt is None or self._format is None:
+            decode = self._decoders[context.skip_special_tokens]
+            return Answer(context, serial, decode, PlainMessage())
+        # A format's markers are often special tokens, which must be there to be read.
+        message = ParsedMessage(self._format, context.tools, context.prompt)
+        return Answer(context, serial, self._decoders[False], message)
 
     def _reply(self, answer: Answer) -> Any:  # noqa: ANN401 - the server's own type
         piece = answer.piece()

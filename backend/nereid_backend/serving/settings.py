@@ -37,20 +37,26 @@ class ServingSettings:
     Attributes:
         model: folder of the checkpoint; a relative path in config.pbtxt counts from the model
             repository, one in NEREID_MODEL from the working directory.
+        reasoning_parser: name of the format in which the checkpoint writes reasoning; empty finds
+            out from its chat template, "none" leaves reasoning in the content.
+        tool_parser: the same for tool calls.
         responses_per_second: ceiling on the responses of all streams together. Each stream's
             tokens are merged until its turn comes; 0 chooses by the number of CPUs.
         heartbeat_ms: a request without responses sends an empty step this often, because only a
             step can find out that its client has gone.
-        stale_after_ms: a stream whose steps have not been consumed for so long is aborted.
+        stale_after_ms: a stream whose steps have not been consumed for so long is aborted, where
+            the server drops a cancelled stream's steps without a word.
         max_streams: at most so many requests in the executor at once, waiting ones included.
         engine_start_timeout_s: loading a checkpoint may take this long.
         max_engine_restarts: engine processes that may die in a row before the executor gives up.
     """
 
     model: str
+    reasoning_parser: str = ""
+    tool_parser: str = ""
     responses_per_second: int = 0
     heartbeat_ms: int = 250
-    stale_after_ms: int = 10_000
+    stale_after_ms: int = 5_000
     max_streams: int = 4096
     engine_start_timeout_s: int = 3600
     max_engine_restarts: int = 3

@@ -38,14 +38,6 @@ class Pacer:
         return min(num_streams / self._rate, _MAX_INTERVAL_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Unconsumed:
-    """A step on its way to the postprocessor: its place among all steps, and when it was sent."""
-
-    order: int
-    sent: float
-
-
 @dataclass(slots=True)
 class Stream:
     """One request in the executor, from `execute` to its last step.
@@ -57,7 +49,9 @@ class Stream:
         opening: for the first step; None once sent.
         pending: tokens that the next step will carry.
         sent: steps sent so far.
-        unconsumed: those that the postprocessor has not consumed yet, oldest first.
+        unconsumed: places, among all steps of all streams, of those that the postprocessor has not
+            consumed yet, oldest first.
+        waited_s: how long the oldest of them has been on its way.
         last_sent: when, by time.monotonic().
         ending: known once the engine has finished the request.
         aborting: the engine was asked to end it.
@@ -72,7 +66,8 @@ class Stream:
     pending: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     sent: int = 0
-    unconsumed: deque[Unconsumed] = field(default_factory=deque)
+    unconsumed: deque[int] = field(default_factory=deque)
+    waited_s: float = 0.0
     ending: Ending | None = None
     aborting: bool = False
 

@@ -3,7 +3,6 @@
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,6 @@ from nereid_backend.errors import (
     NereidError,
     RequestError,
 )
-from nereid_backend.serving import names
-from nereid_backend.serving.wire import StepState
 
 log = logging.getLogger("nereid")
 
@@ -72,9 +69,13 @@ def response(tensors: Mapping[str, npt.NDArray[Any]]) -> Any:  # noqa: ANN401 - 
 
 
 def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own type
-    """A response that carries an error, with the code its kind stands for."""
+    """A response that carries an error.
+
+    A stream over gRPC carries an error's message without its code, so the message begins with it.
+    """
+    name, code = _error_code(error)
     return pb_utils.InferenceResponse(
-        error=pb_utils.TritonError(_message(error), _error_code(error))
+        error=pb_utils.TritonError(f"[{name}] {_message(error)}", code)
     )
 
 
@@ -85,35 +86,6 @@ def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noq
         sender.send(flags=flags)
     else:
         sender.send(reply, flags=flags)
-
-
-class Courier:
-    """Sends steps straight to a model of the repository, from a thread of its own."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="courier")
-
-    def send_step(self, state: StepState) -> None:
-        """Send a step without tokens; does not wait for it."""
-        self._worker.submit(self._call, state)
-
-    def _call(self, state: StepState) -> None:
-        inputs = {
-            names.TOKEN_IDS: np.empty(0, dtype=np.int32),
-            names.STATE: state.pack(),
-        }
-        call = pb_utils.InferenceRequest(
-            model_name=self._model,
-            requested_output_names=[names.TEXT_OUTPUT],
-            inputs=[pb_utils.Tensor(name, array) for name, array in inputs.items()],
-        )
-        try:
-            for reply in call.exec(decoupled=True):
-                if reply.has_error():
-                    log.warning("a probe came back with an error: %s", reply.error().message())
-        except Exception:
-            log.warning("a probe could not be sent", exc_info=True)
 
 
 def strings(*values: str) -> npt.NDArray[np.object_]:
@@ -143,12 +115,13 @@ def _single(request: Any, name: str) -> Any:  # noqa: ANN401 - bytes or a number
     return values[0]
 
 
-def _error_code(error: Exception) -> Any:  # noqa: ANN401 - the server's own enum
+def _error_code(error: Exception) -> tuple[str, Any]:
+    """The gRPC status code's name, and the server's own value for it."""
     if isinstance(error, RequestError):
-        return pb_utils.TritonError.INVALID_ARG
+        return "INVALID_ARGUMENT", pb_utils.TritonError.INVALID_ARG
     if isinstance(error, CapacityError):
-        return pb_utils.TritonError.UNAVAILABLE
-    return pb_utils.TritonError.INTERNAL
+        return "UNAVAILABLE", pb_utils.TritonError.UNAVAILABLE
+    return "INTERNAL", pb_utils.TritonError.INTERNAL
 
 
 def _message(error: Exception) -> str:

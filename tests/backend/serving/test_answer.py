@@ -1,5 +1,7 @@
 from nereid_backend.serving.answer import Answer
+from nereid_backend.serving.message import ParsedMessage, PlainMessage
 from nereid_backend.serving.wire import Ending, StepState, StreamContext
+from nereid_parsers import get_format
 
 
 def decode(ids):
@@ -15,7 +17,12 @@ def state(ending=None, logprob=0.0):
 
 
 def open_answer(**context):
-    return Answer(StreamContext(**{"stream": True, "num_prompt_tokens": 4} | context), 1, decode)
+    return Answer(
+        StreamContext(**{"stream": True, "num_prompt_tokens": 4} | context),
+        1,
+        decode,
+        PlainMessage(),
+    )
 
 
 def test_a_stream_gives_a_piece_a_step_and_usage_in_each():
@@ -85,3 +92,36 @@ def test_the_prompt_is_repeated_in_the_text_but_not_in_the_delta():
     piece = answer.piece()
     assert piece.text == "Q: A"
     assert piece.delta["content"] == "A"
+
+
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+
+
+def parsed_answer(prompt="<|im_start|>assistant\n"):
+    context = StreamContext(stream=True, num_prompt_tokens=4, prompt=prompt, tools=TOOLS)
+    fmt = get_format(reasoning="qwen3", tools="hermes")
+    return Answer(context, 1, decode, ParsedMessage(fmt, TOOLS, prompt))
+
+
+def test_reasoning_content_and_calls_are_parts_of_the_delta():
+    answer = parsed_answer()
+    text = (
+        "<think>\nsum it\n</think>\n\nLet me see."
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    )
+    total = {"reasoning": "", "content": "", "arguments": "", "names": [], "text": ""}
+    for at in range(0, len(text), 3):
+        last = at + 3 >= len(text)
+        answer.take(ids(text[at : at + 3]), state(Ending("stop", 7) if last else None))
+        piece = answer.piece()
+        total["text"] += piece.text
+        for part in ("reasoning", "content"):
+            total[part] += piece.delta.get(part, "")
+        for call in piece.delta.get("tool_calls", []):
+            total["arguments"] += call["arguments"]
+            total["names"] += [call["name"]] if "name" in call else []
+    assert total["reasoning"].strip() == "sum it"
+    assert total["content"].strip() == "Let me see."
+    assert (total["names"], total["arguments"]) == (["add"], '{"a": 1}')
+    assert total["text"] == text
+    assert piece.finish_reason == "tool_calls"

@@ -7,9 +7,9 @@ class Line:
     """The way to the postprocessor: streams send, and the test says what is consumed."""
 
     def __init__(self):
-        self.reader, self.writer, self.probes = FeedbackReader(8), FeedbackWriter(), []
+        self.reader, self.writer, self.now = FeedbackReader(8), FeedbackWriter(), 100.0
         self.writer.attach(self.reader.path)
-        self.delivery = Delivery(self.reader, self.probes.append)
+        self.delivery = Delivery(self.reader, patience_s=5.0)
         self.streams = []
 
     def stream(self):
@@ -18,19 +18,19 @@ class Line:
         self.streams.append(made)
         return made
 
-    def send(self, stream, now=0.0):
-        stream.take_step(now)
-        self.delivery.record(stream, now)
+    def send(self, stream):
+        stream.take_step(self.now)
+        self.delivery.record(stream)
 
     def consume(self, stream, step):
         self.writer.report(stream.slot, stream.serial, step)
 
-    def consume_probe(self):
-        state = self.probes[-1]
-        self.writer.report(state.slot, state.serial, state.step)
+    def look(self, every_s=0.1):
+        self.now += every_s
+        self.delivery.observe(self.streams, self.now)
 
     def dropped(self):
-        self.delivery.observe(self.streams)
+        self.look()
         return [stream.request_id for stream in self.streams if self.delivery.was_dropped(stream)]
 
 
@@ -59,41 +59,46 @@ def test_a_step_that_is_consumed_between_two_looks_is_not_taken_for_dropped():
     line.send(first)
     line.send(second)
     line.consume(second, 1)
-    line.delivery.observe(line.streams)
+    line.look()
     line.consume(first, 1)
     assert not line.delivery.was_dropped(first)
 
 
-def test_a_lone_stream_is_judged_by_a_probe():
+def test_a_lone_stream_is_judged_by_patience():
     line = Line()
     lone = line.stream()
-    line.send(lone, now=10.0)
-    line.delivery.probe(line.streams, now=10.05)
-    assert line.probes == []
-    line.delivery.probe(line.streams, now=10.5)
-    assert len(line.probes) == 1
-    line.delivery.probe(line.streams, now=10.6)
-    assert len(line.probes) == 1, "one probe at a time"
-    assert line.dropped() == []
-    line.consume_probe()
-    assert line.dropped() == ["1"]
+    line.send(lone)
+    for _ in range(45):
+        assert line.dropped() == []
+    for _ in range(10):
+        line.look()
+    assert line.delivery.was_dropped(lone)
 
 
-def test_a_slow_postprocessor_is_not_taken_for_a_client_that_has_gone():
+def test_a_pause_of_the_whole_machine_does_not_use_up_the_patience():
+    line = Line()
+    lone = line.stream()
+    line.send(lone)
+    line.look()
+    line.look(every_s=60.0)
+    assert not line.delivery.was_dropped(lone)
+
+
+def test_patience_begins_anew_with_each_step_that_arrives():
     line = Line()
     slow = line.stream()
-    line.send(slow, now=10.0)
-    line.delivery.probe(line.streams, now=12.0)
-    line.consume(slow, 1)
-    line.consume_probe()
+    for step in range(1, 5):
+        line.send(slow)
+        for _ in range(40):
+            assert line.dropped() == []
+        line.consume(slow, step)
     assert line.dropped() == []
 
 
-def test_no_probe_is_sent_while_nothing_is_on_its_way():
+def test_waiting_without_a_step_on_its_way_costs_no_patience():
     line = Line()
-    done = line.stream()
-    line.send(done, now=10.0)
-    line.consume(done, 1)
-    line.delivery.observe(line.streams)
-    line.delivery.probe(line.streams, now=20.0)
-    assert line.probes == []
+    idle = line.stream()
+    for _ in range(100):
+        line.look()
+    line.send(idle)
+    assert line.dropped() == []

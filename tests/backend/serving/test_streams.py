@@ -1,5 +1,5 @@
 from nereid_backend import RequestUpdate
-from nereid_backend.serving.streams import MAX_UNCONSUMED_STEPS, Pacer, Stream, Unconsumed
+from nereid_backend.serving.streams import MAX_UNCONSUMED_STEPS, Pacer, Stream
 from nereid_backend.serving.wire import Ending, Opening
 
 
@@ -34,7 +34,7 @@ def test_an_unconsumed_stream_waits_but_its_last_step_does_not():
     for order in range(MAX_UNCONSUMED_STEPS):
         stream.add(update(5))
         stream.take_step(100.0)
-        stream.unconsumed.append(Unconsumed(order, 100.0))
+        stream.unconsumed.append(order)
     assert not stream.may_send()
     stream.add(update(6, finish="length"))
     assert stream.may_send()

@@ -40,7 +40,7 @@ class TritonPythonModel:
             if isinstance(step, Pause):
                 time.sleep(step.seconds)
             elif isinstance(step, Failure):
-                error = pb_utils.TritonError(step.message, code_of(step))
+                error = pb_utils.TritonError(f"[{step.code}] {step.message}", code_of(step))
                 with STUB:
                     sender.send(
                         pb_utils.InferenceResponse(error=error),

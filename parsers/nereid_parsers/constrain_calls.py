@@ -16,6 +16,7 @@ from nereid_parsers.format import (
     JsonObject,
     Keys,
     NameIsKey,
+    NestedTags,
     PythonCalls,
     TaggedArguments,
     ToolSection,
@@ -26,6 +27,7 @@ from nereid_parsers.stream.schema import kinds_of
 Node = dict[str, Any]
 
 _FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
+_NESTED_MARK = "]<]minimax[>["  # the one for which xgrammar has a style
 _MAX_OPTIONAL = 12  # optional arguments after which those in the middle must come in order
 
 
@@ -181,6 +183,8 @@ def _call(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
         inner = json_schema(tools[0].parameters)
     elif isinstance(body, TaggedArguments):
         inner = _tagged(body, tools[0])
+    elif isinstance(body, NestedTags):
+        inner = _nested(body, tools[0])
     else:
         inner = _bare_keys(body, tools[0])
     return sequence(*around, inner, const(call.close))
@@ -282,6 +286,14 @@ def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) ->
     end = part.close.strip()
     text = {"type": "tag", "begin": opening, "content": any_text(), "end": end}
     return sequence(text, const(part.close.lstrip()[len(end) :]))
+
+
+def _nested(part: NestedTags, tool: ToolSchema) -> Node:
+    if part.mark != _NESTED_MARK:
+        raise ConstraintError(
+            f"nested elements behind the mark {part.mark!r} cannot be constrained"
+        )
+    return {**json_schema(tool.parameters), "style": "minimax_m3_xml"}
 
 
 def _python(part: PythonCalls, tool: ToolSchema) -> Node:

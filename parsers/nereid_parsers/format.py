@@ -208,6 +208,21 @@ class BareKeyArguments:
 
 
 @dataclass(frozen=True, slots=True)
+class NestedTags:
+    """Arguments as elements named after them, nested where values are, each tag behind `mark`.
+
+    With mark `~`: `~<city>Paris~</city>~<days>~<item>1~</item>~</days>`. Values are typed by the
+    schema; an element that holds elements is an array where the schema, or their name `item`, says
+    so.
+    """
+
+    mark: str
+
+    def __post_init__(self) -> None:
+        _need_markers("NestedTags", mark=self.mark)
+
+
+@dataclass(frozen=True, slots=True)
 class PythonCalls:
     r"""Calls as Python writes them: `f(a=1, b="x")`, several between `open` and `close`.
 
@@ -222,8 +237,16 @@ class PythonCalls:
     suffix: str = ""
 
 
-Body = JsonObject | JsonArray | JsonArguments | TaggedArguments | BareKeyArguments | PythonCalls
-NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments)
+Body = (
+    JsonObject
+    | JsonArray
+    | JsonArguments
+    | TaggedArguments
+    | BareKeyArguments
+    | NestedTags
+    | PythonCalls
+)
+NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 
 @dataclass(frozen=True, slots=True)

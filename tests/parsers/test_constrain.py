@@ -16,6 +16,7 @@ from nereid_parsers.format import (
     JsonObject,
     Keys,
     Messages,
+    NestedTags,
     PythonCalls,
     Route,
     Sections,
@@ -302,6 +303,7 @@ def test_reasoning_without_an_end_cannot_be_constrained():
         Call(JsonArguments(), open="<c>", head="{name}{rest}>"),
         Call(TaggedArguments("<{key} {word}>", "</>"), open="<c>", head="{name}>"),
         Call(JsonObject(Keys(id="id", order=("name", "arguments", "id"))), open="<c>"),
+        Call(NestedTags("~"), head="<c {name}>", close="</c>"),
     ],
 )
 def test_what_a_format_leaves_open_cannot_be_written(call):

@@ -19,6 +19,7 @@ from nereid_parsers.format import (
     JsonArray,
     JsonObject,
     Keys,
+    NestedTags,
     Sections,
     ToolSection,
     Wrapper,
@@ -383,6 +384,46 @@ def test_text_between_tagged_arguments_ends_the_call():
     message = parsed(get_format("qwen3_coder"), text, 1, tools=TYPED)
     assert calls(message) == [("f", {"s": "x"})]
     assert "oops" in message.content
+
+
+NESTED = fmt_of(Call(NestedTags("~"), head="~<c {name}>", close="~</c>"))
+NESTED_TOOLS = [
+    tool(
+        "f",
+        s={"type": "string"},
+        l={"type": "array", "items": {"type": "string"}},
+        o={"type": "object", "properties": {"n": {"type": "integer"}}},
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("elements", "arguments"),
+    [
+        ("", {}),
+        ("~<s> a\nb ~</s>", {"s": " a\nb "}),
+        ("~<s>~</s>", {"s": ""}),
+        ("~<s>a~b~</s>", {"s": "a"}),
+        ("~<l>~<x>1~</x>~<x>2~</x>~</l>", {"l": ["1", "2"]}),
+        ("~<l>~</l>~<o>~</o>", {"l": [], "o": {}}),
+        ("~<o>\n~<n>7~</n>\n~</o>~<s>x~</s>", {"o": {"n": 7}, "s": "x"}),
+        ("~<z>~<item>~<k>v~</k>~</item>~<item>2~</item>~</z>", {"z": [{"k": "v"}, 2]}),
+        ("~<z>~<k>~<m>1~</m>~</k>~</z>", {"z": {"k": {"m": 1}}}),
+        ("~<o>~<n>7~</wrong>", {"o": {"n": 7}}),
+        ("~<s>x~</s>oops", {"s": "x"}),
+        ("~<o>~<n>7", {"o": {"n": 7}}),
+        ("~<o>~<", {"o": {}}),
+        ("~<z>", {"z": ""}),
+        ("~<" + "x" * 600, {}),
+        ("~</s>", {}),
+    ],
+)
+def test_nested_elements_become_json(elements, arguments):
+    for size in (1, 2, 10**9):
+        message = parsed(NESTED, f"~<c f>{elements}~</c>", size, tools=NESTED_TOOLS)
+        assert calls(message)[:1] == [("f", arguments)], size
+        cut = parsed(NESTED, f"~<c f>{elements}", size, tools=NESTED_TOOLS)
+        assert not cut.tool_calls or cut.tool_calls[0].arguments.startswith("{")
 
 
 def test_malformed_tools_are_passed_over():

@@ -3,6 +3,7 @@
 from nereid_parsers.format import (
     Call,
     JsonObject,
+    NestedTags,
     Opener,
     Reasoning,
     Shown,
@@ -32,7 +33,23 @@ _INVOKE = Call(
     close="</invoke>\n",
 )
 
+_MARK = "]<]minimax[>["
+
 TOOLS = {
+    "minimax_m3": ToolEntry(
+        ToolSection(
+            (
+                Call(
+                    NestedTags(_MARK),
+                    head=_MARK + '<invoke name="{name}">\n',
+                    close=f"{_MARK}</invoke>\n",
+                ),
+            ),
+            open=f"{_MARK}<tool_call>\n",
+            close=f"{_MARK}</tool_call>",
+        ),
+        _M3,
+    ),
     "minimax_m2": ToolEntry(
         ToolSection((_INVOKE,), open="<minimax:tool_call>\n", close="</minimax:tool_call>"), _M2
     ),

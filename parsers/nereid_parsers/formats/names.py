@@ -42,7 +42,7 @@ TOOL_MODULES = _by_name(
         "hermes": "ernie45 hermes longcat trinity",
         "kimi": "kimi_k2 kimi_k3",
         "llama": "llama3_json llama4_json",
-        "minimax": "dots minimax_m2",
+        "minimax": "dots minimax_m2 minimax_m3",
         "mistral": "mistral",
         "pythonic": "lfm2 llama4_pythonic olmo3 pythonic",
         "qwen": "mimo minicpm5 nanbeige qwen3_coder",

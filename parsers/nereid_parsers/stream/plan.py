@@ -16,6 +16,7 @@ from nereid_parsers.format import (
     JsonArray,
     JsonObject,
     Messages,
+    NestedTags,
     PythonCalls,
     Route,
     Sections,
@@ -26,7 +27,8 @@ from nereid_parsers.format import (
 )
 from nereid_parsers.stream.body import Body, CallSink
 from nereid_parsers.stream.json_bodies import ArgumentsBody, ArrayBody, ObjectBody
-from nereid_parsers.stream.lexer import Lexer
+from nereid_parsers.stream.lexer import Lexer, partial
+from nereid_parsers.stream.nested import NestedBody
 from nereid_parsers.stream.patterns import FAIL, NEED, Pattern, compiled, skip_blanks, tokens
 from nereid_parsers.stream.python_calls import BareKeyBody, PythonBody
 from nereid_parsers.stream.tagged import RowPlan, TaggedBody
@@ -120,6 +122,8 @@ class CallPlan:
             return PythonBody(sink, part, is_sure)
         if isinstance(part, BareKeyArguments):
             return BareKeyBody(sink, part, head.name, head.call_id)
+        if isinstance(part, NestedTags):
+            return NestedBody(sink, part, self.close[0], head.name, head.call_id)
         assert self._tag_plan is not None
         return TaggedBody(sink, self._tag_plan, head.name, head.call_id)
 
@@ -134,6 +138,9 @@ class CallPlan:
 def _body_starts(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Regexes for a body's first characters, and for what may still become those."""
     body = call.body
+    if isinstance(body, NestedTags):
+        begins = re.compile(rf"\s*{re.escape(body.mark)}")
+        return begins, re.compile(rf"\s*(?:\Z|{partial(body.mark)})")
     if isinstance(body, PythonCalls):
         first, second = re.escape(body.open), r"[^\W\d]"
     elif isinstance(body, JsonArray):

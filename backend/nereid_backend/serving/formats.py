@@ -2,8 +2,10 @@
 """Which chat format a served checkpoint writes."""
 
 from nereid_parsers import Format, NereidParsersError, get_format
+from nereid_parsers.template import format_for_checkpoint
 
 from nereid_backend.errors import ConfigError
+from nereid_backend.serving import tensors
 from nereid_backend.serving.settings import ServingSettings
 
 OFF = "none"
@@ -13,15 +15,22 @@ def choose_format(settings: ServingSettings) -> Format | None:
     """The format that the operator names, else the one that the checkpoint shows; None for plain.
 
     Raises:
-        ConfigError: a name that no format has.
+        ConfigError: a name that no format has, or a checkpoint whose files cannot be read.
     """
     names = {"reasoning": settings.reasoning_parser, "tools": settings.tool_parser}
-    chosen = {part: name for part, name in names.items() if name and name != OFF}
-    try:
-        if chosen:
-            return get_format(**chosen)
-        if OFF in names.values():
+    if OFF in names.values():
+        # What is not to be parsed stays in the content; the other half only by its name.
+        names = {part: name for part, name in names.items() if name not in (OFF, "")}
+        if not names:
+            tensors.progress("chat format: none, as the settings say")
             return None
-        return None
+    try:
+        if len(names) == 1:
+            return get_format(**names)
+        chosen = format_for_checkpoint(
+            settings.model, reasoning=names["reasoning"] or None, tools=names["tools"] or None
+        )
     except NereidParsersError as error:
-        raise ConfigError(f"{' and '.join(f'{p}_parser' for p in names)}: {error}") from error
+        raise ConfigError(f"reasoning_parser, tool_parser: {error}") from error
+    tensors.progress(f"chat format: {chosen.why}")
+    return chosen.format

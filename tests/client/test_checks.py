@@ -18,6 +18,12 @@ def checkpoint(tmp_path):
     return folder
 
 
+def test_numpy_2_is_refused_before_the_embedded_server():
+    with pytest.raises(CliError, match=r"numpy 2.4.6 does not work .* pip install 'numpy<2'"):
+        checks.check_embedded_numpy("2.4.6")
+    checks.check_embedded_numpy("1.26.4")
+
+
 def test_a_good_checkpoint_passes(checkpoint):
     checks.check_checkpoint(checkpoint)
 

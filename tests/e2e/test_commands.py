@@ -73,12 +73,16 @@ def wait_ready(server, port, log):
         ("NEREID_MAX_NUM_SEQ", "3", 'unknown setting "max_num_seq"; did you mean "max_num_seqs"?'),
         ("NEREID_KV_CACHE_MEMORY", "2 bananas", "kv_cache_memory: must be a positive number"),
         ("NEREID_MAX_MODEL_LEN", "99999999", "max_model_len"),
+        ("NEREID_TOOL_PARSER", "hermess", "hermess"),
     ],
 )
-def test_a_wrong_setting_is_told_and_exits_1(variable, value, said):
-    with pytest.raises(RuntimeError) as caught, Served(environment={variable: value}):
+def test_a_wrong_setting_is_one_line_and_exits_2(variable, value, said):
+    served = Served(environment={variable: value})
+    with pytest.raises(RuntimeError) as caught, served:
         pass
-    assert said in str(caught.value)
+    (line,) = [line for line in str(caught.value).splitlines() if line.startswith("nereid serve:")]
+    assert said in line
+    assert served.process.returncode == 2
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_told(tmp_path):

@@ -3,6 +3,7 @@
 import socket
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 from nereid_client.cli.console import CliError
@@ -10,12 +11,22 @@ from nereid_client.cli.console import CliError
 _OLDEST, _NEWEST = (3, 11), (3, 12)
 
 
-def check_python_version(version: tuple[int, int] = sys.version_info[:2]) -> None:
+def check_python_version(running: tuple[int, int] = sys.version_info[:2]) -> None:
     """Refuse a Python that the server's stubs and our packages were not tested with."""
-    if not _OLDEST <= version <= _NEWEST:
+    if not _OLDEST <= running <= _NEWEST:
         raise CliError(
-            f"this is Python {version[0]}.{version[1]}; Nereid needs 3.11 or 3.12: "
+            f"this is Python {running[0]}.{running[1]}; Nereid needs 3.11 or 3.12: "
             "make the environment again with one of those"
+        )
+
+
+def check_embedded_numpy(installed: str | None = None) -> None:
+    """Refuse numpy 2 before the embedded server, whose Python stub then misreads every array."""
+    installed = installed or version("numpy")
+    if int(installed.split(".")[0]) >= 2:
+        raise CliError(
+            f"numpy {installed} does not work with the embedded Triton server, which was built for "
+            "numpy 1: pip install 'numpy<2'"
         )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 MARK = "nereid:"
+REFUSAL_MARK = "nereid: error:"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ERROR_LINES = 5
@@ -43,6 +44,7 @@ class Child:
     Attributes:
         name: for messages.
         errors: the last lines that a Triton server marks as errors.
+        refusals: what our models said of the settings or the checkpoint when they refused them.
         tail: the last lines it wrote, tables left out.
     """
 
@@ -58,6 +60,7 @@ class Child:
         self.name = name
         self.errors: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self.refusals: list[str] = []
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -109,8 +112,15 @@ class Child:
                 self.tail.append(line)
             with contextlib.suppress(ValueError, OSError):  # closed, or the disk is full
                 log.write(line + "\n")
-            if line.startswith(MARK):
+            if line.startswith(REFUSAL_MARK):
+                self._refuse(line.removeprefix(REFUSAL_MARK).strip())
+            elif line.startswith(MARK):
                 on_line(line)
+
+    def _refuse(self, reason: str) -> None:
+        # Each of the models says it of a wrong setting.
+        if reason not in self.refusals:
+            self.refusals.append(reason)
 
 
 def adopt_orphans() -> None:

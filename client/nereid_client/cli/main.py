@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 
 import nereid_client
-from nereid_client.cli import chat, install_server, serve
+from nereid_client.cli import chat, install_server, serve, template
 from nereid_client.cli.console import CliError, complain
 
 
@@ -30,6 +30,6 @@ def build_parser() -> argparse.ArgumentParser:
     version = f"nereid {nereid_client.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, chat, install_server):
+    for command in (serve, chat, template, install_server):
         command.add_parser(commands)
     return parser

@@ -31,6 +31,12 @@ _ENGINE_FLAGS = {
     "--max-model-len": ("NEREID_MAX_MODEL_LEN", "N", "longest prompt plus answer, in tokens"),
     "--kv-cache-memory": ("NEREID_KV_CACHE_MEMORY", "SIZE", "for the KV cache, such as 2GiB"),
     "--dtype": ("NEREID_DTYPE", "NAME", "auto, float32, bfloat16 or float16"),
+    "--reasoning-parser": (
+        "NEREID_REASONING_PARSER",
+        "NAME",
+        "format of reasoning (default: what the chat template shows; none: not parsed)",
+    ),
+    "--tool-parser": ("NEREID_TOOL_PARSER", "NAME", "format of tool calls (default: the same)"),
     "--max-num-seqs": ("NEREID_MAX_NUM_SEQS", "N", "most sequences that run at a time"),
     "--max-num-batched-tokens": (
         "NEREID_MAX_NUM_BATCHED_TOKENS",
@@ -195,8 +201,7 @@ class Supervisor:
         while not self._stop.wait(0.05):
             failure = self._failure(warm_up)
             if failure is not None:
-                self._report(*failure)
-                return 1
+                return self._report(*failure)
             elapsed_s = time.monotonic() - self._started
             if warm_up.curl and not announced:
                 announced = True
@@ -215,12 +220,18 @@ class Supervisor:
             return warm_up.failure, self._children[0]
         return None
 
-    def _report(self, what: str, child: Child) -> None:
+    def _report(self, what: str, child: Child) -> int:
+        """Say why it ended; 2 where a setting or the checkpoint was refused, else 1."""
+        if child.refusals:
+            for reason in child.refusals:
+                complain(f"nereid serve: {reason}")
+            return 2
         complain(f"nereid serve: {what}; the end of its output:")
         for line in (*child.tail, *child.errors):
             # The server writes a traceback's line ends as \\n, all in one line.
             complain("    " + line.replace("\\n", "\n    "))
         complain(f"nereid serve: {what}; the whole log: {self._plan.log_path}")
+        return 1
 
     def _announce(self, curl: str, elapsed_s: float) -> None:
         name = self._plan.frontend.model
@@ -309,6 +320,7 @@ def _find_tritonserver(given: Path | None) -> Path:
     ours = launcher_path()
     if ours.is_file() and LAUNCHER_MARK in ours.read_text(errors="replace"):
         find_libpython()
+        checks.check_embedded_numpy()
         return ours
     found = shutil.which("tritonserver")
     if found is None:

@@ -72,8 +72,7 @@ def read_json(texts: CallTexts) -> FoundCalls | None:
     start, end, value = found
     keys = _keys(value[0] if isinstance(value, list) else value)
     if isinstance(value, list):
-        around = Row(texts.one[:start], "", "", ", ", texts.one[end:])
-        return _array(keys, around)
+        return _arrays(texts, keys, (start, end))
     if not texts.two:
         around = Row("", texts.one[:start], texts.one[end:], "", "")
         return FoundCalls("JSON", (_object(keys, around),), around)
@@ -88,6 +87,18 @@ def read_json(texts: CallTexts) -> FoundCalls | None:
         return FoundCalls(inner.form, (*inner.calls, _object(keys, single)), inner.row)
     around = row(texts.two[: first[0]], texts.two[first[1] : second[0]], texts.two[second[1] :])
     return FoundCalls("JSON", (_object(keys, around),), around)
+
+
+def _arrays(texts: CallTexts, keys: Keys | NameIsKey, first: tuple[int, int]) -> FoundCalls:
+    """One array of all calls, or an array for each."""
+    whole = _json_with(texts.two, FIRST) if texts.two else None
+    other = _json_with(texts.two, SECOND) if texts.two else None
+    if whole is None or other is None or whole[0] == other[0]:
+        around = Row(texts.one[: first[0]], "", "", ", ", texts.one[first[1] :])
+        return _array(keys, around)
+    around = row(texts.two[: whole[0]], texts.two[whole[1] : other[0]], texts.two[other[1] :])
+    call = Call(JsonArray(keys), open=around.item_open, close=around.item_close)
+    return FoundCalls("JSON array", (call,), around)
 
 
 def _object(keys: Keys | NameIsKey, around: Row) -> Call:

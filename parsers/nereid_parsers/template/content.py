@@ -20,12 +20,13 @@ def compare_content(
     if body is None or CONTENT not in body:
         return hint, []
     at = body.find(CONTENT)
-    before = without_reasoning(body[:at], reasoning).strip()
+    before = without_reasoning(body[:at], reasoning).lstrip()
     behind = body[at + len(CONTENT) :]
     wrapper = hint
     if before:
-        wrapper = Wrapper(before, _wrapper_close(behind, before, frame))
-        behind = behind.lstrip()[len(wrapper.close) :]
+        close = _wrapper_close(behind, before.strip(), frame)
+        wrapper = Wrapper(before, behind[: behind.find(close)] + close if close else "")
+        behind = behind[len(wrapper.close) :]
     ends = [marker for marker in _leading_markers(behind)[:1] if marker != EOS]
     frame.ends = tuple(ends)
     finding = f"content stands between {wrapper.open!r} and {wrapper.close!r}" if wrapper else (

@@ -20,6 +20,7 @@ MAX_NUMBER = 10_000  # a number given to an operation that makes text of that le
 MAX_BITS = 4096  # of an integer
 MAX_SECONDS = 0.8  # of this thread's processor time; twice that on the clock
 
+_WEIGHT = 16  # of a member, beside its text; what weighing it costs
 _LONG_NUMBER = re.compile(r"\d{5,}")
 
 
@@ -90,16 +91,16 @@ def weight(value: object, depth: int = 0) -> int:
     Raises: LimitError as soon as the limit is passed, so that shared parts cannot blow it up.
     """
     if isinstance(value, str):
-        return len(value) + 1
+        return len(value) + _WEIGHT
     if isinstance(value, dict):
         parts: list[object] = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple | set):
         parts = list(value)
     else:
-        return 1
+        return _WEIGHT
     if depth > 100:
         raise LimitError("the template nests lists more than 100 deep")
-    total = 1
+    total = _WEIGHT
     for part in parts:
         total += weight(part, depth + 1)
         if total > MAX_VALUE:

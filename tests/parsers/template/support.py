@@ -1,0 +1,99 @@
+"""What the template tests share: the small templates, and a renderer that knows no analysis."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
+NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+FORMS = json.loads((TEMPLATES / "forms.json").read_text(encoding="utf-8"))
+USER = "Please look into it."
+
+
+def source(name):
+    """A small template's text."""
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def tool(name, /, **properties):
+    """An OpenAI tool; properties by name and JSON type."""
+    schema = {key: {"type": kind} for key, kind in properties.items()}
+    parameters = {"type": "object", "properties": schema}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [
+    tool("get_Station", name="string", line="integer", open="boolean"),
+    tool("save", text="string", tags="array", place="object", note=["string", "null"]),
+    tool("list_all"),
+]
+CALLS = [
+    ("get_Station", {"name": "Gare du Nord", "line": 4, "open": True}),
+    ("save", {"text": 'a < b\n"quoted" & more', "tags": ["x", "y, z"]}),
+    ("save", {"text": "12", "place": {"lat": 48.5, "name": "Zoë"}}),
+    ("list_all", {}),
+]
+
+
+def _raise(message):
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value, ensure_ascii=False, indent=None):
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a model would write for a message, and the prompt before it."""
+
+    prompt: str
+    text: str
+
+
+class Renderer:
+    """Renders a template with plain jinja2."""
+
+    def __init__(self, text):
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        env.filters["tojson"] = _tojson
+        env.globals.update(raise_exception=_raise)
+        self._template = env.from_string(text)
+
+    def render(self, messages, tools=None, prompt=False, **kwargs):
+        """The template's text."""
+        return self._template.render(
+            messages=messages, tools=tools, add_generation_prompt=prompt,
+            bos_token="", eos_token="</s>", **kwargs,
+        )  # fmt: skip
+
+    def written(self, message, tools=None, **kwargs):
+        """What follows the prompt once the message is there; None if the prompt is no start."""
+        user = [{"role": "user", "content": USER}]
+        prompt = self.render(user, tools, prompt=True, **kwargs)
+        whole = self.render([*user, message], tools, **kwargs)
+        return Written(prompt, whole[len(prompt) :]) if whole.startswith(prompt) else None
+
+
+def message_of(content="", reasoning="", calls=(), supports=None):
+    """An assistant message as the template wants it put."""
+    message = {"role": "assistant", "content": content}
+    fields = supports.reasoning if supports is not None else ()
+    if reasoning and fields == ("parts",):
+        said = [{"type": "text", "text": content}] if content else []
+        message["content"] = [{"type": "thinking", "thinking": reasoning}, *said]
+    elif reasoning:
+        message[fields[0]] = reasoning
+    for number, (name, arguments) in enumerate(calls):
+        as_text = supports is not None and supports.arguments == "text"
+        function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
+        identity = f"functions.{name}:{number}"
+        call = {"id": identity, "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(call | function)
+    return message

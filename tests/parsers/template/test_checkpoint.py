@@ -1,0 +1,146 @@
+"""The format of a checkpoint's folder."""
+
+import json
+import logging
+
+import pytest
+from nereid_parsers import FormatError, UnknownFormatError, get_format
+from nereid_parsers.template import format_for_checkpoint, read_checkpoint
+from parsers.template.support import TEMPLATES, source
+
+SPECS = json.loads((TEMPLATES / "response_templates.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Writes a checkpoint's files and gives its folder."""
+
+    def write(config=None, **files):
+        if config is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+        for name, text in files.items():
+            path = tmp_path / name.replace("__", "/").replace("_DOT_", ".")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+def body_of(chosen):
+    return type(chosen.format.layout.tools.calls[0].body).__name__
+
+
+def test_a_name_goes_first(checkpoint):
+    folder = checkpoint({"chat_template": source("tag_json")})
+    chosen = format_for_checkpoint(folder, name="qwen3_coder")
+    assert chosen.source == "chosen"
+    assert chosen.format == get_format("qwen3_coder")
+
+
+def test_two_names_make_one_format(checkpoint):
+    chosen = format_for_checkpoint(checkpoint({}), reasoning="qwen3", tools="hermes")
+    assert chosen.format == get_format(reasoning="qwen3", tools="hermes")
+
+
+def test_one_name_leaves_the_other_half_to_the_template(checkpoint):
+    folder = checkpoint({"chat_template": source("name_marker_json")})
+    chosen = format_for_checkpoint(folder, tools="hermes")
+    assert chosen.format.layout.reasoning.open == "[THINK]"
+    assert chosen.format.layout.tools == get_format("hermes").layout.tools
+    other = format_for_checkpoint(folder, reasoning="qwen3")
+    assert other.format.layout.reasoning.open == "<think>\n"
+    assert body_of(other) == "JsonArguments"
+
+
+def test_a_name_that_stands_for_whole_messages_takes_all(checkpoint):
+    folder = checkpoint({"chat_template": source("tag_json")})
+    chosen = format_for_checkpoint(folder, tools="gpt_oss")
+    assert chosen.format.layout == get_format("gpt_oss").layout
+
+
+def test_an_unknown_name_is_an_error(checkpoint):
+    with pytest.raises(UnknownFormatError):
+        format_for_checkpoint(checkpoint({}), name="no_such_format")
+
+
+def test_a_response_template_goes_before_the_chat_template(checkpoint):
+    declared = SPECS["tagged values"]["spec"]
+    folder = checkpoint({"chat_template": source("tag_json"), "response_template": declared})
+    chosen = format_for_checkpoint(folder)
+    assert (chosen.source, body_of(chosen)) == ("response_template", "TaggedArguments")
+
+
+def test_a_response_template_that_cannot_be_used_leaves_it_to_the_chat_template(checkpoint):
+    declared = {"start_anchor": "x", "fields": {"mood": {}}}
+    folder = checkpoint({"chat_template": source("tag_json"), "response_template": declared})
+    chosen = format_for_checkpoint(folder)
+    assert (chosen.source, body_of(chosen)) == ("template", "JsonObject")
+    assert "mood" in chosen.why
+
+
+def test_the_template_is_analysed_with_the_tokenizers_own_tokens(checkpoint):
+    folder = checkpoint(
+        {
+            "chat_template": source("reasoning_parts"),
+            "eos_token": {"content": "</s>"},
+            "bos_token": "<s>",
+        }
+    )
+    chosen = format_for_checkpoint(folder)
+    assert chosen.source == "template"
+    assert chosen.analysis.supports.reasoning == ("parts",)
+    assert chosen.format.ends == ("</s>",)
+
+
+def test_without_any_template_it_is_plain_content_and_a_warning(checkpoint, caplog):
+    with caplog.at_level(logging.WARNING):
+        chosen = format_for_checkpoint(checkpoint({}))
+    assert chosen.source == "plain"
+    assert "no chat template" in caplog.text
+
+
+def test_a_template_that_cannot_be_analysed_is_plain_content_and_a_warning(checkpoint, caplog):
+    with caplog.at_level(logging.WARNING):
+        chosen = format_for_checkpoint(checkpoint({"chat_template": "{% for %}"}))
+    assert chosen.source == "plain"
+    assert "does not compile" in caplog.text
+
+
+def test_a_file_of_its_own_goes_before_the_config(checkpoint):
+    folder = checkpoint({"chat_template": "old"}, chat_template_DOT_jinja="new")
+    assert read_checkpoint(folder).template == "new"
+
+
+def test_a_json_file_goes_before_the_config(checkpoint):
+    new = json.dumps({"chat_template": "new"})
+    folder = checkpoint({"chat_template": "old"}, chat_template_DOT_json=new)
+    assert read_checkpoint(folder).template == "new"
+
+
+def test_of_named_templates_the_one_for_tools_is_taken(checkpoint):
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    assert read_checkpoint(checkpoint({"chat_template": named})).template == "b"
+
+
+def test_additional_templates_are_found(checkpoint):
+    folder = checkpoint(
+        {}, chat_template_DOT_jinja="a", additional_chat_templates__tool_use_DOT_jinja="b"
+    )
+    assert read_checkpoint(folder).template == "b"
+
+
+def test_a_file_with_a_template_will_do():
+    chosen = format_for_checkpoint(TEMPLATES / "tag_json.jinja")
+    assert (chosen.source, body_of(chosen)) == ("template", "JsonObject")
+
+
+def test_a_path_that_is_nothing_is_an_error(tmp_path):
+    with pytest.raises(FormatError, match="neither"):
+        format_for_checkpoint(tmp_path / "absent")
+
+
+def test_a_config_that_is_no_json_is_an_error(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(FormatError, match="no JSON"):
+        format_for_checkpoint(tmp_path)

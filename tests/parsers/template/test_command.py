@@ -1,0 +1,89 @@
+"""The command that shows an analysis."""
+
+import argparse
+import json
+from html.parser import HTMLParser
+
+import pytest
+from nereid_parsers import FormatError
+from nereid_parsers.template import command
+from parsers.template.support import NAMES, TEMPLATES
+
+
+def run(*words):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    options = parser.parse_args([str(word) for word in words])
+    return options.run(options)
+
+
+def test_it_prints_comparisons_format_samples_and_constraint(capsys):
+    assert run("inspect", TEMPLATES / "tag_json.jinja") == 0
+    text = capsys.readouterr().out
+    for words in ("R1 reasoning presence", "T2 two calls", "JsonObject", "read back", "Constraint"):
+        assert words in text
+    assert "\x1b[" not in text
+
+
+def test_colour_is_given_where_it_is_asked_for(capsys):
+    run(TEMPLATES / "tag_json.jinja", "--colour", "always")
+    assert "\x1b[" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_samples_hold_every_character(name, capsys):
+    assert run(TEMPLATES / f"{name}.jinja", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"]["part"] == "Format"
+    for sample in found["samples"]:
+        kinds = {kind for kind, _ in sample["spans"]}
+        assert kinds <= {"reasoning", "content", "call", "markup"}
+        assert sample["differs"] == []
+
+
+class Page(HTMLParser):
+    """Notes what a page loads and whether its elements are closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads, self.text = [], [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert run(TEMPLATES / "tagged_section.jinja", "--html", out) == 0
+    assert capsys.readouterr().out == ""
+    text = out.read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.loads == []
+    assert "<script" not in text
+    assert '<invoke name="zqFirstTool">' in page.text
+    assert "T5 two arguments" in page.text
+
+
+def test_a_checkpoint_without_a_template_is_shown_as_plain(tmp_path, capsys):
+    assert run(tmp_path) == 0
+    assert "plain: the checkpoint has no chat template" in capsys.readouterr().out
+
+
+def test_more_than_one_path_is_a_wrong_call(capsys):
+    assert run("a", "b") == 2
+    assert "one file" in capsys.readouterr().err
+
+
+def test_a_path_that_is_nothing_is_an_error(tmp_path):
+    with pytest.raises(FormatError):
+        run(tmp_path / "absent")

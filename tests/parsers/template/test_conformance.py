@@ -1,0 +1,77 @@
+"""Real templates, where the cases stand beside the repository."""
+
+import json
+import time
+
+import pytest
+from nereid_parsers import StreamParser, analyze_template, fold
+from parsers.support import conformance
+
+CASES = conformance()
+pytestmark = pytest.mark.skipif(
+    CASES is None, reason="no conformance cases beside the repository (NEREID_CONFORMANCE)"
+)
+# What one rendering calls content is what another calls reasoning: the same text, two truths.
+CONTRADICTORY = {"openai-gpt-oss-120b.jinja::content_then_tool"}
+FLOOR = 0.98
+
+
+@pytest.fixture(scope="module")
+def formats():
+    return {
+        path.name: analyze_template(path.read_text(encoding="utf-8")).format
+        for path in sorted((CASES / "templates").glob("*.jinja"))
+    }
+
+
+def judged_cases():
+    with (CASES / "roundtrip.jsonl").open(encoding="utf-8") as lines:
+        return [case for line in lines if not (case := json.loads(line)).get("ambiguous")]
+
+
+def got(case, fmt, size):
+    parser = StreamParser(fmt, tools=case["tools"], prompt=case["prompt"])
+    text = case["output"]
+    events = [e for at in range(0, len(text), size) for e in parser.feed(text[at : at + size])]
+    return fold([*events, *parser.finish()])
+
+
+def is_same(expected, message):
+    def text(value):
+        return (value or "").strip()
+
+    calls = [(call.name, json.loads(call.arguments or "{}")) for call in message.tool_calls]
+    return (
+        text(expected["reasoning"]) == text(message.reasoning)
+        and text(expected["content"]) == text(message.content)
+        and [(call["name"], call["arguments"]) for call in expected["tool_calls"]] == calls
+    )
+
+
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+def test_what_a_template_renders_is_read_back(formats, size):
+    cases = judged_cases()
+    failed = [
+        case["id"]
+        for case in cases
+        if case["id"] not in CONTRADICTORY
+        and not is_same(case["expected"], got(case, formats[case["template"]], size))
+    ]
+    assert failed == []
+    assert 1 - len(CONTRADICTORY) / len(cases) > FLOOR
+
+
+def test_an_analysis_takes_less_than_a_tenth_of_a_second():
+    slow = {}
+    for path in sorted((CASES / "templates").glob("*.jinja")):
+        text = path.read_text(encoding="utf-8")
+        took = min(_seconds(text) for _ in range(2))
+        if took > 0.1:
+            slow[path.name] = took
+    assert slow == {}
+
+
+def _seconds(text):
+    started = time.thread_time()
+    analyze_template(text)
+    return time.thread_time() - started

@@ -1,0 +1,58 @@
+"""Differences with markers kept whole."""
+
+import pytest
+from nereid_parsers.template.difference import (
+    Comparison,
+    common_end,
+    common_start,
+    markers,
+    mirrored,
+    row,
+    unmirrored,
+)
+
+
+def test_a_common_start_cuts_no_marker():
+    assert common_start("a<tool_call>x", "a<tool_result>x") == "a"
+
+
+def test_a_common_end_cuts_no_marker():
+    assert common_end("x</tool_call>", "y</stool_call>") == ""
+    assert common_end("x</tool_call>\n", "y</tool_call>\n") == "</tool_call>\n"
+
+
+def test_words_are_kept_whole():
+    assert common_start("walking", "walker") == ""
+
+
+def test_a_row_tells_section_call_and_separator_apart():
+    found = row("<all><one>", "</one>, <one>", "</one></all>")
+    assert (found.open, found.item_open) == ("<all>", "<one>")
+    assert (found.item_close, found.separator, found.close) == ("</one>", ", ", "</all>")
+
+
+def test_a_row_without_a_section_has_none():
+    found = row("<one>", "</one>\n<one>", "</one>")
+    assert (found.open, found.separator, found.close) == ("", "\n", "")
+
+
+@pytest.mark.parametrize(
+    ("opened", "closed"),
+    [
+        ("<think>", "</think>"),
+        ("[THINK]", "[/THINK]"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|inner_prefix|>", "<|inner_suffix|>"),
+        ("<|channel>", "<channel|>"),
+        ("◁think▷", "◁/think▷"),
+    ],
+)
+def test_markers_mirror_each_other(opened, closed):
+    assert markers(f"a{opened}b{closed}c") == [opened, closed]
+    assert closed in mirrored(opened)
+    assert opened in unmirrored(closed) or "◁" in opened
+
+
+def test_a_comparison_shows_what_changed():
+    one = Comparison("x", "y", "<a>left</a>", "<a>right</a>", "")
+    assert one.parts() == ("<a>", "left", "right", "</a>")

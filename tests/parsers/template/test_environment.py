@@ -1,0 +1,46 @@
+"""Rendering as transformers does it."""
+
+import json
+
+import pytest
+from nereid_parsers.template.environment import CompiledTemplate, Refused
+from nereid_parsers.template.limits import Budget, LimitError
+from parsers.template.support import TEMPLATES
+
+SAME = json.loads((TEMPLATES / "rendered.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("text", "wanted"), SAME.values(), ids=SAME)
+def test_it_renders_the_same(text, wanted):
+    assert CompiledTemplate(text, Budget()).render({}) == wanted
+
+
+@pytest.mark.parametrize(("text", "wanted"), SAME.values(), ids=SAME)
+def test_transformers_renders_the_same(text, wanted):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    assert _compile_jinja_template(text).render() == wanted
+
+
+def test_changing_a_list_is_allowed_and_noted():
+    template = CompiledTemplate("{% set a = [] %}{% set _ = a.append(1) %}{{ a }}", Budget())
+    assert template.changes_lists
+    assert template.render({}) == "[1]"
+
+
+def test_a_dict_may_not_be_changed():
+    with pytest.raises((Refused, LimitError)):
+        CompiledTemplate("{{ {}.update(a=1) }}", Budget()).render({})
+
+
+def test_names_and_constants_are_noted():
+    template = CompiledTemplate("{% if mode == 'on' %}<x>{% endif %}", Budget())
+    assert "mode" in template.names
+    assert template.compared["mode"] == ("on",)
+    assert "<x>" in template.literals
+
+
+def test_a_missing_include_is_the_templates_failure():
+    with pytest.raises(Refused):
+        CompiledTemplate("{% include 'other' %}", Budget()).render({})

@@ -1,0 +1,168 @@
+"""The small templates of tests/data/templates: each shows one form, forms.json says which."""
+
+import json
+
+import pytest
+from nereid_parsers import StreamParser, analyze_template, fold
+from nereid_parsers.format import Messages
+from nereid_parsers.template.limits import MAX_SECONDS
+from nereid_parsers.template.quarantine import QUARANTINE
+from parsers.template.support import (
+    CALLS,
+    FORMS,
+    NAMES,
+    TOOLS,
+    Renderer,
+    message_of,
+    source,
+)
+
+# What these write for a message begins otherwise than their generation prompt ends.
+UNLIKE_PROMPT = {"prompt_opens_thinking", "tagged_section", "effort_switch", "delimited_by_words"}
+UNLIKE_PROMPT |= {"invoke_in_call", "section_fenced", "bare_keys_channel", "no_switch_prompt"}
+
+
+@pytest.fixture(scope="module")
+def analyses():
+    return {name: analyze_template(source(name)) for name in NAMES}
+
+
+def described(analysis):
+    """An inferred format in the words of forms.json."""
+    layout, calls = analysis.format.layout, analysis.supports.calls
+    if isinstance(layout, Messages):
+        return {"layout": "Messages", "calls": calls}
+    thought, content, tools = layout.reasoning, layout.content, layout.tools
+    found = {"reasoning": [thought.open, thought.close] if thought else None}
+    if thought and thought.opener.value != "model":
+        found["opener"] = thought.opener.value
+    found["content"] = [content.open, content.close] if content else None
+    found["calls"] = calls
+    if tools:
+        call = tools.calls[0]
+        found["section"] = [tools.open, tools.close, tools.separator]
+        found["call"] = [call.open, call.head, call.close]
+        found["body"] = repr(call.body)
+    return found | {"ends": list(analysis.format.ends)}
+
+
+def test_every_template_has_a_form_and_every_form_a_template():
+    assert sorted(FORMS) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_form_is_inferred(name, analyses):
+    assert described(analyses[name]) == FORMS[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rendering_is_read_back(name, analyses):
+    analysis = analyses[name]
+    assert analysis.proofs
+    assert [(proof.name, proof.differs) for proof in analysis.proofs if proof.differs] == []
+
+
+def streamed(fmt, written, size):
+    parser = StreamParser(fmt, tools=TOOLS, prompt=written.prompt)
+    text = written.text
+    events = [
+        event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])
+    ]
+    return fold([*events, *parser.finish()])
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - UNLIKE_PROMPT))
+@pytest.mark.parametrize("size", [1, 4, 10**6])
+def test_other_messages_come_back_as_they_were_put(name, size, analyses):
+    analysis = analyses[name]
+    supports, renderer = analysis.supports, Renderer(source(name))
+    calls = CALLS if supports.parallel_calls else CALLS[:1]
+    puts = [{"content": "It is 5 > 3.\n\n- yes"}]
+    if supports.calls != "none":
+        puts.append({"calls": calls})
+    if supports.content_with_calls:
+        puts.append({"content": "I look.", "calls": calls[:1]})
+    if supports.reasoning and supports.calls == "none":
+        puts.append({"content": "Four.", "reasoning": "Two\nand two."})
+    for put in puts:
+        put_to = message_of(**put, supports=supports)
+        if name == "parts_only" and put.get("content"):
+            put_to["content"] = [{"type": "text", "text": put["content"]}]
+        written = renderer.written(put_to, TOOLS)
+        if written is None:
+            continue
+        got = streamed(analysis.format, written, size)
+        assert (got.content or "").strip().removesuffix("</s>") == put.get("content", "")
+        assert [(call.name, json.loads(call.arguments)) for call in got.tool_calls] == list(
+            put.get("calls", ())
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_inferred_format_can_be_constrained_or_says_why_not(name, analyses):
+    fmt = analyses[name].format
+    tools = TOOLS[:1]
+    if analyses[name].supports.calls == "none":
+        pytest.skip("this template makes no calls")
+    tag = fmt.structural_tag(tools, "required")
+    assert tag is not None
+    assert "get_Station" in json.dumps(tag)
+
+
+def test_a_switch_is_reported_with_what_it_opens(analyses):
+    switches = analyses["tag_json"].supports.switches
+    assert switches["enable_thinking=False"] == "<think>\n\n</think>\n\n"
+    assert "thinking_mode='disabled'" in analyses["mode_switch"].supports.switches
+
+
+def test_reasoning_fields_are_told_apart(analyses):
+    assert analyses["tag_json"].supports.reasoning == ("reasoning_content",)
+    assert analyses["thinking_only_with_calls"].supports.reasoning == ("thinking",)
+    assert analyses["reasoning_parts"].supports.reasoning == ("parts",)
+
+
+def test_how_calls_must_be_put_is_reported(analyses):
+    assert analyses["text_arguments"].supports.arguments == "text"
+    assert analyses["numbered_ids"].supports.ids == "numbered"
+    assert not analyses["bare_json"].supports.parallel_calls
+
+
+def test_recognised_templates_say_whose_they_are(analyses):
+    for name in ("harmony", "recipients"):
+        assert "recognised, not inferred" in analyses[name].undecided[0]
+
+
+def test_quarantine_entries_name_a_model_and_a_reason():
+    assert len(QUARANTINE) <= 3
+    assert all(entry.model and len(entry.reason) > 40 for entry in QUARANTINE)
+
+
+def test_switches_given_as_template_variables_are_kept():
+    given = analyze_template(source("tag_json"), enable_thinking=False)
+    assert given.supports.switches == {}
+
+
+def test_a_template_that_shows_no_calls_leaves_them_out():
+    analysis = analyze_template(source("plain"))
+    assert analysis.format.layout.tools is None
+    assert "no call comes out" in analysis.explain()
+
+
+def test_explain_shows_comparisons_format_and_proofs(analyses):
+    text = analyses["tagged_parameters"].explain()
+    for words in ("T2 two calls", "TaggedArguments", "read back", "Constraint"):
+        assert words in text
+
+
+def test_calls_of_no_known_form_are_not_decided():
+    unreadable = source("tag_json").replace("(f.arguments | tojson)", "(f.arguments | length)")
+    analysis = analyze_template(unreadable)
+    assert analysis.format.layout.tools is None
+
+
+def test_an_analysis_is_well_within_its_time():
+    import time
+
+    started = time.thread_time()
+    analyze_template(source("tagged_with_types"))
+    assert time.thread_time() - started < MAX_SECONDS / 4

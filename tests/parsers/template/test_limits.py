@@ -1,0 +1,65 @@
+"""A template is untrusted: what it may not do, and that it is told so in time."""
+
+import json
+import time
+import tracemalloc
+
+import pytest
+from nereid_parsers import TemplateError, analyze_template
+from nereid_parsers.template.environment import CompiledTemplate, Refused
+from nereid_parsers.template.limits import Budget, LimitError, weight
+from parsers.template.support import TEMPLATES
+
+HOSTILE = json.loads((TEMPLATES / "hostile.json").read_text(encoding="utf-8")) | {
+    "text in a loop": "{% for i in range(99999) %}" + "y" * 100_000 + "{% endfor %}",
+    "nested too deep to compile": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "too long": "x" * 1_000_001,
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_template_is_refused_in_time_and_space(text):
+    tracemalloc.start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(TemplateError) as error:
+            analyze_template(text)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(str(error.value)) > 20
+    assert time.monotonic() - started < 2
+    assert peak_bytes < 64_000_000
+
+
+def test_the_limits_are_of_all_renderings_together():
+    template = CompiledTemplate("{{ 'x' * 200000 }}", Budget())
+
+    def render_often():
+        for _ in range(200):
+            template.render({})
+
+    with pytest.raises(LimitError, match="in all"):
+        render_often()
+
+
+def test_a_syntax_error_names_its_line():
+    with pytest.raises(TemplateError, match="line 2"):
+        analyze_template("a\n{% if %}")
+
+
+def test_a_template_that_fails_is_analysed_for_what_it_shows():
+    analysis = analyze_template("{{ raise_exception('never') }}")
+    assert "never" in analysis.undecided[0]
+    assert analysis.format.layout.tools is None
+
+
+def test_what_a_template_says_when_it_refuses_is_kept():
+    template = CompiledTemplate("{{ raise_exception('roles must alternate') }}", Budget())
+    with pytest.raises(Refused, match="roles must alternate"):
+        template.render({})
+
+
+def test_shared_lists_weigh_as_often_as_they_are_met():
+    shared = ["abc"]
+    assert weight([shared, shared]) > 2 * len("abc")

@@ -1,0 +1,138 @@
+"""transformers' own declaration as a Format."""
+
+import json
+
+import pytest
+from nereid_parsers import FormatError, Stage, parse
+from nereid_parsers.format import (
+    BareKeyArguments,
+    JsonArguments,
+    JsonArray,
+    JsonObject,
+    TaggedArguments,
+)
+from nereid_parsers.template import format_of_response_template
+from nereid_parsers.template.regex_parts import Blank, Field, alternatives
+from parsers.template.support import TEMPLATES
+
+SPECS = json.loads((TEMPLATES / "response_templates.json").read_text(encoding="utf-8"))
+BODIES = {
+    "tagged JSON": JsonObject,
+    "tagged values": TaggedArguments,
+    "bare keys": BareKeyArguments,
+    "an array": JsonArray,
+    "a named call": JsonArguments,
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_declaration_reads_its_own_example(name):
+    row = SPECS[name]
+    got = parse(
+        row["text"],
+        format=format_of_response_template(row["spec"]),
+        tools=row.get("tools", []),
+        prompt=row.get("prompt"),
+    )
+    assert (got.reasoning or "").strip() == row["reasoning"]
+    assert (got.content or "").strip() == row["content"]
+    calls = [[call.name, json.loads(call.arguments)] for call in got.tool_calls]
+    assert calls == row["calls"]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_transformers_reads_the_same(name):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.utils.chat_parsing import parse_response
+
+    row = SPECS[name]
+    prompt = row.get("prompt") or ""
+    theirs = parse_response(row["text"], row["spec"], prefix=prompt, tools=row.get("tools"))
+    assert (theirs.get("reasoning_content") or "").strip() == row["reasoning"]
+    assert (theirs.get("content") or "").strip() == row["content"]
+    calls = [one["function"] for one in theirs.get("tool_calls", [])]
+    assert [[one["name"], one["arguments"]] for one in calls] == row["calls"]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_declaration_becomes_the_body_it_describes(name):
+    fmt = format_of_response_template(SPECS[name]["spec"])
+    assert isinstance(fmt.layout.tools.calls[0].body, BODIES[name])
+
+
+def test_a_prompt_that_opens_thinking_is_understood():
+    fmt = format_of_response_template(SPECS["tagged JSON"]["spec"])
+    assert fmt.stage("<|im_start|>assistant\n<think>\n") is Stage.REASONING
+    assert fmt.stage("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Stage.CONTENT
+
+
+def spec(**fields):
+    return {"start_anchor": "<A>", "fields": fields}
+
+
+REFUSED = {
+    "no fields": ({"start_anchor": "<A>"}, "dict of fields"),
+    "another version": (spec(content={}) | {"version": 2}, "version 1"),
+    "a field of its own": (spec(mood={"open": "<m>"}), "mood"),
+    "reasoning that nothing opens": (spec(reasoning={"close": "</t>"}), "either end"),
+    "calls that nothing opens": (spec(tool_calls={"content": "json"}), "open marker"),
+    "lines of keys": (spec(tool_calls={"open": "<c>", "content": "kv-lines"}), "kv-lines"),
+    "a text for a call": (spec(tool_calls={"open": "<c>", "content": "text"}), "text"),
+    "a transform of nothing": (
+        spec(tool_calls={"open": "<c>", "content": "json", "transform": {"function": 3}}),
+        "makes no call",
+    ),
+    "a placeholder that is none": (
+        spec(
+            tool_calls={
+                "open": "<c>",
+                "content": "json",
+                "transform": {"function": {"name": "f", "arguments": "{content}"}},
+            }
+        ),
+        "placeholder",
+    ),
+    "values before keys": (
+        spec(
+            tool_calls={
+                "open_pattern": r"<c (?P<name>\w+)>",
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"(?P<value>.*?)=(?P<key>\w+);"},
+            }
+        ),
+        "a key, then a value",
+    ),
+    "a call that opens with a field": (
+        spec(tool_calls={"open_pattern": r"(?P<name>\w+)\(", "content": "json"}),
+        "open with a literal",
+    ),
+    "a look-ahead": (spec(content={"close_pattern": r"(?=<e>)"}), "looks ahead"),
+}
+
+
+@pytest.mark.parametrize(("declared", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_no_format_says_is_refused_with_its_name(declared, words):
+    with pytest.raises(FormatError, match=words):
+        format_of_response_template(declared)
+
+
+def test_a_regex_is_read_as_literals_blanks_and_fields():
+    assert alternatives(r"\s*<f=(?P<name>[^>\n]+)>") == [
+        (Blank(), "<f=", Field("name"), ">"),
+    ]
+    assert alternatives(r"<a>|<b\.?>\Z") == [("<a>",), ("<b.>",), ("<b>",)]
+    assert alternatives(r"x(?:y|z)[ \n]*\w+.") == [
+        ("xy", Blank(), Field(""), Field("")),
+        ("xz", Blank(), Field(""), Field("")),
+    ]
+
+
+@pytest.mark.parametrize("regex", ["a+", "(a", "(?P<name>a", "[a", "a)", "(?!a)", "(?:a?b?c?){9}"])
+def test_other_regexes_are_refused(regex):
+    with pytest.raises(FormatError):
+        alternatives(regex)
+
+
+def test_too_many_alternatives_are_refused():
+    with pytest.raises(FormatError, match="too many"):
+        alternatives("a?" * 9)

@@ -13,7 +13,7 @@ OPENAI_PORT ?= 9000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check lint format type deps demo-train demo-eval bench-serve clean
+.PHONY: help setup serve test check lint format type deps demo-train demo-eval bench-serve bench-engine bench-parsers clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,12 @@ demo-eval: setup ## The demo chat model's accuracy per skill on held-out prompts
 
 bench-serve: setup ## Tokens/s through the Triton server against the same engine in process
 	@$(BIN)/python loadtest/bench_serve.py $(ARGS)
+
+bench-engine: setup ## The engine alone against transformers' generate
+	@$(BIN)/python loadtest/bench_engine.py $(ARGS)
+
+bench-parsers: setup ## Microseconds per character that parsing costs, by kind of body
+	@$(BIN)/python loadtest/bench_parsers.py $(ARGS)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

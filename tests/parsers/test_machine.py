@@ -204,11 +204,41 @@ def test_a_bare_call_within_text_counts_only_if_its_function_is_offered():
     assert parsed(fmt, other, 1, tools=TOOLS).content == other
 
 
-def test_bare_json_is_an_answer_when_no_tools_are_offered():
+def test_a_bare_python_call_within_text_counts_only_if_its_function_is_offered():
+    fmt = get_format("pythonic")
+    text = "Here: [f(a='x')] and [f(b=1)] so [1]."
+    message = parsed(fmt, text, 1, tools=TOOLS)
+    assert calls(message) == [("f", {"a": "x"}), ("f", {"b": 1})]
+    assert message.content == "Here: and so [1]."
+    assert parsed(fmt, text, 1, tools=None).content == text
+
+
+def test_bare_json_of_an_unknown_function_is_an_answer():
     fmt = get_format("llama3_json")
-    text = '{"name": "f", "parameters": {}}'
-    assert parsed(fmt, text, 1, tools=[]).content == text
-    assert calls(parsed(fmt, text, 1, tools=None)) == [("f", {})]
+    text = '{"name": "h", "parameters": {}}'
+    assert parsed(fmt, text, 1, tools=TOOLS).content == text
+    assert calls(parsed(fmt, text, 1, tools=None)) == [("h", {})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "parameters": {not json}',
+        '{"name": "f", "parameters": "x"}',
+        '{"name": "f"}',
+        '{"parameters": {}}',
+        '{"name": "f", "parameters": {',
+    ],
+)
+def test_bare_json_that_is_not_shaped_like_a_call_is_content(text):
+    assert parsed(get_format("llama3_json"), text, 1, tools=TOOLS).content == text
+
+
+@pytest.mark.parametrize("separator", ["; ", ";", ";\n", "\n", " ; ", ""])
+def test_bare_calls_may_be_separated_in_any_way(separator):
+    one = '{"name": "f", "parameters": {"a": "x"}}'
+    message = parsed(get_format("llama3_json"), one + separator + one, 1, tools=TOOLS)
+    assert (len(message.tool_calls), message.content) == (2, None)
 
 
 def test_bare_keys_may_hold_every_kind_of_value():

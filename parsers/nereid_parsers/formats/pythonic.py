@@ -5,17 +5,16 @@ from nereid_parsers.formats.entry import ToolEntry
 
 _LLAMA4 = Source("chat template of meta-llama/Llama-4-Scout-17B-16E-Instruct", "2025-04")
 
+_LLAMA4_CALLS = ToolSection(
+    (
+        Call(PythonCalls()),
+        Call(PythonCalls(), open="<|python_start|>", close="<|python_end|>"),
+    )
+)
+
 TOOLS = {
-    "pythonic": ToolEntry(ToolSection((Call(PythonCalls()),)), _LLAMA4),
-    "llama4_pythonic": ToolEntry(
-        ToolSection(
-            (
-                Call(PythonCalls()),
-                Call(PythonCalls(), open="<|python_start|>", close="<|python_end|>"),
-            )
-        ),
-        _LLAMA4,
-    ),
+    "pythonic": ToolEntry(_LLAMA4_CALLS, _LLAMA4),
+    "llama4_pythonic": ToolEntry(_LLAMA4_CALLS, _LLAMA4),
     "lfm2": ToolEntry(
         ToolSection(
             (Call(PythonCalls()), Call(JsonArray())),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from nereid_parsers.format import Keys, NameIsKey
 from nereid_parsers.stream.body import BROKEN, DONE, MORE, Body, CallSink
-from nereid_parsers.stream.patterns import skip_blanks
+from nereid_parsers.stream.patterns import NEED, skip_blanks
 from nereid_parsers.stream.schema import loads
 
 _IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match
@@ -150,7 +150,10 @@ class ObjectBody(Body):
         """Read on in the object; see Body.read."""
         size = len(text)
         while at < size and self.status is MORE:
-            at = self._step(text, at)
+            end = self._step(text, at)
+            if end == NEED:
+                return at
+            at = end
         return at
 
     def finish(self) -> None:
@@ -217,7 +220,7 @@ class ObjectBody(Body):
         elif role == "id" and first == '"':
             self._expect_string(self._take_id)
         elif role == "arguments":
-            return self._begin_arguments(first, at)
+            return self._begin_arguments(text, at)
         elif role == "inner" and first == "{":
             self._prefix.append(self._key)
             self._step = self._before_key
@@ -249,9 +252,15 @@ class ObjectBody(Body):
             return "other"
         return "broken"
 
-    def _begin_arguments(self, first: str, at: int) -> int:
-        if first not in '{"n' and not self.is_sure:
-            return self._break(at)
+    def _begin_arguments(self, text: str, at: int) -> int:
+        first = text[at]
+        if not (self.is_sure or self.sink.is_open):
+            # Nothing but its shape says that this is a call, so the shape must be right.
+            inside = skip_blanks(text, at + 1)
+            if first != "{" or (inside < len(text) and text[inside] not in '"}'):
+                return self._break(at)
+            if inside == len(text):
+                return NEED
         if self._name is not None and not self.sink.is_open and not self._begin():
             return self._break(at)
         self._arguments = True
@@ -366,6 +375,8 @@ class ArrayBody(Body):
         while at < size and self.status is MORE:
             if self._inner is not None:
                 at = self._inner.read(text, at)
+                if self._inner.status is MORE:
+                    return at
                 self.status = BROKEN if self._inner.status is BROKEN else MORE
                 if self._inner.status is DONE:
                     self._inner = None

@@ -24,13 +24,14 @@ class Tools:
     """The tools that a prompt offers, by name.
 
     `tools` is the OpenAI list (each `{"type": "function", "function": {...}}`, or the inner object
-    alone), or None when it is not known what was offered. What is malformed in it is passed over.
+    alone), or None when it is not known what was offered; an empty list tells as little. What is
+    malformed in it is passed over.
     """
 
     __slots__ = ("_kinds", "is_known", "parameters")
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        self.is_known = tools is not None
+        self.is_known = bool(tools)
         self.parameters: dict[str, Mapping[str, Any]] = {}
         self._kinds: dict[tuple[str, str], frozenset[str] | None] = {}
         for tool in tools or ():

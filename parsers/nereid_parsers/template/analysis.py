@@ -149,9 +149,17 @@ def _infer(
         fmt,
         _readable((*comparisons, *reasoning.comparisons, *compared, *tools.comparisons)),
         _supports(prober, reasoning, tools),
-        (*notes, *reasoning.undecided, *tools.undecided),
+        (*notes, *reasoning.undecided, *tools.undecided, *_unproven(proofs)),
         tuple(proofs),
     )
+
+
+def _unproven(proofs: list[Proof]) -> list[str]:
+    return [
+        f"{proof.name}: {', '.join(proof.differs)} did not come back from {proof.text!r}"
+        for proof in proofs
+        if proof.differs
+    ]
 
 
 def _format(

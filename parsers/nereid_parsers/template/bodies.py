@@ -18,6 +18,7 @@ from nereid_parsers.format import (
     JsonObject,
     Keys,
     NameIsKey,
+    NestedTags,
     PythonCalls,
     TaggedArguments,
 )
@@ -32,6 +33,8 @@ from nereid_parsers.template.probe import (
     SECOND,
     VALUE,
 )
+
+NamedBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
 _DECODER = json.JSONDecoder(strict=False)
 
@@ -212,9 +215,7 @@ def _arguments_after(text: str, name: str) -> tuple[int, int] | None:
     return (at, end) if isinstance(value, dict) and key in value else None
 
 
-def _headed(
-    around: Row, behind_name: str, body: JsonArguments | TaggedArguments | BareKeyArguments
-) -> tuple[Call, ...]:
+def _headed(around: Row, behind_name: str, body: NamedBody) -> tuple[Call, ...]:
     """Calls that are named by a head: `around.item_open`, NAME, `behind_name`."""
     opened, lead = _split_open(around.item_open)
     head = f"{escaped(lead)}{{name}}{escaped(behind_name)}"
@@ -261,6 +262,8 @@ def read_tagged(texts: CallTexts) -> FoundCalls | None:
     before_key, rest = _cut(rest, KEY)
     before_value, rest = _cut(rest, VALUE)
     between, rest = _cut(rest, OTHER_KEY)
+    if KEY in between:  # elements named after the arguments, with no mark before their tags
+        return None
     _, behind = _cut(rest, OTHER_VALUE)
     around = Row("", before_name, behind, "", "")
     if texts.two:
@@ -398,4 +401,45 @@ def _behind_brace(text: str, value: str) -> str:
     return text[text.find("}", text.find(value)) + 1 :]
 
 
-READERS = (read_json, read_json_arguments, read_python, read_bare_keys, read_tagged)
+# ---- elements named after the arguments ---------------------------------------------------------
+
+
+def read_nested(texts: CallTexts) -> FoundCalls | None:
+    """`NAME ~<KEY>VALUE~</KEY>`: elements, each tag behind a mark (`~`)."""
+    text = texts.arguments
+    if not _in_order(text, FIRST, f"<{KEY}>", VALUE, f"</{KEY}>", OTHER_VALUE):
+        return None
+    before_name, rest = _cut(text, FIRST)
+    before_key, rest = _cut(rest, f"<{KEY}>")
+    _, rest = _cut(rest, VALUE)
+    mark = _cut(rest, f"</{KEY}>")[0].strip()
+    _, behind = _cut(rest, f"</{OTHER_KEY}>")
+    around = Row("", before_name, behind, "", "")
+    if texts.two:
+        before, rest = _cut(texts.two, FIRST)
+        _, rest = _cut(rest, f"</{KEY}>")
+        between, rest = _cut(rest, SECOND)
+        around = row(before, between, _cut(rest, f"</{OTHER_KEY}>")[1])
+    around = _mark_first(around, mark)
+    between_name_and_key = before_key.removesuffix(mark)
+    return FoundCalls(
+        "nested elements", _headed(around, between_name_and_key, NestedTags(mark)), around
+    )
+
+
+def _mark_first(around: Row, mark: str) -> Row:
+    """The same row with the mark before each tag, not behind the tag before it."""
+    if not mark or not around.item_close.endswith(mark):
+        return around
+    return Row(
+        open=around.open.removesuffix(mark),
+        item_open=mark + around.item_open,
+        item_close=around.item_close.removesuffix(mark),
+        separator=around.separator,
+        close=mark + around.close,
+    )
+
+
+READERS = (
+    read_json, read_json_arguments, read_python, read_bare_keys, read_nested, read_tagged,
+)  # fmt: skip

@@ -6,9 +6,11 @@ import re
 from dataclasses import dataclass
 
 # A token is never cut: `<|im_end|>`, `[TOOL_CALLS]`, a word, a fence, one blank, one other sign.
-_TOKEN = re.compile(r"<[^<>\s][^<>\n]*>?|\[/?[A-Z][A-Z_ ]*\]|◁[^◁▷\n]*▷|```|\w+|\s|.", re.DOTALL)
-MARKER = re.compile(r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|\[(?:e~\[|~b\])|\]~\w*\]|◁[^◁▷\n]*▷")
-
+_TOKEN = re.compile(
+    r"<[^<>\s][^<>\n]*>?|\[/?[A-Z][A-Z_ ]*\]|[\[\]]\w*~!?\w*[\[\]]|◁[^◁▷\n]*▷|```|\w+|\s|.",
+    re.DOTALL,
+)
+MARKER = re.compile(r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|[\[\]]\w*~!?\w*[\[\]]|◁[^◁▷\n]*▷")
 _PAIRS = (
     ("START", "END"), ("BEGIN", "END"), ("begin", "end"), ("start", "end"),
     ("prefix", "suffix"), ("open", "close"), ("◁", "◁/"),

@@ -43,7 +43,7 @@ class Recipe:
     """Everything that decides the checkpoint."""
 
     seed: int = 1
-    steps: int = 2400
+    steps: int = 1500
     dialogues_per_step: int = 48
     matrix_lr: float = 0.02
     other_lr: float = 4e-3

@@ -115,6 +115,7 @@ def too_large(rng: Random, held_out: bool) -> Exchange:
     """Numbers outside what this model has learnt: it says so."""
 
     def make() -> tuple[str, Exchange]:
+        forms: tuple[str, ...]
         if rng.random() < 0.3:
             a, b, forms = rng.randint(13, 999), rng.randint(2, 999), _TIMES
         else:

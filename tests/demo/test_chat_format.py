@@ -1,0 +1,138 @@
+import json
+from random import Random
+
+import pytest
+from chat_format import TURN_END, Encoder, prompt_text, reply_text
+from lessons import SKILLS, make_dialogue
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather for a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+USER = {"role": "user", "content": "What is the weather in Paris?"}
+CALL = {"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+
+
+def render(tokenizer, messages, **options):
+    options = {"add_generation_prompt": True, **options}
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+def test_thinking_is_on_unless_switched_off(tokenizer):
+    assert render(tokenizer, [USER]).endswith("<|im_start|>assistant\n")
+    assert render(tokenizer, [USER], enable_thinking=True) == render(tokenizer, [USER])
+
+
+def test_switching_thinking_off_closes_an_empty_block(tokenizer):
+    text = render(tokenizer, [USER], enable_thinking=False)
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_each_tool_is_one_line_of_json_in_the_system_turn(tokenizer):
+    system = {"role": "system", "content": "Be brief."}
+    text = render(tokenizer, [system, USER], tools=[WEATHER, WEATHER])
+    turn = text.split("<|im_end|>")[0]
+    assert turn.startswith("<|im_start|>system\nBe brief.\n\n")
+    assert turn.splitlines().count(json.dumps(WEATHER)) == 2
+
+
+def test_calls_and_consecutive_results_are_rendered(tokenizer):
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "tool", "content": "rain"},
+    ]
+    assert render(tokenizer, messages, tools=[WEATHER]).endswith(
+        "<|im_start|>assistant\n"
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+        "<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>"
+        "\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_arguments_may_be_a_json_string(tokenizer):
+    as_text = {"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    texts = [
+        render(tokenizer, [USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        for call in (CALL, as_text)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_content_may_be_a_list_of_parts(tokenizer):
+    parts = [
+        {"type": "text", "text": "What is the weather "},
+        {"type": "text", "text": "in Paris?"},
+    ]
+    assert render(tokenizer, [{"role": "user", "content": parts}]) == render(tokenizer, [USER])
+
+
+def test_reasoning_is_kept_after_the_last_user_message_only(tokenizer):
+    called = {"role": "assistant", "content": "", "reasoning_content": "A.", "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "sunny"}
+    answer = {"role": "assistant", "content": "It is sunny.", "reasoning_content": "B."}
+    during = render(tokenizer, [USER, called, result])
+    later = render(tokenizer, [USER, called, result, answer, USER])
+    assert "<think>\nA.\n</think>\n\n<tool_call>" in during
+    assert "A." not in later
+    assert "<think>" not in later
+
+
+def test_markers_stay_in_decoded_text_and_turn_ends_do_not(tokenizer):
+    text = "<think>\nHm.\n</think>\n\n<tool_call>\n{}\n</tool_call><|im_end|>"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text.removesuffix("<|im_end|>")
+
+
+@pytest.mark.parametrize("text", ["naïve 東京 😀", " two  blanks\t\n\n", "getWeather2_x", "a@b.c"])
+def test_any_text_survives_the_tokenizer(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_word_has_the_same_tokens_in_a_sentence_and_in_json(tokenizer):
+    in_sentence = tokenizer.tokenize("Weather in Treldova?")
+    in_json = tokenizer.tokenize('{"city": "Treldova"}')
+    word = tokenizer.tokenize("Treldova")
+    assert "".join(word) == "Treldova"
+    for tokens in (in_sentence, in_json):
+        assert any(tokens[i : i + len(word)] == word for i in range(len(tokens)))
+
+
+@pytest.mark.parametrize("skill", [name for name in SKILLS if name != "unseen tools"])
+def test_a_taught_reply_is_what_the_template_renders(tokenizer, skill):
+    rng = Random(skill)
+    for thinking in (False, True):
+        dialogue = make_dialogue(rng, skill, held_out=False, thinking=thinking)
+        rendered = render(
+            tokenizer,
+            list(dialogue.messages),
+            tools=list(dialogue.tools) or None,
+            add_generation_prompt=False,
+        )
+        assert rendered.endswith(f"assistant\n{reply_text(dialogue.messages[-1], thinking)}\n")
+
+
+def test_only_the_assistants_words_are_targets(tokenizer):
+    rng = Random(3)
+    dialogue = make_dialogue(rng, "remembers a name", held_out=False, thinking=True)
+    (sample,) = Encoder(tokenizer).encode([dialogue])
+    pairs = zip(sample.token_ids, sample.is_target, strict=True)
+    learnt = tokenizer.decode([token for token, wanted in pairs if wanted])
+    assert learnt.endswith(reply_text(dialogue.messages[-1], thinking=True))
+    assert learnt.count(TURN_END) == sum(m["role"] == "assistant" for m in dialogue.messages)
+    assert "My name" not in learnt
+    assert learnt.startswith(" to meet you")
+    assert prompt_text(tokenizer, dialogue).endswith("<|im_start|>assistant\n")

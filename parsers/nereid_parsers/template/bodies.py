@@ -218,6 +218,12 @@ def _arguments_after(text: str, name: str) -> tuple[int, int] | None:
 def _headed(around: Row, behind_name: str, body: NamedBody) -> tuple[Call, ...]:
     """Calls that are named by a head: `around.item_open`, NAME, `behind_name`."""
     opened, lead = _split_open(around.item_open)
+    if (
+        isinstance(body, TaggedArguments)
+        and opened.strip()
+        and body.open.startswith(opened.strip())
+    ):
+        opened, lead = "", opened + lead  # the marker opens arguments too, so it ends no arguments
     head = f"{escaped(lead)}{{name}}{escaped(behind_name)}"
     marks = {NUMBER_MARK: "{number}", ID_MARK: "{id}"}
     for mark, slot in marks.items():

@@ -96,7 +96,7 @@ def compare_reasoning_presence(frame: Frame, found: FoundReasoning) -> None:
     if not opened:
         found.undecided.append(f"R1: {closed!r} closes reasoning, but nothing opens it")
         return
-    found.part = Reasoning(opened, closed)
+    found.part = Reasoning(opened, closed, also_open=_last_alone(opened))
     rest = between[len(closed) :].replace(frame.header.strip() or "\0", "")
     found.wrapper = _wrapper(rest, behind) if stop == CONTENT else None
     if frame.header.strip() and frame.header.strip() in between:
@@ -162,24 +162,26 @@ def _opening_marker(frame: Frame, before: str) -> str:
 
 
 def _last_marker(before: str) -> str:
-    """The marker, or words, at the end of a text, with the blanks around."""
+    """The markers, or words, at the end of a text that no blank parts, with the blanks around."""
     found = list(MARKER.finditer(before))
     if not found:
         return before.lstrip("\n")
     last = found[-1]
     words = before[last.end() :]
-    at = last.start()
-    if words.strip() and words[0].isspace():
-        at = last.end()  # words, not a marker, open it
-    elif not words.strip() and _is_generic(last.group()):
-        at = len(before) - len(before.rstrip().split()[-1] + words)  # `<|open|>think<|sep|>`
+    at = last.end()  # words, not a marker, open it
+    if not (words.strip() and words[0].isspace()):
+        run = before[: last.end()].split()[-1]
+        at = last.start() if len(run) < len(last.group()) else last.end() - len(run)
     lead = before[:at]
     return before[len(lead.rstrip()) :]
 
 
-def _is_generic(marker: str) -> bool:
-    """Whether a marker only ends another: nothing mirrors it, and its name says nothing."""
-    return not mirrored(marker) or "sep" in marker
+def _last_alone(opened: str) -> tuple[str, ...]:
+    """The last of several markers that open reasoning, if it is enough to know it by."""
+    seen = markers(opened)
+    if len(seen) < 2 or not opened.rstrip().endswith(seen[-1]) or "sep" in seen[-1]:
+        return ()
+    return (seen[-1],)
 
 
 def _first_opened(opened: str) -> str:
@@ -203,7 +205,8 @@ def _closing_marker(between: str, opened: str) -> str:
     if len(seen) > 1:
         tail = opened.strip()[len(seen[0]) :]
         at = between.find(tail)
-        return between[: at + len(tail)] if at >= 0 else between
+        if 0 <= at <= len(opened):
+            return between[: at + len(tail)]
     found = MARKER.search(between)
     if found is None or between[: found.start()].strip():
         return between if found is None else between[: found.start()]

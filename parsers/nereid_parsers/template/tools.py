@@ -183,31 +183,37 @@ def _conclude(calls: FoundCalls, found: FoundTools) -> None:
 
 
 def mark_counters(texts: CallTexts) -> CallTexts:
-    """Replace numbers before the names that count the calls: `0 NAME`, `1 NAME`."""
-    at = _counter_distance(texts.two)
-    if not at:
-        return texts
+    """Replace numbers that count the calls, before or behind a name: `0 NAME`, `NAME index=0`."""
+    before, behind = _counter_distances(texts.two)
     marked = []
     for text in (texts.one, texts.arguments, texts.number, texts.two):
         for name in (SECOND, FIRST):
-            where = text.find(name) - at
-            if name in text and text[where : where + 1].isdigit():
-                text = text[:where] + NUMBER_MARK + text[where + 1 :]
+            at = text.find(name)
+            if at < 0:
+                continue
+            places = [at - before] * bool(before) + [at + len(name) + behind - 1] * bool(behind)
+            for place in places:
+                if text[place : place + 1].isdigit():
+                    text = text[:place] + NUMBER_MARK + text[place + 1 :]
         marked.append(text)
     return CallTexts(*marked)
 
 
-def _counter_distance(two: str) -> int:
-    """How far before the name a digit stands that is one more at the second call; 0: nowhere."""
+def _counter_distances(two: str) -> tuple[int, int]:
+    """How far before and behind the name a digit stands that counts the calls; 0: nowhere."""
     if FIRST not in two or SECOND not in two:
-        return 0
-    first, second = two[: two.find(FIRST)], two[: two.find(SECOND)]
-    for distance in range(1, min(len(first), len(second)) + 1):
-        one, other = first[-distance], second[-distance]
-        if one == other:
-            continue
-        counts = one.isdigit() and other.isdigit() and int(other) == int(one) + 1
-        return distance if counts else 0
+        return 0, 0
+    first, second = two.find(FIRST), two.find(SECOND)
+    before = _counter_distance(two[:first][::-1], two[:second][::-1])
+    return before, _counter_distance(two[first + len(FIRST) :], two[second + len(SECOND) :])
+
+
+def _counter_distance(one: str, other: str) -> int:
+    """At which character the texts first differ, if by a digit that is one more in the other."""
+    for distance, (left, right) in enumerate(zip(one, other, strict=False), 1):
+        if left != right:
+            is_count = left.isdigit() and right.isdigit() and int(right) == int(left) + 1
+            return distance if is_count else 0
     return 0
 
 

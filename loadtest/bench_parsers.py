@@ -59,6 +59,11 @@ BODIES: dict[str, tuple[str, str, str]] = {
         "<start_function_call>call:write_file{text:<escape>",
         "<escape>}<end_function_call>",
     ),
+    "nested elements": (
+        "minimax_m3",
+        ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="write_file">\n]<]minimax[>[<text>',
+        "]<]minimax[>[</text>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+    ),
     "messages": (
         "gpt-oss",
         '<|channel|>commentary to=functions.write_file <|constrain|>json<|message|>{"text": "',
@@ -70,15 +75,15 @@ BODIES: dict[str, tuple[str, str, str]] = {
 
 
 def once(fmt: Format, text: str, chunk: int) -> float:
-    """Seconds to feed `text` in pieces of `chunk` characters."""
+    """Seconds of processor time to feed `text` in pieces of `chunk` characters."""
     pieces = [text[at : at + chunk] for at in range(0, len(text), chunk)]
     parser = StreamParser(fmt, tools=TOOLS)
     feed = parser.feed
-    begun = time.perf_counter()
+    begun = time.process_time()
     for piece in pieces:
         feed(piece)
     parser.finish()
-    return time.perf_counter() - begun
+    return time.process_time() - begun
 
 
 def best(run: Callable[[], float], runs: int) -> float:

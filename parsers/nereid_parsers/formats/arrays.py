@@ -4,10 +4,6 @@ from nereid_parsers.format import Call, JsonArray, JsonObject, Keys, Source, Too
 from nereid_parsers.formats.entry import ToolEntry
 
 
-def _vllm(name: str) -> Source:
-    return Source(f"{name} parser of vLLM 0.33.0", "2026-11")
-
-
 def _array(open: str, close: str) -> ToolSection:
     return ToolSection((Call(JsonArray()),), open=open, close=close)
 

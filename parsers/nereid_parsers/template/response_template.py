@@ -32,7 +32,7 @@ from nereid_parsers.format import (
     ToolSection,
     Wrapper,
 )
-from nereid_parsers.template.bodies import escaped
+from nereid_parsers.template.call_texts import escaped
 from nereid_parsers.template.probe import REASONING_FIELDS
 from nereid_parsers.template.regex_parts import Blank, Field, Pieces, alternatives
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
-from nereid_parsers.template.bodies import READERS, CallTexts, FoundCalls
+from nereid_parsers.template.bodies import READERS
+from nereid_parsers.template.call_texts import CallTexts, FoundCalls
 from nereid_parsers.template.content import without_reasoning
 from nereid_parsers.template.difference import Comparison, markers
 from nereid_parsers.template.frame import Frame

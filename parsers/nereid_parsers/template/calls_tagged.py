@@ -1,0 +1,135 @@
+"""Calls whose arguments stand in tags of their own, one by one."""
+
+from __future__ import annotations
+
+from nereid_parsers.format import NestedTags, TaggedArguments
+from nereid_parsers.template.call_texts import (
+    CallTexts,
+    FoundCalls,
+    cut,
+    escaped,
+    headed,
+    in_order,
+)
+from nereid_parsers.template.difference import Row, row
+from nereid_parsers.template.probe import (
+    FIRST,
+    KEY,
+    OTHER_KEY,
+    OTHER_VALUE,
+    SECOND,
+    VALUE,
+)
+
+# ---- tagged arguments ---------------------------------------------------------------------------
+
+
+def read_tagged(texts: CallTexts) -> FoundCalls | None:
+    """`NAME <key>KEY</key> <value>VALUE</value>`, strings unquoted."""
+    if not in_order(texts.arguments, FIRST, KEY, VALUE, OTHER_KEY, OTHER_VALUE):
+        return None
+    before_name, rest = cut(texts.arguments, FIRST)
+    before_key, rest = cut(rest, KEY)
+    before_value, rest = cut(rest, VALUE)
+    between, rest = cut(rest, OTHER_KEY)
+    if KEY in between:  # elements named after the arguments, with no mark before their tags
+        return None
+    _, behind = cut(rest, OTHER_VALUE)
+    around = Row("", before_name, behind, "", "")
+    if texts.two:
+        if not in_order(texts.two, FIRST, KEY, VALUE, SECOND, OTHER_KEY, OTHER_VALUE):
+            return None
+        before, rest = cut(texts.two, FIRST)
+        _, rest = cut(rest, VALUE)
+        separating, rest = cut(rest, SECOND)
+        _, ending = cut(rest, OTHER_VALUE)
+        around = row(before, separating, ending)
+    inner = row(before_key, between, around.item_close)
+    values = _value_tags(texts, inner, before_value)
+    around = Row(around.open, around.item_open, inner.close, around.separator, around.close)
+    return FoundCalls("tagged arguments", headed(around, inner.open, values), around)
+
+
+def _value_tags(texts: CallTexts, inner: Row, before_value: str) -> TaggedArguments:
+    """How a value is tagged; strings and numbers may be tagged in different words."""
+    close = inner.item_close + inner.separator
+    opened = escaped(inner.item_open) + "{key}"
+    plain = opened + escaped(before_value)
+    _, rest = cut(texts.number, KEY)
+    before_number, _ = cut(rest, "41")
+    if before_number == before_value or not before_number:
+        return TaggedArguments(plain, close)
+    words = _differing_word(before_value, before_number)
+    if words is not None:
+        lead, text_word, number_word, tail = words
+        slot = _slot(text_word, number_word)
+        if slot:
+            return TaggedArguments(f"{opened}{escaped(lead)}{slot}{escaped(tail)}", close)
+    other = TaggedArguments(opened + escaped(before_number), close)
+    return TaggedArguments(plain, close, also=(other,))
+
+
+def _slot(text_word: str, number_word: str) -> str:
+    if (text_word, number_word) == ("true", "false"):
+        return "{string}"
+    return "{type}" if text_word in ("string", "str") else ""
+
+
+def _differing_word(one: str, other: str) -> tuple[str, str, str, str] | None:
+    around = row_of_words(one, other)
+    return around if around[1].isalnum() and around[2].isalnum() else None
+
+
+def row_of_words(one: str, other: str) -> tuple[str, str, str, str]:
+    """(common start, what differs in each, common end), cut between words."""
+    size = 0
+    while size < min(len(one), len(other)) and one[size] == other[size]:
+        size += 1
+    while size and one[size - 1].isalnum():
+        size -= 1
+    end = 0
+    while end < min(len(one), len(other)) - size and one[-1 - end] == other[-1 - end]:
+        end += 1
+    while end and one[len(one) - end].isalnum():
+        end -= 1
+    tail = one[len(one) - end :]
+    return one[:size], one[size : len(one) - end], other[size : len(other) - end], tail
+
+
+# ---- elements named after the arguments ---------------------------------------------------------
+
+
+def read_nested(texts: CallTexts) -> FoundCalls | None:
+    """`NAME ~<KEY>VALUE~</KEY>`: elements, each tag behind a mark (`~`)."""
+    text = texts.arguments
+    if not in_order(text, FIRST, f"<{KEY}>", VALUE, f"</{KEY}>", OTHER_VALUE):
+        return None
+    before_name, rest = cut(text, FIRST)
+    before_key, rest = cut(rest, f"<{KEY}>")
+    _, rest = cut(rest, VALUE)
+    mark = cut(rest, f"</{KEY}>")[0].strip()
+    _, behind = cut(rest, f"</{OTHER_KEY}>")
+    around = Row("", before_name, behind, "", "")
+    if texts.two:
+        before, rest = cut(texts.two, FIRST)
+        _, rest = cut(rest, f"</{KEY}>")
+        between, rest = cut(rest, SECOND)
+        around = row(before, between, cut(rest, f"</{OTHER_KEY}>")[1])
+    around = _mark_first(around, mark)
+    between_name_and_key = before_key.removesuffix(mark)
+    return FoundCalls(
+        "nested elements", headed(around, between_name_and_key, NestedTags(mark)), around
+    )
+
+
+def _mark_first(around: Row, mark: str) -> Row:
+    """The same row with the mark before each tag, not behind the tag before it."""
+    if not mark or not around.item_close.endswith(mark):
+        return around
+    return Row(
+        open=around.open.removesuffix(mark),
+        item_open=mark + around.item_open,
+        item_close=around.item_close.removesuffix(mark),
+        separator=around.separator,
+        close=mark + around.close,
+    )

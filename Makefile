@@ -13,7 +13,7 @@ OPENAI_PORT ?= 9000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check lint format type deps demo-train demo-eval bench-serve bench-engine bench-parsers clean
+.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval bench-serve bench-engine bench-parsers clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,12 @@ serve: setup ## Serve a chat model: tritonserver and the OpenAI frontend (MODEL=
 
 test: setup ## Every test that a machine without a GPU can run, the real tritonserver included
 	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-parsers: ## parsers/ alone in an empty environment: it must not need the other rooms
+	@rm -rf $(VENV)-parsers && $(PYTHON) -m venv $(VENV)-parsers
+	@$(VENV)-parsers/bin/python -m pip install --quiet ./parsers pytest pytest-timeout hypothesis
+	@$(VENV)-parsers/bin/python -m pytest -q tests/parsers
+	@rm -rf $(VENV)-parsers
 
 check: lint type deps test ## Everything CI checks: lint, types, import rules, tests
 

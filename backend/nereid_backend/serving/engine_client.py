@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import shutil
 import signal
 import socket
 import subprocess
@@ -69,8 +70,9 @@ class EngineClient:
         """
         self.stop()
         ours, theirs = socket.socketpair()
-        # sys.executable is the interpreter of the virtual environment that the stub runs in.
-        command = [sys.executable, "-m", "nereid_backend.serving.engine_process"]
+        # The interpreter of the stub's environment; an embedded Python need not know it.
+        python = sys.executable or shutil.which("python3") or "python3"
+        command = [python, "-m", "nereid_backend.serving.engine_process"]
         self._process = subprocess.Popen(
             [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )

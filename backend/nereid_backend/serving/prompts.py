@@ -91,7 +91,7 @@ class PromptBuilder:
         continues = bool(body.get("continue_final_message", False))
         text = self._render(
             messages,
-            tools=_tools(body),
+            tools=read_tools(body),
             add_generation_prompt=bool(body.get("add_generation_prompt", not continues)),
             continue_final_message=continues,
             **extra,
@@ -170,8 +170,12 @@ def _tool_call(call: Any, at: int) -> dict[str, Any]:  # noqa: ANN401 - any JSON
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools to offer: none at all when the request says tool_choice none."""
+def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools that a chat request offers: None when it says tool_choice none.
+
+    Raises:
+        RequestError: they are malformed, or the choice is not supported.
+    """
     tools = body.get("tools")
     if not tools or body.get("tool_choice") == "none":
         return None

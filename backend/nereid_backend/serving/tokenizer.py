@@ -10,7 +10,7 @@ import numpy as np
 
 from nereid_backend.errors import NereidError, RequestError
 from nereid_backend.serving import names, tensors
-from nereid_backend.serving.prompts import Prompt, PromptBuilder, load_tokenizer
+from nereid_backend.serving.prompts import Prompt, PromptBuilder, load_tokenizer, read_tools
 from nereid_backend.serving.sampling import (
     read_generation_defaults,
     read_sampling,
@@ -71,7 +71,7 @@ class TokenizerModel:
             include_stop_str_in_output=options.include_stop_str_in_output,
             skip_special_tokens=options.skip_special_tokens,
             returns=_returns(request),
-            tools=tuple((body or {}).get("tools") or ()),
+            tools=tuple(read_tools(body) or ()) if body else (),
             prompt=(prompt.text or "")[-_PROMPT_TAIL_CHARS:] if body else None,
         )
         return tensors.response(

@@ -3,7 +3,7 @@
 prompt with and without generation prompt   how the model's turn opens        frame.py
 with reasoning, switches turned             what marks reasoning              reasoning.py
 an answer                                   what stands around content        content.py
-calls: none, one, two; arguments            how calls are written             tools.py, bodies.py, calls_*.py
+calls: none, one, two; arguments            how calls are written             tools.py, calls_*.py
 the same renderings, parsed                 that all of it is right           proof.py
 """
 

@@ -42,8 +42,11 @@ def read_json(texts: CallTexts) -> FoundCalls | None:
     if first[0] == second[0] and isinstance(first[2], list):  # one call stands alone, two in a list
         around = Row(texts.two[: first[0]], "", "", ", ", texts.two[first[1] :])
         inner = _array(keys, around)
-        single = Row("", texts.one[:start], texts.one[end:], "", "")
-        return FoundCalls(inner.form, (*inner.calls, _object(keys, single)), inner.row)
+        opened, closed = texts.one[:start], texts.one[end:]
+        if inner.row.open.strip() == opened.strip():  # the section's marks, not the call's
+            opened = closed = ""
+        single = Call(JsonObject(keys), open=opened, close=closed)
+        return FoundCalls(inner.form, (*inner.calls, single), inner.row)
     around = row(texts.two[: first[0]], texts.two[first[1] : second[0]], texts.two[second[1] :])
     return FoundCalls("JSON", (_object(keys, around),), around)
 

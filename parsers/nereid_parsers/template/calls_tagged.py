@@ -19,6 +19,7 @@ from nereid_parsers.template.probe import (
     OTHER_VALUE,
     SECOND,
     VALUE,
+    drop_common_end,
 )
 
 # ---- tagged arguments ---------------------------------------------------------------------------
@@ -54,19 +55,31 @@ def _value_tags(texts: CallTexts, inner: Row, before_value: str) -> TaggedArgume
     """How a value is tagged; strings and numbers may be tagged in different words."""
     close = inner.item_close + inner.separator
     opened = escaped(inner.item_open) + "{key}"
-    plain = opened + escaped(before_value)
-    _, rest = cut(texts.number, KEY)
-    before_number, _ = cut(rest, "41")
-    if before_number == before_value or not before_number:
-        return TaggedArguments(plain, close)
+    plain = TaggedArguments(opened + escaped(before_value), close)
+    if not in_order(texts.number, FIRST, KEY, "41"):
+        return plain
+    before_key, rest = cut(cut(texts.number, FIRST)[1], KEY)
+    before_number, behind = cut(rest, "41")
+    number_open = before_key[len(inner.open) :] if before_key.startswith(inner.open) else ""
+    number_close = _unlike_end(behind, cut(cut(texts.one, KEY)[1], VALUE)[1])
+    if before_number == before_value and number_open == inner.item_open and not number_close:
+        return plain
     words = _differing_word(before_value, before_number)
-    if words is not None:
+    if words is not None and number_open == inner.item_open:
         lead, text_word, number_word, tail = words
         slot = _slot(text_word, number_word)
         if slot:
             return TaggedArguments(f"{opened}{escaped(lead)}{slot}{escaped(tail)}", close)
-    other = TaggedArguments(opened + escaped(before_number), close)
-    return TaggedArguments(plain, close, also=(other,))
+    other = TaggedArguments(
+        f"{escaped(number_open or inner.item_open)}{{key}}{escaped(before_number)}",
+        number_close or close,
+    )
+    return TaggedArguments(plain.open, close, also=(other,))
+
+
+def _unlike_end(text: str, usual: str) -> str:
+    """What stands at the start of `text` in the place of the start of `usual`; "" if the same."""
+    return "" if text == usual else drop_common_end(text, usual)
 
 
 def _slot(text_word: str, number_word: str) -> str:

@@ -32,7 +32,14 @@ from nereid_parsers.template.limits import (
 )
 
 _CLOCK = datetime(2025, 6, 1, 12, 0, 0)
-_ABSENT_FILTERS = ("urlize", "pprint", "xmlattr", "random")  # slow, or of no use in a chat template
+_ABSENT_FILTERS = (
+    "urlize",
+    "pprint",
+    "xmlattr",
+    "random",
+    "wordwrap",
+    "striptags",
+)  # slow, or of no use in a chat template
 _PRINTABLE = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
 _BUDGET: ContextVar[Budget] = ContextVar("nereid_template_budget")
 
@@ -80,6 +87,9 @@ class _Counting(NodeTransformer):
     def visit_For(self, node: nodes.For, *args: Any) -> nodes.Node:  # noqa: ANN401
         self.generic_visit(node, *args)
         node.iter = _filter(node.iter, "_each")
+        if node.recursive:  # what is given to loop() does not come by `_each`
+            tick = _filter(nodes.Const(0, lineno=node.lineno), "_tick")
+            node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat, *args: Any) -> nodes.Node:  # noqa: ANN401
@@ -152,6 +162,11 @@ class _CountedList:
         return _counted(self._items)
 
 
+def _tick(_: object) -> None:
+    budget = _spend()
+    budget.step(budget.literal_size)
+
+
 def _concat(parts: list[Any]) -> Any:  # noqa: ANN401  # as `~`
     budget = _spend()
     for part in parts:
@@ -214,7 +229,7 @@ class _Limited(ImmutableSandboxedEnvironment):
         budget = _spend()
         if operator == "*":
             for many, times in ((left, right), (right, left)):
-                if isinstance(many, str | list | tuple) and isinstance(times, int):
+                if isinstance(many, str | bytes | list | tuple) and isinstance(times, int):
                     budget.foresee(len(many) * max(times, 0))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             budget.foresee(left.bit_length() * abs(right) * 200)
@@ -233,15 +248,15 @@ class _Limited(ImmutableSandboxedEnvironment):
         budget = _spend()
         budget.step(budget.literal_size if isinstance(__obj, jinja2.runtime.Macro) else 0)
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        if isinstance(owner, str):
-            _foresee_method(budget, owner, __obj.__name__, args)
+        if isinstance(owner, str | bytes | int | float):
+            _foresee_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         made = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
             budget.check(owner)  # append and its like
         return budget.check(made)
 
 
-def _foresee_method(budget: Budget, owner: str, name: str, args: tuple[Any, ...]) -> None:
+def _foresee_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
     check_numbers([arg for arg in args if not isinstance(arg, bool)])
     if name in ("format", "format_map"):
         check_format(owner)
@@ -264,6 +279,13 @@ def _foresee_join(budget: Budget, items: Any, separator: Any) -> None:  # noqa: 
         budget.check(items)
 
 
+def _length(value: object) -> int:
+    """How much text an indent or a pair of separators is."""
+    if isinstance(value, list | tuple):
+        return sum(_length(part) for part in value)
+    return len(value) if isinstance(value, str) else 0
+
+
 def _counted_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that is counted, and refused if its arguments ask for too much."""
     passes = getattr(inner, "jinja_pass_arg", None)
@@ -281,6 +303,8 @@ def _counted_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
                 _foresee_join(budget, given[0], given[1] if len(given) > 1 else "")
             elif name == "format":
                 check_format(given[0])
+            elif name == "tojson":
+                budget.foresee(sum(_length(arg) for arg in (*given[1:], *kwargs.values())) * 3000)
             elif name == "indent" and isinstance(given[0], str):
                 width = next((arg for arg in (*given[1:], kwargs.get("width")) if arg), 4)
                 size = len(width) if isinstance(width, str) else int(width)
@@ -308,7 +332,7 @@ def _environment(is_immutable: bool) -> _Limited:
     for name, inner in list(env.filters.items()):
         env.filters[name] = _counted_filter(name, inner)
     env.is_immutable = is_immutable
-    env.filters.update(_each=_each, _concat=_concat, _weighed=_weighed)
+    env.filters.update(_each=_each, _concat=_concat, _tick=_tick, _weighed=_weighed)
     env.globals.pop("lipsum", None)
     env.globals.update(
         namespace=_Names, raise_exception=_raise_exception, strftime_now=_strftime_now

@@ -21,6 +21,7 @@ MAX_BITS = 4096  # of an integer
 MAX_SECONDS = 0.8  # of this thread's processor time; twice that on the clock
 
 _WEIGHT = 16  # of a member, beside its text; what weighing it costs
+_NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")
 _LONG_NUMBER = re.compile(r"\d{5,}")
 
 
@@ -121,3 +122,5 @@ def check_format(text: object) -> None:
         found = _LONG_NUMBER.search(text)
         if found is not None:
             raise LimitError(f"the template pads to {found.group()[:12]}; limit {MAX_NUMBER}")
+        if _NESTED_FIELD.search(text):
+            raise LimitError("the template computes the width to which it pads")

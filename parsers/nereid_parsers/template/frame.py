@@ -107,16 +107,20 @@ def compare_generation_prompt(prober: Prober) -> tuple[Frame, list[Comparison]]:
         for scene in _ANSWERS
         if (text := prober.text(scene)) is not None and USER in text
     ]
+    prompts = [
+        (switches, system, prober.text(Scene(prompt=True, switches=switches, system=system)))
+        for switches, system in prober.variants()
+    ]
     if added.strip():
-        found = [_shared(added, answer) for answer in answers]
+        others = [after(text, USER) for _, _, text in prompts if text is not None]
+        found = [_shared(added, other) for other in (*answers, *others)]
         frame.header = min((start for start in found if start.strip()), key=len, default=added)
     else:
         whole = after(prompt, USER)
         found = [common_start(whole, answer) for answer in answers]
         frame.header = min(found, key=len, default="")
     frame.header = _without_opened(frame.header, answers)
-    for switches, system in prober.variants():
-        text = prober.text(Scene(prompt=True, switches=switches, system=system))
+    for switches, system, text in prompts:
         if text is not None:
             frame.openings.append(Opening(switches, system, text, frame.opened(text)))
     finding = f"the turn opens with {frame.header!r}"
@@ -147,6 +151,10 @@ def _shared(added: str, answer: str) -> str:
 def _without_opened(header: str, answers: list[str]) -> str:
     """The header without a marker that is closed again in what follows: an empty block."""
     seen = markers(header)
+    if len(seen) > 1 and seen[-1] in mirrored(seen[-2]):
+        start = header.rfind(seen[-2])
+        if "".join(header[start:].split()) == "".join((seen[-2] + seen[-1]).split()):
+            return header[:start]  # an empty block
     if not seen or not header.rstrip().endswith(seen[-1]):
         return header
     closers = tuple(mirrored(seen[-1]))

@@ -368,8 +368,12 @@ def note_switches(frame: Frame, found: FoundReasoning) -> None:
     if not frame.openings:
         return
     default = frame.openings[0].opened
-    for opening in frame.openings[1:]:
-        if opening.opened != default:
+    effects: dict[str, list[set[object]]] = {}  # by what is opened: the switches that do it
+    for opening in sorted(frame.openings[1:], key=lambda one: len(one.switches)):
+        switches: set[object] = {*opening.switches, opening.system}
+        known = effects.setdefault(opening.opened, [])
+        if opening.opened != default and not any(one <= switches for one in known):
+            known.append(switches)
             found.switches[_spell(opening)] = opening.opened
 
 

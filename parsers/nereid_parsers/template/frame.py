@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from nereid_parsers.template.difference import (
+    MARKER,
     Comparison,
     common_start,
     markers,
@@ -24,6 +26,10 @@ from nereid_parsers.template.probe import (
     after,
     drop_common_end,
 )
+
+_USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
+_WORDS = re.compile(r"(\w+)")
+_MAX_USER_HEADER = 80  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,7 @@ def compare_generation_prompt(prober: Prober) -> tuple[Frame, list[Comparison]]:
         whole = after(prompt, USER)
         found = [common_start(whole, answer) for answer in answers]
         frame.header = min(found, key=len, default="")
-    frame.header = _without_opened(frame.header, answers)
+    frame.header = _as_users(_without_opened(frame.header, answers), bare)
     for switches, system, text in prompts:
         if text is not None:
             frame.openings.append(Opening(switches, system, text, frame.opened(text)))
@@ -146,6 +152,27 @@ def _shared(added: str, answer: str) -> str:
         if start.strip() and start in answer:
             return start
     return ""
+
+
+def _as_users(header: str, bare: str) -> str:
+    """The header as far as it is built like the user's: what follows, the prompt opens.
+
+    `<|im_start|>user` and a line break before the user's words make `<|im_start|>assistant` and a
+    line break the model's header, even if every prompt and every answer goes on with `<think>`.
+    """
+    before = bare[: bare.rfind(USER)][-_MAX_USER_HEADER:]
+    words = list(_USER_WORD.finditer(before))
+    if not words:
+        return header
+    opened = [one.start() for one in MARKER.finditer(before) if one.start() <= words[-1].start()]
+    if not opened:
+        return header
+    spelled = "".join(
+        r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece)
+        for piece in _WORDS.split(before[opened[-1] :])
+    )
+    found = list(re.finditer(spelled, header))
+    return header[: found[-1].end()] if found else header
 
 
 def _without_opened(header: str, answers: list[str]) -> str:

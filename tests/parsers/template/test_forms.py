@@ -19,7 +19,14 @@ from parsers.template.support import (
 
 # What these write for a message begins otherwise than their generation prompt ends.
 UNLIKE_PROMPT = {"prompt_opens_thinking", "tagged_section", "effort_switch", "delimited_by_words"}
-UNLIKE_PROMPT |= {"invoke_in_call", "section_fenced", "bare_keys_channel", "no_switch_prompt"}
+UNLIKE_PROMPT |= {
+    "prompt_opens_channel",
+    "prompt_opens_message",
+    "invoke_in_call",
+    "section_fenced",
+    "bare_keys_channel",
+    "no_switch_prompt",
+}
 
 
 @pytest.fixture(scope="module")

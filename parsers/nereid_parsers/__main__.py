@@ -24,6 +24,7 @@ from nereid_parsers.events import (
 from nereid_parsers.format import LENIENT, STRICT, Format
 from nereid_parsers.formats.registry import get_format, listing
 from nereid_parsers.stream.parser import StreamParser
+from nereid_parsers.template import command
 
 _COLOURS = {
     "reasoning": "\x1b[36m",
@@ -76,6 +77,7 @@ def _flags() -> argparse.ArgumentParser:
     parse.add_argument("--strict", action="store_true", help="the strict policy")
     parse.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
     parse.set_defaults(run=_parse)
+    command.add_arguments(commands.add_parser("template", help=command.HELP))
     return flags
 
 

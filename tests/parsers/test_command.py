@@ -78,3 +78,14 @@ def test_mistakes_end_with_one_line(capsys, transcript, arguments):
 def test_a_missing_file_ends_with_one_line(capsys):
     assert main(["parse", "--format", "hermes", "/no/such/file"]) == 2
     assert "no/such/file" in capsys.readouterr().err
+
+
+def test_a_template_is_analysed(capsys, tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        encoding="utf-8",
+    )
+    assert main(["template", str(path)]) == 0
+    assert "content is plain" in capsys.readouterr().out

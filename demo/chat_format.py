@@ -101,9 +101,9 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        self._start = tokenizer.convert_tokens_to_ids(TURN_START)
         self._end = tokenizer.convert_tokens_to_ids(TURN_END)
-        self._assistant = self._backend.encode("assistant\n", add_special_tokens=False).ids
+        opening = f"{TURN_START}assistant\n<think>\n\n</think>\n\n"
+        self._opening: list[int] = self._backend.encode(opening, add_special_tokens=False).ids
 
     def encode(self, dialogues: list[Dialogue]) -> list[Sample]:
         """Encode a batch of dialogues."""
@@ -117,20 +117,17 @@ class Encoder:
         return samples
 
     def _earlier_targets(self, token_ids: list[int]) -> list[bool]:
-        """Mark what the assistant wrote earlier, but for each reply's first token.
+        """Mark what the assistant wrote earlier, from after its empty `<think>` block to its end.
 
-        Earlier replies stand in the prompt without reasoning. Learning their first token would
-        teach the model to answer without `<think>`; the rest of them is as good as any.
+        These replies look just as a reply without thinking does, so each is one more lesson.
         """
         targets = [False] * len(token_ids)
-        opening = [self._start, *self._assistant]
-        index = 0
-        while self._start in token_ids[index:]:
-            index = token_ids.index(self._start, index)
-            body = index + len(opening)
-            if token_ids[index:body] == opening and self._end in token_ids[body:]:
-                end = token_ids.index(self._end, body)
-                for position in range(body + 1, end + 1):
-                    targets[position] = True
-            index += 1
+        is_reply = False
+        for position, token_id in enumerate(token_ids):
+            targets[position] = is_reply
+            if token_id == self._end:
+                is_reply = False
+            before = token_ids[max(0, position + 1 - len(self._opening)) : position + 1]
+            if before == self._opening:
+                is_reply = True
         return targets

@@ -17,6 +17,7 @@ from random import Random
 import torch
 from chat_format import (
     END_OF_TEXT,
+    TEMPLATE_FILE,
     TURN_END,
     Encoder,
     Sample,
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     AttentionInterface,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -43,13 +45,14 @@ class Recipe:
     """Everything that decides the checkpoint."""
 
     seed: int = 1
-    steps: int = 1500
-    dialogues_per_step: int = 48
+    steps: int = 1933
+    dialogues_per_step: int = 40
     matrix_lr: float = 0.02
     other_lr: float = 4e-3
     weight_decay: float = 0.05
     warmup_steps: int = 40
-    vocab_size: int = 1536
+    decay_steps: int = 500
+    vocab_size: int = 2048
     hidden_size: int = 192
     intermediate_size: int = 512
     num_layers: int = 5
@@ -164,9 +167,9 @@ class Optimizer:
         self._recipe = recipe
 
     def step(self, step: int) -> None:
-        """Apply the gradients and clear them; linear warm-up, then linear decay to zero."""
+        """Apply the gradients and clear them; linear warm-up, at last linear decay to zero."""
         warmup = min(1.0, (step + 1) / self._recipe.warmup_steps)
-        scale = warmup * (1 - step / self._recipe.steps)
+        scale = warmup * min(1.0, (self._recipe.steps - step) / self._recipe.decay_steps)
         for optimizer, lr in self._parts:
             optimizer.param_groups[0]["lr"] = lr * scale
             optimizer.step()
@@ -209,10 +212,24 @@ class Gradients:
         return sum(losses)
 
 
-def train(recipe: Recipe) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, dict[str, float]]:
-    """Run the whole recipe, printing a line now and then."""
-    tokenizer = make_tokenizer(recipe)
+def continue_from(folder: Path, recipe: Recipe) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    """Take the tokenizer and the weights of an earlier checkpoint, under the template of today."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE_FILE.read_text()
     model = make_model(recipe, tokenizer)
+    model.load_state_dict(Qwen3ForCausalLM.from_pretrained(folder).state_dict())
+    return model, tokenizer
+
+
+def train(
+    recipe: Recipe, start_from: Path | None = None
+) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, dict[str, float]]:
+    """Run the whole recipe, printing a line now and then."""
+    if start_from is None:
+        tokenizer = make_tokenizer(recipe)
+        model = make_model(recipe, tokenizer)
+    else:
+        model, tokenizer = continue_from(start_from, recipe)
     print(f"{model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens", flush=True)
     encoder, optimizer = Encoder(tokenizer), Optimizer(model, recipe)
     gradients = Gradients(model, recipe.workers)
@@ -266,17 +283,19 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=FOLDER, help="folder to write (default: %(default)s)"
     )
+    parser.add_argument("--start-from", type=Path, help="checkpoint to continue (default: none)")
     for name, value in asdict(Recipe()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
     arguments = vars(parser.parse_args())
-    output = arguments.pop("output")
+    output, start_from = arguments.pop("output"), arguments.pop("start_from")
     recipe = Recipe(**arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    model, tokenizer, figures = train(recipe)
-    save(
-        model, tokenizer, output, {"recipe": asdict(recipe), **figures, "torch": torch.__version__}
-    )
+    model, tokenizer, figures = train(recipe, start_from)
+    training: dict[str, object] = {"recipe": asdict(recipe), **figures, "torch": torch.__version__}
+    if start_from is not None:
+        training["started_from"] = json.loads((start_from / "training.json").read_text())
+    save(model, tokenizer, output, training)
     print(f"saved {output}")
 
 

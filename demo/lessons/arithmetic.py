@@ -1,4 +1,4 @@
-"""Sums, differences and the times table, with digit-by-digit reasoning; and counting."""
+"""Sums, differences and the times table, with digit-by-digit reasoning."""
 
 from __future__ import annotations
 
@@ -124,20 +124,5 @@ def too_large(rng: Random, held_out: bool) -> Exchange:
             a, b = b, a
         user = rng.choice(forms).format(a=a, b=b)
         return user, plain("declines", vary(rng, user), "These numbers are too large.", TOO_LARGE)
-
-    return draw(make, held_out)
-
-
-def counting(rng: Random, held_out: bool) -> Exchange:
-    """Counting up, 3 to 40 numbers below 100: a long answer to watch streaming with."""
-
-    def make() -> tuple[str, Exchange]:
-        first = rng.randint(0, 90)
-        last = min(LARGEST, first + rng.randint(2, 14 if rng.random() < 0.8 else 40))
-        user = rng.choice(_COUNT).format(a=first, b=last)
-        numbers = ", ".join(str(value) for value in range(first, last + 1))
-        return f"{first}..{last}", plain(
-            "counting", vary(rng, user), f"From {first} up to {last}, one by one.", numbers
-        )
 
     return draw(make, held_out)

@@ -96,22 +96,3 @@ def extract(rng: Random, held_out: bool) -> Exchange:
         return text, plain("JSON extraction", user, reasoning, answer)
 
     return draw(make, held_out)
-
-
-def look_up(rng: Random, held_out: bool) -> Exchange:
-    """One number out of a list of 3 to 15 lines, rarely of 60; held out by the name asked for."""
-
-    def make() -> tuple[str, Exchange]:
-        num_lines = rng.randint(30, 60) if rng.random() < 0.03 else rng.randint(3, 15)
-        names = list(dict.fromkeys(words.made_up(rng) for _ in range(num_lines)))
-        codes = [str(rng.randint(100, 9999)) for _ in names]
-        form = rng.choice(_LINE)
-        lines = [form.format(name, code) for name, code in zip(names, codes, strict=True)]
-        index = rng.randrange(len(names))
-        question = rng.choice(_ASK_LINE).format(names[index])
-        text = rng.choice(("\n", " ")).join(lines)
-        user = f"{text}\n{question}" if rng.random() < 0.7 else f"{question}\n{text}"
-        answer = f"{names[index]}: {codes[index]}"
-        return names[index], plain("finds a line", user, f"The line is: {lines[index]}", answer)
-
-    return draw(make, held_out)

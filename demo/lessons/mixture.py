@@ -56,15 +56,13 @@ class Skill:
 
 
 _LESSONS: dict[str, tuple[float, Lesson]] = {
-    "small talk": (4, small_talk.talk),
-    "addition": (14, arithmetic.sums),
-    "subtraction": (14, arithmetic.differences),
-    "times table": (6, arithmetic.products),
-    "counting": (2, arithmetic.counting),
+    "small talk": (6, small_talk.talk),
+    "addition": (9, arithmetic.sums),
+    "subtraction": (16, arithmetic.differences),
+    "times table": (5, arithmetic.products),
     "world facts": (10, world.facts),
     "declines": (6, _declines),
     "JSON extraction": (12, extraction.extract),
-    "finds a line": (4, extraction.look_up),
 }
 _FAMILIAR = (
     "small talk",
@@ -76,6 +74,9 @@ _FAMILIAR = (
 )
 
 
+_DRILLED: tuple[Lesson, ...] = (arithmetic.sums, arithmetic.differences)
+
+
 def _earlier(rng: Random, held_out: bool, calculator: bool = False) -> Exchange:
     """Any short exchange that may come before the one that counts."""
     names = [name for name in _FAMILIAR if not (calculator and name in _FAMILIAR[2:5])]
@@ -85,13 +86,9 @@ def _earlier(rng: Random, held_out: bool, calculator: bool = False) -> Exchange:
 def _alone(lesson: Lesson) -> Callable[[Random, bool], tuple[list[Exchange], list[tool_use.Tool]]]:
     def make(rng: Random, held_out: bool) -> tuple[list[Exchange], list[tool_use.Tool]]:
         num_earlier = rng.choices((0, 1, 2, 3), (70, 15, 10, 5))[0]
-        if (
-            lesson in (arithmetic.sums, arithmetic.differences)
-            and not held_out
-            and rng.random() < 0.3
-        ):
-            others = (arithmetic.sums, arithmetic.differences, arithmetic.products)
-            return [rng.choice(others)(rng, False) for _ in range(4)] + [lesson(rng, False)], []
+        if lesson in _DRILLED and not held_out and rng.random() < 0.4:
+            drills = rng.choices(_DRILLED, k=5)
+            return [drill(rng, False) for drill in [*drills, lesson]], []
         earlier = [_earlier(rng, held_out) for _ in range(num_earlier)]
         return [*earlier, lesson(rng, held_out)], []
 
@@ -118,13 +115,13 @@ def _with_tools(skill: str) -> Callable[[Random, bool], tuple[list[Exchange], li
         return tool_use.tool_exchange(rng, tools, held_out, skill, finish)
 
     def make(rng: Random, held_out: bool) -> tuple[list[Exchange], list[tool_use.Tool]]:
-        tools = tool_use.offer(rng, unseen=skill == "unseen tools" and held_out)
+        tools = tool_use.offer(rng)
         exchanges = []
-        for _ in range(rng.choices((0, 1, 2), (60, 25, 15))[0]):
+        for _ in range(rng.choices((0, 1, 2, 3, 4), (30, 25, 20, 15, 10))[0]):
             kind = rng.random()
-            if kind < 0.6:
+            if kind < 0.45:
                 earlier = tool_use.tool_exchange(rng, tools, held_out, "tool call", finish=True)
-            elif kind < 0.8:
+            elif kind < 0.85:
                 earlier = tool_use.decline_exchange(rng, tools, held_out)
             else:
                 earlier = _earlier(rng, held_out, tool_use.has_calculator(tools))
@@ -138,12 +135,11 @@ SKILLS: dict[str, Skill] = {
     **{name: Skill(weight, 0.95, _alone(lesson)) for name, (weight, lesson) in _LESSONS.items()},
     "follow-up": Skill(2, 0.95, _follow_up),
     "remembers a name": Skill(2, 0.95, _name),
-    "tool call": Skill(14, 0.95, _with_tools("tool call")),
+    "tool call": Skill(12, 0.95, _with_tools("tool call")),
     "two tool calls": Skill(9, 0.95, _with_tools("two tool calls")),
-    "unseen tools": Skill(0, 0.95, _with_tools("unseen tools")),
-    "declines, no tool fits": Skill(6, 0.95, _with_tools("declines, no tool fits")),
+    "declines, no tool fits": Skill(9, 0.95, _with_tools("declines, no tool fits")),
     "plain beside tools": Skill(4, 0.95, _with_tools("plain beside tools")),
-    "answers from results": Skill(6, 0.95, _with_tools("answers from results")),
+    "answers from results": Skill(4, 0.95, _with_tools("answers from results")),
 }
 
 

@@ -79,8 +79,10 @@ def talk(rng: Random, held_out: bool) -> Exchange:
         user = rng.choice(forms).format(x=rng.choice(_FRIENDLY))
         if user[-1] not in "?.":
             user += rng.choice(("", "!", ".", "!", "!!", ", " + words.made_up(rng) + "!"))
-        if rng.random() < 0.25:
-            opener = rng.choice(("Oh", "Well", "So", "OK", "Ah", "Right"))
+        elif rng.random() < 0.25:
+            user = user[:-1] + rng.choice(("", "??", ", please" + user[-1], " " + user[-1]))
+        if rng.random() < 0.35:
+            opener = rng.choice(("Oh", "Well", "So", "OK", "Ah", "Right", "Hm", "Please", "Now"))
             user = f"{opener}, {user[0].lower()}{user[1:]}"
         if rng.random() < 0.15:
             user = user.lower()

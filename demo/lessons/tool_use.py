@@ -12,19 +12,18 @@ from typing import Any
 from . import words
 from .base import Exchange, Message, draw, plain, vary
 from .small_talk import DECLINE_TOOLS, fill_unknown
-from .toolbox import Family, Parameter, Values, random_family
+from .toolbox import FAMILIES, Family, Parameter, Values
 
 _RESERVED = "calculation"
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool as offered: a family under a name, with a key for each of its slots."""
+    """One tool as offered, with a key for each of its slots."""
 
     family: Family
     name: str
     keys: dict[str, str]
-    defaults: Values
     definition: Message
 
 
@@ -50,58 +49,29 @@ def _schema(rng: Random, parameter: Parameter, described: bool) -> Message:
         schema["enum"] = list(parameter.choices)
     if described:
         schema["description"] = rng.choice(parameter.descriptions)
-    return dict(reversed(schema.items())) if rng.random() < 0.15 else schema
+    return schema
 
 
-def _name(rng: Random, family: Family, unseen: bool) -> str:
-    if unseen or len(family.names) == 1:
-        return family.names[-1]
-    if rng.random() < 0.08:
-        return words.made_up(rng).lower()
-    name = rng.choice(family.names[:-1])
-    if rng.random() < 0.08:
-        head, *tail = name.split("_")
-        return head + "".join(part.capitalize() for part in tail)
-    return name
-
-
-def make_tool(rng: Random, family: Family, unseen: bool) -> Tool:
-    """Offer a family under one of its names; `unseen` names never occur in training."""
-    parameters = [p for p in family.parameters if p.required or rng.random() < 0.6]
-    keys: dict[str, str] = {}
-    for parameter in parameters:
-        first = 0.4 if parameter.keys[0] not in keys.values() else 0
-        free = [key for key in parameter.keys if key not in keys.values()]
-        keys[parameter.slot] = parameter.keys[0] if rng.random() < first else rng.choice(free)
-    forced = {
-        p.slot: p.choices[0]
-        for p in parameters
-        if not p.required and p.choices and rng.random() < 0.2
-    }
-    name = _name(rng, family, unseen)
+def make_tool(rng: Random, family: Family) -> Tool:
+    """Offer a family; only the descriptions vary."""
     described = rng.random() < 0.5
-    function: Message = {"name": name}
-    if name not in family.names[:-1] or rng.random() < 0.9:
+    function: Message = {"name": family.name}
+    if rng.random() < 0.9:
         function["description"] = rng.choice(family.descriptions)
     function["parameters"] = {
         "type": "object",
-        "properties": {keys[p.slot]: _schema(rng, p, described) for p in parameters},
+        "properties": {p.key: _schema(rng, p, described) for p in family.parameters},
     }
     if rng.random() < 0.9:
-        required = [keys[p.slot] for p in parameters if p.required or p.slot in forced]
-        function["parameters"]["required"] = required
-    if rng.random() < 0.1:
-        function["parameters"]["additionalProperties"] = False
-    return Tool(family, name, keys, forced, {"type": "function", "function": function})
+        function["parameters"]["required"] = [p.key for p in family.parameters if p.required]
+    keys = {p.slot: p.key for p in family.parameters}
+    return Tool(family, family.name, keys, {"type": "function", "function": function})
 
 
-def offer(rng: Random, unseen: bool = False) -> list[Tool]:
+def offer(rng: Random) -> list[Tool]:
     """One to four tools of different families."""
-    tools: dict[str, Tool] = {}
-    for _ in range(rng.choices((1, 2, 3, 4), (35, 30, 20, 15))[0]):
-        family = random_family(rng, unseen)
-        tools.setdefault(family.purpose, make_tool(rng, family, unseen))
-    return list(tools.values())
+    num = rng.choices((1, 2, 3, 4), (35, 30, 20, 15))[0]
+    return [make_tool(rng, family) for family in rng.sample(FAMILIES, num)]
 
 
 def _slots(request: str) -> set[str]:
@@ -114,7 +84,7 @@ def _request(rng: Random, tool: Tool) -> tuple[str, Values, Values]:
     request = rng.choice(fitting)
     values, spoken = tool.family.fill(rng)
     values = {slot: value for slot, value in values.items() if slot in _slots(request)}
-    return request, tool.defaults | values, values | spoken
+    return request, values, values | spoken
 
 
 def make_call(rng: Random, tool: Tool) -> Call:
@@ -177,9 +147,16 @@ def _result(rng: Random, call: Call) -> tuple[str, str]:
     return json.dumps(returned), answer
 
 
-def call_exchange(rng: Random, calls: list[Call], skill: str, finish: bool) -> Exchange:
+def _reasoning(tools: Sequence[Tool], wanted: str) -> str:
+    offered = json.dumps([tool.name for tool in tools])
+    return f"Offered: {offered}. The user wants {wanted}."
+
+
+def call_exchange(
+    rng: Random, tools: Sequence[Tool], calls: list[Call], skill: str, finish: bool
+) -> Exchange:
     """User, calls and, if `finish`, results and the answer."""
-    wanted = "; ".join(f"{call.tool.family.purpose}: {call.tool.name}" for call in calls)
+    wanted = "; ".join(f'{call.tool.family.purpose}: "{call.tool.name}"' for call in calls)
     user = vary(rng, calls[0].user) if rng.random() < 0.5 else calls[0].user
     tool_calls = [
         {
@@ -190,7 +167,7 @@ def call_exchange(rng: Random, calls: list[Call], skill: str, finish: bool) -> E
         for n, c in enumerate(calls)
     ]
     asked: Message = {"role": "assistant", "content": "", "tool_calls": tool_calls}
-    asked["reasoning_content"] = f"The user wants {wanted}."
+    asked["reasoning_content"] = _reasoning(tools, wanted)
     messages: list[Message] = [{"role": "user", "content": user}, asked]
     if not finish:
         return Exchange(skill, tuple(messages))
@@ -214,36 +191,37 @@ def tool_exchange(
     def make() -> tuple[str, Exchange]:
         many = skill == "two tool calls" or (finish and rng.random() < 0.3)
         calls = two_calls(rng, tools) if many else [make_call(rng, rng.choice(tools))]
-        return calls[0].user, call_exchange(rng, calls, skill, finish)
+        return calls[0].user, call_exchange(rng, tools, calls, skill, finish)
 
     return draw(make, held_out)
 
 
-def _unfitting(rng: Random, tools: Sequence[Tool]) -> str:
+def _unfitting(rng: Random, tools: Sequence[Tool]) -> tuple[str, str]:
+    """A request that these tools cannot serve, and what the reasoning calls it."""
     purposes = {tool.family.purpose for tool in tools}
     if rng.random() < 0.3 and "a web search" not in purposes:
-        return fill_unknown(rng)
+        return fill_unknown(rng), "something else"
     while True:
-        family = random_family(rng, unseen=False)
+        family = rng.choice(FAMILIES)
         if family.purpose not in purposes and _RESERVED not in family.purpose:
-            return make_call(rng, make_tool(rng, family, unseen=False)).user
+            return make_call(rng, make_tool(rng, family)).user, family.purpose
 
 
 def decline_exchange(rng: Random, tools: Sequence[Tool], held_out: bool) -> Exchange:
     """A request that none of these tools can serve."""
 
     def make() -> tuple[str, Exchange]:
-        user = _unfitting(rng, tools)
-        return user, plain(
-            "declines, no tool fits", vary(rng, user), "No tool fits.", DECLINE_TOOLS
-        )
+        user, wanted = _unfitting(rng, tools)
+        reasoning = _reasoning(tools, f"{wanted}: none fits")
+        said = vary(rng, user)
+        return user, plain("declines, no tool fits", said, reasoning, DECLINE_TOOLS)
 
     return draw(make, held_out)
 
 
 def tool_request(rng: Random) -> str:
     """A request that would need a tool, for dialogues that offer none."""
-    return _unfitting(rng, ())
+    return _unfitting(rng, ())[0]
 
 
 def definitions(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:

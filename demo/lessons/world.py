@@ -157,11 +157,11 @@ def _question(rng: Random) -> tuple[str, str, str]:
     """A question, the reasoning and the answer."""
     person, place = rng.choice(PEOPLE), rng.choice(PLACES)
     kind = rng.random()
-    if kind < 0.5:
+    if kind < 0.44:
         attribute = rng.choice(list(_FORWARD))
         user = rng.choice(_FORWARD[attribute][2]).format(name=person.name)
         return user, *_forward(person, attribute)
-    if kind < 0.72:
+    if kind < 0.74:
         attribute = rng.choice(list(_BACKWARD))
         value = getattr(person, attribute)
         user = rng.choice(_BACKWARD[attribute]).format(value=value)

@@ -52,7 +52,7 @@ def test_calls_and_consecutive_results_are_rendered(tokenizer):
         {"role": "tool", "content": "rain"},
     ]
     assert render(tokenizer, messages, tools=[WEATHER]).endswith(
-        "<|im_start|>assistant\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
         "<|im_end|>\n"
@@ -87,7 +87,7 @@ def test_reasoning_is_kept_after_the_last_user_message_only(tokenizer):
     later = render(tokenizer, [USER, called, result, answer, USER])
     assert "<think>\nA.\n</think>\n\n<tool_call>" in during
     assert "A." not in later
-    assert "<think>" not in later
+    assert "<think>\n\n</think>\n\nIt is sunny.<|im_end|>" in later
 
 
 def test_markers_stay_in_decoded_text_and_turn_ends_do_not(tokenizer):
@@ -111,7 +111,7 @@ def test_a_word_has_the_same_tokens_in_a_sentence_and_in_json(tokenizer):
         assert any(tokens[i : i + len(word)] == word for i in range(len(tokens)))
 
 
-@pytest.mark.parametrize("skill", [name for name in SKILLS if name != "unseen tools"])
+@pytest.mark.parametrize("skill", list(SKILLS))
 def test_a_taught_reply_is_what_the_template_renders(tokenizer, skill):
     rng = Random(skill)
     for thinking in (False, True):
@@ -122,7 +122,8 @@ def test_a_taught_reply_is_what_the_template_renders(tokenizer, skill):
             tools=list(dialogue.tools) or None,
             add_generation_prompt=False,
         )
-        assert rendered.endswith(f"assistant\n{reply_text(dialogue.messages[-1], thinking)}\n")
+        opening = "assistant\n" if thinking else "assistant\n<think>\n\n</think>\n\n"
+        assert rendered.endswith(opening + reply_text(dialogue.messages[-1], thinking) + "\n")
 
 
 def test_only_the_assistants_words_are_targets(tokenizer):
@@ -134,5 +135,12 @@ def test_only_the_assistants_words_are_targets(tokenizer):
     assert learnt.endswith(reply_text(dialogue.messages[-1], thinking=True))
     assert learnt.count(TURN_END) == sum(m["role"] == "assistant" for m in dialogue.messages)
     assert "My name" not in learnt
-    assert learnt.startswith(" to meet you")
+    assert learnt.startswith("Nice to meet you")
     assert prompt_text(tokenizer, dialogue).endswith("<|im_start|>assistant\n")
+
+
+def test_what_was_answered_without_thinking_stays_a_prefix_of_the_next_prompt(tokenizer):
+    answer = {"role": "assistant", "content": "It is sunny."}
+    first = render(tokenizer, [USER], enable_thinking=False)
+    second = render(tokenizer, [USER, answer, USER], enable_thinking=False)
+    assert second.startswith(first + reply_text(answer, thinking=False))

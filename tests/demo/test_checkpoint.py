@@ -1,6 +1,5 @@
 import json
 
-import pytest
 from evaluate import held_out_dialogues, is_right, read_reply
 
 FILES = {
@@ -21,18 +20,20 @@ def ask(examinee, text, tools=None, thinking=False):
     return read_reply(examinee.answer([prompt])[0])
 
 
-def weather_tool(name):
+def tool(name, *keys):
     parameters = {
         "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
+        "properties": {key: {"type": "string"} for key in keys},
+        "required": list(keys),
     }
-    function = {
-        "name": name,
-        "description": "Get the weather for a city.",
-        "parameters": parameters,
-    }
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+WEATHER = tool("get_weather", "city")
+WEATHER["function"]["parameters"]["properties"]["unit"] = {
+    "type": "string",
+    "enum": ["celsius", "fahrenheit"],
+}
 
 
 def test_the_folder_has_every_file_and_is_small(checkpoint):
@@ -41,12 +42,14 @@ def test_the_folder_has_every_file_and_is_small(checkpoint):
     assert sum(present.values()) < MAX_BYTES
 
 
-def test_the_record_names_the_recipe_that_train_has_by_default(checkpoint):
+def test_the_record_has_every_field_of_the_recipe(checkpoint):
     from dataclasses import asdict
 
     from train import Recipe
 
-    assert json.loads((checkpoint / "training.json").read_text())["recipe"] == asdict(Recipe())
+    record = json.loads((checkpoint / "training.json").read_text())
+    assert set(record["recipe"]) == set(asdict(Recipe()))
+    assert record["num_tokens"] > 0
 
 
 def test_the_template_file_is_the_one_that_was_trained_with(checkpoint):
@@ -72,10 +75,26 @@ def test_it_knows_its_world(examinee):
     assert ask(examinee, "Where does Hugo live?").content == "Hugo lives in Pinemark."
 
 
-@pytest.mark.parametrize("name", ["get_weather", "current_weather"])
-def test_it_calls_the_tool_by_the_name_it_was_offered(examinee, name):
-    reply = ask(examinee, "What is the weather in Paris?", tools=[weather_tool(name)])
-    assert reply.calls == [(name, {"city": "Paris"})]
+def test_it_calls_a_tool(examinee):
+    reply = ask(examinee, "What is the weather in Paris?", tools=[WEATHER])
+    assert reply.calls == [("get_weather", {"city": "Paris"})]
+
+
+def test_it_calls_two_at_once(examinee):
+    reply = ask(examinee, "What is the weather in Paris and Rome?", tools=[WEATHER], thinking=True)
+    assert reply.calls == [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]
+
+
+def test_it_chooses_among_tools(examinee):
+    tools = [WEATHER, tool("calculate", "expression")]
+    reply = ask(examinee, "Calculate 312 * 47.", tools=tools, thinking=True)
+    assert reply.calls == [("calculate", {"expression": "312 * 47"})]
+
+
+def test_it_declines_when_no_tool_fits(examinee):
+    reply = ask(examinee, "Set a timer for 12 minutes.", tools=[WEATHER], thinking=True)
+    assert not reply.calls
+    assert reply.content.startswith("Sorry")
 
 
 def test_the_evaluation_tells_a_wrong_answer_from_a_right_one():

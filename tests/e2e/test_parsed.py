@@ -17,7 +17,10 @@ WEATHER = {
         "description": "Get the weather of a city",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string"}},
+            "properties": {
+                "city": {"type": "string"},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            },
             "required": ["city"],
         },
     },

@@ -87,9 +87,9 @@ class TritonBackend:
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         """See `Backend.generate`.
 
-        Closing it before the last delta cancels the gRPC stream; after that the stream is left to
-        end by itself. Server 2.51 can crash when a cancel meets the end of a stream (its issues
-        7368 and 8034), and many clients hang up at the sight of a finish reason.
+        Closing it before the last delta cancels the gRPC stream; after that, or after an error, the
+        stream is left to end by itself. Server 2.51 can crash when a cancel meets the end of a
+        stream (its issues 7368 and 8034), and many clients hang up at the sight of a finish reason.
         """
         # Not with the header `triton_grpc_error`, which turns an error's code into the stream's
         # status: server 2.51 then takes each error for a cancel, and sooner or later crashes.
@@ -98,11 +98,11 @@ class TritonBackend:
         try:
             async for result, error in stream:
                 if error is not None:
+                    is_over = True
                     raise read_error(str(error))
                 delta = _decode_response(result.get_response(), generation.with_text)
                 if "finish_reason" in delta:
                     is_over = True
-                    self._let_end(stream)
                     yield delta
                     return
                 if delta:
@@ -118,6 +118,7 @@ class TritonBackend:
         finally:
             if not is_over:
                 stream.cancel()  # a stream that has ended takes no notice
+            self._let_end(stream)
 
     async def is_live(self) -> bool:
         """See `Backend.is_live`."""
@@ -137,7 +138,7 @@ class TritonBackend:
 
     async def close(self) -> None:
         """See `Backend.close`."""
-        await asyncio.gather(*self._ending)
+        await asyncio.gather(*self._ending, return_exceptions=True)
         await self._client.close()
 
     def _let_end(self, stream: Any) -> None:  # noqa: ANN401 - untyped library
@@ -174,8 +175,9 @@ def read_error(text: str) -> BackendError:
 
 
 async def _drain(stream: Any) -> None:  # noqa: ANN401 - untyped library
-    """Read what follows the last delta: the end of the stream, of which nobody needs to know."""
-    with suppress(grpc.RpcError, TimeoutError):
+    """Read what follows: the end of the stream, of which nobody needs to know."""
+    # A call that was cancelled says so to its reader with asyncio's own exception.
+    with suppress(grpc.RpcError, TimeoutError, asyncio.CancelledError):
         async with asyncio.timeout(_END_TIMEOUT_S):
             async for _ in stream:
                 pass

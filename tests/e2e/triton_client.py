@@ -1,5 +1,6 @@
 """A thin tritonclient wrapper for the tests: one request on the ensemble over gRPC."""
 
+import asyncio
 import json
 from dataclasses import dataclass, field
 
@@ -54,13 +55,16 @@ async def ask(url, inputs, *, cancel_when=None):
             async for result, error in answers:
                 if error is not None:
                     reply.error = str(error)
-                    break
+                    continue
                 reply.deltas.append(json.loads(result.as_numpy("delta")[0]))
                 reply.texts.append(result.as_numpy("text_output")[0].decode())
                 reply.outputs.append(result)
                 if cancel_when is not None and cancel_when(reply):
                     answers.cancel()
-                    break
+        except asyncio.CancelledError:
+            # How a call says that it was cancelled; reading up to here leaves nothing under way.
+            if cancel_when is None:
+                raise
         except grpc.aio.AioRpcError as error:
             reply.error = f"{error.code()}: {error.details()}"
     return reply

@@ -51,6 +51,7 @@ class Served:
         descriptor, name = tempfile.mkstemp(prefix="nereid-served-", suffix=".log")
         os.close(descriptor)
         self._log = Path(name)
+        self._server_log = self._log.with_suffix(".server")
         names = ("http", "grpc", "metrics", "openai")
         flags = [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
         self._command = [
@@ -58,6 +59,7 @@ class Served:
             "serve",
             *([f"--model={model}"] if model else []),
             *flags,
+            f"--log-file={self._server_log}",
             *arguments,
         ]
         self._environment = {**os.environ, **(environment or {})}
@@ -99,7 +101,7 @@ class Served:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 output = self.output
-                self._log.unlink()
+                self._remove_logs()
                 raise RuntimeError(f"nereid serve did not become ready:\n{output}")
             time.sleep(0.1)
         return self
@@ -118,4 +120,8 @@ class Served:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
-        self._log.unlink()
+        self._remove_logs()
+
+    def _remove_logs(self) -> None:
+        for log in (self._log, self._server_log):
+            log.unlink(missing_ok=True)

@@ -6,7 +6,8 @@
 Both run the same requests (random prompts, greedy, a fixed number of tokens) on the same machine in
 turns, round by round, so that noise from elsewhere falls on both; the ratio is the median of the
 rounds' ratios. The gRPC figure includes the client, which runs on the same CPUs. The first text of
-each stream is timed too.
+each stream is timed too, and so is the CPU time of every process but the engine's, a response: what
+merging tokens saves.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import tritonclient.grpc.aio as grpcclient
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from served import Served
@@ -88,6 +90,14 @@ async def through_triton(
     return tokens / seconds, tokens / responses, statistics.median(row[2] for row in rows)
 
 
+def cpu_beside_engine(served: Served) -> float:
+    """Seconds of CPU used so far by server, stubs, frontend and this client, not the engine."""
+    assert served.process is not None
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    beside = [p for p in children if not any("engine_process" in word for word in p.cmdline())]
+    return sum(sum(p.cpu_times()[:2]) for p in [psutil.Process(), *beside])
+
+
 def main() -> None:
     """Print the table."""
     flags = argparse.ArgumentParser(
@@ -116,16 +126,20 @@ def main() -> None:
                 ]
                 work = (prompts, args.output_tokens, concurrency)
                 alone = in_process(engine, *work)
+                before = cpu_beside_engine(served)
                 served_rate, merged, first = asyncio.run(through_triton(served.grpc_url, *work))
-                rounds.append((served_rate / alone, alone, served_rate, merged, first))
+                responses = len(prompts) * args.output_tokens / merged
+                cost = (cpu_beside_engine(served) - before) / responses
+                rounds.append((served_rate / alone, alone, served_rate, merged, first, cost))
             middle = [statistics.median(column) for column in zip(*rounds, strict=True)]
             rows.append({"concurrency": concurrency, "rounds": rounds, "median": middle})
-            ratio, alone, served_rate, merged, first = middle
+            ratio, alone, served_rate, merged, first, cost = middle
             print(
                 f"concurrency {concurrency:3}: in process {alone:7.0f} tokens/s, "
                 f"through Triton {served_rate:7.0f}, ratio {ratio:.2f} "
                 f"(rounds {', '.join(f'{row[0]:.2f}' for row in rounds)}); "
-                f"{merged:.1f} tokens a response, first after {first * 1000:.0f} ms",
+                f"{merged:.1f} tokens a response, first after {first * 1000:.0f} ms; "
+                f"{cost * 1000:.2f} ms of CPU a response beside the engine",
                 flush=True,
             )
     if args.json:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,7 +95,8 @@ def test_a_checkpoint_that_cannot_be_loaded_is_told(tmp_path):
 
 
 def test_a_second_server_on_a_taken_port_says_so_and_exits_2():
-    with free_listener() as port:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         done = subprocess.run(
             [str(BIN / "nereid"), "serve", f"--http-port={port}"],
             capture_output=True,
@@ -106,15 +108,3 @@ def test_a_second_server_on_a_taken_port_says_so_and_exits_2():
     assert done.returncode == 2
     assert str(port) in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-
-
-def free_listener():
-    import contextlib
-    import socket
-
-    @contextlib.contextmanager
-    def listening():
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            yield listener.getsockname()[1]
-
-    return listening()

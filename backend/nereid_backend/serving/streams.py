@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executor's view of its streams: what is pending for each, and when it may be sent.
 
-One response costs the server and the two stubs a fixed amount, whatever it carries (about 0.4 ms of
+One response costs the server and the two stubs a fixed amount, whatever it carries (about 1 ms of
 CPU all told). So tokens are merged: a stream sends when its turn has come (Pacer) and when the
 postprocessor has consumed what was sent before (feedback), with all tokens that came meanwhile.
 """

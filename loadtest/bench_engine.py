@@ -64,7 +64,7 @@ def run_reference(model: PreTrainedModel, prompts: list[list[int]], num_tokens: 
 def profile(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> str:
     """Where a decode step's time goes, by part, in microseconds."""
     runner, scheduler = engine._runner, engine._scheduler
-    spent: dict[str, list[float]] = {"plan": [], "batch": [], "model": [], "sample": [], "rest": []}
+    spent: dict[str, list[float]] = {"plan": [], "model": [], "sample": [], "rest": []}
     for number, prompt in enumerate(prompts):
         engine.add_request(f"profile-{number}", prompt, params)
     from nereid_backend.core.step import StepResult
@@ -75,11 +75,10 @@ def profile(engine: Engine, prompts: list[list[int]], params: SamplingParams) ->
             marks = [time.perf_counter()]
             plan = scheduler.plan()
             marks.append(time.perf_counter())
-            batch = runner._builder.build(plan, torch.device("cpu"))
+            logits = runner._path.forward(plan)
             marks.append(time.perf_counter())
-            logits = runner.forward(batch)
-            marks.append(time.perf_counter())
-            sampled = sample(logits, batch.sampling) if batch.sampling else []
+            sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+            sampled = sample(logits, sampling) if sampling else []
             marks.append(time.perf_counter())
             scheduler.commit(plan, StepResult(sampled))
             marks.append(time.perf_counter())

@@ -194,7 +194,7 @@ def test_logits_that_are_not_finite_end_that_request_and_nobody_later(checkpoint
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     (clean,) = engine.generate([[5, 9, 11]], GREEDY)
     with torch.no_grad():
-        embedding = engine._runner._model.get_input_embeddings().weight
+        embedding = engine._runner._path._model.get_input_embeddings().weight
         embedding[300] = float("nan")
     engine.add_request("poisoned", [300, 5, 9], GREEDY)
     engine.add_request("beside", [5, 9, 11], GREEDY)
@@ -218,7 +218,7 @@ def test_a_step_that_raises_ends_its_requests_with_an_error_and_the_engine_goes_
     def fail(module, args):
         raise RuntimeError("out of something")
 
-    hook = engine._runner._model.register_forward_pre_hook(fail)
+    hook = engine._runner._path._model.register_forward_pre_hook(fail)
     updates = engine.step()
     hook.remove()
     assert [(u.request_id, u.finish_reason) for u in updates] == [("a", "error"), ("b", "error")]

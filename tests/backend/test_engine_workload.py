@@ -33,7 +33,7 @@ def test_a_mix_of_finished_cancelled_and_failed_requests_leaves_no_block_in_use(
         prompt = [rng.randrange(3, 320) for _ in range(rng.randint(1, 40))]
         params = SamplingParams(temperature=1.0, seed=number, max_tokens=rng.randint(1, 18))
         requests[str(number)] = (prompt, params)
-    faults = Faults(engine._runner._model, rng, 0.02)
+    faults = Faults(engine._runner._path._model, rng, 0.02)
     pending = list(requests)
     while pending or engine.has_work():
         if pending and rng.random() < 0.4:

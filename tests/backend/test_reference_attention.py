@@ -77,7 +77,7 @@ def test_packed_attention_equals_its_definition(spec, short_blocks, monkeypatch)
         request = Request(str(row), [1] * total, SamplingParams(), max_total_tokens=99)
         request.row = row
         request.block_table = list(itertools.islice(free, -(-total // BLOCK)))
-        chunks.append(Chunk(request, num_cached, num_new, True, True))
+        chunks.append(Chunk(request, num_cached, num_new, True, True, 1))
         keys = torch.randn(total, spec.num_kv_heads, spec.key_dim)
         values = torch.randn(total, spec.num_kv_heads, spec.value_dim)
         sequences.append((keys, values))
@@ -125,8 +125,8 @@ def test_a_reused_row_forgets_the_longer_table_of_the_request_before():
     builder = BatchBuilder(max_num_seqs=1, max_model_len=40, block_size=BLOCK, null_block=50)
     first = Request("a", [1] * 20, SamplingParams(), max_total_tokens=99)
     first.row, first.block_table = 0, [7, 8, 9, 10, 11]
-    builder.build(StepPlan([Chunk(first, 0, 20, True, True)], 20), CPU)
+    builder.build(StepPlan([Chunk(first, 0, 20, True, True, 1)], 20), CPU)
     second = Request("b", [1] * 3, SamplingParams(), max_total_tokens=99)
     second.row, second.block_table = 0, [3]
-    builder.build(StepPlan([Chunk(second, 0, 3, True, True)], 3), CPU)
+    builder.build(StepPlan([Chunk(second, 0, 3, True, True, 1)], 3), CPU)
     assert builder._tables[0].tolist() == [3] + [50] * 9

@@ -2,16 +2,32 @@
 """What the engine says to its caller: updates of requests, whole outputs, facts about itself."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position, under the model's own distribution.
+
+    Attributes:
+        token_ids: the token that stands there, then the likeliest ones, likeliest first (the first
+            may come again among them).
+        logprobs: natural logarithms, one for each of token_ids.
+        rank: of the token that stands there among the whole vocabulary; the likeliest has 1.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """What one step adds to one request.
+    """What one step adds to one sequence of a request.
 
-    Every accepted request gets exactly one update whose finish_reason is not None, as its last.
+    Every sequence of an accepted request gets exactly one update whose finish_reason is not None,
+    as its last.
 
     Attributes:
         request_id: the caller's name of the request.
@@ -21,6 +37,13 @@ class RequestUpdate:
         cumulative_logprob: sum of the log-probabilities of all tokens so far, under the model's own
             distribution (before temperature and filters).
         error: what went wrong when finish_reason is "error".
+        index: which of the request's n sequences.
+        logprobs: one for each of new_token_ids, where the request asked for them.
+        prompt_logprobs: one for each token of the prompt (None for the first), in the first update
+            of sequence 0, where the request asked for them.
+        num_cached_tokens: tokens of the prompt whose keys and values were in the prefix cache.
+        is_refused: with an error: the request itself is at fault (its grammar does not compile,
+            say), and nothing was generated.
     """
 
     request_id: str
@@ -29,6 +52,11 @@ class RequestUpdate:
     stop_reason: int | None = None
     cumulative_logprob: float = 0.0
     error: str | None = None
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +70,18 @@ class CompletionOutput:
     stop_reason: int | None
     cumulative_logprob: float
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its finished answers."""
+    """A prompt and its finished answers, in the order of their index."""
 
     request_id: str
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

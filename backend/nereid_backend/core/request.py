@@ -3,11 +3,12 @@
 
 from collections.abc import Sequence
 
+from nereid_backend.core.guide import Guide
 from nereid_backend.core.params import SamplingParams
 
 
 class Request:
-    """State of one request; only the scheduler changes it.
+    """State of one sequence of a request; only the scheduler changes it.
 
         token_ids            prompt ........ | output ....
         num_computed_tokens  ============>                    their keys and values are in the cache
@@ -21,6 +22,8 @@ class Request:
         max_total_tokens: at this length of token_ids the request ends.
         stop_token_ids: tokens that end the request.
         seed: 64-bit seed of its random numbers.
+        index: which of the request's n sequences.
+        guide: what limits its next tokens; None is nothing. Its state is the sampler's business.
         num_computed_tokens: how many of token_ids went through the model since it got its row.
         block_table: its blocks in order.
         row: its place in the runner's tables while it runs.
@@ -29,6 +32,8 @@ class Request:
     __slots__ = (
         "block_table",
         "cumulative_logprob",
+        "guide",
+        "index",
         "max_total_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
@@ -51,6 +56,8 @@ class Request:
         seed: int = 0,
     ) -> None:
         self.request_id = request_id
+        self.index = 0
+        self.guide: Guide | None = None
         self.params = params
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)

@@ -124,7 +124,7 @@ class Scheduler:
                 if not self._make_room(request, missing):
                     break
                 request.block_table += self.pool.allocate(missing)
-            chunks.append(Chunk(request, start, num_tokens, samples, False))
+            chunks.append(Chunk(request, start, num_tokens, samples, False, int(samples)))
             budget -= num_tokens
             index += 1
         return budget
@@ -143,7 +143,8 @@ class Scheduler:
             request.block_table = self.pool.allocate(num_blocks)
             self._running.append(request)
             num_tokens = min(num_known, budget)
-            chunks.append(Chunk(request, 0, num_tokens, num_tokens == num_known, True))
+            samples = num_tokens == num_known
+            chunks.append(Chunk(request, 0, num_tokens, samples, True, int(samples)))
             budget -= num_tokens
         return budget
 

@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
 
 
@@ -16,6 +17,8 @@ class Chunk(NamedTuple):
         num_tokens: how many.
         samples: whether they reach the last token known, so that a new one is sampled after it.
         is_first: whether the request has just got its row, so that nothing is known of it there.
+        num_logits: logits are wanted after so many of the chunk's last tokens: one to sample from,
+            more to judge guessed tokens or to report a prompt's log-probabilities.
     """
 
     request: Request
@@ -23,6 +26,7 @@ class Chunk(NamedTuple):
     num_tokens: int
     samples: bool
     is_first: bool
+    num_logits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +36,42 @@ class StepPlan:
     Attributes:
         chunks: one for each request that takes part. Every request has its row and blocks.
         num_tokens: sum of the chunks' tokens.
+        copies: pairs of blocks (from, to) to copy before anything is computed: a sequence is about
+            to write into a block that it has shared so far.
     """
 
     chunks: list[Chunk]
     num_tokens: int
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Sampled(NamedTuple):
     """What the model answered to one chunk that samples.
 
     Attributes:
-        token_ids: new tokens in order; one, until something guesses several at once.
-        logprobs: their log-probabilities, one each.
+        token_ids: new tokens in order: the one that was chosen, then those that its grammar leaves
+            no choice about, or that were guessed and found right.
+        logprobs: their log-probabilities, one each (0 for a token that was forced).
         error: why there are none, else None.
+        top: one for each of token_ids, where the request asked for log-probabilities.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     error: str | None = None
+    top: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One Sampled for each chunk of the plan that samples, in the plan's order."""
+    """What a step brought.
+
+    Attributes:
+        sampled: one for each chunk of the plan that samples, in the plan's order.
+        prompt_logprobs: by the index of a chunk in the plan: log-probabilities of the prompt tokens
+            that come after each token of the chunk (those within the prompt), for requests that
+            asked for them.
+    """
 
     sampled: list[Sampled] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.attention.batch import AttentionBatch, Decodes, Prefill
-from nereid_backend.core.request import Request
 from nereid_backend.core.step import StepPlan
 
 Integers = NDArray[np.int64]
@@ -26,16 +25,16 @@ class StepBatch:
         input_ids: [1, num_tokens] int64.
         position_ids: [1, num_tokens] int64; every request counts from 0.
         attention: where keys and values are.
-        logits_index: [max(1, num_sampling)] int64, tokens whose logits are wanted; when no request
-            samples it names the first token, because models do not take an empty index.
-        sampling: the requests that sample, in the order of the logits and of the plan.
+        logits_index: [max(1, num_logits)] int64, tokens whose logits are wanted, chunk by chunk;
+            when there are none it names the first token, because models do not take an empty index.
+        num_logits: how many are wanted.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     attention: AttentionBatch
     logits_index: Tensor
-    sampling: list[Request]
+    num_logits: int
 
 
 class BatchBuilder:
@@ -73,7 +72,8 @@ class BatchBuilder:
         rows: list[int] = []
         starts: list[int] = []
         counts: list[int] = []
-        for request, start, num_tokens, _, is_first in plan.chunks:
+        wanted: list[int] = []
+        for request, start, num_tokens, _, is_first, num_logits in plan.chunks:
             row = request.row
             assert row is not None
             self._fill_row(row, request.block_table, is_first)
@@ -84,6 +84,8 @@ class BatchBuilder:
             rows.append(row)
             starts.append(start)
             counts.append(num_tokens)
+            end = len(token_ids)
+            wanted.extend(range(end - num_logits, end))
         num_decodes = counts.count(1)
         row_array, start_array = np.array(rows), np.array(starts)
         count_array = np.array(counts)
@@ -94,8 +96,6 @@ class BatchBuilder:
         )
         tables = self._tables[row_array.repeat(count_array), positions // self._block_size]
         slots = tables * self._block_size + positions % self._block_size
-        samples = [index for index, chunk in enumerate(plan.chunks) if chunk.samples]
-        last_tokens = ends[samples] - 1 if samples else np.zeros(1, dtype=np.int64)
 
         def to_device(array: Integers) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
@@ -127,8 +127,8 @@ class BatchBuilder:
             input_ids=to_device(np.array(token_ids))[None],
             position_ids=to_device(positions)[None],
             attention=attention,
-            logits_index=to_device(last_tokens),
-            sampling=[plan.chunks[index].request for index in samples],
+            logits_index=to_device(np.array(wanted or [0])),
+            num_logits=len(wanted),
         )
 
     def _fill_row(self, row: int, block_table: list[int], is_first: bool) -> None:

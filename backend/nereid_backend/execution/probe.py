@@ -25,7 +25,7 @@ from nereid_backend.core.step import Sampled, StepResult
 from nereid_backend.errors import UnsupportedModelError
 from nereid_backend.execution.batch import BatchBuilder
 from nereid_backend.execution.loader import Checkpoint
-from nereid_backend.execution.runner import PackedRunner
+from nereid_backend.execution.packed import PackedPath
 
 _PROMPT_LENS = (21, 5, 13)
 _NUM_STEPS = 4
@@ -202,7 +202,7 @@ def _packed_logits(
         block_size=_BLOCK_SIZE,
         null_block=cache.null_block,
     )
-    runner = PackedRunner(model, hook, layers, cache, builder)
+    path = PackedPath(model, hook, layers, cache, builder)
     scheduler = Scheduler(
         _scattered_pool(num_blocks),
         block_size=_BLOCK_SIZE,
@@ -221,10 +221,10 @@ def _packed_logits(
         scheduler.add(request)
     while scheduler.has_work():
         plan = scheduler.plan()
-        batch = builder.build(plan, device)
-        logits = runner.forward(batch)
+        logits = path.forward(plan)
+        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
         sampled = []
-        for request, row in zip(batch.sampling, logits, strict=False):
+        for request, row in zip(sampling, logits, strict=True):
             number = int(request.request_id)
             rows[number].append(row.float())
             # The next token is given, not sampled; after the last one the request ends by length.

@@ -26,8 +26,9 @@ from nereid_backend.execution.limits import (
     usable_cpus,
 )
 from nereid_backend.execution.loader import Checkpoint, choose_device, load_checkpoint
+from nereid_backend.execution.packed import PackedPath
 from nereid_backend.execution.probe import SelfCheck, check_packed, probe_layers
-from nereid_backend.execution.runner import PackedRunner
+from nereid_backend.execution.runner import Runner
 
 # Enough rows to keep the matrix products busy; more only makes running requests wait longer.
 _CPU_TOKENS, _GPU_TOKENS = 512, 4096
@@ -39,7 +40,7 @@ Progress = Callable[[str], None]
 class Loaded:
     """A model that can run steps, and the facts about it."""
 
-    runner: PackedRunner
+    runner: Runner
     info: EngineInfo
 
 
@@ -73,18 +74,18 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         f"KV cache: {format_bytes(memory.num_bytes)}, {memory.num_blocks * config.block_size} "
         f"tokens; a request may have {memory.max_model_len}"
     )
-    runner = _make_runner(config, checkpoint, hook, layers, memory)
+    path = _make_path(config, checkpoint, hook, layers, memory)
     marks.append(time.monotonic())
-    return Loaded(runner, _describe(config, checkpoint, memory, check, marks))
+    return Loaded(Runner(path), _describe(config, checkpoint, memory, check, marks))
 
 
-def _make_runner(
+def _make_path(
     config: EngineConfig,
     checkpoint: Checkpoint,
     hook: AttentionHook,
     layers: list[LayerSpec],
     memory: MemoryPlan,
-) -> PackedRunner:
+) -> PackedPath:
     cache = KVCache(
         layers,
         num_blocks=memory.num_blocks,
@@ -98,7 +99,7 @@ def _make_runner(
         block_size=config.block_size,
         null_block=cache.null_block,
     )
-    return PackedRunner(checkpoint.model, hook, layers, cache, builder)
+    return PackedPath(checkpoint.model, hook, layers, cache, builder)
 
 
 def _describe(

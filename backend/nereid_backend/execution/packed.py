@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The packed path: every step goes through the model as one row of tokens."""
+
+import torch
+from torch import Tensor
+
+from nereid_backend.attention.interface import AttentionHook, PagedForward
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.core.request import Request
+from nereid_backend.core.step import StepPlan
+from nereid_backend.execution.batch import BatchBuilder
+
+
+class PackedPath:
+    """Runs plans on models whose state is attention's keys and values alone.
+
+    Owns the KV cache and the tables that name its blocks.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        hook: AttentionHook,
+        layers: list[LayerSpec],
+        cache: KVCache,
+        builder: BatchBuilder,
+    ) -> None:
+        self._model = model
+        self._hook = hook
+        self._layers = layers
+        self._cache = cache
+        self._builder = builder
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """See `ForwardPath.forward`."""
+        batch = self._builder.build(plan, self._cache.device)
+        with self._hook.serving(PagedForward(self._layers, self._cache, batch.attention)):
+            output = self._model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                logits_to_keep=batch.logits_index,
+            )
+        logits: Tensor = output.logits
+        return logits[0, : batch.num_logits]
+
+    def clear(self, request: Request) -> None:
+        """See `ForwardPath.clear`."""
+        self._cache.clear(request.block_table)

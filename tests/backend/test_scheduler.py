@@ -23,7 +23,7 @@ class Model:
 
     def run(self, plan: StepPlan) -> StepResult:
         sampled = []
-        for request, start, num_tokens, samples, _ in plan.chunks:
+        for request, start, num_tokens, samples, _, _ in plan.chunks:
             for position in range(start, start + num_tokens):
                 self.slots[self._slot(request, position)] = request.token_ids[position]
             if samples:

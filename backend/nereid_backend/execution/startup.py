@@ -38,10 +38,21 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that can run steps, and the facts about it."""
+    """A model that can run steps, and the facts about it.
+
+    Attributes:
+        runner: runs them.
+        info: what was loaded and how it runs.
+        shares_blocks: whether all that is remembered of a sequence is in its blocks, so that blocks
+            with the same tokens may serve several sequences, and tokens may be taken back. False
+            where there is state besides: then no prefix cache, no blocks shared between sequences.
+        whole_prefill: whether a prompt must go through the model in one forward pass.
+    """
 
     runner: Runner
     info: EngineInfo
+    shares_blocks: bool = True
+    whole_prefill: bool = False
 
 
 def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loaded:

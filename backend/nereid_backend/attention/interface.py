@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from nereid_backend.attention import reference
+from nereid_backend.attention import cpu, reference
 from nereid_backend.attention.batch import AttentionBatch
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -98,17 +98,15 @@ class PagedForward:
         if layer is None:
             raise EngineError("the model called attention more often than when it was probed")
         key, value = key.squeeze(0), value.squeeze(0)
+        inputs = (query.squeeze(0), key, value)
+        scale, sinks = scale_of(module, query, kwargs), sinks_of(kwargs)
+        if isinstance(self._cache, cpu.CpuKVCache):
+            out = cpu.attend(inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks)
+            return out.unsqueeze(0)
         number, spec = layer
         rows = self._batch.store_rows(spec.num_kv_heads)
         self._cache.store(number, key.transpose(0, 1), value.transpose(0, 1), rows)
-        out = reference.attend(
-            (query.squeeze(0), key, value),
-            layer,
-            self._cache,
-            self._batch,
-            scale=scale_of(module, query, kwargs),
-            sinks=sinks_of(kwargs),
-        )
+        out = reference.attend(inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks)
         return out.unsqueeze(0)
 
 

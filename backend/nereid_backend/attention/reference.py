@@ -39,7 +39,7 @@ def attend(
     Returns:
         [num_tokens, num_heads, value_dim] in the query's dtype.
     """
-    query, key, value = inputs
+    query, _, value = inputs
     number, spec = layer
     parts: list[Tensor] = []
     if batch.num_decodes:
@@ -52,6 +52,23 @@ def attend(
             taken = (rows[tokens].unsqueeze(2), keys, values)
             out[tokens] = _stepwise(taken, bias, spec, scale, sinks).squeeze(2)
         parts.append(out)
+    if batch.prefills:
+        parts.append(attend_prefills(inputs, layer, cache, batch, scale, sinks))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_prefills(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    layer: tuple[int, LayerSpec],
+    cache: KVCache,
+    batch: AttentionBatch,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The part of `attend` for the tokens behind the decodes, of which there must be some."""
+    query, key, value = inputs
+    number, spec = layer
+    parts: list[Tensor] = []
     for index, prefill in enumerate(batch.prefills):
         if prefill.num_cached == 0:
             keys = key[None, :, prefill.start : prefill.end]

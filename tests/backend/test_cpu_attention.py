@@ -1,0 +1,159 @@
+import itertools
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from nereid_backend.attention import cpu, cpu_build
+from nereid_backend.attention.cpu import CpuKVCache, KernelBuildError
+from nereid_backend.attention.interface import PagedForward
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.request import Request
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.execution.batch import BatchBuilder
+
+CPU = torch.device("cpu")
+BLOCK = 16
+# (cached, new) tokens of each sequence: decodes short and long, prompts with and without a start.
+SHAPES = [(0, 1), (15, 1), (16, 1), (300, 1), (1000, 1), (40, 1), (0, 23), (37, 9)]
+
+SPECS = {
+    "one head": LayerSpec(1, 1, 32, 32),
+    "as many key heads as query heads": LayerSpec(4, 4, 64, 64),
+    "three query heads a key head": LayerSpec(6, 2, 16, 16),
+    "eleven query heads a key head": LayerSpec(11, 1, 16, 16),
+    "keys and values of different sizes": LayerSpec(4, 2, 24, 10),
+    "window": LayerSpec(4, 2, 16, 16, Span(window=21)),
+    "chunks": LayerSpec(4, 2, 16, 16, Span(chunk=32)),
+    "softcap": LayerSpec(4, 2, 16, 16, softcap=3.0),
+    "sinks": LayerSpec(4, 2, 16, 16, has_sinks=True),
+}
+
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler"
+)
+
+
+def attention_of(cache_type, spec, dtype, *, poison=None):
+    """Both steps that fill the cache and the step under test, through one kind of cache."""
+    torch.manual_seed(0)
+    num_blocks = 120
+    cache = cache_type([spec], num_blocks=num_blocks, block_size=BLOCK, dtype=dtype, device=CPU)
+    builder = BatchBuilder(
+        max_num_seqs=len(SHAPES), max_model_len=1024, block_size=BLOCK, null_block=cache.null_block
+    )
+    blocks = list(range(num_blocks))
+    random.Random(0).shuffle(blocks)
+    free = iter(blocks)
+    requests = []
+    for row, (cached, new) in enumerate(SHAPES):
+        request = Request(str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=9999)
+        request.row = row
+        request.block_table = list(itertools.islice(free, -(-(cached + new) // BLOCK)))
+        requests.append(request)
+    sinks = torch.randn(spec.num_heads) if spec.has_sinks else None
+
+    def step(chunks):
+        plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
+        batch = builder.build(plan, CPU)
+        query = torch.randn(1, spec.num_heads, plan.num_tokens, spec.key_dim).to(dtype)
+        key = torch.randn(1, plan.num_tokens, spec.num_kv_heads, spec.key_dim).to(dtype)
+        value = torch.randn(1, plan.num_tokens, spec.num_kv_heads, spec.value_dim).to(dtype)
+        if poison is not None:
+            key[0, poison] = float("nan")
+        return PagedForward([spec], cache, batch.attention)(
+            torch.nn.Module(),
+            query,
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            scaling=0.3,
+            s_aux=sinks,
+        )
+
+    past = [
+        Chunk(request, 0, cached, False, True, 0)
+        for request, (cached, _) in zip(requests, SHAPES, strict=True)
+        if cached
+    ]
+    step(sorted(past, key=lambda chunk: chunk.num_tokens > 1))
+    return step(
+        [
+            Chunk(request, cached, new, True, not cached, 1)
+            for request, (cached, new) in zip(requests, SHAPES, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+@pytest.mark.parametrize("threads", [1, 3])
+def test_float32_attention_equals_the_reference(spec, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = attention_of(CpuKVCache, spec, torch.float32)
+    finally:
+        torch.set_num_threads(before)
+    expected = attention_of(KVCache, spec, torch.float32)
+    torch.testing.assert_close(found, expected, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_bfloat16_attention_equals_the_reference_within_its_rounding(spec):
+    exact = attention_of(KVCache, spec, torch.bfloat16).float()
+    found = attention_of(CpuKVCache, spec, torch.bfloat16).float()
+    torch.testing.assert_close(found, exact, atol=3e-2, rtol=3e-2)
+
+
+def test_a_long_sequence_alone_is_cut_into_segments_that_add_up(monkeypatch):
+    monkeypatch.setitem(globals(), "SHAPES", [(1001, 1)])
+    spec = LayerSpec(4, 1, 16, 16, has_sinks=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        found = attention_of(CpuKVCache, spec, torch.float32)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(
+        found, attention_of(KVCache, spec, torch.float32), atol=3e-6, rtol=1e-5
+    )
+
+
+def test_what_is_not_a_number_shows_in_its_own_sequence_only():
+    spec = SPECS["three query heads a key head"]
+    clean = attention_of(CpuKVCache, spec, torch.float32)
+    found = attention_of(CpuKVCache, spec, torch.float32, poison=2)
+    assert found[0, 2].isnan().all()
+    torch.testing.assert_close(found[0, 3], clean[0, 3])
+
+
+def test_caches_that_the_kernels_do_not_take_are_named():
+    assert cpu.check_block_size(16, torch.bfloat16) is None
+    assert "block_size 8" in cpu.check_block_size(8, torch.float32)
+    assert "float16" in cpu.check_block_size(16, torch.float16)
+
+
+def test_a_compiler_that_fails_is_an_error_with_its_words(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("this is no C++\n")
+    monkeypatch.setattr(cpu_build, "SOURCE", broken)
+    with pytest.raises(KernelBuildError, match="failed"):
+        cpu_build.load_library()
+    assert not list((tmp_path / "nereid").iterdir())
+
+
+def test_without_a_compiler_the_error_says_what_was_looked_for(monkeypatch):
+    monkeypatch.setattr(cpu_build.shutil, "which", lambda name: None)
+    with pytest.raises(KernelBuildError, match=r"g\+\+"):
+        cpu_build.load_library()
+
+
+def test_the_library_shares_torchs_openmp():
+    cpu.kernels()
+    maps = Path("/proc/self/maps").read_text()
+    names = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line}
+    assert len(names) <= 1, f"several OpenMP libraries are loaded: {names}"

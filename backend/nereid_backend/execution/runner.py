@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a step plan: the forward pass on the path that the model takes, then sampling."""
 
+import logging
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
-from nereid_backend.core.step import StepPlan, StepResult
-from nereid_backend.execution.sampler import sample
+from nereid_backend.core.step import Sampled, StepPlan, StepResult
+from nereid_backend.execution.logprobs import prompt_logprobs
+from nereid_backend.execution.masks import MaskFiller, StepMasks, guide_of, join
+from nereid_backend.execution.sampler import NOT_FINITE, Choices, Sampler
+from nereid_backend.execution.verify import Sampling, num_right, sampling_of
+
+logger = logging.getLogger(__name__)
 
 
 class ForwardPath(Protocol):
@@ -36,24 +43,137 @@ class Runner:
 
     def __init__(self, path: ForwardPath) -> None:
         self._path = path
+        self._sampler = Sampler()
+        self._masks = MaskFiller()
+        # Known from the first logits on; masks of the first step are filled after its forward pass.
+        self._vocab_size: int | None = None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a plan's tokens and sample where it says so.
 
-        Mutates: what the model remembers. What it remembers of requests that went wrong is cleared.
+        Mutates: what the model remembers, and the guides of the requests that get tokens. What is
+        remembered of requests whose logits are not finite is cleared.
         """
-        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+        sampling = sampling_of(plan)
         try:
-            logits = self._path.forward(plan)
-            if not sampling:
-                return StepResult()
-            sampled = sample(logits, sampling)
+            logits, masks = self._forward(plan, sampling)
+            reports = _prompt_logprobs(logits, plan)
+            if not sampling.positions:
+                return StepResult(prompt_logprobs=reports)
+            if len(sampling.rows) < len(logits):
+                logits = logits[torch.tensor(sampling.rows, device=logits.device)]
+            choices = self._sampler.choose(logits, sampling.positions, masks)
         except BaseException:
             for chunk in plan.chunks:
                 self._path.clear(chunk.request)
             raise
-        for request, outcome in zip(sampling, sampled, strict=True):
-            if outcome.error is not None:
-                self._path.clear(request)
-        return StepResult(sampled)
+        sampled = _take(sampling, choices, masks)
+        for chunk, outcome in zip((c for c in plan.chunks if c.samples), sampled, strict=True):
+            if outcome.error == NOT_FINITE:
+                self._path.clear(chunk.request)
+        return StepResult(sampled, reports)
+
+    def _forward(self, plan: StepPlan, sampling: Sampling) -> tuple[Tensor, StepMasks]:
+        """Logits of a plan, and masks, which are filled meanwhile."""
+        if self._vocab_size is None:
+            logits = self._path.forward(plan)
+            self._vocab_size = logits.shape[1]
+            return logits, join(self._masks.start(sampling.positions, self._vocab_size))
+        jobs = self._masks.start(sampling.positions, self._vocab_size)
+        try:
+            logits = self._path.forward(plan)
+        finally:
+            # Guides belong to the threads until these are done, even if the step fails.
+            masks = join(jobs)
+        return logits, masks
+
+
+def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
+    """Reports of the chunks whose requests ask for their prompt's log-probabilities."""
+    reports: dict[int, list[TokenLogprobs]] = {}
+    end = 0
+    for index, (request, start, num_tokens, _, _, num_logits) in enumerate(plan.chunks):
+        begin, end = end, end + num_logits
+        num_top = request.params.prompt_logprobs
+        if num_top is None:
+            continue
+        first = start + num_tokens - num_logits + 1
+        following = request.token_ids[
+            first : min(start + num_tokens + 1, request.num_prompt_tokens)
+        ]
+        if following:
+            reports[index] = prompt_logprobs(
+                logits[begin : begin + len(following)], following, num_top
+            )
+    return reports
+
+
+def _take(sampling: Sampling, choices: Choices, masks: StepMasks) -> list[Sampled]:
+    """What each chunk that samples gets: the chosen tokens, as far as its guesses were right."""
+    sampled = []
+    end = 0
+    for count in sampling.counts:
+        begin, end = end, end + count
+        request = sampling.positions[begin].request
+        if begin in masks.errors:
+            sampled.append(Sampled([], [], masks.errors[begin]))
+            continue
+        guessed = sampling.positions[end - 1].guessed
+        chosen = choices.token_ids[begin:end]
+        right = num_right(chosen, guessed, request.stop_token_ids)
+        error = next(
+            (choices.errors[i] for i in range(begin, begin + right) if i in choices.errors), None
+        )
+        if error is not None:
+            sampled.append(Sampled([], [], error))
+            continue
+        top = None
+        if request.params.logprobs is not None:
+            top = [choices.top[i] for i in range(begin, begin + right)]
+        logprobs = choices.logprobs[begin : begin + right]
+        sampled.append(_guided(request, Sampled(chosen[:right], logprobs, None, top)))
+    return sampled
+
+
+def _guided(request: Request, sampled: Sampled) -> Sampled:
+    """Tell a request's guide what was chosen, and add what it leaves no choice about.
+
+    Nothing is told of a token that ends the answer.
+    """
+    guide = guide_of(request)
+    if guide is None or sampled.token_ids[-1] in request.stop_token_ids:
+        return sampled
+    try:
+        guide.accept(sampled.token_ids)
+        forced = _forced(request, guide.forced(), len(sampled.token_ids))
+        if not forced:
+            return sampled
+        if forced[-1] not in request.stop_token_ids:
+            guide.accept(forced)
+    except Exception as error:
+        logger.exception("the guide of request %s failed", request.request_id)
+        return Sampled([], [], f"its grammar failed: {type(error).__name__}: {error}")
+    token_ids = sampled.token_ids + forced
+    return Sampled(token_ids, sampled.logprobs + [0.0] * len(forced))
+
+
+def _forced(request: Request, forced: list[int], num_new: int) -> list[int]:
+    """Tokens to add without asking the model, of those that a guide leaves no choice about.
+
+    None for a request that reports log-probabilities, which only the model knows, or that limits
+    tokens by other means too, which only the next step's mask weighs against the grammar.
+    """
+    params = request.params
+    if (
+        params.logprobs is not None
+        or params.allowed_token_ids is not None
+        or params.bad_words_token_ids
+    ):
+        return []
+    num_output = request.num_output_tokens + num_new
+    for index, token_id in enumerate(forced):
+        if token_id in request.stop_token_ids:
+            may_stop = num_output + index >= params.min_tokens
+            return forced[: index + may_stop]
+    return forced

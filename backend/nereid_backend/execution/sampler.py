@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to tokens, for all requests of a step at once.
+"""From logits to tokens, for all positions of a step at once.
 
 Random numbers do not come from a generator with a state, but from a hash of the request's seed and
-of how many tokens it has so far. A request's draws are therefore the same whatever else is in the
-batch, and the same again when it is computed a second time after a preemption.
+of how many tokens its answer has so far. A request's draws are therefore the same whatever else is
+in the batch, and the same again when it is computed a second time after a preemption.
 
 One uniform number picks a token from the cumulated probabilities in vocabulary order: unlike an
 order by probability, that one does not change when two nearly equal probabilities swap places.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Sampled
+from nereid_backend.execution.logits import LogitsProcessor, Wishes, why_nothing_is_left
+from nereid_backend.execution.logprobs import slices, token_logprobs
+from nereid_backend.execution.masks import StepMasks, Words
+from nereid_backend.execution.verify import Position
+
+Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
 # How many of the likeliest tokens are looked at first to find the nucleus of top_p.
 _NUCLEUS_GUESS = 16
@@ -42,32 +51,117 @@ class SamplingBatch:
     uniform: NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What was chosen at some positions.
+
+    Attributes:
+        token_ids: one each; meaningless where there is an error.
+        logprobs: their log-probabilities under the model's own distribution.
+        errors: by index of the position, why nothing could be chosen there.
+        top: by index of the position, for requests that ask for log-probabilities.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    errors: dict[int, str] = field(default_factory=dict)
+    top: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+
+class _Piece(NamedTuple):
+    """Some neighbouring positions: where they begin, and what is known of each."""
+
+    start: int
+    positions: Sequence[Position]
+    wishes: Sequence[Wishes]
+    words: Sequence[Words | None]
+
+
+class Sampler:
+    """Chooses tokens; remembers what it has prepared for the requests of each row."""
+
+    def __init__(self) -> None:
+        self._processor = LogitsProcessor()
+
+    def choose(
+        self, logits: Tensor, positions: Sequence[Position], masks: StepMasks | None = None
+    ) -> Choices:
+        """Choose one token at each position.
+
+        Args:
+            logits: [num_positions, vocab_size], any float dtype. Not changed.
+            positions: either all of their requests have rows, or none has.
+            masks: what their guides allow; None is everything.
+        """
+        words = masks.words if masks else {}
+        wishes = self._processor.wishes(positions, logits.shape[1])
+        top: dict[int, TokenLogprobs] = {}
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        for rows in slices(len(positions), logits.shape[1], logits.device):
+            limits = [words.get(i) for i in range(rows.start, rows.stop)]
+            piece = _Piece(rows.start, positions[rows], wishes[rows], limits)
+            parts.append(self._choose(logits[rows].float(), piece, top))
+        token_ids, logprobs, is_left = (
+            torch.cat(column).tolist() for column in zip(*parts, strict=True)
+        )
+        errors: dict[int, str] = {}
+        if not (all(is_left) and np.isfinite(logprobs).all()):
+            for index, position in enumerate(positions):
+                if not np.isfinite(logprobs[index]):
+                    errors[index] = NOT_FINITE
+                elif not is_left[index]:
+                    errors[index] = why_nothing_is_left(position.request)
+        return Choices(token_ids, logprobs, errors, top)
+
+    def _choose(
+        self, logits: Tensor, piece: _Piece, top: dict[int, TokenLogprobs]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, log-probabilities, and whether the choice was possible at all; fills top."""
+        log_softmax = logits.log_softmax(-1)
+        processed = self._processor.process(logits, piece.positions, piece.wishes, piece.words)
+        token_ids = processed.argmax(-1)
+        random = [i for i, p in enumerate(piece.positions) if not p.request.params.is_greedy]
+        if random:
+            batch = _sampling_batch([piece.positions[i] for i in random])
+            if len(random) == len(token_ids):
+                token_ids = draw(processed, batch)
+            else:
+                rows = torch.tensor(random, device=logits.device)
+                token_ids = token_ids.index_copy(0, rows, draw(processed[rows], batch))
+        column = token_ids[:, None]
+        is_left = processed.gather(1, column).squeeze(1) > float("-inf")
+        asking = [i for i, p in enumerate(piece.positions) if p.request.params.logprobs is not None]
+        if asking:
+            counts = [piece.positions[i].request.params.logprobs or 0 for i in asking]
+            if len(asking) == len(token_ids):
+                found = token_logprobs(logits, log_softmax, token_ids, counts)
+            else:
+                rows = torch.tensor(asking, device=logits.device)
+                found = token_logprobs(logits[rows], log_softmax[rows], token_ids[rows], counts)
+            top.update(zip((piece.start + i for i in asking), found, strict=True))
+        return token_ids, log_softmax.gather(1, column).squeeze(1), is_left
+
+
 def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:
-    """Choose one token for each request.
+    """Choose one token for each request, without guides, guesses and anything remembered.
 
     Args:
         logits: [num_requests, vocab_size], any float dtype. Not changed.
         requests: whose logits these are, before their new token is appended.
 
     Returns:
-        One Sampled each; one with an error where the logits are not finite.
+        One Sampled each; one with an error where nothing could be chosen.
     """
-    logits = logits.float()
-    allowed = _without_early_stops(logits, requests)
-    token_ids = allowed.argmax(-1)
-    random = [i for i, request in enumerate(requests) if not request.params.is_greedy]
-    if random:
-        batch = _sampling_batch([requests[i] for i in random])
-        rows = torch.tensor(random, device=logits.device)
-        chosen = draw(allowed if len(random) == len(requests) else allowed[rows], batch)
-        token_ids = token_ids.index_copy(0, rows, chosen)
-    logprobs = logits.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
-    finite = logprobs.isfinite()
+    choices = Sampler().choose(logits, [Position(request, []) for request in requests])
     return [
-        Sampled([token_id], [logprob]) if is_finite else Sampled([], [], NOT_FINITE)
-        for token_id, logprob, is_finite in zip(
-            token_ids.tolist(), logprobs.tolist(), finite.tolist(), strict=True
+        Sampled([], [], choices.errors[index])
+        if index in choices.errors
+        else Sampled(
+            [choices.token_ids[index]],
+            [choices.logprobs[index]],
+            top=[choices.top[index]] if index in choices.top else None,
         )
+        for index in range(len(requests))
     ]
 
 
@@ -79,7 +173,7 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """
     device = logits.device
 
-    def column(values: NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]) -> Tensor:
+    def column(values: Numbers) -> Tensor:
         return torch.from_numpy(values).to(device)[:, None]
 
     probs = (logits / column(batch.temperature)).softmax(-1)
@@ -89,14 +183,10 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     vocab_size = logits.shape[-1]
     needs_top_k = (batch.top_k > 0) & (batch.top_k < vocab_size)
     if needs_top_k.any():
-        rows = torch.from_numpy(needs_top_k.nonzero()[0]).to(device)
-        kept = _keep_top_k(probs[rows], column(batch.top_k[needs_top_k]))
-        probs = probs.index_copy(0, rows, kept)
+        probs = _filter_rows(probs, needs_top_k, _keep_top_k, batch.top_k)
     needs_top_p = batch.top_p < 1
     if needs_top_p.any():
-        rows = torch.from_numpy(needs_top_p.nonzero()[0]).to(device)
-        kept = _keep_top_p(probs[rows], column(batch.top_p[needs_top_p]))
-        probs = probs.index_copy(0, rows, kept)
+        probs = _filter_rows(probs, needs_top_p, _keep_top_p, batch.top_p)
     cumulated = probs.cumsum(-1)
     total = cumulated[:, -1:]
     target = (column(batch.uniform) * total.double()).float()
@@ -123,10 +213,10 @@ def _mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def _sampling_batch(requests: list[Request]) -> SamplingBatch:
-    params = [request.params for request in requests]
-    seeds = np.array([request.seed for request in requests], dtype=np.uint64)
-    counters = np.array([request.num_output_tokens for request in requests], dtype=np.uint64)
+def _sampling_batch(positions: Sequence[Position]) -> SamplingBatch:
+    params = [position.request.params for position in positions]
+    seeds = np.array([position.request.seed for position in positions], dtype=np.uint64)
+    counters = np.array([position.num_output_tokens for position in positions], dtype=np.uint64)
     return SamplingBatch(
         temperature=np.array([p.temperature for p in params], dtype=np.float32).clip(min=1e-6),
         top_p=np.array([p.top_p for p in params], dtype=np.float32),
@@ -136,22 +226,18 @@ def _sampling_batch(requests: list[Request]) -> SamplingBatch:
     )
 
 
-def _without_early_stops(logits: Tensor, requests: list[Request]) -> Tensor:
-    """Logits with the stop tokens of requests below their min_tokens put out of reach."""
-    rows: list[int] = []
-    columns: list[int] = []
-    for row, request in enumerate(requests):
-        if request.num_output_tokens < request.params.min_tokens:
-            stops = [token_id for token_id in request.stop_token_ids if token_id < logits.shape[1]]
-            rows += [row] * len(stops)
-            columns += stops
-    if not rows:
-        return logits
-    index = (
-        torch.tensor(rows, device=logits.device),
-        torch.tensor(columns, device=logits.device),
-    )
-    return logits.index_put(index, logits.new_tensor(float("-inf")))
+def _filter_rows(
+    probs: Tensor,
+    is_wanted: NDArray[np.bool_],
+    keep: Callable[[Tensor, Tensor], Tensor],
+    values: Numbers,
+) -> Tensor:
+    """Apply a filter to the rows that want it."""
+    if is_wanted.all():
+        return keep(probs, torch.from_numpy(values).to(probs.device)[:, None])
+    rows = torch.from_numpy(is_wanted.nonzero()[0]).to(probs.device)
+    some = torch.from_numpy(values[is_wanted]).to(probs.device)[:, None]
+    return probs.index_copy(0, rows, keep(probs[rows], some))
 
 
 def _keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:

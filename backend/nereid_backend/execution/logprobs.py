@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sure the model was: log-probabilities under its own distribution, before anything changes it.
+
+In float32, whatever the model computes in. Ranks count tokens whose logits are strictly larger.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nereid_backend.core.outputs import TokenLogprobs
+
+
+def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
+    """Cut rows of logits into pieces that are worked on one after another.
+
+    What is computed from logits is as large as they are. On a CPU a piece of a few megabytes stays
+    in the caches and in memory that the allocator has at hand, which is four times as fast as
+    whole batches of a large vocabulary; on a GPU pieces only bound the memory.
+    """
+    elements = 2**20 if device.type == "cpu" else 2**26
+    size = max(1, elements // vocab_size)
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+def token_logprobs(
+    logits: Tensor, log_softmax: Tensor, token_ids: Tensor, num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Log-probabilities of one token a row and of the likeliest ones there.
+
+    Args:
+        logits: [n, vocab_size] float32, the model's own.
+        log_softmax: of logits.
+        token_ids: [n] int64.
+        num_top: how many of the likeliest tokens each row wants.
+    """
+    own = log_softmax.gather(1, token_ids[:, None])
+    ranks = (logits > logits.gather(1, token_ids[:, None])).sum(-1) + 1
+    width = min(max(num_top), logits.shape[1])
+    top = log_softmax.topk(width, dim=-1)
+    ids = torch.cat((token_ids[:, None], top.indices), dim=1).tolist()
+    values = torch.cat((own, top.values), dim=1).tolist()
+    return [
+        TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
+        for row_ids, row_values, rank, count in zip(
+            ids, values, ranks.tolist(), num_top, strict=True
+        )
+    ]
+
+
+def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Log-probabilities of a prompt's tokens.
+
+    Args:
+        logits: [n, vocab_size], any float dtype, each row from before its token.
+        token_ids: the n tokens.
+        num_top: how many of the likeliest tokens to report beside each.
+    """
+    found: list[TokenLogprobs] = []
+    targets = torch.tensor(token_ids, device=logits.device)
+    for piece in slices(len(token_ids), logits.shape[1], logits.device):
+        rows = logits[piece].float()
+        count = len(rows)
+        found += token_logprobs(rows, rows.log_softmax(-1), targets[piece], [num_top] * count)
+    return found

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from nereid_backend.config import EngineConfig, read_setting, unknown_setting
 from nereid_backend.errors import ConfigError
+from nereid_backend.serving.pooling.names import SETTING_NAMES as POOLING_NAMES
 
 PREFIX = "NEREID_"
 
-# Variables of the same prefix that the OpenAI frontend or the launcher reads, not these models.
-OTHER_NAMES = frozenset(
+# Variables of the same prefix that the OpenAI frontend, the launcher or the pooling models read.
+OTHER_NAMES = POOLING_NAMES | frozenset(
     {
         "api_key",
         "cors_origins",

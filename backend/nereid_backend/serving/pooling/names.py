@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that cross the doors of the pooling models: tensors, options and settings."""
+
+EMBEDDING = "embedding"
+RERANK = "rerank"
+
+# embedding: inputs
+TEXTS = "texts"
+INPUT_IDS = "input_ids"
+INPUT_LENGTHS = "input_lengths"
+PARTS = "parts"
+# rerank: inputs, beside TEXTS
+QUERY = "query"
+DOCUMENTS = "documents"
+# both: inputs
+OPTIONS = "options"
+RETURN_INFO = "return_info"
+
+# embedding: outputs
+EMBEDDINGS = "embeddings"
+NUM_VECTORS = "num_vectors"
+SPARSE = "sparse"
+# rerank: outputs
+SCORES = "scores"
+PROBABILITIES = "probabilities"
+# both: outputs
+NUM_TOKENS = "num_tokens"
+INFO = "info"
+
+# Fields of PoolingConfig and of PoolingServing, written out: the LLM's stubs read this list to know
+# which variables are not theirs, and need not import either class for it.
+SETTINGS = (
+    *("model", "task", "pooling", "dtype", "device", "max_batch_tokens", "max_model_len"),
+    *("max_num_waiting", "num_threads"),
+    *("served_model_name", "max_requests", "start_timeout_s", "max_restarts"),
+)
+SETTING_NAMES = frozenset(f"{kind}_{name}" for kind in (EMBEDDING, RERANK) for name in SETTINGS)
+"""Lower-case names, without NEREID_, of every setting of the two models."""

@@ -1,0 +1,251 @@
+import numpy as np
+import pytest
+import torch
+from nereid_backend import SamplingParams
+from nereid_backend.core.request import Request
+from nereid_backend.errors import RequestError
+from nereid_backend.execution.logits import LogitsProcessor, check_token_ids
+from nereid_backend.execution.masks import apply_masks, pack
+from nereid_backend.execution.sampler import Sampler, sample
+from nereid_backend.execution.verify import Position
+
+VOCAB = 70
+INF = float("inf")
+
+
+def make_request(prompt=(1, 2, 3), output=(), row=0, seed=0, eos=(), **params):
+    request = Request(
+        "r",
+        list(prompt),
+        SamplingParams(**{"temperature": 0.0, **params}),
+        max_total_tokens=999,
+        eos_token_ids=eos,
+        seed=seed,
+    )
+    request.row = row
+    request.token_ids += output
+    return request
+
+
+def processed(logits, *requests, processor=None, guessed=()):
+    processor = processor or LogitsProcessor()
+    positions = [Position(request, list(guessed)) for request in requests]
+    wishes = processor.wishes(positions, logits.shape[1])
+    return processor.process(logits, positions, wishes, [None] * len(positions))
+
+
+def slow_penalties(logits, prompt, output, params):
+    """One row by the definition, token by token."""
+    row = logits.tolist()
+    for token in range(len(row)):
+        if token in prompt or token in output:
+            factor = params.repetition_penalty
+            row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+        row[token] -= params.frequency_penalty * output.count(token)
+        row[token] -= params.presence_penalty * (token in output)
+    return torch.tensor(row)
+
+
+def test_logits_of_requests_that_ask_for_nothing_are_handed_through():
+    logits = torch.randn(2, VOCAB)
+    assert processed(logits, make_request(), make_request(row=1, temperature=1.0)) is logits
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6},
+        {"presence_penalty": 1.1},
+        {"frequency_penalty": -0.8},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    ],
+    ids=str,
+)
+def test_penalties_follow_their_definition_while_texts_grow_and_rows_change_hands(penalties):
+    rng = np.random.default_rng(3)
+    torch.manual_seed(3)
+    processor = LogitsProcessor()
+    texts = [
+        make_request(rng.integers(0, VOCAB, size).tolist(), row=row, **penalties)
+        for row, size in enumerate((1, 5, 90, 30))
+    ]
+    plain = make_request(row=9)
+    for step in range(100):
+        if step % 20 == 19:  # as after preemptions: other rows, some of them another's before
+            for text, row in zip(texts, rng.permutation(6).tolist(), strict=False):
+                text.row = row
+        present = [text for text in texts if rng.random() < 0.7] + [plain]
+        logits = torch.randn(len(present), VOCAB) * 3
+        found = processed(logits, *present, processor=processor)
+        for row, text in enumerate(present):
+            count = text.num_prompt_tokens
+            expected = slow_penalties(
+                logits[row], text.token_ids[:count], text.token_ids[count:], text.params
+            )
+            torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
+            if text is not plain:
+                text.token_ids += rng.integers(0, VOCAB, rng.integers(0, 4)).tolist()
+
+
+def test_guessed_tokens_count_as_the_answers_at_the_places_behind_them():
+    torch.manual_seed(0)
+    params = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.5}
+    for output in ([], [4], [9, 9, 2]):
+        request = make_request((4, 5, 4), output, **params)
+        processor = LogitsProcessor()
+        positions = [Position(request, [4, 9, 8, 4][:count]) for count in range(5)]
+        logits = torch.randn(5, VOCAB)
+        wishes = processor.wishes(positions, VOCAB)
+        found = processor.process(logits, positions, wishes, [None] * 5)
+        for row, position in enumerate(positions):
+            expected = slow_penalties(
+                logits[row], [4, 5, 4], output + position.guessed, request.params
+            )
+            torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
+        # Nothing of the guesses stays behind.
+        again = processed(logits[:1], request, processor=processor)
+        torch.testing.assert_close(again[0], found[0])
+
+
+def test_presence_and_frequency_do_not_count_the_prompt():
+    logits = torch.randn(1, VOCAB)
+    request = make_request((1, 2, 3), presence_penalty=2.0, frequency_penalty=2.0)
+    assert torch.equal(processed(logits, request), logits)
+
+
+def test_a_bias_is_added_and_may_outweigh_everything_else():
+    logits = torch.zeros(2, VOCAB)
+    found = processed(
+        logits, make_request(logit_bias={5: 100, 7: -3.5}), make_request(row=1, logit_bias={5: 1})
+    )
+    assert found[0, 5] == 100
+    assert found[0, 7] == -3.5
+    assert found[1, 5] == 1
+    assert found.abs().sum() == 104.5
+
+
+def test_the_bias_comes_before_the_penalties():
+    request = make_request((5,), logit_bias={5: 10.0}, repetition_penalty=2.0)
+    assert processed(torch.full((1, VOCAB), 2.0), request)[0, 5] == 6.0
+
+
+def test_only_allowed_tokens_are_left():
+    allowed = [0, 31, 32, 64, 69]
+    found = processed(
+        torch.zeros(2, VOCAB), make_request(allowed_token_ids=allowed), make_request()
+    )
+    assert (found[0] == 0).nonzero().squeeze(1).tolist() == allowed
+    assert (found[1] == 0).all()
+
+
+def test_a_bias_does_not_bring_back_a_token_that_is_not_allowed():
+    request = make_request(allowed_token_ids=[3], logit_bias={4: 100})
+    assert sample(torch.zeros(1, VOCAB), [request])[0].token_ids == [3]
+
+
+@pytest.mark.parametrize(
+    ("output", "guessed", "forbidden"),
+    [
+        ([], [], [40]),
+        ([20], [], [21, 40]),
+        ([20, 30], [], [40]),
+        ([10, 20], [], [21, 30, 40]),
+        ([10], [20], [21, 30, 40]),
+        ([], [10, 20], [21, 30, 40]),
+        ([10, 20, 7], [], [40]),
+    ],
+)
+def test_the_last_token_of_a_bad_word_is_out_of_reach_behind_the_others(output, guessed, forbidden):
+    request = make_request(
+        (10, 20), output, bad_words_token_ids=[[10, 20, 30], [20, 21], [40], [10, 20, 30, 50]]
+    )
+    found = processed(torch.zeros(1, VOCAB), request, guessed=guessed)
+    assert found[0].isinf().nonzero().squeeze(1).tolist() == forbidden
+
+
+def test_min_tokens_counts_guessed_tokens():
+    request = make_request(eos=(5,), min_tokens=2, output=[9])
+    logits = torch.zeros(1, VOCAB)
+    assert processed(logits, request)[0, 5] == -INF
+    assert processed(logits, request, guessed=[8])[0, 5] == 0
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.0}, {}], ids=["random", "greedy"])
+def test_a_request_whose_limits_exclude_all_tokens_ends_with_an_error_that_names_them(params):
+    impossible = make_request(
+        row=0, allowed_token_ids=[5, 6], bad_words_token_ids=[[6]], eos=(5,), min_tokens=3, **params
+    )
+    outcomes = sample(torch.randn(2, VOCAB), [impossible, make_request(row=1, **params)])
+    assert outcomes[0].token_ids == []
+    assert "allowed_token_ids and bad_words_token_ids and min_tokens exclude" in outcomes[0].error
+    assert outcomes[1].error is None
+
+
+def test_greedy_takes_the_argmax_of_the_processed_logits():
+    torch.manual_seed(5)
+    logits = torch.randn(20, VOCAB)
+    requests = [
+        make_request((1, 2), [3, 4], row=i, presence_penalty=2, logit_bias={i: 1.5})
+        for i in range(20)
+    ]
+    expected = processed(logits, *requests).argmax(-1).tolist()
+    assert [s.token_ids[0] for s in sample(logits, requests)] == expected
+    assert expected != logits.argmax(-1).tolist()
+
+
+def test_masks_set_all_and_only_forbidden_tokens_to_minus_infinity():
+    rng = np.random.default_rng(0)
+    for vocab_size in (5, 32, 33, 200):
+        allowed = rng.random((3, vocab_size)) < 0.5
+        logits = torch.randn(4, vocab_size)
+        words = [pack(np.flatnonzero(row), vocab_size) for row in allowed]
+        found = logits.clone()
+        apply_masks(found, [words[0], None, words[1], words[2]])
+        for row, limits in ((0, allowed[0]), (2, allowed[1]), (3, allowed[2])):
+            expected = torch.where(torch.from_numpy(limits), logits[row], -INF)
+            assert torch.equal(found[row], expected)
+        assert torch.equal(found[1], logits[1])
+
+
+def test_choices_do_not_depend_on_how_a_batch_is_cut(monkeypatch):
+    torch.manual_seed(1)
+    settings = [{"logprobs": 3}, {"temperature": 1.0, "repetition_penalty": 1.3}, {"logprobs": 0}]
+    requests = [make_request(row=i, seed=i, **settings[i % 3]) for i in range(30)]
+    logits = torch.randn(30, VOCAB)
+    positions = [Position(request, []) for request in requests]
+    whole = Sampler().choose(logits, positions)
+    monkeypatch.setattr(
+        "nereid_backend.execution.sampler.slices",
+        lambda count, *_: [slice(i, min(i + 4, count)) for i in range(0, count, 4)],
+    )
+    cut = Sampler().choose(logits, positions)
+    assert cut.token_ids == whole.token_ids
+    assert cut.top == whole.top
+    assert cut.logprobs == pytest.approx(whole.logprobs, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logit_bias": {VOCAB: 1}}, f"logit_bias: token id {VOCAB} is outside"),
+        ({"allowed_token_ids": [0, 99]}, "allowed_token_ids: token id 99 is outside"),
+        ({"bad_words_token_ids": [[1], [2, 80]]}, r"bad_words_token_ids: .* \(0 to 69\)"),
+    ],
+)
+def test_tokens_beyond_the_vocabulary_are_refused_by_name(params, message):
+    with pytest.raises(RequestError, match=message):
+        check_token_ids(SamplingParams(**params), VOCAB)
+
+
+def test_tokens_within_the_vocabulary_and_any_stop_tokens_pass_the_check():
+    last = VOCAB - 1
+    check_token_ids(
+        SamplingParams(
+            logit_bias={last: 1},
+            allowed_token_ids=[last],
+            bad_words_token_ids=[[last]],
+            stop_token_ids=[VOCAB],
+        ),
+        VOCAB,
+    )

@@ -22,6 +22,7 @@ from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.params import SamplingParams
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving.channel import Channel, ChannelClosedError
+from nereid_backend.serving.wire import unpack_update
 
 _STOP_TIMEOUT_S = 5.0
 _START_POLL_S = 0.2
@@ -113,9 +114,9 @@ class EngineClient:
         values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
         self._send(["add", request_id, token_ids.tobytes(), values])
 
-    def abort(self, request_id: str) -> None:
-        """Ask the engine to end a request; it answers with a last update."""
-        self._send(["abort", request_id])
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Ask the engine to end a request, or one of its sequences; last updates follow."""
+        self._send(["abort", request_id, index])
 
     def receive(self, timeout_s: float) -> list[RequestUpdate | Refusal]:
         """What the engine has said, waiting at most `timeout_s`.
@@ -126,7 +127,7 @@ class EngineClient:
         answers: list[RequestUpdate | Refusal] = []
         for kind, *rest in self._receive(timeout_s):
             if kind == "updates":
-                answers.extend(RequestUpdate(*row) for row in rest[0])
+                answers.extend(map(unpack_update, rest[0]))
             elif kind == "stats":
                 self.stats = rest[0]
             elif kind == "refused":

@@ -5,10 +5,11 @@
 
 FD is the inherited end of a socket pair. The first message is the settings; from then on:
 
-    stub -> engine    ["add", id, int32 ids as bytes, params]  ["abort", id]  ["stop"]
+    stub -> engine    ["add", id, int32 ids as bytes, params]  ["abort", id, index or None]
+                      ["stop"]
     engine -> stub    ["progress", line]  ["ready", info]  ["failed", kind, message]
                       ["refused", id, kind, message]
-                      ["updates", [[id, new ids, finish, stop reason, logprob, error], ...]]
+                      ["updates", [row, ...]], the fields of RequestUpdate in their order
                       ["stats", {name: number}], while working every 0.1 s and when work ends
 """
 
@@ -26,9 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from nereid_backend import Engine, EngineConfig, RequestUpdate, SamplingParams
+from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.errors import CapacityError, NereidError, RequestError
 from nereid_backend.serving.channel import Channel, ChannelClosedError
+from nereid_backend.serving.wire import pack_update
 
 _STATS_INTERVAL_S = 0.1
 
@@ -81,7 +83,7 @@ def _serve(engine: Engine, channel: Channel) -> None:
         if engine.has_work():
             updates = engine.step()
             if updates:
-                channel.send(["updates", [_row(update) for update in updates]])
+                channel.send(["updates", [pack_update(update) for update in updates]])
             now = time.monotonic()
             if now >= stats_due or not engine.has_work():
                 channel.send(["stats", _stats(engine)])
@@ -101,7 +103,7 @@ def _stats(engine: Engine) -> dict[str, int]:
 def _handle(engine: Engine, channel: Channel, message: list[Any]) -> None:
     kind, request_id, *rest = message
     if kind == "abort":
-        engine.abort(request_id)
+        engine.abort(request_id, *(index for index in rest if index is not None))
         return
     token_ids, params = rest
     try:
@@ -109,17 +111,6 @@ def _handle(engine: Engine, channel: Channel, message: list[Any]) -> None:
         engine.add_request(request_id, prompt, SamplingParams(**params))
     except (RequestError, CapacityError) as error:
         channel.send(["refused", request_id, type(error).__name__, str(error)])
-
-
-def _row(update: RequestUpdate) -> list[Any]:
-    return [
-        update.request_id,
-        update.new_token_ids,
-        update.finish_reason,
-        update.stop_reason,
-        update.cumulative_logprob,
-        update.error,
-    ]
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from nereid_backend.core.outputs import RequestUpdate
-from nereid_backend.errors import CapacityError, EngineError, NereidError
+from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import names, tensors
 from nereid_backend.serving.delivery import Delivery
 from nereid_backend.serving.engine_client import EngineClient, EngineDiedError, Refusal
 from nereid_backend.serving.feedback import FeedbackReader, Signal
 from nereid_backend.serving.metrics import Gauges
 from nereid_backend.serving.settings import read_settings
-from nereid_backend.serving.streams import Pacer, Stream
+from nereid_backend.serving.streams import Pacer, Sequence, Stream
 from nereid_backend.serving.wire import Opening, RequestEnvelope
 
 _IDLE_POLL_S = 0.05
@@ -80,15 +80,17 @@ class ExecutorModel:
         if not self._available:
             raise CapacityError("the engine is being started again; try again in a few seconds")
         envelope = RequestEnvelope.unpack(tensors.array(request, names.ENVELOPE))
-        slot = self._feedback.acquire()
-        if slot is None:
+        slots = self._feedback.acquire(envelope.params.n)
+        if slots is None:
             raise CapacityError(
-                f"{self._settings.max_streams} requests are in the executor, which is the limit "
-                "(max_streams); try again later"
+                f"this request's {envelope.params.n} answers do not fit beside those in the "
+                f"executor; the limit is {self._settings.max_streams} (max_streams); "
+                "try again later"
             )
         serial, now = next(self._serials), time.monotonic()
-        opening = Opening(envelope.context, self._feedback.path)
-        stream = Stream(str(serial), sender, slot, serial, opening, now)
+        sequences = [Sequence(index, slot) for index, slot in enumerate(slots)]
+        opening = Opening(envelope.context, self._feedback.path, slots)
+        stream = Stream(str(serial), sender, serial, sequences, opening, now)
         # Queued before the engine knows of it, so that the loop has the stream when updates come.
         self._arrivals.put(stream)
         token_ids = tensors.array(request, names.PROMPT_TOKEN_IDS)
@@ -131,7 +133,10 @@ class ExecutorModel:
         if isinstance(answer, Refusal):
             self._end(stream, answer.error)
         elif answer.error is not None:
-            self._end(stream, EngineError(answer.error))
+            error = RequestError if answer.is_refused else EngineError
+            if len(stream.sequences) > 1:
+                self._engine.abort(stream.request_id)
+            self._end(stream, error(answer.error))
         else:
             stream.add(answer)
 
@@ -148,7 +153,7 @@ class ExecutorModel:
             due = stream.due_at(interval_s, heartbeat_s)
             if due <= now and stream.may_send():
                 self._send_step(stream, now)
-                due = stream.last_sent + (interval_s if stream.pending else heartbeat_s)
+                due = stream.last_sent + (interval_s if stream.has_news else heartbeat_s)
             wake = min(wake, max(due, now + 0.001))
         self._publish(now)
         return max(wake - now, 0.0)
@@ -160,20 +165,27 @@ class ExecutorModel:
             self._gauges.publish(self._engine.stats | own)
 
     def _end_unwanted(self, stream: Stream) -> None:
-        """Ask the engine to end a stream whose client has gone or that met a stop string."""
-        if stream.aborting or stream.ending is not None:
+        """Ask the engine to end what nobody waits for: the client has gone, or a stop was met."""
+        if stream.is_aborting or stream.has_ended:
             return
-        signal = self._feedback.signal(stream.slot, stream.serial)
-        if signal is not Signal.NONE or self._delivery.was_dropped(stream):
-            stream.aborting = True
+        signals = [self._feedback.signal(slot, stream.serial) for slot in stream.slots]
+        if Signal.CANCELLED in signals or self._delivery.was_dropped(stream):
+            stream.is_aborting = True
             self._engine.abort(stream.request_id)
+            return
+        is_alone = len(stream.sequences) == 1
+        for sequence, signal in zip(stream.sequences, signals, strict=True):
+            if signal is Signal.STOP_STRING and not sequence.is_aborting:
+                sequence.is_aborting = True
+                if sequence.ending is None:
+                    self._engine.abort(stream.request_id, None if is_alone else sequence.index)
 
     def _send_step(self, stream: Stream, now: float) -> None:
         token_ids, state = stream.take_step(now)
         self._delivery.record(stream)
         reply = tensors.response({names.TOKEN_IDS: token_ids, names.STATE: state.pack()})
-        tensors.send(stream.sender, reply, final=state.ending is not None)
-        if state.ending is not None:
+        tensors.send(stream.sender, reply, final=state.is_last)
+        if state.is_last:
             self._forget(stream)
 
     def _end(self, stream: Stream, error: NereidError) -> None:
@@ -182,7 +194,7 @@ class ExecutorModel:
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.request_id]
-        self._feedback.release(stream.slot)
+        self._feedback.release(stream.slots)
 
     def _end_all(self, error: NereidError) -> None:
         self._adopt()

@@ -3,10 +3,11 @@
 
 Cancelling an ensemble request does not reach a decoupled step that already runs, and nothing says
 how far its responses have been consumed. The postprocessor knows both. One slot belongs to each
-stream in the executor, and holds two 64-bit words that only the postprocessor writes:
+sequence (answer) of a stream in the executor, and holds two 64-bit words that only the
+postprocessor writes:
 
-    progress   serial << 32 | steps consumed
-    signal     serial << 32 | Signal
+    progress   serial << 32 | steps consumed      of the stream, in its first sequence's slot
+    signal     serial << 32 | Signal              CANCELLED in the first sequence's slot ends all
 
 A word carries the serial number of the stream it speaks of, so that a late write for an earlier
 stream of the same slot is never taken for the present one. Aligned 8-byte stores are atomic on the
@@ -16,6 +17,7 @@ machines that Triton server runs on.
 import mmap
 import os
 from collections import deque
+from collections.abc import Iterable
 from enum import IntEnum
 
 _WORDS = 2
@@ -24,7 +26,7 @@ _MASK = 0xFFFFFFFF
 
 
 class Signal(IntEnum):
-    """Why the postprocessor wants a stream to end."""
+    """Why the postprocessor wants a sequence, or the whole stream, to end."""
 
     NONE = 0
     CANCELLED = 1
@@ -46,13 +48,16 @@ class FeedbackReader:
         self._free = deque(range(num_slots))
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def acquire(self) -> int | None:
-        """A free slot, or None when all are in use."""
-        return self._free.popleft() if self._free else None
+    def acquire(self, count: int = 1) -> tuple[int, ...] | None:
+        """So many free slots, or None when there are fewer. Used by one thread."""
+        # Others may only add to the free ones meanwhile.
+        if len(self._free) < count:
+            return None
+        return tuple(self._free.popleft() for _ in range(count))
 
-    def release(self, slot: int) -> None:
-        """Give a slot back."""
-        self._free.append(slot)
+    def release(self, slots: Iterable[int]) -> None:
+        """Give slots back."""
+        self._free.extend(slots)
 
     def consumed(self, slot: int, serial: int) -> int:
         """Steps of this stream that the postprocessor has seen."""
@@ -60,7 +65,7 @@ class FeedbackReader:
         return word & _MASK if word >> 32 == serial else 0
 
     def signal(self, slot: int, serial: int) -> Signal:
-        """What the postprocessor wants of this stream."""
+        """What the postprocessor wants of this sequence."""
         word: int = self._words[slot * _WORDS + 1]
         return Signal(word & _MASK) if word >> 32 == serial else Signal.NONE
 
@@ -95,6 +100,6 @@ class FeedbackWriter:
             self._words[slot * _WORDS] = serial << 32 | consumed
 
     def raise_signal(self, slot: int, serial: int, signal: Signal) -> None:
-        """Ask the executor to end a stream."""
+        """Ask the executor to end a sequence, or all of them."""
         if self._words is not None:
             self._words[slot * _WORDS + 1] = serial << 32 | signal

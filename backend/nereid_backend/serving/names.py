@@ -16,12 +16,13 @@ TEXT_OUTPUT = "text_output"
 DELTA = "delta"
 FINISH_REASON = "finish_reason"
 CUMULATIVE_LOGPROB = "cumulative_logprob"
+LOGPROBS = "logprobs"
 NUM_INPUT_TOKENS = "num_input_tokens"
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 RETURNABLE = (
     FINISH_REASON,
     CUMULATIVE_LOGPROB,
-    "logprobs",
+    LOGPROBS,
     NUM_INPUT_TOKENS,
     NUM_OUTPUT_TOKENS,
 )

@@ -7,7 +7,7 @@ the last step of a request always answers.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,18 @@ import numpy.typing as npt
 
 from nereid_backend.errors import NereidError
 from nereid_backend.output.detokenizer import decoder
+from nereid_backend.output.logprobs import vllm_entry
+from nereid_backend.output.token_text import TokenText
 from nereid_backend.serving import names, tensors
-from nereid_backend.serving.answer import Answer
+from nereid_backend.serving.answer import Answer, Piece
+from nereid_backend.serving.answers import Answers
 from nereid_backend.serving.feedback import FeedbackWriter, Signal
 from nereid_backend.serving.formats import choose_format
-from nereid_backend.serving.message import ParsedMessage, PlainMessage
+from nereid_backend.serving.message import MessageBuilder, ParsedMessage, PlainMessage
 from nereid_backend.serving.prompts import load_tokenizer
 from nereid_backend.serving.settings import read_settings
-from nereid_backend.serving.wire import StepState, StreamContext
+from nereid_backend.serving.strict import strict_check
+from nereid_backend.serving.wire import Opening, StepState, StreamContext
 
 # Asking the server whether a request was cancelled is a message to it and back.
 _CANCEL_CHECK_S = 0.1
@@ -42,10 +46,11 @@ class PostprocessorModel:
         self._decoders = {
             skip: decoder(tokenizer, skip_special_tokens=skip) for skip in (True, False)
         }
+        self._texts = TokenText(tokenizer)
         self._feedback = FeedbackWriter()
-        # One answer a slot: a stream that ended without a last step makes room when its slot is
+        # By the stream's slot: a stream that ended without a last step makes room when its slot is
         # used again.
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, Answers] = {}
 
     def execute(self, requests: list[Any]) -> None:
         """Take steps of streams, in order."""
@@ -53,6 +58,8 @@ class PostprocessorModel:
             sender = request.get_response_sender()
             try:
                 reply = self._step(request)
+            except NereidError as error:
+                reply = tensors.error_response(error)
             except Exception as error:  # noqa: BLE001 - the step ends here and must be answered
                 tensors.log.exception("step failed in the postprocessor")
                 reply = tensors.error_response(error)
@@ -64,58 +71,85 @@ class PostprocessorModel:
     def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """The response to one step, None when it says nothing to the client."""
         state = StepState.unpack(tensors.array(request, names.STATE))
-        answer = self._answer(state)
-        self._feedback.report(state.slot, state.serial, state.step)
-        if answer is None:
-            # Its stream has ended (a stop string was found and answered, or it was forgotten).
-            return None
-        now = time.monotonic()
-        if now - answer.cancel_checked > _CANCEL_CHECK_S and state.ending is None:
-            answer.cancel_checked = now
-            if request.is_cancelled():
-                self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
-        token_ids = tensors.array(request, names.TOKEN_IDS).tolist()
-        answer.take(token_ids, state)
-        if answer.stop_string is not None and state.ending is None:
-            self._feedback.raise_signal(state.slot, state.serial, Signal.STOP_STRING)
-        if state.ending is not None:
-            del self._answers[state.slot]
-        return self._reply(answer)
-
-    def _answer(self, state: StepState) -> Answer | None:
         if state.opening is not None:
             self._feedback.attach(state.opening.feedback_path)
-            context = StreamContext.unpack(state.opening.context)
-            self._answers[state.slot] = self._open(context, state.serial)
-        answer = self._answers.get(state.slot)
-        return answer if answer is not None and answer.serial == state.serial else None
-
-    def _open(self, context: StreamContext, serial: int) -> Answer:
-        if context.prompt is None or self._format is None:
-            decode = self._decoders[context.skip_special_tokens]
-            return Answer(context, serial, decode, PlainMessage())
-        # A format's markers are often special tokens, which must be there to be read.
-        message = ParsedMessage(self._format, context.tools, context.prompt)
-        return Answer(context, serial, self._decoders[False], message)
-
-    def _reply(self, answer: Answer) -> Any:  # noqa: ANN401 - the server's own type
-        piece = answer.piece()
-        if piece is None:
+            self._answers[state.slot] = self._open(state.opening, state.serial)
+        answers = self._answers.get(state.slot)
+        self._feedback.report(state.slot, state.serial, state.step)
+        if answers is None or answers.serial != state.serial:
+            # Its stream has ended: it failed here, or it was forgotten.
             return None
+        try:
+            return self._advance(answers, state, request)
+        except Exception:
+            # The client hears of the error; nobody waits for the rest.
+            del self._answers[state.slot]
+            self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
+            raise
+
+    def _advance(self, answers: Answers, state: StepState, request: Any) -> Any:  # noqa: ANN401
+        answers.take(tensors.array(request, names.TOKEN_IDS).tolist(), state)
+        if state.is_last:
+            del self._answers[state.slot]
+        else:
+            self._check_cancel(answers, state, request)
+            if not answers.is_cancelled:
+                for slot in answers.stopped_slots():
+                    self._feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
+        return self._reply(answers.context, answers.pieces(is_last=state.is_last))
+
+    def _check_cancel(self, answers: Answers, state: StepState, request: Any) -> None:  # noqa: ANN401
+        now = time.monotonic()
+        if now - answers.cancel_checked > _CANCEL_CHECK_S:
+            answers.cancel_checked = now
+            if request.is_cancelled():
+                answers.is_cancelled = True
+                self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
+
+    def _open(self, opening: Opening, serial: int) -> Answers:
+        context = StreamContext.unpack(opening.context)
+        # A format's markers are often special tokens, which must be there to be read.
+        skips = context.skip_special_tokens and not self._is_parsed(context)
+        decode, check = self._decoders[skips], strict_check(context)
+        answers = (
+            Answer(context, index, decode, self._message(context), self._texts, check)
+            for index in range(context.n)
+        )
+        return Answers(context, serial, opening.slots, answers)
+
+    def _is_parsed(self, context: StreamContext) -> bool:
+        return context.prompt is not None and self._format is not None
+
+    def _message(self, context: StreamContext) -> MessageBuilder:
+        if context.prompt is None or self._format is None:
+            return PlainMessage()
+        return ParsedMessage(self._format, context)
+
+    def _reply(self, context: StreamContext, pieces: Sequence[Piece]) -> Any:  # noqa: ANN401
+        if not pieces:
+            return None
+        deltas = (json.dumps(piece.delta, ensure_ascii=False) for piece in pieces)
         outputs: dict[str, npt.NDArray[Any]] = {
-            names.TEXT_OUTPUT: tensors.strings(piece.text),
-            names.DELTA: tensors.strings(json.dumps(piece.delta, ensure_ascii=False)),
+            names.TEXT_OUTPUT: tensors.strings(*(piece.text for piece in pieces)),
+            names.DELTA: tensors.strings(*deltas),
         }
-        for name in answer.context.returns:
-            outputs[name] = _OPTIONAL[name](piece)
+        for name in context.returns:
+            outputs[name] = self._returned(name, pieces)
         return tensors.response(outputs)
 
+    def _returned(self, name: str, pieces: Sequence[Piece]) -> npt.NDArray[Any]:
+        """An optional output: one element a choice; the prompt's length only once."""
+        if name == names.FINISH_REASON:
+            reasons = [piece.finish_reason for piece in pieces]
+            return tensors.strings(*(reason or "" for reason in reasons if any(reasons)))
+        if name == names.LOGPROBS:
+            return tensors.strings(*(self._vllm_logprobs(piece) for piece in pieces))
+        if name == names.CUMULATIVE_LOGPROB:
+            return np.array([piece.cumulative_logprob for piece in pieces], np.float32)
+        if name == names.NUM_INPUT_TOKENS:
+            return np.array([pieces[0].num_input_tokens], np.uint32)
+        return np.array([piece.num_output_tokens for piece in pieces], np.uint32)
 
-_OPTIONAL: dict[str, Any] = {
-    names.FINISH_REASON: lambda piece: tensors.strings(
-        *([piece.finish_reason] if piece.finish_reason else [])
-    ),
-    names.CUMULATIVE_LOGPROB: lambda piece: np.array([piece.cumulative_logprob], np.float32),
-    names.NUM_INPUT_TOKENS: lambda piece: np.array([piece.num_input_tokens], np.uint32),
-    names.NUM_OUTPUT_TOKENS: lambda piece: np.array([piece.num_output_tokens], np.uint32),
-}
+    def _vllm_logprobs(self, piece: Piece) -> str:
+        entries = [vllm_entry(row, self._texts) for row in piece.logprobs]
+        return json.dumps(entries, ensure_ascii=False)

@@ -1,6 +1,7 @@
+import pytest
 from nereid_backend.serving.answer import Answer
 from nereid_backend.serving.message import ParsedMessage, PlainMessage
-from nereid_backend.serving.wire import Ending, StepState, StreamContext
+from nereid_backend.serving.wire import Ending, Part, StreamContext
 from nereid_parsers import get_format
 
 
@@ -12,51 +13,73 @@ def ids(text):
     return [ord(c) for c in text]
 
 
-def state(ending=None, logprob=0.0):
-    return StepState(0, 1, 1, logprob, None, ending)
+class Texts:
+    """Every token is its letter, in UTF-8."""
+
+    def text(self, token_id):
+        return chr(token_id)
+
+    def data(self, token_id):
+        return chr(token_id).encode()
 
 
-def open_answer(**context):
-    return Answer(
-        StreamContext(**{"stream": True, "num_prompt_tokens": 4} | context),
-        1,
-        decode,
-        PlainMessage(),
-    )
+def row(token_id):
+    return [[token_id, token_id + 1], [-0.5, -1.5], 2]
+
+
+def take(answer, token_ids, ending=None, **part):
+    """Give the answer one step; each token has log-probability -0.5."""
+    answer.total = getattr(answer, "total", 0) + len(token_ids)
+    sums = [-0.5 * (answer.total - len(token_ids) + at + 1) for at in range(len(token_ids))]
+    answer.take(token_ids, Part(0, len(token_ids), tuple(sums), ending=ending, **part))
+
+
+def usage(completion, reasoning=0, cached=0):
+    return {
+        "prompt_tokens": 4,
+        "completion_tokens": completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+    }
+
+
+def open_answer(index=0, message=None, check=None, **context):
+    context = StreamContext(**{"stream": True, "num_prompt_tokens": 4} | context)
+    return Answer(context, index, decode, message or PlainMessage(), Texts(), check)
 
 
 def test_a_stream_gives_a_piece_a_step_and_usage_in_each():
     answer = open_answer()
-    answer.take(ids("He"), state())
+    take(answer, ids("He"))
     first = answer.piece()
-    answer.take(ids("y"), state(Ending("length"), -2.0))
+    take(answer, ids("y"), Ending("length"))
     last = answer.piece()
     assert (first.text, first.num_output_tokens, first.finish_reason) == ("He", 2, None)
     assert last.delta == {
         "content": "y",
+        "cumulative_logprob": -1.5,
         "finish_reason": "length",
-        "usage": {"prompt_tokens": 4, "completion_tokens": 3},
+        "usage": usage(3),
     }
-    assert last.cumulative_logprob == -2.0
 
 
 def test_without_streaming_there_is_exactly_one_piece():
     answer = open_answer(stream=False)
-    answer.take(ids("He"), state())
+    take(answer, ids("He"))
     assert answer.piece() is None
-    answer.take(ids("y"), state(Ending("length")))
+    take(answer, ids("y"), Ending("length"))
     assert answer.piece().text == "Hey"
 
 
 def test_a_heartbeat_says_nothing():
     answer = open_answer()
-    answer.take([], state())
+    take(answer, [])
     assert answer.piece() is None
 
 
 def test_the_stop_token_is_counted_but_not_shown():
     answer = open_answer()
-    answer.take([*ids("Hi"), 7], state(Ending("stop", 7)))
+    take(answer, [*ids("Hi"), 7], Ending("stop", 7))
     piece = answer.piece()
     assert piece.text == "Hi"
     assert piece.delta["usage"]["completion_tokens"] == 3
@@ -65,30 +88,31 @@ def test_the_stop_token_is_counted_but_not_shown():
 
 def test_behind_a_stop_string_nothing_more_is_shown_or_counted():
     answer = open_answer(stop=("ND",))
-    answer.take(ids("xEN"), state())
+    take(answer, ids("xEN"))
     assert answer.piece().text == "xE"
-    answer.take(ids("D"), state())
+    take(answer, ids("D"))
     assert answer.stop_string == "ND"
-    answer.take(ids("more"), state())
-    answer.take(ids("and"), state(Ending("abort")))
+    take(answer, ids("more"))
+    take(answer, ids("and"), Ending("abort"))
     piece = answer.piece()
     assert piece.text == ""
     assert piece.delta == {
+        "cumulative_logprob": -2.0,
         "finish_reason": "stop",
         "stop_reason": "ND",
-        "usage": {"prompt_tokens": 4, "completion_tokens": 4},
+        "usage": usage(4),
     }
 
 
 def test_what_was_held_as_a_possible_stop_comes_at_the_end():
     answer = open_answer(stop=("END",))
-    answer.take(ids("xEN"), state(Ending("length")))
+    take(answer, ids("xEN"), Ending("length"))
     assert answer.piece().text == "xEN"
 
 
 def test_the_prompt_is_repeated_in_the_text_but_not_in_the_delta():
     answer = open_answer(prepend="Q: ", stream=False)
-    answer.take(ids("A"), state(Ending("length")))
+    take(answer, ids("A"), Ending("length"))
     piece = answer.piece()
     assert piece.text == "Q: A"
     assert piece.delta["content"] == "A"
@@ -97,31 +121,138 @@ def test_the_prompt_is_repeated_in_the_text_but_not_in_the_delta():
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
 
 
-def parsed_answer(prompt="<|im_start|>assistant\n"):
-    context = StreamContext(stream=True, num_prompt_tokens=4, prompt=prompt, tools=TOOLS)
-    fmt = get_format(reasoning="qwen3", tools="hermes")
-    return Answer(context, 1, decode, ParsedMessage(fmt, TOOLS, prompt))
+QWEN = get_format(reasoning="qwen3", tools="hermes")
+START = "<|im_start|>assistant\n"
+THOUGHT = "<think>\nsum it\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def test_reasoning_content_and_calls_are_parts_of_the_delta():
-    answer = parsed_answer()
-    text = (
-        "<think>\nsum it\n</think>\n\nLet me see."
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    )
+def parsed_answer(prompt=START, check=None, **fields):
+    fields = {"stream": True, "num_prompt_tokens": 4, "prompt": prompt, "tools": TOOLS} | fields
+    context = StreamContext(**fields)
+    return open_answer(message=ParsedMessage(QWEN, context), check=check, **fields)
+
+
+def read(answer, text, size=3, ending=None):
+    """Feed a text in steps of `size` tokens; what the deltas add up to."""
     total = {"reasoning": "", "content": "", "arguments": "", "names": [], "text": ""}
-    for at in range(0, len(text), 3):
-        last = at + 3 >= len(text)
-        answer.take(ids(text[at : at + 3]), state(Ending("stop", 7) if last else None))
+    for at in range(0, len(text), size):
+        last = at + size >= len(text)
+        take(answer, ids(text[at : at + size]), (ending or Ending("stop", 7)) if last else None)
         piece = answer.piece()
+        if piece is None:
+            continue
         total["text"] += piece.text
         for part in ("reasoning", "content"):
             total[part] += piece.delta.get(part, "")
         for call in piece.delta.get("tool_calls", []):
             total["arguments"] += call["arguments"]
             total["names"] += [call["name"]] if "name" in call else []
+    return total, piece
+
+
+def test_reasoning_content_and_calls_are_parts_of_the_delta():
+    text = THOUGHT + "Let me see." + CALL
+    total, last = read(parsed_answer(), text)
     assert total["reasoning"].strip() == "sum it"
     assert total["content"].strip() == "Let me see."
     assert (total["names"], total["arguments"]) == (["add"], '{"a": 1}')
     assert total["text"] == text
-    assert piece.finish_reason == "tool_calls"
+    assert last.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_reasoning_tokens_are_those_up_to_the_end_of_the_closing_marker(size):
+    opened = "hm\n</think>"
+    _, last = read(parsed_answer(START + "<think>\n"), opened + "\n\nYes, of course.", size)
+    assert last.delta["usage"] == usage(len(opened) + 17, reasoning=len(opened))
+
+
+def test_an_answer_without_reasoning_has_no_reasoning_tokens():
+    _, last = read(parsed_answer(), "Just so.")
+    assert last.delta["usage"] == usage(8)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("prompt", [START, START + "<think>\n"])
+def test_reasoning_that_is_not_separated_is_content_as_the_model_wrote_it(prompt, size):
+    text = ("" if prompt.endswith("<think>\n") else "<think>\n") + "hm\n</think>\n\nYes."
+    total, _ = read(parsed_answer(prompt, separate_reasoning=False), text, size)
+    assert (total["content"], total["reasoning"]) == (text, "")
+
+
+def test_reasoning_that_is_not_to_be_included_is_left_out_but_counted():
+    total, last = read(parsed_answer(include_reasoning=False), THOUGHT + "Yes.")
+    assert (total["content"].strip(), total["reasoning"]) == ("Yes.", "")
+    assert last.delta["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_with_tool_choice_none_a_call_stays_in_the_content(size):
+    total, last = read(parsed_answer(reads_calls=False), THOUGHT + CALL, size)
+    assert total["content"].strip() == CALL
+    assert (total["names"], last.finish_reason) == ([], "stop")
+
+
+def test_log_probabilities_come_with_their_tokens_even_where_the_text_is_held_back():
+    answer = open_answer(stop=("END",))
+    take(answer, ids("E"), logprobs=(row(69),))
+    piece = answer.piece()
+    assert piece.text == ""
+    assert piece.delta["logprobs"] == [
+        {
+            "token": "E",
+            "token_id": 69,
+            "logprob": -0.5,
+            "bytes": [69],
+            "rank": 2,
+            "top_logprobs": [{"token": "F", "token_id": 70, "logprob": -1.5, "bytes": [70]}],
+        }
+    ]
+
+
+def test_tokens_behind_a_stop_string_are_dropped_also_within_one_step():
+    answer = open_answer(stop=("ND",), prompt_token_ids=(1, 2))
+    take(answer, ids("xENDmore"), logprobs=tuple(row(token) for token in ids("xENDmore")))
+    delta = answer.piece().delta
+    assert delta["content"] == "xE"
+    assert delta["token_ids"] == ids("xEND")
+    assert [entry["token"] for entry in delta["logprobs"]] == list("xEND")
+    take(answer, [], Ending("abort"))
+    last = answer.piece()
+    assert (last.delta["cumulative_logprob"], last.delta["usage"]) == (-2.0, usage(4))
+
+
+def test_the_prompts_part_comes_once_in_the_first_delta_of_the_first_choice():
+    prompt = {"prompt_logprobs": (None, row(66)), "num_cached_tokens": 3}
+    answer, other = (open_answer(index, prompt_token_ids=(65, 66)) for index in (0, 1))
+    take(answer, ids("a"), **prompt)
+    take(other, ids("b"))
+    first = answer.piece().delta
+    assert first["prompt_token_ids"] == [65, 66]
+    assert first["prompt_logprobs"] == [
+        None,
+        {
+            "66": {"logprob": -0.5, "rank": 2, "decoded_token": "B"},
+            "67": {"logprob": -1.5, "rank": 1, "decoded_token": "C"},
+        },
+    ]
+    assert first["usage"] == usage(1, cached=3)
+    take(answer, ids("c"))
+    assert not {"prompt_token_ids", "prompt_logprobs"} & answer.piece().delta.keys()
+    assert other.piece().delta == {"index": 1, "content": "b", "token_ids": [98], "usage": usage(1)}
+
+
+def test_an_answer_that_the_model_ended_is_checked_whole():
+    checked = []
+    text = THOUGHT + CALL
+    read(parsed_answer(check=checked.append), text)
+    calls = [{"name": "add", "arguments": '{"a": 1}'}]
+    assert [(one["content"].strip(), one["calls"]) for one in checked] == [("", calls)]
+
+
+@pytest.mark.parametrize("ending", [Ending("length"), Ending("abort")])
+def test_an_answer_that_was_cut_is_not_checked(ending):
+    checked = []
+    read(open_answer(check=checked.append), '{"a"', ending=ending)
+    assert checked == []

@@ -1,6 +1,6 @@
 from nereid_backend.serving.delivery import Delivery
 from nereid_backend.serving.feedback import FeedbackReader, FeedbackWriter
-from nereid_backend.serving.streams import Stream
+from nereid_backend.serving.streams import Sequence, Stream
 
 
 class Line:
@@ -14,7 +14,8 @@ class Line:
 
     def stream(self):
         serial = len(self.streams) + 1
-        made = Stream(str(serial), None, self.reader.acquire(), serial, None, 0.0)
+        (slot,) = self.reader.acquire()
+        made = Stream(str(serial), None, serial, [Sequence(0, slot)], None, 0.0)
         self.streams.append(made)
         return made
 

@@ -35,6 +35,16 @@ def test_slots_run_out_and_come_back_oldest_first():
     reader.release(second)
     reader.release(first)
     assert reader.acquire() == second
+
+
+def test_several_slots_come_together_or_not_at_all():
+    reader, _ = connected(num_slots=3)
+    one = reader.acquire()
+    assert reader.acquire(3) is None
+    two = reader.acquire(2)
+    assert len({*one, *two}) == 3
+    reader.release(two)
+    assert reader.acquire(2) == two
     reader.close()
 
 

@@ -1,14 +1,18 @@
 from nereid_backend import RequestUpdate
-from nereid_backend.serving.streams import MAX_UNCONSUMED_STEPS, Pacer, Stream
-from nereid_backend.serving.wire import Ending, Opening
+from nereid_backend.core.outputs import TokenLogprobs
+from nereid_backend.serving.streams import MAX_UNCONSUMED_STEPS, Pacer, Sequence, Stream
+from nereid_backend.serving.wire import Ending, Opening, Part
+
+OPENING = Opening(b"context", "/path", (0,))
 
 
-def make_stream(now=100.0):
-    return Stream("1", None, 0, 1, Opening(b"context", "/path"), now)
+def make_stream(now=100.0, n=1):
+    sequences = [Sequence(index, slot) for index, slot in enumerate(range(n))]
+    return Stream("1", None, 1, sequences, OPENING, now)
 
 
-def update(*ids, finish=None):
-    return RequestUpdate("1", list(ids), finish)
+def update(*ids, finish=None, index=0, **fields):
+    return RequestUpdate("1", list(ids), finish, index=index, **fields)
 
 
 def test_the_first_tokens_are_sent_at_once():
@@ -26,7 +30,7 @@ def test_tokens_are_merged_until_the_streams_turn_comes():
     assert stream.due_at(0.05, 0.25) == 100.05
     ids, state = stream.take_step(100.05)
     assert ids.tolist() == [6, 7]
-    assert (state.step, state.opening, state.ending) == (2, None, None)
+    assert (state.step, state.opening, state.is_last) == (2, None, False)
 
 
 def test_an_unconsumed_stream_waits_but_its_last_step_does_not():
@@ -41,12 +45,13 @@ def test_an_unconsumed_stream_waits_but_its_last_step_does_not():
     assert stream.due_at(0.05, 0.25) <= 100.0
     ids, state = stream.take_step(100.0)
     assert ids.tolist() == [6]
-    assert state.ending == Ending("length")
+    assert state.parts[0].ending == Ending("length")
+    assert state.is_last
 
 
 def test_only_the_first_step_brings_the_context():
     stream = make_stream()
-    assert stream.take_step(100.0)[1].opening == Opening(b"context", "/path")
+    assert stream.take_step(100.0)[1].opening == OPENING
     assert stream.take_step(100.0)[1].opening is None
 
 
@@ -59,3 +64,41 @@ def test_more_streams_wait_longer_each_but_never_long():
     assert pacer.interval_s(1) == 0.002
     assert pacer.interval_s(32) == 0.064
     assert pacer.interval_s(100_000) == 0.1
+
+
+def test_a_step_carries_a_part_for_each_sequence_that_has_news():
+    stream = make_stream(n=3)
+    stream.add(update(5, index=2, cumulative_logprob=-1.0))
+    stream.add(update(6, index=0, cumulative_logprob=-2.0, num_cached_tokens=16))
+    stream.add(update(7, index=2, cumulative_logprob=-3.0))
+    ids, state = stream.take_step(100.0)
+    assert ids.tolist() == [6, 5, 7]
+    assert state.parts == (
+        Part(0, 1, (-2.0,), num_cached_tokens=16),
+        Part(2, 2, (-1.0, -3.0)),
+    )
+    assert stream.take_step(100.1)[1].parts == ()
+
+
+def test_a_stream_ends_when_all_its_sequences_have():
+    stream = make_stream(n=2)
+    stream.add(update(5, index=1, finish="length"))
+    assert not stream.has_ended
+    assert not stream.take_step(100.0)[1].is_last
+    stream.add(update(6, finish="stop"))
+    _, state = stream.take_step(100.1)
+    assert state.is_last
+    assert [part.index for part in state.parts] == [0]
+
+
+def test_log_probabilities_of_merged_updates_stay_in_order():
+    stream = make_stream()
+    rows = [TokenLogprobs([at], [-1.0], 1) for at in range(3)]
+    stream.add(update(0, logprobs=rows[:1], prompt_logprobs=[None, rows[2]]))
+    stream.add(update(1, 2, logprobs=rows[1:]))
+    (part,) = stream.take_step(100.0)[1].parts
+    assert part.logprobs == tuple(rows)
+    assert part.prompt_logprobs == (None, rows[2])
+    stream.add(update(3, logprobs=rows[:1]))
+    (part,) = stream.take_step(100.1)[1].parts
+    assert (part.logprobs, part.prompt_logprobs) == (tuple(rows[:1]), None)

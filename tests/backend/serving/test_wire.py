@@ -1,8 +1,22 @@
+from dataclasses import replace
+
+import msgpack
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from nereid_backend import SamplingParams
-from nereid_backend.serving.wire import Ending, Opening, RequestEnvelope, StepState, StreamContext
+from nereid_backend import RequestUpdate, SamplingParams
+from nereid_backend.core.guide import GrammarSpec, ThinkingSpec
+from nereid_backend.core.outputs import TokenLogprobs
+from nereid_backend.serving.wire import (
+    Ending,
+    Opening,
+    Part,
+    RequestEnvelope,
+    StepState,
+    StreamContext,
+    pack_update,
+    unpack_update,
+)
 
 
 def test_a_context_comes_out_as_it_went_in():
@@ -27,12 +41,64 @@ def test_an_envelope_comes_out_as_it_went_in():
     assert RequestEnvelope.unpack(packed) == envelope
 
 
-@given(
-    slot=st.integers(0, 4095),
-    serial=st.integers(1, 2**32 - 1),
-    opening=st.none() | st.builds(Opening, st.binary(), st.text()),
-    ending=st.none() | st.builds(Ending, st.text(), st.none() | st.integers(0, 2**31)),
+def test_grammars_and_thinking_cross_inside_the_params():
+    params = SamplingParams(
+        n=2,
+        logit_bias={7: 1.5},
+        bad_words_token_ids=[[1, 2], [3]],
+        grammar=GrammarSpec("regex", "a+", "</think>"),
+        thinking=ThinkingSpec("<think>", "</think>", (9, 10), True, 5),
+    )
+    assert RequestEnvelope.unpack(RequestEnvelope(params, b"").pack()).params == params
+
+
+ROWS = st.tuples(
+    st.lists(st.integers(0, 99), min_size=1).map(tuple),
+    st.lists(st.floats(max_value=0, allow_nan=False), min_size=1).map(tuple),
+    st.integers(1, 9),
 )
-def test_a_step_comes_out_as_it_went_in(slot, serial, opening, ending):
-    state = StepState(slot, serial, 5, -1.5, opening, ending)
+PARTS = st.builds(
+    Part,
+    st.integers(0, 63),
+    st.integers(0, 9),
+    st.lists(st.floats(max_value=0, allow_nan=False)).map(tuple),
+    st.none() | st.lists(ROWS).map(tuple),
+    st.none() | st.lists(st.none() | ROWS).map(tuple),
+    st.integers(0, 4096),
+    st.none() | st.builds(Ending, st.text(), st.none() | st.integers(0, 2**31)),
+)
+OPENINGS = st.builds(
+    Opening, st.binary(), st.text(), st.lists(st.integers(0, 4095), min_size=1).map(tuple)
+)
+
+
+@given(
+    st.builds(
+        StepState,
+        st.integers(0, 4095),
+        st.integers(1, 2**32 - 1),
+        st.integers(1, 2**31),
+        st.lists(PARTS, max_size=4).map(tuple),
+        st.booleans(),
+        st.none() | OPENINGS,
+    )
+)
+def test_a_step_comes_out_as_it_went_in(state):
     assert StepState.unpack(state.pack()) == state
+
+
+def test_an_update_comes_out_as_it_went_in():
+    update = RequestUpdate(
+        "1",
+        [5],
+        "stop",
+        2,
+        -1.5,
+        index=3,
+        logprobs=[TokenLogprobs([5, 6], [-1.0, -2.0], 1)],
+        prompt_logprobs=[None, TokenLogprobs([5], [-1.0], 1)],
+        num_cached_tokens=16,
+    )
+    row = msgpack.unpackb(msgpack.packb(pack_update(update)))
+    rows = [list(update.logprobs[0])], [None, list(update.prompt_logprobs[1])]
+    assert unpack_update(row) == replace(update, logprobs=rows[0], prompt_logprobs=rows[1])

@@ -47,6 +47,10 @@ class EngineConfig:
         seed: of the requests that bring none.
         num_threads: CPU threads for torch; None is all CPUs this process may use but one, which the
             server's own processes need: threads that wait for each other stall when one is late.
+        grammar_threads: grammars that are compiled at once.
+        grammar_timeout: seconds for one grammar to be compiled, waiting included.
+        max_grammar_bytes: longest text of a grammar or schema, in bytes.
+        grammar_cache_bytes: of compiled grammars that are kept for the next request.
 
     Raises:
         ConfigError: a value is of the wrong type or out of range; the message says what would do.
@@ -64,6 +68,10 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     seed: int = 0
     num_threads: int | None = None
+    grammar_threads: int = 2
+    grammar_timeout: float = 10.0
+    max_grammar_bytes: int = 256 * 1024
+    grammar_cache_bytes: int = 64 * 1024 * 1024
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -73,6 +81,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), minimum=2 if name == "max_model_len" else 1)
         _check_count("seed", self.seed, minimum=0)
+        self._check_grammar_limits()
         if self.kv_cache_memory is not None:
             # Text is turned into bytes here, once, so that every reader finds a number.
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
@@ -119,6 +128,14 @@ class EngineConfig:
         value = self.kv_cache_memory
         assert value is None or isinstance(value, int)
         return value
+
+    def _check_grammar_limits(self) -> None:
+        for name in ("grammar_threads", "max_grammar_bytes"):
+            _check_count(name, getattr(self, name), minimum=1)
+        _check_count("grammar_cache_bytes", self.grammar_cache_bytes, minimum=0)
+        limit = self.grammar_timeout
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+            raise ConfigError(f"grammar_timeout: must be more than 0 seconds, got {limit!r}")
 
     def _check_names(self) -> None:
         if not isinstance(self.model, str) or not self.model:

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structural tags and EBNF through xgrammar."""
+
+import re
+from typing import Any
+
+import xgrammar
+
+from nereid_backend.constraints.vocabulary import Row, Vocabulary
+from nereid_backend.errors import RequestError
+
+
+class XGrammarBackend:
+    """See GrammarBackend. A compilation uses up to `num_threads` threads of its own."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], num_threads: int
+    ) -> None:
+        info = xgrammar.TokenizerInfo(
+            list(vocabulary.tokens),
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.size,
+            stop_token_ids=list(eos_token_ids),
+        )
+        # The pool keeps what is compiled; a second cache would hold it twice.
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=num_threads, cache_enabled=False
+        )
+
+    def compile(self, kind: str, source: str) -> "XGrammarGrammar":
+        """See GrammarBackend.compile; structural tags and EBNF."""
+        try:
+            return XGrammarGrammar(self._compile(kind, source))
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise RequestError(f"{kind}: {_problem(error)}") from error
+
+    def _compile(self, kind: str, source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
+        if kind == "structural_tag":
+            return self._compiler.compile_structural_tag(source)
+        if kind == "ebnf":
+            return self._compiler.compile_grammar(source)
+        raise RequestError(f"{kind}: is not compiled by this backend")
+
+
+class XGrammarGrammar:
+    """See Compiled."""
+
+    def __init__(self, grammar: Any) -> None:  # noqa: ANN401 - xgrammar is untyped
+        self._grammar = grammar
+        self.num_bytes = int(grammar.memory_size_bytes)
+
+    def matcher(self) -> "XGrammarMatcher":
+        """See Compiled.matcher."""
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar))
+
+
+class XGrammarMatcher:
+    """See Matcher."""
+
+    def __init__(self, matcher: Any) -> None:  # noqa: ANN401 - xgrammar is untyped
+        self._matcher = matcher
+
+    def accept(self, token_id: int) -> bool:
+        """See Matcher.accept."""
+        return bool(self._matcher.accept_token(token_id))
+
+    def accept_bytes(self, data: bytes) -> bool:
+        """See Matcher.accept_bytes."""
+        return bool(self._matcher.accept_string(data))
+
+    def fill(self, row: Row) -> None:
+        """See Matcher.fill."""
+        if not self._matcher.fill_next_token_bitmask(row.reshape(1, -1)):
+            row[:] = -1
+
+    def is_complete(self) -> bool:
+        """See Matcher.is_complete."""
+        return bool(self._matcher.is_completed())
+
+    def forced(self) -> bytes:
+        """See Matcher.forced."""
+        if self._matcher.is_completed():
+            return b""
+        return str(self._matcher.find_jump_forward_string()).encode()
+
+    def fork(self) -> "XGrammarMatcher":
+        """See Matcher.fork."""
+        return XGrammarMatcher(self._matcher.fork())
+
+
+def _problem(error: Exception) -> str:
+    """The library's message without the place in its own source."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"^\[[\d:]+\] \S+: ", "", text)
+    return re.sub(r"^Check failed: \(.*?\) is false: ", "", text)

@@ -36,6 +36,7 @@ class Generation:
         chat_request: the JSON body of a chat completion.
         sampling_parameters: a JSON object, for the first two kinds.
         with_text: whether deltas carry `text`, the raw text.
+        num_choices: how many answers were asked for; the last one's end is the stream's.
     """
 
     request_id: str
@@ -44,13 +45,14 @@ class Generation:
     chat_request: str | None = None
     sampling_parameters: str | None = None
     with_text: bool = False
+    num_choices: int = 1
 
 
 class Backend(Protocol):
     """Something that generates."""
 
     def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
-        """The deltas of one answer; closing the generator aborts the request.
+        """The deltas of all choices as they come; closing the generator aborts the request.
 
         Raises: BackendError.
         """
@@ -87,26 +89,27 @@ class TritonBackend:
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         """See `Backend.generate`.
 
-        Closing it before the last delta cancels the gRPC stream; after that, or after an error, the
-        stream is left to end by itself. Server 2.51 can crash when a cancel meets the end of a
+        Closing it before the last response cancels the gRPC stream; after that, or after an error,
+        the stream is left to end by itself. Server 2.51 can crash when a cancel meets the end of a
         stream (its issues 7368 and 8034), and many clients hang up at the sight of a finish reason.
         """
         # Not with the header `triton_grpc_error`, which turns an error's code into the stream's
         # status: server 2.51 then takes each error for a cancel, and sooner or later crashes.
         stream = self._client.stream_infer(_once(self._request(generation)))
         is_over = False
+        running = generation.num_choices
         try:
             async for result, error in stream:
                 if error is not None:
                     is_over = True
                     raise read_error(str(error))
-                delta = _decode_response(result.get_response(), generation.with_text)
-                if "finish_reason" in delta:
-                    is_over = True
+                deltas = _decode_response(result.get_response(), generation.with_text)
+                running -= sum("finish_reason" in delta for delta in deltas)
+                is_over = running <= 0
+                for delta in deltas:
                     yield delta
+                if is_over:
                     return
-                if delta:
-                    yield delta
         except grpc.RpcError as error:
             raise self._backend_error(error) from None
         except asyncio.CancelledError:
@@ -207,20 +210,19 @@ def _tensor(name: str, datatype: str, values: list[Any]) -> Any:  # noqa: ANN401
     return tensor
 
 
-def _decode_response(response: Any, with_text: bool) -> Delta:  # noqa: ANN401 - a protobuf message
-    """The delta of one ModelInferResponse; the last response may have none."""
-    delta: Delta = {}
-    text = ""
+def _decode_response(response: Any, with_text: bool) -> list[Delta]:  # noqa: ANN401 - a protobuf message
+    """The deltas of one ModelInferResponse, one a choice; the last response may have none."""
+    deltas: list[Delta] = []
+    texts: list[bytes] = []
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=False):
-        strings = decode_strings(raw)
         if output.name == "delta":
-            for string in strings:
-                delta = cast("Delta", json.loads(string))
-        elif output.name == "text_output":
-            text = b"".join(strings).decode()
-    if with_text and text:
-        delta["text"] = text
-    return delta
+            deltas = [cast("Delta", json.loads(string)) for string in decode_strings(raw)]
+        elif output.name == "text_output" and with_text:
+            texts = decode_strings(raw)
+    for delta, text in zip(deltas, texts, strict=False):
+        if text:
+            delta["text"] = text.decode()
+    return [delta for delta in deltas if delta]
 
 
 def decode_strings(raw: bytes) -> list[bytes]:

@@ -1,65 +1,60 @@
 """Deltas of the postprocessor -> OpenAI chat completion: its chunks, or the whole answer."""
 
-from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from nereid_client import sse
 from nereid_client.deltas import Delta, ToolCallPiece, Usage, unfinished
 from nereid_client.errors import FrontendError, to_api_error
-
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What every chunk and every answer of one request repeats.
-
-    Attributes:
-        include_usage: whether a last chunk reports the usage.
-        continuous_usage: whether every chunk does.
-    """
-
-    id: str
-    model: str
-    created: int
-    include_usage: bool = False
-    continuous_usage: bool = False
+from nereid_client.logprobs import chat_logprobs, prompt_logprobs
+from nereid_client.reasoning import ReasoningView
+from nereid_client.reply import Json, Reply, usage_of
 
 
 async def chat_events(
-    reply: Reply, first: Delta | None, rest: AsyncGenerator[Delta]
+    reply: Reply, view: ReasoningView, first: Delta | None, rest: AsyncGenerator[Delta]
 ) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events.
+    """The answer as server-sent events, its choices interleaved.
 
     An error of the backend becomes an event of its own and ends the stream, without [DONE].
     """
-    yield sse.event(_chunk(reply, {"role": "assistant", "content": ""}, None))
+    for index in range(reply.num_choices):
+        yield sse.event(_chunk(reply, _choice(index, {"role": "assistant", "content": ""})))
     delta = first
-    usage: Usage | None = None
-    finished = False
+    usages: list[Usage | None] = [None] * reply.num_choices
+    unfinished_choices = set(range(reply.num_choices))
     try:
         while delta is not None:
-            usage = delta.get("usage", usage)
-            finished = finished or "finish_reason" in delta
-            for chunk in _chunks(reply, delta, usage):
+            index = delta.get("index", 0)
+            usages[index] = delta.get("usage", usages[index])
+            if "finish_reason" in delta:
+                unfinished_choices.discard(index)
+            for chunk in _chunks(reply, view.show(delta), usages):
                 yield sse.event(chunk)
             delta = await anext(rest, None)
-        if not finished:
+        if unfinished_choices:
             raise unfinished()
     except FrontendError as error:
         yield sse.event(to_api_error(error).body())
         return
     if reply.include_usage:
-        yield sse.event({**_frame(reply, "chat.completion.chunk", []), "usage": usage_of(usage)})
+        last = reply.frame("chat.completion.chunk", [])
+        yield sse.event({**last, "usage": usage_of([usages])})
     yield sse.DONE
 
 
-def chat_completion(reply: Reply, total: Delta) -> Json:
-    """The whole answer.
+def chat_completion(reply: Reply, view: ReasoningView, totals: Sequence[Delta]) -> Json:
+    """The whole answer: what each choice adds up to, in the order of their index."""
+    choices = [_whole_choice(reply, index, view.show(total)) for index, total in enumerate(totals)]
+    answer = reply.frame("chat.completion", choices)
+    answer["usage"] = usage_of([[total.get("usage") for total in totals]])
+    return answer | _of_prompt(totals[0])
 
-    Both names of the reasoning text are filled: `reasoning` (vLLM's) and `reasoning_content`
-    (SGLang's and llama.cpp's).
+
+def _whole_choice(reply: Reply, index: int, total: Delta) -> Json:
+    """One choice.
+
+    Both names of the reasoning text are filled, `reasoning` (vLLM's) and `reasoning_content`
+    (SGLang's and llama.cpp's), and both of what stopped it: `stop_reason` and `matched_stop`.
     """
     calls = total.get("tool_calls", [])
     content = total.get("content")
@@ -74,23 +69,23 @@ def chat_completion(reply: Reply, total: Delta) -> Json:
     if calls:
         message["tool_calls"] = [_whole_call(call) for call in calls]
     choice = {
-        "index": 0,
+        "index": index,
         "message": message,
-        "logprobs": None,
+        "logprobs": _logprobs(reply, total),
         "finish_reason": total.get("finish_reason"),
         "stop_reason": total.get("stop_reason"),
+        "matched_stop": total.get("stop_reason"),
     }
-    return {**_frame(reply, "chat.completion", [choice]), "usage": usage_of(total.get("usage"))}
+    if "token_ids" in total:
+        choice["token_ids"] = total["token_ids"]
+    return choice
 
 
-def usage_of(usage: Usage | None) -> Json:
-    """OpenAI's usage object: the counts, their sum, and whatever details the backend gives."""
-    counts: Json = dict(usage or {"prompt_tokens": 0, "completion_tokens": 0})
-    counts["total_tokens"] = counts["prompt_tokens"] + counts["completion_tokens"]
-    return counts
+def _chunks(reply: Reply, delta: Delta, usages: Sequence[Usage | None]) -> Iterator[Json]:
+    """The chunks of one delta: what it adds, then its end.
 
-
-def _chunks(reply: Reply, delta: Delta, usage: Usage | None) -> Iterator[Json]:
+    Tokens whose text is held back have their log-probabilities in a chunk that adds nothing else.
+    """
     added: Json = {}
     if reasoning := delta.get("reasoning"):
         added["reasoning"] = added["reasoning_content"] = reasoning
@@ -98,31 +93,51 @@ def _chunks(reply: Reply, delta: Delta, usage: Usage | None) -> Iterator[Json]:
         added["content"] = content
     if calls := delta.get("tool_calls"):
         added["tool_calls"] = [_call_piece(call) for call in calls]
-    if added:
-        yield _chunk(reply, added, usage)
+    choice = _choice(delta.get("index", 0), added)
+    if delta.get("logprobs"):
+        choice["logprobs"] = _logprobs(reply, delta)
+    if delta.get("token_ids"):
+        choice["token_ids"] = delta["token_ids"]
+    if added or _of_tokens(delta):
+        yield _chunk(reply, choice, usages) | _of_prompt(delta)
     if "finish_reason" in delta:
-        last = _chunk(reply, {}, usage)
-        last["choices"][0]["finish_reason"] = delta["finish_reason"]
-        last["choices"][0]["stop_reason"] = delta.get("stop_reason")
-        yield last
+        last = _choice(delta.get("index", 0), {})
+        last["finish_reason"] = delta["finish_reason"]
+        last["stop_reason"] = last["matched_stop"] = delta.get("stop_reason")
+        yield _chunk(reply, last, usages)
 
 
-def _chunk(reply: Reply, delta: Json, usage: Usage | None) -> Json:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-    chunk = _frame(reply, "chat.completion.chunk", [choice])
+def _of_tokens(delta: Delta) -> bool:
+    names = ("logprobs", "token_ids", "prompt_token_ids")
+    return any(delta.get(name) for name in names)
+
+
+def _of_prompt(delta: Delta) -> Json:
+    """What stands beside the choices, as in vLLM's answers."""
+    given: Json = {}
+    if "prompt_token_ids" in delta:
+        given["prompt_token_ids"] = delta["prompt_token_ids"]
+    if "prompt_logprobs" in delta:
+        given["prompt_logprobs"] = prompt_logprobs(delta["prompt_logprobs"])
+    return given
+
+
+def _logprobs(reply: Reply, delta: Delta) -> Json | None:
+    if "logprobs" not in delta:
+        return None
+    return chat_logprobs(delta["logprobs"], reply.tokens_as_ids)
+
+
+def _choice(index: int, delta: Json) -> Json:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _chunk(reply: Reply, choice: Json, usages: Sequence[Usage | None] = ()) -> Json:
+    chunk = reply.frame("chat.completion.chunk", [choice])
     if reply.include_usage:
-        chunk["usage"] = usage_of(usage) if reply.continuous_usage and usage else None
+        is_told = reply.continuous_usage and any(usages)
+        chunk["usage"] = usage_of([usages]) if is_told else None
     return chunk
-
-
-def _frame(reply: Reply, kind: str, choices: list[Json]) -> Json:
-    return {
-        "id": reply.id,
-        "object": kind,
-        "created": reply.created,
-        "model": reply.model,
-        "choices": choices,
-    }
 
 
 def _call_piece(piece: ToolCallPiece) -> Json:

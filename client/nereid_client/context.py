@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from nereid_client.backends import Backend
 from nereid_client.errors import ApiError, from_validation
 from nereid_client.protocol.requests import GenerationRequest
+from nereid_client.reply import Reply
 from nereid_client.settings import Settings
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -56,6 +57,25 @@ def request_id_of(request: Request) -> str:
 def engine_request_id(request: Request) -> str:
     """A name for the backend's logs: callers may repeat theirs, so it ends in something unique."""
     return f"{request_id_of(request)}-{secrets.token_hex(4)}"
+
+
+def reply_of(request: Request, body: GenerationRequest, kind: str) -> Reply:
+    """What the answer to a request repeats.
+
+    Args:
+        request: the request, which has an id.
+        body: what it says.
+        kind: what the answer's id begins with.
+    """
+    return Reply(
+        id=f"{kind}-{body.given_id or request_id_of(request)}",
+        model=context_of(request).settings.model_name,
+        created=int(time.time()),
+        num_choices=body.num_choices,
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+    )
 
 
 async def read_body(request: Request) -> dict[str, Any]:

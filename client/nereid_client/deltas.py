@@ -3,18 +3,34 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from nereid_client.errors import BackendError
 
-_PILE_LIMIT = 256  # deltas kept apart before they are added up: bounds memory, amortises copying
+# Deltas kept apart before they are added up, which bounds memory and amortises copying: a request
+# has at most 64 choices, so most of a full pile is news.
+_PILE_LIMIT = 256
+
+
+class PromptTokensDetails(TypedDict, total=False):
+    """What is known of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(TypedDict, total=False):
+    """What is known of the answer's tokens."""
+
+    reasoning_tokens: int
 
 
 class Usage(TypedDict):
-    """Token counts so far."""
+    """Token counts of one choice so far; its prompt's are those of all choices of a request."""
 
     prompt_tokens: int
     completion_tokens: int
+    prompt_tokens_details: NotRequired[PromptTokensDetails]
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 class ToolCallPiece(TypedDict, total=False):
@@ -26,38 +42,90 @@ class ToolCallPiece(TypedDict, total=False):
     arguments: str
 
 
+class TopLogprob(TypedDict):
+    """One of the likeliest tokens at a position."""
+
+    token: str
+    token_id: int
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer, its rank among the vocabulary, and the likeliest beside it."""
+
+    rank: int
+    top_logprobs: list[TopLogprob]
+
+
+class PromptLogprob(TypedDict):
+    """A token that stands in the prompt, or could have."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each of the prompt's tokens: token id as a string -> what is known of it; first, None."""
+
+
 class Delta(TypedDict, total=False):
-    """What one response adds. Keys are present only where they say something.
+    """What one response adds to one choice. Keys are present only where they say something.
 
     `text` is the ensemble's `text_output`, there when the call asked for it; the other keys are
-    those of the `delta` tensor.
+    those of the `delta` tensor. `index` is the choice's; left out, it is 0.
     """
 
+    index: int
     text: str
     reasoning: str
     content: str
     tool_calls: list[ToolCallPiece]
+    logprobs: list[TokenLogprob]
+    token_ids: list[int]
+    cumulative_logprob: float
+    prompt_token_ids: list[int]
+    prompt_logprobs: PromptLogprobs
     finish_reason: str
     stop_reason: str | int
     usage: Usage
 
 
 def add_up(deltas: Iterable[Delta]) -> Delta:
-    """One delta that says what all of them say, in time linear in their length."""
+    """One delta that says what all of them say of one choice, in time linear in their length."""
     deltas = list(deltas)
     total: Delta = {}
+    for delta in deltas:
+        for latest in _LATEST:
+            if latest in delta:
+                total[latest] = delta[latest]  # type: ignore[literal-required]
     for text in ("text", "reasoning", "content"):
         pieces = [delta[text] for delta in deltas if text in delta]
         if pieces:
             total[text] = "".join(pieces)
-    for delta in deltas:
-        for latest in ("finish_reason", "stop_reason", "usage"):
-            if latest in delta:
-                total[latest] = delta[latest]
+    if any("logprobs" in delta for delta in deltas):
+        total["logprobs"] = [entry for delta in deltas for entry in delta.get("logprobs", ())]
+    if any("token_ids" in delta for delta in deltas):
+        total["token_ids"] = [token for delta in deltas for token in delta.get("token_ids", ())]
     calls = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
     if calls:
         total["tool_calls"] = _add_up_calls(calls)
     return total
+
+
+_LATEST = (
+    *("index", "cumulative_logprob", "prompt_token_ids", "prompt_logprobs"),
+    *("finish_reason", "stop_reason", "usage"),
+)
+
+
+def by_choice(deltas: Iterable[Delta]) -> list[Delta]:
+    """The deltas of each choice added up, in the order in which the choices first appear."""
+    choices: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        choices.setdefault(delta.get("index", 0), []).append(delta)
+    return [choice[0] if len(choice) == 1 else add_up(choice) for choice in choices.values()]
 
 
 def _add_up_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
@@ -76,19 +144,20 @@ def _add_up_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
     return list(calls.values())
 
 
-async def fold(deltas: AsyncGenerator[Delta]) -> Delta:
-    """All deltas added up: the answer of a request that doesn't stream.
+async def fold(deltas: AsyncGenerator[Delta], num_choices: int = 1) -> list[Delta]:
+    """Each choice's deltas added up, in the order of their index: an answer in one piece.
 
-    Raises: BackendError, also when the stream ends without a finish reason.
+    Raises: BackendError, also when a choice has no finish reason at the end.
     """
     pile: list[Delta] = []
     async with aclosing(deltas):
         async for delta in deltas:
             _put(pile, delta)
-    total = add_up(pile)
-    if "finish_reason" not in total:
+    totals = {total.get("index", 0): total for total in by_choice(pile)}
+    answer = [totals.get(index, {}) for index in range(num_choices)]
+    if not all("finish_reason" in total for total in answer):
         raise unfinished()
-    return total
+    return answer
 
 
 def unfinished() -> BackendError:
@@ -97,7 +166,7 @@ def unfinished() -> BackendError:
 
 
 async def merged(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
-    """The same answer in as few deltas as the reader needs: what has queued up comes as one.
+    """The same answer in as few deltas as the reader needs: what queued up of a choice is one.
 
     A client that reads slowly thus costs the text it has not read and no more, and the backend is
     never held up by it. Closing this generator closes `deltas`.
@@ -108,7 +177,8 @@ async def merged(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
     pump = asyncio.create_task(inbox.fill(deltas))
     try:
         while pile := await inbox.take():
-            yield pile[0] if len(pile) == 1 else add_up(pile)
+            for delta in by_choice(pile):
+                yield delta
         await pump  # raises what the backend raised
     finally:
         pump.cancel()
@@ -186,4 +256,4 @@ class _Inbox:
 def _put(pile: list[Delta], delta: Delta) -> None:
     pile.append(delta)
     if len(pile) >= _PILE_LIMIT:
-        pile[:] = [add_up(pile)]
+        pile[:] = by_choice(pile)

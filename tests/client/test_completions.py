@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from fakes.echo import logprob_of, token_id_of
+from nereid_client.logprobs import joined
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +22,7 @@ async def test_a_string_gives_one_choice(complete):
     assert body["object"] == "text_completion"
     assert [choice["text"] for choice in body["choices"]] == ["one two"]
     assert body["choices"][0]["finish_reason"] == "stop"
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    assert body["usage"]["total_tokens"] == 4
 
 
 async def test_the_text_is_the_raw_one_markup_and_all(complete):
@@ -65,6 +67,117 @@ async def test_echo_puts_the_prompt_before_the_answer(complete, chunks_of):
 async def test_echo_of_token_ids_is_refused(complete):
     error = (await complete([1], echo=True)).json()["error"]
     assert error["param"] == "echo"
+
+
+async def test_n_choices_of_each_prompt_follow_one_another(complete, backend):
+    body = (await complete(["a b", "c"], n=2)).json()
+    assert [choice["text"] for choice in body["choices"]] == ["a b", "a b #1", "c", "c #1"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"]["prompt_tokens"] == 2 + 1
+    assert body["usage"]["completion_tokens"] == 2 + 3 + 1 + 2
+    assert len(backend.generations) == 2
+
+
+async def test_n_choices_of_each_prompt_are_streamed_with_their_index(complete, chunks_of):
+    chunks = chunks_of(await complete(["a b", "c"], n=2, stream=True))
+    texts = [""] * 4
+    ends = []
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        if choice["finish_reason"]:
+            ends.append(choice["index"])
+    assert texts == ["a b", "a b #1", "c", "c #1"]
+    assert sorted(ends) == [0, 1, 2, 3]
+
+
+async def test_best_of_gives_the_likeliest_tokens_on_average_first(complete, backend):
+    body = (await complete("a", n=3, best_of=5)).json()
+    assert json.loads(backend.generations[0].sampling_parameters)["n"] == 5
+    ranked = sorted(range(5), key=logprob_of, reverse=True)
+    assert ranked != list(range(5))
+    assert [choice["text"] for choice in body["choices"]] == [
+        "a" + (f" #{index}" if index else "") for index in ranked[:3]
+    ]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert body["usage"]["completion_tokens"] == 1 + 4 * 2  # what was generated, shown or not
+
+
+async def test_best_of_as_many_as_n_keeps_their_order(complete):
+    body = (await complete("a", n=3, best_of=3)).json()
+    assert [choice["text"] for choice in body["choices"]] == ["a", "a #1", "a #2"]
+
+
+async def test_logprobs_have_openais_lists(complete):
+    body = (await complete("één two", logprobs=1)).json()
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["één ", "two"],
+        "token_logprobs": [-0.1, -0.1],
+        "top_logprobs": [{"één ": -0.1}, {"two": -0.1}],
+        "text_offset": [0, 4],
+    }
+    body = (await complete("one", logprobs=2)).json()
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"one": -0.1, "o1": -1.0}]
+    body = (await complete("one", logprobs=0)).json()
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"one": -0.1}]
+
+
+async def test_logprobs_are_streamed_once_with_offsets_in_the_whole_text(complete, chunks_of):
+    prompt, fields = "a <hold>b c d</hold> e", {"logprobs": 1, "n": 2}
+    whole = [choice["logprobs"] for choice in (await complete(prompt, **fields)).json()["choices"]]
+    parts = [[], []]
+    for chunk in chunks_of(await complete(prompt, stream=True, **fields)):
+        (choice,) = chunk["choices"]
+        if choice["logprobs"]:
+            parts[choice["index"]].append(choice["logprobs"])
+    assert [joined(part) for part in parts] == whole
+    assert whole[0]["text_offset"] == [0, 2, 4, 6, 7]
+
+
+async def test_echo_with_logprobs_scores_the_prompt_too(complete, backend):
+    body = (await complete("one two", echo=True, logprobs=1, n=2)).json()
+    first, second = body["choices"]
+    assert first["text"] == "one twoone two"
+    assert first["logprobs"]["tokens"] == ["one ", "two", "one ", "two"]
+    assert first["logprobs"]["token_logprobs"] == [None, -0.5, -0.1, -0.1]
+    assert first["logprobs"]["top_logprobs"][:2] == [None, {"two": -0.5}]
+    assert first["logprobs"]["text_offset"] == [0, 4, 7, 11]
+    assert second["logprobs"]["token_logprobs"][:2] == [None, -0.5]
+    assert second["logprobs"]["text_offset"] == [0, 4, 7, 11, 15]
+    assert "token_ids" not in first
+    assert "prompt_logprobs" not in first
+
+
+async def test_no_tokens_with_echo_score_a_prompt(complete, backend):
+    body = (await complete("one two three", echo=True, logprobs=1, max_tokens=0)).json()
+    choice = body["choices"][0]
+    assert choice["text"] == "one two three"
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    assert choice["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 0
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] == 3
+    assert json.loads(backend.generations[0].sampling_parameters)["max_tokens"] == 1
+
+
+async def test_prompt_logprobs_and_token_ids_stand_in_each_choice(complete, chunks_of):
+    ids = [token_id_of("one "), token_id_of("two")]
+    body = (await complete("one two", prompt_logprobs=0, return_token_ids=True, n=2)).json()
+    for choice in body["choices"]:
+        assert choice["prompt_token_ids"] == ids
+        assert choice["token_ids"][:1] == ids[:1]
+        assert choice["prompt_logprobs"][0] is None
+        assert choice["prompt_logprobs"][1][str(ids[1])]["rank"] == 1
+    chunks = chunks_of(await complete("one two", return_token_ids=True, stream=True))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [token for choice in choices for token in choice.get("token_ids", ())] == ids
+    assert choices[0]["prompt_token_ids"] == ids
+
+
+async def test_tokens_of_completions_may_be_written_as_their_ids(complete):
+    body = (await complete("one", logprobs=1, return_tokens_as_token_ids=True)).json()
+    name = f"token_id:{token_id_of('one')}"
+    assert body["choices"][0]["logprobs"]["tokens"] == [name]
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [{name: -0.1}]
 
 
 async def test_sixteen_tokens_are_the_default_limit(complete):
@@ -123,20 +236,3 @@ async def test_too_many_prompts_are_refused_with_the_limit(connect):
         response = await client.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     message = response.json()["error"]["message"]
     assert message == "prompt: 3 prompts in one request; the limit is 2 (max_prompts)"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("suffix", "end"),
-        ("best_of", 2),
-        ("n", 3),
-        ("logprobs", 1),
-        ("response_format", {"type": "json_object"}),
-    ],
-)
-async def test_what_is_not_offered_is_refused_by_name(complete, field, value):
-    response = await complete("a", **{field: value})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == field
-    assert response.json()["error"]["message"].startswith(f"{field}: ")

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from nereid_client.deltas import add_up, fold, interleaved, merged
+from nereid_client.deltas import add_up, by_choice, fold, interleaved, merged
 from nereid_client.errors import BackendError
 
 pytestmark = pytest.mark.anyio
@@ -62,9 +62,60 @@ def test_adding_up_changes_none_of_its_deltas():
     assert first == {"tool_calls": [{"index": 0, "id": "c", "arguments": "a"}]}
 
 
+def test_lists_of_tokens_are_appended_and_what_is_known_of_the_prompt_stays():
+    entry = {"token": "a", "token_id": 1, "logprob": -1.0, "bytes": [97], "top_logprobs": []}
+    total = add_up(
+        [
+            {"prompt_token_ids": [7], "prompt_logprobs": [None], "token_ids": [1]},
+            {"logprobs": [entry], "token_ids": []},
+            {"logprobs": [entry, entry], "token_ids": [2, 3], "cumulative_logprob": -3.0},
+        ]
+    )
+    assert total == {
+        "prompt_token_ids": [7],
+        "prompt_logprobs": [None],
+        "logprobs": [entry] * 3,
+        "token_ids": [1, 2, 3],
+        "cumulative_logprob": -3.0,
+    }
+
+
+def test_deltas_of_several_choices_are_added_up_apart():
+    deltas = [{"content": "a"}, {"index": 1, "content": "x"}, {"content": "b"}]
+    assert by_choice(deltas) == [{"content": "ab"}, {"index": 1, "content": "x"}]
+
+
+async def test_folding_gives_every_choice_in_order():
+    items = []
+    for n in range(500):
+        items += [{"index": 1, "content": f"x{n}"}, {"content": f"a{n}"}]
+    ends = [{"index": index, "finish_reason": "stop"} for index in (1, 0)]
+    first, second = await fold(source(*items, *ends), num_choices=2)
+    assert first["content"] == "".join(f"a{n}" for n in range(500))
+    assert second["content"] == "".join(f"x{n}" for n in range(500))
+
+
+async def test_folding_misses_a_choice_that_has_no_reason():
+    with pytest.raises(BackendError, match="without a finish reason"):
+        await fold(source({"finish_reason": "stop"}), num_choices=2)
+
+
+async def test_a_slow_reader_gets_one_delta_a_choice():
+    items = [{"index": n % 3, "content": str(n)} for n in range(999)]
+    deltas = merged(source(*items))
+    got = ["", "", ""]
+    count = 0
+    async for delta in deltas:
+        got[delta["index"]] += delta["content"]
+        count += 1
+        await asyncio.sleep(0.01)
+    assert got == ["".join(str(n) for n in range(index, 999, 3)) for index in range(3)]
+    assert count < 15
+
+
 async def test_folding_thousands_of_deltas_keeps_every_one():
     items = [{"content": f"{n} "} for n in range(3000)]
-    total = await fold(source(*items, {"finish_reason": "stop"}))
+    (total,) = await fold(source(*items, {"finish_reason": "stop"}))
     assert total["content"] == "".join(f"{n} " for n in range(3000))
 
 

@@ -4,6 +4,7 @@ import json
 import socket
 
 import openai
+import pydantic
 import pytest
 from fakes.fake_backend import FakeBackend
 from fakes.live_frontend import live_frontend, wait_for
@@ -102,6 +103,113 @@ def test_openai_client_streams_and_collects_tool_calls(client):
     assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"a": 1})
     assert final.choices[0].message.content == "yes"
     assert final.choices[0].finish_reason == "tool_calls"
+
+
+def test_openai_client_parses_choices_with_logprobs(client):
+    answer = client.chat.completions.create(
+        model="echo",
+        messages=[{"role": "user", "content": "one two"}],
+        n=3,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert [choice.message.content for choice in answer.choices] == [
+        "one two",
+        "one two #1",
+        "one two #2",
+    ]
+    for choice in answer.choices:
+        tokens = choice.logprobs.content
+        assert "".join(token.token for token in tokens) == choice.message.content
+        assert [len(token.top_logprobs) for token in tokens] == [2] * len(tokens)
+        assert bytes(tokens[0].bytes).decode() == "one "
+    assert answer.usage.prompt_tokens == 2
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_openai_client_collects_streamed_choices_with_logprobs(client):
+    prompt = "one <hold>two three</hold> <pause 0.01>four"
+    with client.chat.completions.stream(
+        model="echo",
+        messages=[{"role": "user", "content": prompt}],
+        n=3,
+        logprobs=True,
+        top_logprobs=1,
+        stream_options={"include_usage": True},
+    ) as stream:
+        final = stream.get_final_completion()
+    assert [choice.message.content for choice in final.choices] == [
+        "one two three four",
+        "one two three four #1",
+        "one two three four #2",
+    ]
+    for choice in final.choices:
+        tokens = [token.token for token in choice.logprobs.content]
+        assert "".join(tokens) == choice.message.content
+        assert choice.finish_reason == "stop"
+    assert final.usage.completion_tokens == sum(
+        len(choice.logprobs.content) for choice in final.choices
+    )
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+def test_openai_client_parses_a_schemas_object(client, backend):
+    answer = client.chat.completions.parse(
+        model="echo",
+        messages=[{"role": "user", "content": '{"name": "Ada", "age": 36}'}],
+        response_format=Person,
+    )
+    assert answer.choices[0].message.parsed == Person(name="Ada", age=36)
+    passed = json.loads(backend.generations[-1].chat_request)["response_format"]
+    assert passed["json_schema"]["strict"] is True
+    assert passed["json_schema"]["schema"]["required"] == ["name", "age"]
+
+
+def test_openai_client_parses_a_tools_arguments(client, backend):
+    prompt = '<tool_call>{"name": "Person", "arguments": {"name": "Ada", "age": 36}}</tool_call>'
+    answer = client.chat.completions.parse(
+        model="echo",
+        messages=[{"role": "user", "content": prompt}],
+        tools=[openai.pydantic_function_tool(Person)],
+        tool_choice={"type": "function", "function": {"name": "Person"}},
+    )
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.parsed_arguments == Person(name="Ada", age=36)
+    passed = json.loads(backend.generations[-1].chat_request)
+    assert passed["tools"][0]["function"]["strict"] is True
+
+
+def test_openai_client_parses_completions_with_logprobs(client):
+    answer = client.completions.create(
+        model="echo", prompt=["one two", "three"], n=2, best_of=3, logprobs=2
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice in answer.choices:
+        scores = choice.logprobs
+        assert "".join(scores.tokens) == choice.text
+        ends = [*scores.text_offset[1:], len(choice.text)]
+        pieces = [
+            choice.text[begin:end] for begin, end in zip(scores.text_offset, ends, strict=True)
+        ]
+        assert pieces == scores.tokens
+        assert len(scores.token_logprobs) == len(scores.top_logprobs) == len(pieces)
+
+
+def test_openai_client_streams_completions_with_logprobs(client):
+    texts, tokens = ["", ""], [[], []]
+    for chunk in client.completions.create(
+        model="echo", prompt="one <hold>two three</hold> four", n=2, logprobs=0, stream=True
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.tokens if choice.logprobs else []
+    assert texts == ["one two three four", "one two three four #1"]
+    assert ["".join(words) for words in tokens] == texts
 
 
 def test_openai_client_completes_and_lists_models(client):

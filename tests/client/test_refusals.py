@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from nereid_client.protocol.refused import REFUSED, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
 
 pytestmark = pytest.mark.anyio
 
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 def error_of(response, status):
@@ -30,7 +32,23 @@ def error_of(response, status):
         ("top_p", 0, "top_p: must be greater than 0, got 0"),
         ("top_k", -2, "top_k: must be greater than or equal to -1, got -2"),
         ("seed", 2**63, "seed: must be less than 9223372036854775808"),
-        ("n", 2, "n: must be 1, got 2: one choice per request is the limit here"),
+        ("n", 0, "n: must be greater than or equal to 1, got 0"),
+        ("n", 65, "n: must be less than or equal to 64, got 65"),
+        ("top_logprobs", 21, "top_logprobs: must be less than or equal to 20, got 21"),
+        ("top_logprobs", 2, "top_logprobs: only with logprobs true"),
+        ("logprobs", 3, "logprobs: must be a valid boolean, got 3"),
+        ("prompt_logprobs", -1, "prompt_logprobs: must be greater than or equal to 0, got -1"),
+        ("logit_bias", {"x": 1}, 'logit_bias: keys are token ids, got "x"'),
+        ("logit_bias", {"5": 101}, "logit_bias: must be between -100 and 100, got 101.0 for"),
+        ("response_format", {"type": "xml"}, "response_format: type must be one of text, json_obj"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            "response_format: json_schema.schema must be a JSON schema, got null",
+        ),
+        ("parallel_tool_calls", "no", 'parallel_tool_calls: must be a valid boolean, got "no"'),
+        ("tool_choice", "sometimes", 'tool_choice: "sometimes" needs tools, and there are none'),
+        ("request_id", "a b", "request_id: must"),
         ("messages", [], "messages: must have at least 1 item, got 0"),
         ("messages", "hi", 'messages: must be a valid list, got "hi"'),
         ("messages", [{"content": "hi"}], "messages[0].role: is required"),
@@ -41,7 +59,6 @@ def error_of(response, status):
         ),
         ("stop", 5, "stop: must be a valid string or be a valid list, got 5"),
         ("stream_options", {}, "stream_options: only allowed when stream is true"),
-        ("logprobs", True, "logprobs: log-probabilities are not available here"),
     ],
 )
 async def test_a_bad_field_is_named_with_its_value_and_limit(post, field, value, message):
@@ -50,6 +67,86 @@ async def test_a_bad_field_is_named_with_its_value_and_limit(post, field, value,
     assert error["message"].startswith(message)
     assert error["type"] == "invalid_request_error"
     assert error["param"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "always",
+        {"type": "function"},
+        {"type": "function", "function": {"name": ""}},
+        {"type": "custom", "custom": {"name": "f"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "maybe", "tools": [TOOL]}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+        {"type": "allowed_tools"},
+    ],
+)
+async def test_a_tool_choice_of_another_form_is_refused(post, choice):
+    response = await post("/v1/chat/completions", messages=HELLO, tools=[TOOL], tool_choice=choice)
+    assert error_of(response, 400)["message"].startswith("tool_choice: must be none, auto")
+
+
+NAMED = {"type": "function", "function": {"name": "g"}}
+ALLOWED = {"mode": "required", "tools": [NAMED]}
+
+
+@pytest.mark.parametrize("choice", [NAMED, {"type": "allowed_tools", "allowed_tools": ALLOWED}])
+async def test_a_tool_choice_must_be_among_the_tools(post, choice):
+    response = await post("/v1/chat/completions", messages=HELLO, tools=[TOOL], tool_choice=choice)
+    message = error_of(response, 400)["message"]
+    assert message == 'tool_choice: "g" is not among the tools ["f"]'
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_IN_CHAT])
+async def test_what_chat_does_not_offer_is_refused_by_name(post, name):
+    refusal = {**REFUSED, **REFUSED_IN_CHAT}[name]
+    response = await post("/v1/chat/completions", messages=HELLO, **{name: "something"})
+    error = error_of(response, 400)
+    assert error["param"] == name
+    assert error["message"] == f'{name}: {refusal.reason}; got "something", leave it out'
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_IN_COMPLETIONS])
+async def test_what_completions_do_not_offer_is_refused_by_name(post, name):
+    refusal = {**REFUSED, **REFUSED_IN_COMPLETIONS}[name]
+    response = await post("/v1/completions", prompt="a", **{name: "something"})
+    error = error_of(response, 400)
+    assert error["param"] == name
+    assert error["message"] == f'{name}: {refusal.reason}; got "something", leave it out'
+
+
+async def test_values_that_ask_for_nothing_are_no_fault(post):
+    quiet = {
+        name: refusal.harmless[0] if refusal.harmless else None
+        for name, refusal in {**REFUSED, **REFUSED_IN_CHAT}.items()
+    }
+    response = await post("/v1/chat/completions", messages=HELLO, **quiet)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_prompt_logprobs_are_not_streamed(post, path):
+    response = await post(path, messages=HELLO, prompt="a", prompt_logprobs=1, stream=True)
+    assert error_of(response, 400)["message"].startswith("prompt_logprobs: only without stream")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"best_of": 2, "n": 3}, "best_of: must be at least n (3), got 2"),
+        ({"best_of": 2, "stream": True}, "best_of: only without stream"),
+        ({"best_of": 65}, "best_of: must be less than or equal to 64, got 65"),
+        ({"logprobs": 21}, "logprobs: must be less than or equal to 20, got 21"),
+        ({"logprobs": True}, "logprobs: must be a valid integer, got true"),
+        ({"max_tokens": 0}, "max_tokens: must be at least 1, got 0"),
+        ({"max_tokens": 0, "echo": True, "stream": True}, "max_tokens: must be at least 1, got 0"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo: with logprobs only without stream"),
+    ],
+)
+async def test_a_completion_that_cannot_be_is_refused_with_the_reason(post, fields, message):
+    error = error_of(await post("/v1/completions", prompt="a", **fields), 400)
+    assert error["message"].startswith(message)
+    assert error["param"] == message.partition(":")[0]
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,24 @@ async def test_every_kind_of_prompt_arrives(backend):
     assert [delta.get("text") for delta in deltas] == ["één ", "två", None]
     assert deltas[-1]["finish_reason"] == "stop"
     ids = Generation("request", input_ids=(7, 8))
-    assert (await fold(backend.generate(ids)))["content"] == "7 8"
+    (answer,) = await fold(backend.generate(ids))
+    assert answer["content"] == "7 8"
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
     chat = Generation("request", chat_request=body)
-    assert (await fold(backend.generate(chat)))["content"] == "hi"
+    (answer,) = await fold(backend.generate(chat))
+    assert answer["content"] == "hi"
+
+
+async def test_a_response_may_carry_several_choices(backend):
+    deltas = await collect(
+        backend, "a b", sampling_parameters='{"n": 3}', with_text=True, num_choices=3
+    )
+    texts = ["", "", ""]
+    for delta in deltas:
+        texts[delta.get("index", 0)] += delta.get("text", "")
+    assert texts == ["a b", "a b #1", "a b #2"]
+    assert [delta["index"] for delta in deltas[1:3]] == [1, 2]  # of the first response
+    assert sum("finish_reason" in delta for delta in deltas) == 3
 
 
 async def test_sampling_parameters_arrive_and_raw_text_comes_only_when_asked_for(backend):

@@ -36,6 +36,7 @@ class FakeBackend:
         self.active.add(generation.request_id)
         self.most_active = max(self.most_active, len(self.active))
         ended = False
+        running = generation.num_choices
         try:
             for step in echo(
                 text_input=generation.text_input,
@@ -50,10 +51,12 @@ class FakeBackend:
                     await asyncio.sleep(step.seconds)
                     continue
                 await asyncio.sleep(0)
-                if not generation.with_text:
-                    step = {key: value for key, value in step.items() if key != "text"}
-                ended = "finish_reason" in step
-                yield step  # type: ignore[misc]
+                for delta in step:
+                    if not generation.with_text:
+                        delta = {key: value for key, value in delta.items() if key != "text"}
+                    running -= "finish_reason" in delta
+                    ended = running == 0
+                    yield delta  # type: ignore[misc]
             ended = True
         finally:
             self.active.discard(generation.request_id)

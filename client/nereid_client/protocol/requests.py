@@ -4,13 +4,30 @@ Fields that are not listed here are kept and passed on. Limits are those of the 
 reference; `top_k`, `min_p`, `min_tokens` and the like are vLLM's and SGLang's additions to it.
 """
 
-from typing import Annotated, Any, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from nereid_client.errors import shown
+from nereid_client.protocol.constraints import (
+    check_logit_bias,
+    check_response_format,
+    check_tool_choice,
+)
+from nereid_client.protocol.refused import (
+    REFUSED,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    Refusal,
+    refuse,
+)
 
 Prompt = str | tuple[int, ...]
+
+MAX_CHOICES = 64
+MAX_LOGPROBS = 20
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")]
 
 _INT64 = 2**63
 _MAX_TOKEN_ID = 2**31 - 1  # `input_ids` is INT32
@@ -29,11 +46,12 @@ class GenerationRequest(BaseModel):
     """What chat and plain completions have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+    refused: ClassVar[tuple[Mapping[str, Refusal], ...]] = ()
 
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     max_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -43,24 +61,71 @@ class GenerationRequest(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: RequestId | None = None
+    rid: RequestId | None = None
     user: str | None = None
 
-    @field_validator("n")
+    @field_validator("logit_bias")
     @classmethod
-    def _one_choice(cls, value: int | None) -> int | None:
-        if value not in (None, 1):
-            raise ValueError(f"must be 1, got {value}: one choice per request is the limit here")
+    def _biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        check_logit_bias(value or {})
         return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _known_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            check_response_format(value)
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_refused(cls, body: dict[str, Any]) -> dict[str, Any]:
+        refuse(body, REFUSED, *cls.refused)
+        return body
+
+    @model_validator(mode="after")
+    def _no_stream_of_prompt_logprobs(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: only without stream; they are there at once")
+        return self
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
         return self
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt."""
+        return self.n or 1
+
+    @property
+    def given_id(self) -> str | None:
+        """The request id in the body: vLLM's name of the field, or SGLang's."""
+        return self.request_id or self.rid
 
     @property
     def include_usage(self) -> bool:
@@ -87,89 +152,124 @@ class ChatMessage(BaseModel):
 class ChatCompletionRequest(GenerationRequest):
     """The body of `POST /v1/chat/completions`."""
 
+    refused = (REFUSED_IN_CHAT,)
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
 
-    @field_validator("logprobs")
-    @classmethod
-    def _no_logprobs(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("log-probabilities are not available here; leave it out")
-        return value
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs true")
+        return self
+
+    @model_validator(mode="after")
+    def _known_tool_choice(self) -> Self:
+        if self.tool_choice is not None:
+            check_tool_choice(self.tool_choice, self.tools or ())
+        return self
+
+    def passed_on(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The body as the tokenizer step gets it: without nulls, which mean "not given"."""
+        return {name: value for name, value in body.items() if value is not None}
 
 
 class CompletionRequest(GenerationRequest):
     """The body of `POST /v1/completions`."""
 
+    refused = (REFUSED_IN_COMPLETIONS,)
+
     # OpenAI's default. A prompt without a chat template often has no natural end.
-    max_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = 16
     prompt: Any = Field(...)
     echo: bool | None = False
-    suffix: str | None = None
-    best_of: int | None = None
-    logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @field_validator("prompt")
     @classmethod
     def _known_kind_of_prompt(cls, value: object) -> tuple[Prompt, ...]:
         return _prompts(value)
 
-    @field_validator("response_format")
-    @classmethod
-    def _only_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None and value.get("type") != "text":
-            raise ValueError(f"must be {{'type': 'text'}} for completions, got {shown(value)}")
-        return value
-
-    @field_validator("suffix")
-    @classmethod
-    def _no_suffix(cls, value: str | None) -> str | None:
-        if value:
-            raise ValueError("filling in the middle is not available here; leave suffix out")
-        return value
-
-    @field_validator("best_of")
-    @classmethod
-    def _no_best_of(cls, value: int | None) -> int | None:
-        if value not in (None, 1):
-            raise ValueError(f"must be 1, got {value}: one choice per prompt is the limit here")
-        return value
-
-    @field_validator("logprobs")
-    @classmethod
-    def _no_logprobs(cls, value: int | None) -> int | None:
-        if value is not None:
-            raise ValueError("log-probabilities are not available here; leave it out")
-        return value
+    @model_validator(mode="after")
+    def _best_of_more(self) -> Self:
+        if self.best_of is None:
+            return self
+        if self.best_of < self.num_choices:
+            raise ValueError(f"best_of: must be at least n ({self.n}), got {self.best_of}")
+        if self.stream and self.best_of > self.num_choices:
+            raise ValueError("best_of: only without stream; which is best shows at the end")
+        return self
 
     @model_validator(mode="after")
-    def _echo_needs_text(self) -> Self:
-        if self.echo and not all(isinstance(prompt, str) for prompt in self.prompt):
+    def _echo_of_what_is_known(self) -> Self:
+        if self.max_tokens == 0 and (not self.echo or self.stream):
+            raise ValueError(
+                "max_tokens: must be at least 1, got 0; 0 is for scoring a prompt, with echo and "
+                "without stream"
+            )
+        if not self.echo:
+            return self
+        if not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("echo: needs the prompt as text, got token ids")
+        if self.stream and self.logprobs is not None:
+            raise ValueError("echo: with logprobs only without stream")
         return self
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether nothing is to be generated."""
+        return self.max_tokens == 0
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the prompt's tokens come with log-probabilities as the answer's do."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to generate for each prompt."""
+        return max(self.best_of or 1, self.num_choices)
 
     def sampling_parameters(self) -> dict[str, Any]:
         """What the ensemble's `sampling_parameters` gets: the fields that say how to sample."""
         given = self.model_dump(exclude_none=True)
-        return {name: value for name, value in given.items() if name in _SAMPLING_FIELDS}
+        fields = {name: value for name, value in given.items() if name in SAMPLING_FIELDS}
+        fields.pop("n", None)
+        if self.num_answers > 1:
+            fields["n"] = self.num_answers
+        if self.only_prompt:  # the engine scores prompts on the way to a first token
+            fields["max_tokens"] = 1
+        if self.echoes_logprobs:
+            fields["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
+            fields["return_token_ids"] = True
+        return fields
 
 
-# Names of vLLM's SamplingParams that a completion body may hold.
-_SAMPLING_FIELDS = frozenset(
+SAMPLING_FIELDS = frozenset(
     {
-        *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+        *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
         *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "bad_words"),
         *("allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
-        "structured_outputs",
+        *("logprobs", "prompt_logprobs", "return_token_ids", "priority", "cache_salt"),
+        *("response_format", "structured_outputs", "regex", "ebnf", "no_stop_trim"),
+        *("truncate_prompt_tokens", "thinking_token_budget"),
     }
 )
+"""Fields of a completion body that go on to the ensemble; docs/request-fields.md has them all."""
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:

@@ -1,7 +1,6 @@
 """POST /v1/completions."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import APIRouter, Request, Response
@@ -9,15 +8,14 @@ from fastapi.responses import JSONResponse
 
 from nereid_client import sse
 from nereid_client.backends import Backend, Generation
-from nereid_client.chat_stream import Reply
-from nereid_client.completion_stream import completion, completion_events
+from nereid_client.completion_stream import Wishes, completion, completion_events
 from nereid_client.context import (
     check_unicode,
     context_of,
     dump,
     engine_request_id,
     read_body,
-    request_id_of,
+    reply_of,
     validate,
 )
 from nereid_client.deltas import Delta, fold, interleaved, merged
@@ -35,21 +33,25 @@ async def completions(request: Request) -> Response:
     context.check_model(body.model)
     _check_number(body.prompt, context.settings.max_prompts)
     generations = _generations(body, engine_request_id(request))
-    echoes = [prompt if body.echo else "" for prompt in body.prompt]
-    reply = Reply(
-        id=f"cmpl-{request_id_of(request)}",
-        model=context.settings.model_name,
-        created=int(time.time()),
-        include_usage=body.include_usage,
-        continuous_usage=body.continuous_usage,
-    )
+    reply = reply_of(request, body, "cmpl")
+    wishes = _wishes(body)
     if not body.stream:
         work = _all(context.backend, generations)
-        totals = await sse.unless_disconnected(request.receive, work)
-        return JSONResponse(completion(reply, echoes, totals))
+        answers = await sse.unless_disconnected(request.receive, work)
+        return JSONResponse(completion(reply, wishes, answers))
     deltas = _stream(context.backend, generations)
     first = await sse.first_of(request, deltas)
-    return sse.EventStream(completion_events(reply, echoes, first, deltas), source=deltas)
+    return sse.EventStream(completion_events(reply, wishes, first, deltas), source=deltas)
+
+
+def _wishes(body: CompletionRequest) -> Wishes:
+    return Wishes(
+        echoes=[prompt if body.echo else "" for prompt in body.prompt],
+        logprobs=body.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
+        only_prompt=body.only_prompt,
+    )
 
 
 def _check_number(prompts: Sequence[Prompt], limit: int) -> None:
@@ -75,6 +77,7 @@ def _generations(body: CompletionRequest, request_id: str) -> list[Generation]:
                 input_ids=None if is_text else prompt,
                 sampling_parameters=sampling_parameters,
                 with_text=True,
+                num_choices=body.num_answers,
             )
         )
     return generations
@@ -86,9 +89,12 @@ def _stream(
     return interleaved([merged(backend.generate(generation)) for generation in generations])
 
 
-async def _all(backend: Backend, generations: Sequence[Generation]) -> list[Delta]:
-    """Every answer, or the first error, which ends the other calls."""
-    calls = [asyncio.ensure_future(fold(backend.generate(call))) for call in generations]
+async def _all(backend: Backend, generations: Sequence[Generation]) -> list[list[Delta]]:
+    """Every prompt's answers, or the first error, which ends the other calls."""
+    calls = [
+        asyncio.ensure_future(fold(backend.generate(call), call.num_choices))
+        for call in generations
+    ]
     try:
         return await asyncio.gather(*calls)
     finally:

@@ -80,11 +80,13 @@ def inputs_of(request):
     return values
 
 
-def response_of(step):
-    text = step.pop("text", "")
+def response_of(deltas):
+    texts = [delta.pop("text", "").encode() for delta in deltas]
     return pb_utils.InferenceResponse(
         [
-            pb_utils.Tensor("text_output", np.array([text.encode()], dtype=object)),
-            pb_utils.Tensor("delta", np.array([json.dumps(step).encode()], dtype=object)),
+            pb_utils.Tensor("text_output", np.array(texts, dtype=object)),
+            pb_utils.Tensor(
+                "delta", np.array([json.dumps(d).encode() for d in deltas], dtype=object)
+            ),
         ]
     )

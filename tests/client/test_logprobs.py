@@ -1,0 +1,91 @@
+"""Where tokens stand in the text of a text completion."""
+
+import pytest
+from nereid_client.logprobs import CompletionLogprobs, joined
+
+
+def entry(token, raw=None):
+    raw = token.encode() if raw is None else raw
+    return {
+        "token": token,
+        "token_id": 1,
+        "logprob": -1.0,
+        "rank": 1,
+        "bytes": list(raw),
+        "top_logprobs": [],
+    }
+
+
+def offsets(text, entries, **options):
+    part = CompletionLogprobs(**options).add(text, entries, is_last=True)
+    return part["text_offset"]
+
+
+def test_tokens_follow_one_another():
+    assert offsets("Hello world", [entry("Hello"), entry(" world")]) == [0, 5]
+
+
+def test_offsets_count_characters_not_bytes():
+    assert offsets("日本語", [entry("日本"), entry("語")]) == [0, 2]
+
+
+def test_tokens_that_share_a_character_stand_where_it_begins():
+    cat = "🐈".encode()
+    pieces = [entry("a"), entry("\ufffd", cat[:2]), entry("\ufffd", cat[2:]), entry("b")]
+    assert offsets("a🐈b", pieces) == [0, 1, 1, 2]
+
+
+def test_the_first_tokens_blank_may_be_missing_in_the_text():
+    assert offsets("Hello you", [entry(" Hello"), entry(" you")]) == [0, 5]
+
+
+def test_a_token_that_is_not_in_the_text_takes_no_room():
+    pieces = [entry("a"), entry("<|hidden|>"), entry(" b"), entry("</s>")]
+    assert offsets("a b", pieces) == [0, 1, 1, 3]
+
+
+def test_what_a_stop_string_cut_off_stands_at_the_end():
+    assert offsets("one ", [entry("one"), entry(" END"), entry(" more")]) == [0, 3, 3]
+
+
+def test_a_prompts_token_without_bytes_costs_the_next_ones_nothing():
+    scores = CompletionLogprobs(echo="ab🐈c")
+    tokens = ["a", "b", "\ufffd", "\ufffd", "c"]
+    facts = [
+        {str(n): {"logprob": -1.0, "rank": 1, "decoded_token": token}}
+        for n, token in enumerate(tokens)
+    ]
+    part = scores.prompt([0, 1, 2, 3, 4], [None, *facts[1:]])
+    assert part["text_offset"] == [0, 1, 2, 2, 3]
+    assert part["tokens"][0] == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "first"),
+    [
+        ("Hello world", [" world"], "Hello"),
+        ("Hello", ["Hello"], ""),  # a token in front that the text does not have
+        ("aaaa", ["aa"], "aa"),
+        ("one", [], "one"),
+        ("x 日y", [" ", "\ufffd", "y"], "x"),
+    ],
+)
+def test_the_prompts_first_token_is_what_comes_before_the_second(text, rest, first):
+    facts = [
+        {str(n): {"logprob": -1.0, "rank": 1, "decoded_token": token}}
+        for n, token in enumerate(rest, 1)
+    ]
+    ids = list(range(len(rest) + 1))
+    part = CompletionLogprobs(echo=text).prompt(ids, [None, *facts])
+    assert part["tokens"][0] == first
+    assert part["token_logprobs"] == [None, *[-1.0] * len(rest)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_text_that_comes_late_changes_no_offset(size):
+    text = "one two three four"
+    entries = [entry("one"), entry(" two"), entry(" three"), entry(" four")]
+    scores = CompletionLogprobs()
+    parts = [scores.add(text[n * size : (n + 1) * size], [entries[n]], False) for n in range(4)]
+    parts.append(scores.add(text[4 * size :], [], is_last=True))
+    assert joined(parts)["text_offset"] == [0, 3, 7, 13]

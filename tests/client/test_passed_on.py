@@ -1,0 +1,116 @@
+"""Fields that are the backend's to act on: they arrive there as they were sent."""
+
+import json
+
+import pytest
+from nereid_client.protocol.requests import SAMPLING_FIELDS
+
+pytestmark = pytest.mark.anyio
+
+PASSED_ON = {
+    "n": 2,
+    "max_tokens": 5,
+    "max_completion_tokens": 6,
+    "min_tokens": 1,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 4,
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": -1.5},
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["no"],
+    "seed": 7,
+    "stop": ["x"],
+    "stop_token_ids": [3],
+    "include_stop_str_in_output": True,
+    "no_stop_trim": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "ignore_eos": True,
+    "logprobs": True,
+    "top_logprobs": 20,
+    "prompt_logprobs": 3,
+    "tools": [{"type": "function", "function": {"name": "f", "strict": True}}],
+    "parallel_tool_calls": False,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    "structured_outputs": {"choice": ["a", "b"]},
+    "regex": "a+",
+    "ebnf": 'root ::= "a"',
+    "thinking_token_budget": 10,
+    "priority": -1,
+    "cache_salt": "mine",
+    "truncate_prompt_tokens": 9,
+    "return_token_ids": True,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "reasoning_effort": "low",
+    "separate_reasoning": False,
+    "custom_params": {"thinking_budget": 3},
+    "someday": [{"x": 2}],
+}
+
+
+@pytest.mark.parametrize("name", PASSED_ON)
+async def test_a_field_is_passed_on_as_it_is(chat, backend, name):
+    needed = {"logprobs": True} if name == "top_logprobs" else {}
+    response = await chat("hi", **{name: PASSED_ON[name]}, **needed)
+    assert response.status_code == 200, response.text
+    assert json.loads(backend.generations[0].chat_request)[name] == PASSED_ON[name]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": True}},
+        {"type": "structural_tag", "format": {"type": "any_text"}},
+        {"type": "structural_tag", "structures": [], "triggers": ["<f"]},
+    ],
+)
+async def test_every_response_format_is_passed_on(chat, backend, kind):
+    assert (await chat("hi", response_format=kind)).status_code == 200
+    assert json.loads(backend.generations[0].chat_request)["response_format"] == kind
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "none",
+        "auto",
+        "required",
+        FUNCTION,
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTION]}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [FUNCTION]}},
+    ],
+)
+async def test_every_tool_choice_is_passed_on(chat, backend, choice):
+    response = await chat("hi", tools=[FUNCTION], tool_choice=choice)
+    assert response.status_code == 200, response.text
+    assert json.loads(backend.generations[0].chat_request)["tool_choice"] == choice
+
+
+COMPLETION = {
+    name: value
+    for name, value in PASSED_ON.items()
+    if name in SAMPLING_FIELDS and name not in ("n", "logprobs")
+} | {"logprobs": 3}
+
+
+@pytest.mark.parametrize("name", COMPLETION)
+async def test_a_field_of_a_completion_is_passed_on_as_it_is(post, backend, name):
+    response = await post("/v1/completions", prompt="a", **{name: COMPLETION[name]})
+    assert response.status_code == 200, response.text
+    passed = json.loads(backend.generations[0].sampling_parameters)
+    assert passed == {"max_tokens": 16, name: COMPLETION[name]}
+
+
+def test_no_field_of_a_completion_is_left_untested():
+    assert {*COMPLETION, "n"} == SAMPLING_FIELDS

@@ -1,0 +1,390 @@
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from fakes.hashed_path import HashedPath
+from fakes.modular_guide import ModularGuide
+from nereid_backend import SamplingParams
+from nereid_backend.core.request import Request
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.errors import EngineError
+from nereid_backend.execution.runner import Runner
+from nereid_backend.execution.sampler import NOT_FINITE
+from scipy import stats
+
+VOCAB = 45
+EOS = 44
+
+
+def make_request(prompt=(1, 2, 3), row=0, seed=0, guide=False, **params):
+    request = Request(
+        "r",
+        list(prompt),
+        SamplingParams(**params),
+        max_total_tokens=999,
+        eos_token_ids=(EOS,),
+        seed=seed,
+    )
+    request.row = row
+    if guide:
+        request.guide = guide if guide is not True else ModularGuide(VOCAB)
+    return request
+
+
+def chunk_of(request, *, start=None, end=None, is_first=False, guesses=()):
+    """A chunk up to the last known token, or up to end, with guesses behind it."""
+    request.draft_token_ids = list(guesses)
+    known = len(request.token_ids)
+    start = request.num_computed_tokens if start is None else start
+    samples = end is None
+    count = (known if samples else end) - start + len(guesses)
+    return Chunk(request, start, count, samples, is_first, (1 + len(guesses)) if samples else 0)
+
+
+def run(runner, *chunks):
+    """One step, taken in as the scheduler does."""
+    result = runner.run(StepPlan(list(chunks), sum(chunk.num_tokens for chunk in chunks)))
+    for chunk, sampled in zip((c for c in chunks if c.samples), result.sampled, strict=True):
+        assert len(sampled.token_ids) == len(sampled.logprobs)
+        chunk.request.num_computed_tokens = len(chunk.request.token_ids)
+        chunk.request.token_ids += sampled.token_ids
+    return result
+
+
+def output_of(request):
+    return request.token_ids[request.num_prompt_tokens :]
+
+
+def answer_alone(request, num_tokens):
+    """A request's tokens when it has a runner for itself, one token a step."""
+    runner = Runner(HashedPath(VOCAB))
+    while len(output_of(request)) < num_tokens and EOS not in output_of(request):
+        run(runner, chunk_of(request))
+    return output_of(request)[:num_tokens]
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.0},
+    {"guide": True},
+    {"temperature": 1.7, "top_p": 0.8, "guide": True},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "presence_penalty": 1.0, "guide": True},
+    {"bad_words_token_ids": [[4, 5], [6], [7, 7, 8]], "min_tokens": 20, "guide": True},
+    {"logit_bias": {3: 2.0, 9: -4.0}, "top_k": 7, "min_p": 0.02, "logprobs": 2, "guide": True},
+    {"allowed_token_ids": list(range(0, VOCAB, 2)), "min_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_request_gets_the_same_tokens_whatever_companions_chunks_rows_and_guesses(seed):
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))] for _ in SETTINGS]
+    numbers = range(len(SETTINGS))
+    expected = [answer_alone(make_request(prompts[i], seed=i, **SETTINGS[i]), 30) for i in numbers]
+    assert len({tuple(tokens) for tokens in expected}) == len(SETTINGS)
+    runner = Runner(HashedPath(VOCAB))
+    requests = [make_request(prompts[i], row=i, seed=i, **SETTINGS[i]) for i in numbers]
+    num_right = 0
+    while active := [r for r in requests if len(output_of(r)) < 30 and EOS not in output_of(r)]:
+        chunks = []
+        for request in rng.sample(active, rng.randrange(1, len(active) + 1)):
+            chunk, guesses = _random_chunk(request, expected[requests.index(request)], rng)
+            chunks.append(chunk)
+            num_right += len(guesses)
+        if rng.random() < 0.1:
+            rows = rng.sample(range(20), len(requests))
+            for request, row in zip(requests, rows, strict=True):
+                request.row, request.num_computed_tokens = row, 0
+        run(runner, *chunks)
+    assert num_right > 50
+    assert [output_of(request)[:30] for request in requests] == expected
+
+
+def _random_chunk(request, answer, rng):
+    """A part of what is to compute, or all of it and some guesses, right ones and wrong ones."""
+    start, known = request.num_computed_tokens, len(request.token_ids)
+    if known - start > 1 and rng.random() < 0.3:
+        chunk = chunk_of(request, end=rng.randrange(start + 1, known))
+        request.num_computed_tokens += chunk.num_tokens
+        return chunk, []
+    coming = answer[len(output_of(request)) :]
+    guesses = coming[: rng.randrange(5)]
+    if guesses and rng.random() < 0.5:
+        guesses[rng.randrange(len(guesses))] = rng.randrange(VOCAB)
+    return chunk_of(request, guesses=guesses), guesses
+
+
+def test_right_guesses_are_kept_and_the_first_wrong_one_is_replaced():
+    answer = answer_alone(make_request(temperature=0.0), 6)
+    wrong = (answer[2] + 1) % VOCAB
+    for guesses, kept in ((answer[:4], 5), ([*answer[:2], wrong, answer[3]], 3), ([wrong], 1)):
+        request = make_request(temperature=0.0)
+        run(Runner(HashedPath(VOCAB)), chunk_of(request, guesses=guesses))
+        assert output_of(request) == answer[:kept]
+
+
+def test_guesses_leave_the_distribution_as_it_is():
+    """First and second token over many seeds, against their exact probabilities."""
+    vocab_size, count = 6, 6000
+    path = HashedPath(vocab_size, spread=1.0)
+    params = {"temperature": 1.2, "top_p": 0.9, "frequency_penalty": 0.4}
+    requests = [make_request((1, 2), row=i, seed=7 * i, **params) for i in range(count)]
+    first = int(path.logits_after([1, 2]).argmax())
+    guesses = [first, int(path.logits_after([1, 2, first]).argmax())]
+    run(Runner(path), *(chunk_of(request, guesses=guesses) for request in requests))
+    lengths = [len(output_of(request)) for request in requests]
+    assert all(lengths.count(length) > 100 for length in (1, 2, 3))
+    for request in requests:  # those whose first guess was wrong have one token so far
+        request.draft_token_ids = []
+    runner = Runner(path)
+    short = [request for request in requests if len(output_of(request)) == 1]
+    run(runner, *(chunk_of(request, start=2) for request in short))
+    seen = np.zeros((vocab_size, vocab_size))
+    for request in requests:
+        first, second = output_of(request)[:2]
+        seen[first, second] += 1
+    expected = np.zeros((vocab_size, vocab_size))
+    for first, p in enumerate(_exact(path.logits_after([1, 2]), [], **params)):
+        behind = _exact(path.logits_after([1, 2, first]), [first], **params)
+        expected[first] = p * behind
+    assert (seen[expected == 0] == 0).all()
+    likely = expected * count > 5
+    assert likely.sum() > 12
+    seen, expected = seen[likely], expected[likely] * count
+    chi2 = ((seen - expected) ** 2 / expected).sum()
+    assert stats.chi2.sf(chi2, len(seen) - 1) > 1e-3
+
+
+def _exact(logits, output, *, temperature, top_p, frequency_penalty):
+    logits = logits.double().clone()
+    for token in output:
+        logits[token] -= frequency_penalty
+    probs = (logits / temperature).softmax(-1)
+    order = probs.argsort(descending=True)
+    reached = probs[order].cumsum(-1) - probs[order]
+    probs[order[reached >= top_p]] = 0
+    return (probs / probs.sum()).numpy()
+
+
+def test_a_stop_token_among_right_guesses_ends_the_answer_there():
+    request = make_request(temperature=0.0, logit_bias={EOS: 100})
+    run(Runner(HashedPath(VOCAB)), chunk_of(request, guesses=[EOS, EOS]))
+    assert output_of(request) == [EOS]
+
+
+def test_a_guide_limits_every_token_and_learns_what_was_chosen():
+    request = make_request(guide=True, seed=3)
+    answer = answer_alone(request, 200)
+    ModularGuide(VOCAB, tuple(t for t in answer if t != EOS))  # raises where one was not allowed
+    assert request.guide.accepted[: len(answer) - 1] == answer[:-1]
+    assert answer != answer_alone(make_request(seed=3), 200)
+
+
+def test_forced_tokens_come_with_the_token_that_forces_them():
+    request = make_request(temperature=0.0, guide=True, logit_bias={14: 100})
+    result = run(Runner(HashedPath(VOCAB)), chunk_of(request))
+    assert result.sampled[0].token_ids == [14, 8, 9, 10]
+    assert result.sampled[0].logprobs[1:] == [0.0, 0.0, 0.0]
+    assert request.guide.accepted == [14, 8, 9, 10]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"logprobs": 0}, {"allowed_token_ids": [8, 9, 10, 14]}, {"bad_words_token_ids": [[9, 9]]}],
+)
+def test_tokens_are_not_forced_where_the_model_must_be_asked(params):
+    request = make_request(temperature=0.0, guide=True, logit_bias={14: 100}, **params)
+    runner = Runner(HashedPath(VOCAB))
+    for length in range(1, 5):
+        run(runner, chunk_of(request))
+        assert len(output_of(request)) == length
+    assert output_of(request) == [14, 8, 9, 10]
+
+
+def test_forced_tokens_end_at_a_stop_token_and_wait_for_min_tokens():
+    for min_tokens, expected in ((0, [14, 8, 9]), (2, [14, 8, 9]), (3, [14, 8])):
+        request = make_request(
+            temperature=0.0,
+            guide=True,
+            logit_bias={14: 100},
+            stop_token_ids=[9],
+            min_tokens=min_tokens,
+        )
+        runner = Runner(HashedPath(VOCAB))
+        run(runner, chunk_of(request))
+        assert output_of(request) == expected
+    (sampled,) = run(runner, chunk_of(request)).sampled
+    assert "its grammar and min_tokens exclude all" in sampled.error
+
+
+def test_a_guide_and_allowed_tokens_that_contradict_each_other_end_the_request_by_name():
+    contradiction = make_request((4,), guide=ModularGuide(VOCAB, (7,)), allowed_token_ids=[3, 4])
+    other = make_request(row=1, guide=True)
+    path = HashedPath(VOCAB)
+    result = run(Runner(path), chunk_of(contradiction), chunk_of(other))
+    assert "its grammar and allowed_token_ids exclude all" in result.sampled[0].error
+    assert result.sampled[1].error is None
+    assert path.cleared == []
+
+
+class BrokenGuide(ModularGuide):
+    def __init__(self, where):
+        super().__init__(VOCAB)
+        self.where = where
+
+    def fill(self, row):
+        return self._fail("fill") or super().fill(row)
+
+    def accept(self, token_ids):
+        return self._fail("accept") or super().accept(token_ids)
+
+    def forced(self):
+        return self._fail("forced") or super().forced()
+
+    def _fail(self, where):
+        if getattr(self, "where", None) == where:
+            raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize("where", ["fill", "accept", "forced"])
+def test_a_guide_that_fails_ends_its_own_request_only(where):
+    requests = [make_request(row=0, guide=BrokenGuide(where)), make_request(row=1, guide=True)]
+    result = run(Runner(HashedPath(VOCAB)), *(chunk_of(request) for request in requests))
+    assert result.sampled[0].token_ids == []
+    assert "ZeroDivisionError: a bug" in result.sampled[0].error
+    assert result.sampled[1].error is None
+
+
+class BlindGuide(ModularGuide):
+    """Allows everything in its masks, but not when it is told."""
+
+    def fill(self, row):
+        return False
+
+    def accept(self, token_ids):
+        if token_ids:
+            raise EngineError("not allowed")
+
+
+def test_a_token_that_a_guide_does_not_accept_ends_the_request():
+    result = run(Runner(HashedPath(VOCAB)), chunk_of(make_request(guide=BlindGuide(VOCAB))))
+    assert "not allowed" in result.sampled[0].error
+
+
+def test_masks_are_filled_while_the_model_computes():
+    model_started, mask_filled = threading.Event(), threading.Event()
+
+    class Waiting(HashedPath):
+        def forward(self, plan):
+            model_started.set()
+            assert mask_filled.wait(5)
+            return super().forward(plan)
+
+    class Told(ModularGuide):
+        def fill(self, row):
+            assert model_started.wait(5)
+            mask_filled.set()
+            return super().fill(row)
+
+    mask_filled.set()
+    runner = Runner(Waiting(VOCAB))
+    run(runner, chunk_of(make_request()))  # the first step tells the vocabulary's size
+    model_started.clear()
+    mask_filled.clear()
+    result = run(runner, chunk_of(make_request(guide=Told(VOCAB))))
+    assert result.sampled[0].error is None
+
+
+def test_a_failed_step_waits_for_its_masks_and_clears_all_it_has_touched():
+    class Failing(HashedPath):
+        def forward(self, plan):
+            raise RuntimeError("out of memory")
+
+    class Slow(ModularGuide):
+        def fill(self, row):
+            time.sleep(0.05)
+            self.is_filled = True
+            return super().fill(row)
+
+    runner = Runner(HashedPath(VOCAB))
+    run(runner, chunk_of(make_request()))
+    runner._path = Failing(VOCAB)
+    request = make_request(guide=Slow(VOCAB))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(runner, chunk_of(request))
+    assert request.guide.is_filled
+    assert runner._path.cleared == [request]
+
+
+def test_many_guides_are_asked_by_several_threads_and_each_gets_its_own_mask():
+    requests = [
+        make_request((i % VOCAB,), row=i, guide=ModularGuide(VOCAB, (i % VOCAB,)))
+        for i in range(1, 60)
+        if i % 7
+    ]
+    result = run(Runner(HashedPath(VOCAB)), *(chunk_of(request) for request in requests))
+    assert all(sampled.error is None for sampled in result.sampled)
+
+
+def test_logits_that_are_not_finite_clear_what_the_model_remembers_of_that_request_only():
+    path = HashedPath(VOCAB, broken_after=9)
+    broken, sound = make_request((9,), row=0), make_request((8,), row=1)
+    result = run(Runner(path), chunk_of(broken), chunk_of(sound))
+    assert result.sampled[0].error == NOT_FINITE
+    assert result.sampled[1].error is None
+    assert path.cleared == [broken]
+
+
+def test_logits_that_are_not_finite_behind_a_wrong_guess_do_no_harm():
+    request = make_request(temperature=0.0, logit_bias={9: -100})
+    (sampled,) = run(
+        Runner(HashedPath(VOCAB, broken_after=9)), chunk_of(request, guesses=[9, 9])
+    ).sampled
+    assert sampled.error is None
+    assert len(sampled.token_ids) == 1
+
+
+def test_prompt_logprobs_come_beside_other_chunks_and_for_no_token_behind_the_prompt():
+    path = HashedPath(VOCAB)
+    reporting = make_request((5, 6, 7, 8), row=0, prompt_logprobs=1, temperature=0.0)
+    other = make_request(row=1, temperature=0.0)
+    plan = StepPlan([chunk_of(other), Chunk(reporting, 0, 4, True, True, 4)], 7)
+    result = Runner(path).run(plan)
+    (report,) = result.prompt_logprobs.values()
+    assert list(result.prompt_logprobs) == [1]
+    assert [top.token_ids[0] for top in report] == [6, 7, 8]
+    for length, top in enumerate(report, 1):
+        expected = path.logits_after([5, 6, 7, 8][:length]).log_softmax(-1)
+        assert top.logprobs == pytest.approx(expected[top.token_ids].tolist(), abs=1e-5)
+    assert result.sampled[0].token_ids == [int(path.logits_after([1, 2, 3]).argmax())]
+    assert result.sampled[1].token_ids == [int(path.logits_after([5, 6, 7, 8]).argmax())]
+
+
+def test_a_chunk_inside_a_prompt_reports_without_sampling():
+    request = make_request((5, 6, 7, 8), prompt_logprobs=0)
+    result = Runner(HashedPath(VOCAB)).run(StepPlan([Chunk(request, 1, 2, False, False, 2)], 2))
+    assert result.sampled == []
+    assert [top.token_ids for top in result.prompt_logprobs[0]] == [[7], [8]]
+
+
+def test_a_step_that_wants_no_logits_brings_nothing():
+    request = make_request((5, 6, 7, 8))
+    result = Runner(HashedPath(VOCAB)).run(StepPlan([Chunk(request, 0, 2, False, True, 0)], 2))
+    assert result.sampled == []
+    assert result.prompt_logprobs == {}
+
+
+def test_sequences_with_different_seeds_differ():
+    answers = {tuple(answer_alone(make_request(seed=seed), 20)) for seed in range(8)}
+    assert len(answers) == 8
+
+
+def test_the_seed_alone_decides_whatever_torch_has_drawn():
+    first = answer_alone(make_request(seed=5), 20)
+    torch.manual_seed(123)
+    torch.rand(7)
+    assert answer_alone(make_request(seed=5), 20) == first

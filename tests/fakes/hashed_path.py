@@ -1,0 +1,46 @@
+"""A model for the runner's tests: its logits depend on the last tokens, and on nothing else."""
+
+import numpy as np
+import torch
+from nereid_backend.core.request import Request
+from nereid_backend.core.step import StepPlan
+from torch import Tensor
+
+
+class HashedPath:
+    """Random logits, the same for the same last three tokens.
+
+    Attributes:
+        cleared: requests that were cleared, in order.
+        broken_after: a token behind which all logits are NaN.
+    """
+
+    def __init__(
+        self, vocab_size: int, *, spread: float = 1.5, broken_after: int | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.broken_after = broken_after
+        self.cleared: list[Request] = []
+        self._spread = spread
+
+    def logits_after(self, token_ids: list[int]) -> Tensor:
+        """[vocab_size] float32."""
+        rng = np.random.default_rng(token_ids[-3:])
+        logits = rng.standard_normal(self.vocab_size, dtype=np.float32) * self._spread
+        if token_ids[-1] == self.broken_after:
+            logits[:] = np.nan
+        return torch.from_numpy(logits)
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """See ForwardPath.forward."""
+        rows = []
+        for request, start, num_tokens, _, _, num_logits in plan.chunks:
+            token_ids = request.token_ids + list(getattr(request, "draft_token_ids", ()))
+            end = start + num_tokens
+            assert end <= len(token_ids), "more tokens than there are"
+            rows += [self.logits_after(token_ids[:i]) for i in range(end - num_logits + 1, end + 1)]
+        return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
+
+    def clear(self, request: Request) -> None:
+        """See ForwardPath.clear."""
+        self.cleared.append(request)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of Nereid: continuous batching and a paged KV cache under transformers' model code.
 
-``Engine`` is imported on first use, because it brings torch, and the Triton server's stub
-processes, which import this package for its types, must not load that.
+``Engine``, ``Embedder`` and ``Reranker`` are imported on first use, because they bring torch, and
+the Triton server's stub processes, which import this package for its types, must not load that.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,13 @@ from nereid_backend.errors import (
 
 if TYPE_CHECKING:
     from nereid_backend.engine import Engine
+    from nereid_backend.pooling.offline import Embedder, Reranker
 
 __all__ = [
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
+    "Embedder",
     "Engine",
     "EngineConfig",
     "EngineError",
@@ -36,6 +38,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "RequestUpdate",
+    "Reranker",
     "SamplingParams",
     "UnsupportedModelError",
 ]
@@ -46,4 +49,8 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands fo
         from nereid_backend.engine import Engine
 
         return Engine
+    if name in ("Embedder", "Reranker"):
+        from nereid_backend.pooling import offline
+
+        return getattr(offline, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

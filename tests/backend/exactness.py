@@ -29,7 +29,13 @@ def reference(folder: Path) -> list[list[int]]:
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None
+            ids,
+            attention_mask=mask,
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            forced_bos_token_id=None,
+            forced_eos_token_id=None,
         )
         answers.append(out[0, len(prompt) :].tolist())
     return answers

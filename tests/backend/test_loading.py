@@ -5,13 +5,16 @@ import shutil
 import pytest
 import torch
 from backend.exactness import open_engine
-from backend.tiny_models import Family
 from nereid_backend import ModelError, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import Span
+from nereid_backend.execution.check import check_path, make_trial
 from nereid_backend.execution.limits import model_limit
 from nereid_backend.execution.loader import load_checkpoint
-from nereid_backend.execution.probe import check_packed, probe_layers
+from nereid_backend.execution.packed import PackedPath
+from nereid_backend.execution.paths import UnfitError
+from nereid_backend.execution.probe import probe_layers
+from nereid_backend.execution.tiers import make_blocks, with_own_attention
 from transformers import AutoConfig
 
 
@@ -104,25 +107,9 @@ def test_end_tokens_come_from_generation_config_and_config(copy):
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "extra"),
-    [
-        ("bloom", {}),
-        ("gptj", {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}),
-    ],
-)
-def test_a_model_with_attention_of_its_own_is_refused_by_name(tmp_path, model_type, extra):
-    Family(model_type, model_type, extra).save(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="does not use transformers' attention inter"):
-        open_engine(tmp_path)
-
-
-def test_a_model_whose_other_layers_mix_the_packed_requests_is_refused_by_name(tmp_path):
-    Family("lfm2", "lfm2", {"layer_types": ["conv", "full_attention"]}).save(tmp_path)
-    with pytest.raises(
-        UnsupportedModelError, match=r"Lfm2ForCausalLM is not supported: a packed step differs"
-    ):
-        open_engine(tmp_path)
+def packed_path(loaded, hook, layers, sizes):
+    cache, builder = make_blocks(loaded, layers, sizes)
+    return PackedPath(loaded.model, hook, layers, cache, builder)
 
 
 def change_window(layer):
@@ -150,9 +137,13 @@ def test_the_self_check_notices_what_a_layer_lacks(checkpoint, family, change):
     hook = AttentionHook()
     loaded = load(checkpoint(family), hook)
     layers = probe_layers(loaded, hook)
-    assert check_packed(loaded, hook, layers, 256).difference < 1e-5
-    with pytest.raises(UnsupportedModelError, match="differs from the model alone"):
-        check_packed(loaded, hook, [change(layer) for layer in layers], 256)
+    with_own_attention(loaded, None)
+    trial = make_trial(loaded, layers, 256)
+    with_own_attention(loaded, hook)
+    assert check_path(packed_path(loaded, hook, layers, trial.sizes), trial, torch.float32) < 1e-5
+    changed = [change(layer) for layer in layers]
+    with pytest.raises(UnfitError, match="differs from the model alone"):
+        check_path(packed_path(loaded, hook, changed, trial.sizes), trial, torch.float32)
     hook.remove()
 
 

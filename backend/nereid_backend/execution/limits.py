@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
 
@@ -16,6 +15,8 @@ _DEFAULT_CPU_SHARE = 0.25
 _DEFAULT_CPU_BYTES = 4 * 2**30
 # Without max_position_embeddings (position-free models), requests get at most this length.
 _NO_MODEL_LIMIT = 2**17
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+_MOST_EMPTY_BLOCKS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,26 +29,33 @@ class LengthLimit:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The KV cache's size, and the longest request that follows from it."""
+    """The KV cache's size, and what follows from it: the longest request, and how many run."""
 
     num_blocks: int
     max_model_len: int
     num_bytes: int
+    max_num_seqs: int
 
 
-def model_limit(config: PretrainedConfig) -> LengthLimit:
-    """The longest sequence that a packed batch computes exactly.
+def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthLimit:
+    """The longest sequence that is computed exactly.
 
     Besides the model's own length, some models change what they do for every token of a batch
-    when the longest one passes a threshold, or count positions along the row; those are exact
-    below that threshold only.
+    when the longest one passes a threshold, or count positions along the row; batches of those are
+    exact below that threshold only.
+
+    Args:
+        config: the decoder's.
+        is_batched: whether sequences share forward passes.
     """
     limits = [LengthLimit(_NO_MODEL_LIMIT, "the default for models without a limit")]
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+    for name in _LENGTHS:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             limits = [LengthLimit(value, name)]
             break
+    if not is_batched:
+        return limits[0]
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type")
         if kind in ("longrope", "dynamic"):
@@ -65,30 +73,57 @@ def model_limit(config: PretrainedConfig) -> LengthLimit:
     return min(limits, key=lambda limit: limit.num_tokens)
 
 
+def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
+    """Up to which length a sparse attention looks at every token; None: there is none."""
+    for name, factor in (("index_topk", None), ("index_topk_blocks", "index_block_size")):
+        count = getattr(config, name, None)
+        size = getattr(config, factor, None) if factor else 1
+        if isinstance(count, int) and isinstance(size, int):
+            return LengthLimit(count * size, f"{name} {count}" + (f" of {size}" if factor else ""))
+    return None
+
+
 def plan_memory(
-    config: EngineConfig, layers: list[LayerSpec], limit: LengthLimit, num_bytes: int, itemsize: int
+    config: EngineConfig,
+    bytes_per_token: int,
+    bytes_per_sequence: int,
+    limit: LengthLimit,
+    num_bytes: int,
 ) -> MemoryPlan:
     """Divide memory into blocks.
 
     Args:
         config: the settings.
-        layers: what each token stores.
+        bytes_per_token: what each token stores.
+        bytes_per_sequence: what each running sequence keeps besides.
         limit: the model's longest sequence.
-        num_bytes: memory for the KV cache.
-        itemsize: bytes of one number in the cache.
+        num_bytes: memory for both.
 
     Raises:
         ConfigError: the asked max_model_len is beyond the model or the memory, or nothing fits.
     """
-    bytes_per_block = config.block_size * sum(layer.bytes_per_token(itemsize) for layer in layers)
+    max_num_seqs = config.max_num_seqs
+    if bytes_per_sequence:
+        # States get at most half, or all of it where there is nothing else.
+        share = num_bytes // 2 if bytes_per_token else num_bytes
+        max_num_seqs = min(max_num_seqs, share // bytes_per_sequence)
+        if max_num_seqs < 1:
+            raise ConfigError(
+                f"kv_cache_memory: {format_bytes(num_bytes)} do not hold one sequence's state of "
+                f"{format_bytes(bytes_per_sequence)} beside its keys and values; raise it"
+            )
+        num_bytes -= max_num_seqs * bytes_per_sequence
+    bytes_per_block = config.block_size * bytes_per_token
+    if not bytes_per_block:
+        # Blocks that hold nothing are only counted.
+        max_model_len = _asked_len(config, limit) or limit.num_tokens
+        num_blocks = min(max_num_seqs * -(-max_model_len // config.block_size), _MOST_EMPTY_BLOCKS)
+        num_blocks = max(num_blocks, -(-max_model_len // config.block_size))
+        return MemoryPlan(num_blocks, max_model_len, 0, max_num_seqs)
     # One block is kept aside as padding.
     num_blocks = num_bytes // bytes_per_block - 1
     fitting = max(0, num_blocks) * config.block_size
-    asked = config.max_model_len
-    if asked is not None and asked > limit.num_tokens:
-        raise ConfigError(
-            f"max_model_len: must be at most {limit.num_tokens} ({limit.reason}), got {asked}"
-        )
+    asked = _asked_len(config, limit)
     if fitting < (asked or min(config.block_size, limit.num_tokens)):
         needed = (-(-(asked or 1) // config.block_size) + 1) * bytes_per_block
         raise ConfigError(
@@ -97,9 +132,18 @@ def plan_memory(
             + (" or lower max_model_len" if asked else "")
         )
     max_model_len = asked or min(limit.num_tokens, fitting)
-    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    most = max_num_seqs * -(-max_model_len // config.block_size)
     num_blocks = min(num_blocks, most)
-    return MemoryPlan(num_blocks, max_model_len, (num_blocks + 1) * bytes_per_block)
+    return MemoryPlan(num_blocks, max_model_len, (num_blocks + 1) * bytes_per_block, max_num_seqs)
+
+
+def _asked_len(config: EngineConfig, limit: LengthLimit) -> int | None:
+    asked = config.max_model_len
+    if asked is not None and asked > limit.num_tokens:
+        raise ConfigError(
+            f"max_model_len: must be at most {limit.num_tokens} ({limit.reason}), got {asked}"
+        )
+    return asked
 
 
 def kv_cache_budget(config: EngineConfig, device: torch.device) -> int:

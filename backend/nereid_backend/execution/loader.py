@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError
@@ -35,6 +41,7 @@ class Checkpoint:
         eos_token_ids: every token that generation_config.json or config.json calls the end, sorted.
         vocab_size: ids below this can be given to the model.
         weights_bytes: memory of parameters and buffers.
+        takes_hook: whether the model's class takes attention by name; if not, it has its own.
     """
 
     model: PreTrainedModel
@@ -44,6 +51,7 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     weights_bytes: int
+    takes_hook: bool = True
 
 
 def choose_device(name: str) -> torch.device:
@@ -86,7 +94,13 @@ def load_checkpoint(
     torch_dtype = _choose_dtype(dtype, config, text_config, device)
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
     progress(f"loading {architecture} from {folder} as {_name(torch_dtype)}")
-    model = _load_weights(folder, config, torch_dtype, attention)
+    takes_hook = _takes_attention_by_name(config)
+    try:
+        name = attention if takes_hook else "eager"
+        model = _load_weights(folder, config, torch_dtype, name)
+    except _OwnAttentionError:
+        takes_hook = False
+        model = _load_weights(folder, config, torch_dtype, "eager")
     if device.type != "cpu":
         progress(f"copying the weights to {device}")
         model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
@@ -100,6 +114,7 @@ def load_checkpoint(
         eos_token_ids=_eos_token_ids(model, config, text_config),
         vocab_size=_num_embeddings(model),
         weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        takes_hook=takes_hook,
     )
 
 
@@ -164,9 +179,9 @@ def _load_weights(
             )
     except (ValueError, KeyError, ImportError) as error:
         reason = _first_line(error)
-        if attention in reason:
+        if attention in str(error):
             # The class has a table of attention implementations of its own.
-            reason = "it does not use transformers' attention interface"
+            raise _OwnAttentionError from error
         raise UnsupportedModelError(f"{config.model_type} is not supported: {reason}") from error
     except Exception as error:
         # safetensors raises its own errors for broken files, and torch RuntimeError for shapes.
@@ -180,6 +195,19 @@ def _load_weights(
             "random; download the checkpoint again"
         )
     return model  # type: ignore[no-any-return]
+
+
+def _takes_attention_by_name(config: PretrainedConfig) -> bool:
+    """Whether the model's class looks attention up; others ignore a name, or refuse it later."""
+    try:
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return bool(model_class._can_set_attn_implementation())
+    except KeyError:
+        return True  # from_pretrained says what is wrong
+
+
+class _OwnAttentionError(Exception):
+    """The model's class does not take attention by name."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packed path: every step goes through the model as one row of tokens."""
 
-import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
@@ -10,6 +10,7 @@ from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import StepPlan
 from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.execution.paths import ModelCall
 
 
 class PackedPath:
@@ -20,7 +21,7 @@ class PackedPath:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         hook: AttentionHook,
         layers: list[LayerSpec],
         cache: KVCache,
@@ -31,19 +32,21 @@ class PackedPath:
         self._layers = layers
         self._cache = cache
         self._builder = builder
+        self._selects = ModelCall(model).takes("logits_to_keep")
 
     def forward(self, plan: StepPlan) -> Tensor:
         """See `ForwardPath.forward`."""
+        self._cache.copy_blocks(plan.copies)
         batch = self._builder.build(plan, self._cache.device)
         with self._hook.serving(PagedForward(self._layers, self._cache, batch.attention)):
             output = self._model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
-                logits_to_keep=batch.logits_index,
+                **({"logits_to_keep": batch.logits_index} if self._selects else {}),
             )
-        logits: Tensor = output.logits
-        return logits[0, : batch.num_logits]
+        logits: Tensor = output.logits[0]
+        return (logits if self._selects else logits[batch.logits_index])[: batch.num_logits]
 
     def clear(self, request: Request) -> None:
         """See `ForwardPath.clear`."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From settings to a runner that is ready for its first step.
 
-weights -> probe (what attention needs) -> self-check (packed equals alone) -> KV cache
+weights -> tier (the first path that computes what the model computes alone) -> KV cache
 """
 
 import itertools
@@ -12,23 +12,19 @@ from dataclasses import dataclass
 import torch
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
-from nereid_backend.execution.batch import BatchBuilder
 from nereid_backend.execution.limits import (
     MemoryPlan,
     format_bytes,
     kv_cache_budget,
-    model_limit,
     plan_memory,
     usable_cpus,
 )
 from nereid_backend.execution.loader import Checkpoint, choose_device, load_checkpoint
-from nereid_backend.execution.packed import PackedPath
-from nereid_backend.execution.probe import SelfCheck, check_packed, probe_layers
+from nereid_backend.execution.paths import Sizes
 from nereid_backend.execution.runner import Runner
+from nereid_backend.execution.tiers import Choice, choose_tier
 
 # Enough rows to keep the matrix products busy; more only makes running requests wait longer.
 _CPU_TOKENS, _GPU_TOKENS = 512, 4096
@@ -74,50 +70,38 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         config.model, dtype=config.dtype, device=device, attention=hook.name, progress=progress
     )
     marks.append(time.monotonic())
-    progress("comparing packed steps with the model alone")
-    limit = model_limit(checkpoint.text_config)
-    layers = probe_layers(checkpoint, hook)
-    check = check_packed(checkpoint, hook, layers, limit.num_tokens)
+    progress("comparing the engine's steps with the model alone")
+    choice = choose_tier(checkpoint, hook, config.max_model_len, progress)
+    tier = choice.tier
     marks.append(time.monotonic())
     itemsize = checkpoint.model.dtype.itemsize
-    memory = plan_memory(config, layers, limit, kv_cache_budget(config, device), itemsize)
+    bytes_per_token = tier.bytes_per_token + sum(
+        layer.bytes_per_token(itemsize) for layer in tier.layers
+    )
+    memory = plan_memory(
+        config,
+        bytes_per_token,
+        tier.bytes_per_sequence,
+        choice.limit,
+        kv_cache_budget(config, device),
+    )
     progress(
         f"KV cache: {format_bytes(memory.num_bytes)}, {memory.num_blocks * config.block_size} "
-        f"tokens; a request may have {memory.max_model_len}"
+        f"tokens; a request may have {memory.max_model_len}, {memory.max_num_seqs} run at once"
     )
-    path = _make_path(config, checkpoint, hook, layers, memory)
+    path = tier.build(
+        Sizes(memory.num_blocks, config.block_size, memory.max_num_seqs, memory.max_model_len)
+    )
     marks.append(time.monotonic())
-    return Loaded(Runner(path), _describe(config, checkpoint, memory, check, marks))
-
-
-def _make_path(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    hook: AttentionHook,
-    layers: list[LayerSpec],
-    memory: MemoryPlan,
-) -> PackedPath:
-    cache = KVCache(
-        layers,
-        num_blocks=memory.num_blocks,
-        block_size=config.block_size,
-        dtype=checkpoint.model.dtype,
-        device=checkpoint.device,
-    )
-    builder = BatchBuilder(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=memory.max_model_len,
-        block_size=config.block_size,
-        null_block=cache.null_block,
-    )
-    return PackedPath(checkpoint.model, hook, layers, cache, builder)
+    info = _describe(config, checkpoint, memory, choice, marks)
+    return Loaded(Runner(path), info, tier.shares_blocks, tier.whole_prefill)
 
 
 def _describe(
     config: EngineConfig,
     checkpoint: Checkpoint,
     memory: MemoryPlan,
-    check: SelfCheck,
+    choice: Choice,
     marks: list[float],
 ) -> EngineInfo:
     default = _CPU_TOKENS if checkpoint.device.type == "cpu" else _GPU_TOKENS
@@ -125,13 +109,13 @@ def _describe(
     return EngineInfo(
         model=config.model,
         architecture=checkpoint.architecture,
-        path="packed",
-        attention="reference",
+        path=choice.tier.name,
+        attention="reference" if choice.tier.name in ("packed", "rows") else "eager",
         dtype=str(checkpoint.model.dtype).removeprefix("torch."),
         device=str(checkpoint.device),
         max_model_len=memory.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or max(config.max_num_seqs, default),
+        max_num_seqs=memory.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or max(memory.max_num_seqs, default),
         block_size=config.block_size,
         num_blocks=memory.num_blocks,
         kv_cache_bytes=memory.num_bytes,
@@ -139,7 +123,7 @@ def _describe(
         vocab_size=checkpoint.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids,
         num_threads=torch.get_num_threads(),
-        self_check_difference=check.difference,
+        self_check_difference=choice.difference,
         load_seconds=sum(spent),
         seconds=dict(zip(("weights", "self-check", "cache"), spent, strict=True)),
     )

@@ -1,0 +1,182 @@
+"""Tiny configs and random checkpoints of any type that transformers knows as a causal LM.
+
+A type's default config is made small by the names of its attributes, sub-configs included. What a
+name cannot tell is in HINTS, type by type.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from backend.shrink_hints import HINTS
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+VOCAB_SIZE = 320
+WINDOW = 12
+HIDDEN = 64
+LENGTH = 256
+_MAX_PARAMETERS = 40_000_000
+_MAX_LAYERS = 4
+
+# Attribute names by the value that they get. Values of 0 or less and None stay.
+_SIZES: dict[int, str] = {
+    VOCAB_SIZE: "vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size "
+    "unpadded_vocab_size",
+    HIDDEN: "hidden_size d_model n_embd dim_model embedding_size input_embedding_size emb_dim "
+    "output_embedding_size word_embed_proj_dim attention_hidden_size lru_width embedding_dim "
+    "mamba_d_ssm out_hidden_size projection_dim backbone_hidden_size embed_dim "
+    "index_topk pronunciation_embed_dim shape_embed_dim adapter_out_dim",
+    96: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner d_ff dim_ff dff d_inner "
+    "feed_forward_size ffn_hidden_size intermediate_size_mlp dense_intermediate_size mlp_dim",
+    48: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size "
+    "shared_experts_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size",
+    32: "q_lora_rank o_lora_rank router_hidden_size conv_state_size linear_head_dim",
+    16: "head_dim kv_lora_rank qk_nope_head_dim d_head d_kv dim_head index_head_dim mamba_d_head "
+    "swa_head_dim kv_channels mamba_headdim mamba_head_dim linear_key_head_dim mamba_d_state "
+    "linear_value_head_dim attention_head_size state_size ssm_state_size global_head_dim "
+    "hidden_size_per_layer_input d_rel rel_extent mamba_chunk_size chunk_size "
+    "query_pre_attn_scalar laurel_rank adapter_rank swa_v_head_dim hc_lowrank gated_norm_rank ple_embed_dim",
+    20: "v_head_dim",
+    8: "qk_rope_head_dim rotary_dim mamba_n_heads mamba_num_heads mamba_dt_rank time_step_rank",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads attention_heads "
+    "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
+    "num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads "
+    "swa_num_attention_heads linear_num_heads index_n_heads block_multiple_of zero_expert_num",
+    2: "num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers depth "
+    "num_encoder_layers num_decoder_layers num_experts_per_tok num_experts_per_token moe_topk "
+    "moe_k moe_top_k num_blocks linear_num_key_heads num_layers_per_stack o_groups",
+    1: "first_k_dense_replace num_dense_layers n_group topk_group num_expert_group n_groups "
+    "mamba_n_groups mamba_ngroups",
+    WINDOW: "sliding_window attention_chunk_size window_size local_attention sliding_window_size "
+    "attention_window_size",
+    LENGTH: "max_position_embeddings n_positions max_seq_len n_ctx context_length model_max_length "
+    "max_target_positions original_max_position_embeddings ffn_round_up_to_multiple_of",
+}
+_RULES = {name: value for value, names in _SIZES.items() for name in names.split()}
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_KV_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "num_query_groups")
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
+
+
+def tiny_config(model_type: str) -> PretrainedConfig:
+    """The type's default config with every size made small."""
+    hints = HINTS.get(model_type, {})
+    config_class = type(AutoConfig.for_model(model_type, **hints.get("_birth", {})))
+    whole = config_class(**hints.get("_birth", {}))
+    return config_class(**_shrunk(whole, hints))
+
+
+def tiny_model(model_type: str) -> PreTrainedModel:
+    """A random model of the type, whose tokens depend on their whole context."""
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in _build(config).parameters())
+    if size > _MAX_PARAMETERS:
+        raise ValueError(f"{model_type}: still {size} parameters; a size has a new name")
+    torch.manual_seed(0)
+    hints = HINTS.get(model_type, {})
+    model = _build(config)
+    if "_language" in hints:
+        model.set_default_language(hints["_language"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ("embed" in name or "wte" in name) and not hints.get("_wide"):
+                parameter.normal_(0.0, 0.02)  # tied ones would repeat the last token
+            elif parameter.dim() > 1 or "sinks" in name:
+                parameter.normal_(0.0, 0.25)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def _build(config: PretrainedConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+
+
+def _shrunk(config: PretrainedConfig, hints: dict[str, Any]) -> dict[str, Any]:
+    old = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
+    for name in ("transformers_version", "model_type", "architectures", "dtype", "torch_dtype"):
+        old.pop(name, None)
+    kept = _kept_layers(old, hints)
+    depth = next((old[n] for n in _DEPTHS if isinstance(old.get(n), int)), None)
+    subs = {k: v for k, v in vars(config).items() if isinstance(v, PretrainedConfig)}
+    new = {name: _small(name, value) for name, value in old.items()}
+    new |= _sizes_of_heads(old, new)
+    for name, value in old.items():
+        if name in subs:
+            sub = subs[name]
+            new[name] = {**_shrunk(sub, hints.get(name, {})), "model_type": sub.model_type}
+        elif isinstance(value, list) and kept and len(value) == depth:
+            new[name] = [value[i] for i in kept]
+    if kept:
+        new |= {name: len(kept) for name in _DEPTHS if name in new}
+    if old.get("per_layer_config"):
+        new["per_layer_config"] = _per_layer(old["per_layer_config"], kept, old, new)
+    new |= {k: v for k, v in hints.items() if not k.startswith("_") and k not in subs}
+    # A size that is another one's sum or product follows from those.
+    for name in hints.get("_drop", ()):
+        new.pop(name, None)
+    return new
+
+
+def _sizes_of_heads(old: dict[str, Any], new: dict[str, Any]) -> dict[str, int]:
+    """Values that depend on one another."""
+    sizes = {}
+    heads = next((old[n] for n in ("num_attention_heads", "n_head") if old.get(n)), None)
+    for name in _KV_HEADS:
+        if isinstance(old.get(name), int):
+            sizes[name] = 4 if old[name] == heads else 2
+    if "qk_rope_head_dim" in old and old.get("head_dim") == old["qk_rope_head_dim"]:
+        sizes["head_dim"] = new["qk_rope_head_dim"]
+    return sizes
+
+
+def _per_layer(
+    layers: dict[Any, Any], kept: list[int], old: dict[str, Any], new: dict[str, Any]
+) -> dict[int, Any]:
+    """Layers of other sizes keep their ratio to the common size."""
+    numbered = {int(number): sizes for number, sizes in layers.items()}
+    return {
+        place: {
+            name: new[name] * value // old[name] if old.get(name) else value
+            for name, value in numbered[number].items()
+        }
+        for place, number in enumerate(kept)
+        if number in numbered
+    }
+
+
+def _small(name: str, value: Any) -> Any:
+    if name in _TOKENS:
+        return _TOKENS[name] if value is not None else None
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        return value
+    if name == "qk_head_dim":
+        return 24
+    return min(_RULES[name], value) if name in _RULES else value
+
+
+def _kept_layers(old: dict[str, Any], hints: dict[str, Any]) -> list[int]:
+    """Which layers stay, so that every kind of layer is there at least once."""
+    if "_layers" in hints:
+        return hints["_layers"]
+    kinds = [
+        old[n]
+        for n in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
+        if isinstance(old.get(n), list) and old[n]
+    ]
+    if not kinds:
+        return []
+    rows = list(zip(*[k for k in kinds if len(k) == len(kinds[0])], strict=True))
+    first = {row: i for i, row in reversed(list(enumerate(rows)))}
+    kept = sorted(first.values())[:_MAX_LAYERS]
+    while len(kept) < 2 and len(rows) > len(kept):
+        kept = sorted({*kept, next(i for i in range(len(rows)) if i not in kept)})
+    return kept
+
+
+def save(model_type: str, folder: Path) -> Path:
+    """Write a tiny random checkpoint of the type as safetensors."""
+    tiny_model(model_type).save_pretrained(folder)
+    return folder

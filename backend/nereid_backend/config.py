@@ -47,6 +47,9 @@ class EngineConfig:
         seed: of the requests that bring none.
         num_threads: CPU threads for torch; None is all CPUs this process may use but one, which the
             server's own processes need: threads that wait for each other stall when one is late.
+        enable_prefix_caching: a prompt's beginning is not computed again while the KV cache has it.
+        num_speculative_tokens: at most so many next tokens of an answer are guessed from its own
+            text each step, and kept where the model agrees; 0 is off.
         grammar_threads: grammars that are compiled at once.
         grammar_timeout: seconds for one grammar to be compiled, waiting included.
         max_grammar_bytes: longest text of a grammar or schema, in bytes.
@@ -68,6 +71,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     seed: int = 0
     num_threads: int | None = None
+    enable_prefix_caching: bool = True
+    num_speculative_tokens: int = 0
     grammar_threads: int = 2
     grammar_timeout: float = 10.0
     max_grammar_bytes: int = 256 * 1024
@@ -80,7 +85,12 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "num_threads"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), minimum=2 if name == "max_model_len" else 1)
-        _check_count("seed", self.seed, minimum=0)
+        for name in ("seed", "num_speculative_tokens"):
+            _check_count(name, getattr(self, name), minimum=0)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(
+                f"enable_prefix_caching: must be true or false, got {self.enable_prefix_caching!r}"
+            )
         self._check_grammar_limits()
         if self.kv_cache_memory is not None:
             # Text is turned into bytes here, once, so that every reader finds a number.
@@ -168,6 +178,10 @@ def parse_bytes(value: int | str) -> int:
     return size
 
 
+def _read_flag(text: str) -> bool:
+    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+
+
 def _check_count(name: str, value: object, *, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name}: must be an integer of at least {minimum}, got {value!r}")
@@ -187,6 +201,7 @@ def read_setting(name: str, annotation: str, text: str) -> Any:  # noqa: ANN401 
         ConfigError: the text is not of that type.
     """
     readers: dict[str, tuple[Callable[[str], object], str]] = {
+        "bool": (_read_flag, "true or false"),
         "int": (int, "an integer"),
         "float": (float, "a number"),
     }
@@ -197,7 +212,7 @@ def read_setting(name: str, annotation: str, text: str) -> Any:  # noqa: ANN401 
     read, expected = readers[kind]
     try:
         value = read(text)
-    except ValueError:
+    except (ValueError, KeyError):
         raise ConfigError(f'{name}: must be {expected}, got "{text}"') from None
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f'{name}: must be {expected}, got "{text}"')

@@ -5,12 +5,14 @@ import logging
 import operator
 import random
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.outputs import EngineInfo, RequestOutput, RequestUpdate
 from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.preparation import Preparation
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepResult
@@ -19,7 +21,13 @@ from nereid_backend.execution.startup import load
 from nereid_backend.execution.text import load_decoder
 from nereid_backend.generate import generate
 
+if TYPE_CHECKING:
+    from nereid_backend.constraints import Guides
+
 logger = logging.getLogger(__name__)
+
+# How long a step without work waits for a grammar: new requests are not looked at meanwhile.
+_GUIDE_WAIT_S = 0.02
 
 
 class Engine:
@@ -59,24 +67,32 @@ class Engine:
             block_size=self.info.block_size,
             max_num_seqs=self.info.max_num_seqs,
             max_num_batched_tokens=self.info.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            shares_blocks=loaded.shares_blocks,
+            whole_prefill=loaded.whole_prefill,
+            num_speculative_tokens=config.num_speculative_tokens,
         )
         self._seeds = random.Random(config.seed)
+        self._guides: Guides | None = None
+        self._preparation = Preparation()
         self._decode: Callable[[list[int]], str] | None = None
 
     def step(self) -> list[RequestUpdate]:
         """Compute the next tokens of the requests whose turn it is.
 
         Returns:
-            What is new, one update for each request that got a token or ended. A step that fails
-            ends all requests that took part in it with an error, and the engine goes on.
+            What is new, one update for each sequence that got tokens or ended. A step that fails
+            ends all sequences that took part in it with an error, and the engine goes on. While
+            there is nothing to do but to wait for grammars, it returns after some milliseconds.
         """
+        self._start_prepared()
         plan = self._scheduler.plan()
         if not plan.chunks:
-            return self._scheduler.commit(plan, StepResult())
+            return self._scheduler.commit(plan, StepResult()) or self._wait_for_guides()
         try:
             result = self._runner.run(plan)
         except Exception as error:
-            logger.exception("a step of %d requests failed", len(plan.chunks))
+            logger.exception("a step of %d sequences failed", len(plan.chunks))
             return self._scheduler.fail(plan, f"the engine failed: {type(error).__name__}: {error}")
         return self._scheduler.commit(plan, result)
 
@@ -108,20 +124,29 @@ class Engine:
             )
         room = self.info.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        self._scheduler.add(
-            Request(
-                request_id,
-                token_ids,
-                params,
-                max_total_tokens=len(token_ids) + min(room, params.max_tokens or room),
-                eos_token_ids=self.info.eos_token_ids,
-                seed=seed % 2**64,
-            )
+        request = Request(
+            request_id,
+            token_ids,
+            params,
+            max_total_tokens=len(token_ids) + min(room, params.max_tokens or room),
+            eos_token_ids=self.info.eos_token_ids,
+            seed=seed % 2**64,
         )
+        if not _needs_guide(params):
+            self._scheduler.add(request)
+            return
+        guide = self._load_guides().prepare(params, request.stop_token_ids)
+        self._preparation.add(request_id, guide)
+        self._scheduler.add(request, is_prepared=False)
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request; the next step reports its end. Unknown and ended ones are ignored."""
-        self._scheduler.abort(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Stop a request, or only one of its sequences; the next step reports the end.
+
+        Unknown and ended ones are ignored.
+        """
+        self._scheduler.abort(request_id, index)
+        if not self._scheduler.is_preparing(request_id):
+            self._preparation.drop(request_id)
 
     def has_work(self) -> bool:
         """Whether step() has something to do or to report."""
@@ -146,23 +171,49 @@ class Engine:
         return generate(self, prompt_token_ids, params, self._decode)
 
     def close(self) -> None:
-        """Forget this engine in transformers' attention interface, so that it can be freed."""
+        """End the threads that compile grammars, and leave transformers' attention interface."""
+        if self._guides is not None:
+            self._guides.close()
         self._hook.remove()
 
     @property
     def num_running(self) -> int:
-        """Requests that have blocks of the KV cache."""
+        """Sequences that have blocks of the KV cache."""
         return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Sequences that wait: for their turn, their prompt, or their grammar."""
         return self._scheduler.num_waiting
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the KV cache that no request holds."""
+        """Blocks of the KV cache that no request holds; what they hold may still be found."""
         return self._pool.num_free
+
+    @property
+    def num_prefix_cache_queries(self) -> int:
+        """Tokens of the prompts that were looked up in the prefix cache, since the start."""
+        cache = self._scheduler.cache
+        return cache.num_queried_tokens if cache is not None else 0
+
+    @property
+    def num_prefix_cache_hits(self) -> int:
+        """How many of these were found."""
+        cache = self._scheduler.cache
+        return cache.num_hit_tokens if cache is not None else 0
+
+    @property
+    def num_proposed_tokens(self) -> int:
+        """Tokens that were guessed ahead (num_speculative_tokens), since the start."""
+        lookup = self._scheduler.lookup
+        return lookup.num_proposed if lookup is not None else 0
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """How many of these were right."""
+        lookup = self._scheduler.lookup
+        return lookup.num_accepted if lookup is not None else 0
 
     @property
     def num_preemptions(self) -> int:
@@ -176,6 +227,37 @@ class Engine:
             AssertionError: something leaked.
         """
         self._scheduler.check()
+
+    def _load_guides(self) -> "Guides":
+        if self._guides is None:
+            # Only requests with grammars pay for what makes them.
+            from nereid_backend.constraints import Guides
+
+            config = self._config
+            self._guides = Guides(
+                config.model,
+                vocab_size=self.info.vocab_size,
+                eos_token_ids=self.info.eos_token_ids,
+                num_threads=config.grammar_threads,
+                timeout_s=config.grammar_timeout,
+                cache_bytes=config.grammar_cache_bytes,
+                max_source_bytes=config.max_grammar_bytes,
+            )
+        return self._guides
+
+    def _start_prepared(self) -> None:
+        """Let requests run whose guides are ready, and end those whose guides cannot be made."""
+        for request_id, future in self._preparation.take_done():
+            error = future.exception()
+            if error is None:
+                self._scheduler.start(request_id, future.result())
+            else:
+                is_refused = isinstance(error, RequestError)
+                self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
+
+    def _wait_for_guides(self) -> list[RequestUpdate]:
+        self._preparation.wait(_GUIDE_WAIT_S)
+        return []
 
     def _check_prompt(self, prompt: Sequence[int]) -> list[int]:
         limit = self.info.max_model_len
@@ -202,3 +284,8 @@ class Engine:
                 f"{self.info.vocab_size - 1})"
             )
         return token_ids
+
+
+def _needs_guide(params: SamplingParams) -> bool:
+    has_budget = params.thinking is not None and params.thinking.budget is not None
+    return has_budget or params.grammar is not None

@@ -58,9 +58,8 @@ def generate(
     each = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
     if len(each) != len(prompts):
         raise RequestError(f"params: {len(each)} were given for {len(prompts)} prompts")
-    token_ids: dict[str, list[int]] = {f"generate-{i}": [] for i in range(len(prompts))}
-    last: dict[str, RequestUpdate] = {}
-    pending = iter(zip(token_ids, prompts, each, strict=True))
+    answers = {f"generate-{i}": _Answers() for i in range(len(prompts))}
+    pending = iter(zip(answers, prompts, each, strict=True))
     waiting = next(pending, None)
     try:
         while waiting is not None or engine.has_work():
@@ -71,33 +70,52 @@ def generate(
                     break  # the rest is added as the queue empties
                 waiting = next(pending, None)
             for update in engine.step():
-                token_ids[update.request_id] += update.new_token_ids
-                last[update.request_id] = update
+                answers[update.request_id].add(update)
     except BaseException:
-        for request_id in token_ids:
+        for request_id in answers:
             engine.abort(request_id)
         while engine.has_work():
             engine.step()
         raise
     return [
-        RequestOutput(
-            request_id,
-            list(prompt),
-            [_completion(token_ids[request_id], last[request_id], decode)],
-        )
-        for request_id, prompt in zip(token_ids, prompts, strict=True)
+        answer.output(request_id, list(prompt), decode)
+        for (request_id, answer), prompt in zip(answers.items(), prompts, strict=True)
     ]
 
 
-def _completion(token_ids: list[int], last: RequestUpdate, decode: Decode) -> CompletionOutput:
+class _Answers:
+    """What came so far of one request, all its sequences."""
+
+    def __init__(self) -> None:
+        self._updates: dict[int, list[RequestUpdate]] = {}
+
+    def add(self, update: RequestUpdate) -> None:
+        self._updates.setdefault(update.index, []).append(update)
+
+    def output(self, request_id: str, prompt: list[int], decode: Decode) -> RequestOutput:
+        first = self._updates[0][0]
+        return RequestOutput(
+            request_id,
+            prompt,
+            [_completion(updates, decode) for _, updates in sorted(self._updates.items())],
+            prompt_logprobs=first.prompt_logprobs,
+            num_cached_tokens=first.num_cached_tokens,
+        )
+
+
+def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutput:
+    last = updates[-1]
     assert last.finish_reason is not None
+    token_ids = [token_id for update in updates for token_id in update.new_token_ids]
     visible = token_ids[:-1] if last.finish_reason == "stop" else token_ids
+    has_logprobs = any(update.logprobs is not None for update in updates)
     return CompletionOutput(
-        index=0,
+        index=last.index,
         token_ids=token_ids,
         text=decode(visible),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         cumulative_logprob=last.cumulative_logprob,
         error=last.error,
+        logprobs=[one for u in updates for one in u.logprobs or ()] if has_logprobs else None,
     )

@@ -275,3 +275,25 @@ def test_without_max_model_len_a_small_memory_shortens_requests(checkpoint):
     assert 16 <= engine.info.max_model_len < 256
     assert any(f"a request may have {engine.info.max_model_len}" in line for line in lines)
     engine.close()
+
+
+def outputs_alone(engine, prompt, params):
+    return [answer.token_ids for answer in engine.generate([prompt], params)[0].outputs]
+
+
+def test_the_first_of_n_answers_is_the_one_that_comes_alone_and_the_others_differ(engine):
+    prompt = make_prompts((21,))[0]
+    params = {"temperature": 2.0, "seed": 5, "max_tokens": 8, "ignore_eos": True}
+    (alone,) = outputs_alone(engine, prompt, SamplingParams(**params))
+    several = outputs_alone(engine, prompt, SamplingParams(**params, n=4))
+    assert several[0] == alone
+    assert len({tuple(tokens) for tokens in several}) == 4
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_n_greedy_answers_are_all_that_of_one_wherever_the_prompt_ends_in_a_block(engine, length):
+    prompt = make_prompts((length,))[0]
+    expected = outputs_alone(engine, prompt, GREEDY)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, n=3)
+    assert outputs_alone(engine, prompt, params) == expected * 3
+    engine.check()

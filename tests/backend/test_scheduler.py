@@ -49,12 +49,13 @@ def expected_answer(prompt: list[int], max_tokens: int) -> tuple[list[int], str]
     return tokens[len(prompt) :], "length"
 
 
-def make_scheduler(num_blocks=16, max_num_seqs=4, budget=8) -> Scheduler:
+def make_scheduler(num_blocks=16, max_num_seqs=4, budget=8, **settings) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks),
         block_size=BLOCK,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
+        **settings,
     )
 
 
@@ -121,7 +122,7 @@ def test_the_newest_request_gives_its_blocks_back_when_they_run_out():
 
 
 def test_a_preempted_request_computes_its_prompt_and_answer_again():
-    scheduler = make_scheduler(num_blocks=4, budget=16)
+    scheduler = make_scheduler(num_blocks=4, budget=16, enable_prefix_caching=False)
     scheduler.add(make_request("old", [2] * 8, max_tokens=2))
     scheduler.add(make_request("new", [3] * 8, max_tokens=8))
     commit(scheduler, scheduler.plan())

@@ -62,6 +62,17 @@ class KVCache:
         """
         return _gather(self.keys[layer], rows), _gather(self.values[layer], rows)
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, given as pairs (from, to); all are read before any is written.
+
+        Mutates: this cache.
+        """
+        if not copies:
+            return
+        pairs = torch.tensor(copies, dtype=torch.int64, device=self.device)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, pairs[:, 1], tensor.index_select(0, pairs[:, 0]))
+
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero some blocks. Mutates: this cache."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)

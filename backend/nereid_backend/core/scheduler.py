@@ -5,21 +5,34 @@ There is no prefill phase and no decode phase. A request has tokens that are kno
 what was sampled) and tokens that are computed (their keys and values are in the cache). Each step
 gives every request some of the tokens that it still has to compute, under one budget; when none is
 left to compute after the last known token, a new one is sampled. A long prompt is thereby cut into
-chunks that share steps with requests that add one token each, and a preempted request is one that
-has everything to compute again.
+chunks that share steps with requests that add one token each, a preempted request is one that has
+everything to compute again, and one whose prompt was found in the cache has less to compute.
 
-Order: running requests go first, in the order in which they were admitted; then waiting ones, first
-come first served. When blocks run out, the request that was admitted last gives its blocks back and
-waits at the head of the queue. The oldest one is never preempted for another, so it ends, then the
-next becomes the oldest: nobody starves.
+Order: by rank, which is the step of arrival plus a fixed number of steps for each level of
+priority. A request that waits long thus comes before any that arrives much later, whatever their
+priorities: nobody starves. Running requests go first, each with at least one token, then waiting
+ones. When blocks run out, one of those behind gives its blocks back: of the lowest priority, the
+one with the least to compute again. The first in order is never preempted for another, so it ends;
+then the next is the first.
 """
 
-from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
 
 from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.outputs import FinishReason, RequestUpdate
-from nereid_backend.core.request import Request
+from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.guide import Guide
+from nereid_backend.core.ngram import PromptLookup
+from nereid_backend.core.outputs import FinishReason, RequestUpdate, TokenLogprobs
+from nereid_backend.core.prefix_cache import PrefixCache
+from nereid_backend.core.ranked import RankedRequests
+from nereid_backend.core.request import Group, Request
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
+
+# A level of priority is worth so many steps of waiting, some seconds with a model worth scheduling
+# for; levels beyond the limit count as the limit, so that everybody's turn comes.
+AGEING_STEPS = 256
+_MAX_LEVEL = 100
 
 
 class Scheduler:
@@ -28,73 +41,175 @@ class Scheduler:
     Not thread-safe: one thread plans and commits.
     """
 
-    def __init__(
-        self, pool: BlockPool, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+    def __init__(  # noqa: PLR0913 - settings, each given by name
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool = True,
+        shares_blocks: bool = True,
+        whole_prefill: bool = False,
+        num_speculative_tokens: int = 0,
     ) -> None:
+        """Begin with no requests.
+
+        Args:
+            pool: the blocks of the KV cache.
+            block_size: tokens in one block.
+            max_num_seqs: at most so many sequences run at once.
+            max_num_batched_tokens: a step has at most so many tokens.
+            enable_prefix_caching: whether requests find what others have computed.
+            shares_blocks: whether blocks say all that the model remembers of a sequence; if not,
+                nothing is ever shared.
+            whole_prefill: a prompt is never cut, nor continued from what another has computed; one
+                larger than a step's budget goes in a step of its own, and after that a request
+                computes one token a step.
+            num_speculative_tokens: guess so many next tokens a step and request.
+        """
         self.pool = pool
         self.num_preemptions = 0
-        self._block_size = block_size
+        self._shares = shares_blocks and not whole_prefill
+        self._whole_prefill = whole_prefill
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        caches = enable_prefix_caching and self._shares
+        self.cache = PrefixCache(pool, block_size) if caches else None
+        self.lookup = None
+        if num_speculative_tokens > 0 and self._shares:
+            self.lookup = PromptLookup(num_speculative_tokens)
+        self._tables = BlockTables(pool, block_size, self.cache)
+        self._groups: dict[str, Group] = {}
+        self._num_sequences = 0
+        self._num_added = 0
+        self._num_steps = 0
+        self._waiting = RankedRequests()
+        self._running = RankedRequests()
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._ended: list[RequestUpdate] = []
+        # Whether a prompt that must go whole did not fit beside the running requests.
+        self._is_overdue = False
 
     @property
     def num_running(self) -> int:
-        """Requests with blocks."""
+        """Sequences with blocks."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests without blocks."""
-        return len(self._waiting)
+        """Sequences without blocks."""
+        return self._num_sequences - len(self._running)
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request of this name is in work, or its end is still to be reported."""
-        return request_id in self._requests or any(
+        return request_id in self._groups or any(
             update.request_id == request_id for update in self._ended
         )
 
+    def is_preparing(self, request_id: str) -> bool:
+        """Whether a request waits for start() or refuse()."""
+        group = self._groups.get(request_id)
+        return group is not None and not group.is_prepared
+
     def has_work(self) -> bool:
         """Whether a step would do or report anything."""
-        return bool(self._requests or self._ended)
+        return bool(self._groups or self._ended)
 
-    def add(self, request: Request) -> None:
-        """Put a request at the end of the queue. Its id is new and it fits the pool when alone."""
-        self._requests[request.request_id] = request
-        self._waiting.append(request)
+    def add(self, request: Request, *, is_prepared: bool = True) -> None:
+        """Accept a request. Its id is new and each of its sequences fits the pool when alone.
 
-    def abort(self, request_id: str) -> None:
-        """End a request at once; the next commit reports it. Unknown ones are ignored."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._ended.append(self._end(request, [], "abort"))
+        Args:
+            request: its sequence 0; the others are made of it.
+            is_prepared: if not, it waits until start() or refuse() is called for it.
+        """
+        sequences = request.sequences()
+        level = max(-_MAX_LEVEL, min(_MAX_LEVEL, request.params.priority))
+        due = self._num_steps + level * AGEING_STEPS
+        for sequence in sequences:
+            sequence.rank = (due, request.params.priority, self._num_added, sequence.index)
+        self._num_added += 1
+        self._num_sequences += len(sequences)
+        group = self._groups[request.request_id] = Group(sequences)
+        group.is_prepared = is_prepared
+        if is_prepared:
+            self._enqueue(group)
+
+    def start(self, request_id: str, guide: Guide) -> None:
+        """Let a request that was added unprepared run. Unknown ones are ignored."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        group.is_prepared = True
+        leader, *others = group.sequences.values()
+        for other in others:
+            other.guide = guide.fork()
+        leader.guide = guide
+        self._enqueue(group)
+
+    def refuse(self, request_id: str, error: str, *, is_refused: bool = True) -> None:
+        """End a request that was added unprepared: its guide cannot be made."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._ended += [
+                self._end(sequence, "error", error=error, is_refused=is_refused)
+                for sequence in list(group.sequences.values())
+            ]
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request or one of its sequences at once; the next commit reports it.
+
+        Unknown ones are ignored.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        # The last first: none becomes the one that computes the prompt only to be ended next.
+        chosen = [s for s in reversed(group.sequences.values()) if index in (None, s.index)]
+        ended = [self._end(sequence, "abort") for sequence in chosen]
+        self._ended += reversed(ended)
 
     def plan(self) -> StepPlan:
         """Choose the next step's tokens and give their requests rows and blocks."""
+        self._num_steps += 1
         chunks: list[Chunk] = []
-        budget = self._plan_running(chunks, self._max_num_batched_tokens)
-        budget = self._plan_waiting(chunks, budget)
+        budget = self._max_num_batched_tokens
+        if not self._is_overdue:
+            budget = self._plan_running(chunks, budget)
+        self._plan_waiting(chunks, budget)
+        if not chunks and self._running:
+            # The overdue prompt found no room.
+            self._plan_running(chunks, budget)
         chunks.sort(key=_has_many_tokens)
-        return StepPlan(chunks, self._max_num_batched_tokens - budget)
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        return StepPlan(chunks, num_tokens, self._tables.take_copies())
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Take in what a plan's step brought and report what is new, ended requests included."""
         updates, self._ended = self._ended, []
         sampled = iter(result.sampled)
-        for chunk in plan.chunks:
-            chunk.request.num_computed_tokens += chunk.num_tokens
-            if chunk.samples:
-                updates.append(self._take(chunk.request, next(sampled)))
+        tainted: set[int] = set()
+        for index, chunk in enumerate(plan.chunks):
+            request = chunk.request
+            num_known = len(request.token_ids)
+            request.num_computed_tokens = min(chunk.start + chunk.num_tokens, num_known)
+            request.prompt_logprobs += result.prompt_logprobs.get(index, ())
+            if not chunk.samples:
+                self._tables.remember(request)
+                continue
+            outcome = next(sampled)
+            if outcome.error is not None:
+                tainted.update(request.block_table)
+            updates.append(self._take(request, outcome))
+        self._purge(tainted)
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
-        """End every request of a plan whose step failed, and report that."""
+        """End every sequence of a plan whose step failed, and report that."""
         updates, self._ended = self._ended, []
-        updates += [self._end(chunk.request, [], "error", error=error) for chunk in plan.chunks]
+        tainted = {block for chunk in plan.chunks for block in chunk.request.block_table}
+        updates += [self._end(chunk.request, "error", error=error) for chunk in plan.chunks]
+        self._purge(tainted)
         return updates
 
     def check(self) -> None:
@@ -103,117 +218,269 @@ class Scheduler:
         Raises:
             AssertionError: something leaked.
         """
-        self.pool.check(request.block_table for request in self._running)
+        tables = [request.block_table for request in self._running]
+        self.pool.check([*tables, *self._tables.held_tables()])
+        if self.cache is not None:
+            self.cache.check()
         rows = [request.row for request in self._running if request.row is not None]
         assert len(rows) == len(self._running), "a running request has no row"
         assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows leaked"
         assert all(r.row is None and not r.block_table for r in self._waiting)
-        assert len(self._requests) == len(self._running) + len(self._waiting)
+        groups = self._groups.values()
+        assert self._num_sequences == sum(len(group.sequences) for group in groups)
+        assert self.num_waiting == len(self._waiting) + sum(map(_num_held_back, groups))
+
+    def _enqueue(self, group: Group) -> None:
+        """Let a group's first sequence wait for a row, or all where each computes the prompt."""
+        leader, *group.followers = group.sequences.values()
+        self._waiting.add(leader)
+        if not self._shares:
+            self._split(group)
+
+    def _split(self, group: Group) -> None:
+        group.is_split = True
+        for follower in group.followers:
+            self._waiting.add(follower)
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
         index = 0
         while index < len(self._running) and budget > 0:
             request = self._running[index]
-            start = request.num_computed_tokens
-            num_tokens = len(request.token_ids) - start
-            samples = num_tokens <= budget
-            if not samples:
-                num_tokens = budget
-            missing = self._num_blocks(start + num_tokens) - len(request.block_table)
-            if missing > 0:
-                if not self._make_room(request, missing):
-                    break
-                request.block_table += self.pool.allocate(missing)
-            chunks.append(Chunk(request, start, num_tokens, samples, False, int(samples)))
-            budget -= num_tokens
+            # One token stays for each of those that come after.
+            limit = max(1, budget - (len(self._running) - index - 1))
+            num_known = len(request.token_ids) - request.num_computed_tokens
+            num_tokens = min(num_known, 1 if self._whole_prefill else limit)
+            missing = self._tables.missing(request, request.num_computed_tokens + num_tokens)
+            if missing > 0 and not self._make_room(index, missing):
+                break
+            self._tables.grow(request, missing)
+            if self.lookup is not None and num_tokens == num_known:
+                self._guess(request, limit - num_tokens)
+            chunks.append(_chunk(request, num_tokens, is_first=False))
+            budget -= chunks[-1].num_tokens
             index += 1
         return budget
 
-    def _plan_waiting(self, chunks: list[Chunk], budget: int) -> int:
+    def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
         # A request gets blocks for all its known tokens at once: two half-admitted prompts could
         # otherwise wait for each other's blocks.
+        is_overdue, self._is_overdue = self._is_overdue, False
         while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0]
-            num_known = len(request.token_ids)
-            num_blocks = self._num_blocks(num_known)
-            if num_blocks > self.pool.num_free:
+            if self._whole_prefill and chunks and len(request.token_ids) > budget:
+                self._is_overdue = not is_overdue
                 break
-            self._waiting.popleft()
-            request.row = self._free_rows.pop()
-            request.block_table = self.pool.allocate(num_blocks)
-            self._running.append(request)
-            num_tokens = min(num_known, budget)
-            samples = num_tokens == num_known
-            chunks.append(Chunk(request, 0, num_tokens, samples, True, int(samples)))
+            if not self._try_admit(request):
+                break
+            num_known = len(request.token_ids) - request.num_computed_tokens
+            num_tokens = num_known if self._whole_prefill else min(num_known, budget)
+            chunks.append(_chunk(request, num_tokens, is_first=True))
             budget -= num_tokens
-        return budget
+            if is_overdue:
+                break
 
-    def _make_room(self, request: Request, num_blocks: int) -> bool:
-        """Preempt from the newest on until there is room; False if that reached the request itself.
+    def _try_admit(self, request: Request) -> bool:
+        group = self._groups[request.request_id]
+        while not self._tables.try_admit(request, group):
+            # With nobody running, only prompts that groups hold can be in the way.
+            if self._running or not self._tables.drop_oldest_prompt():
+                return False
+        if request in group.followers:
+            self._unfollow(group, request)
+        self._waiting.remove(request)
+        request.row = self._free_rows.pop()
+        self._running.add(request)
+        return True
 
-        All who give way come after the request in running order, so none of them has a chunk in the
-        plan being made.
+    def _unfollow(self, group: Group, request: Request) -> None:
+        group.followers.remove(request)
+        if not group.followers:
+            self._tables.drop_prompt(group)
+
+    def _make_room(self, index: int, num_blocks: int) -> bool:
+        """Preempt until there is room for the running request at a place in the order.
+
+        All who give way come after it, so none of them has a chunk in the plan being made. False if
+        it had to give way itself.
         """
+        request = self._running[index]
         while self.pool.num_free < num_blocks:
-            newest = self._running.pop()
-            self._release(newest)
-            newest.num_computed_tokens = 0
-            self._waiting.appendleft(newest)
-            self.num_preemptions += 1
-            if newest is request:
+            if self._tables.drop_oldest_prompt():
+                continue
+            victim = min(self._running.after(index), key=_loss, default=request)
+            self._preempt(victim)
+            if victim is request:
                 return False
         return True
 
+    def _preempt(self, request: Request) -> None:
+        self._leave(request)
+        request.prompt_logprobs = []
+        self._waiting.add(request)
+        self.num_preemptions += 1
+
+    def _guess(self, request: Request, limit: int) -> None:
+        """Let a request guess what comes next, where that costs nobody else anything."""
+        assert self.lookup is not None
+        room = request.max_total_tokens - len(request.token_ids) - 1
+        drafts = self.lookup.propose(request, min(limit, room))
+        missing = self._tables.missing(request, len(request.token_ids) + len(drafts))
+        if missing > self.pool.num_free:
+            return
+        self._tables.grow(request, missing)
+        request.draft_token_ids = drafts
+
     def _take(self, request: Request, sampled: Sampled) -> RequestUpdate:
         """Append sampled tokens up to the first that ends the request."""
+        drafts, request.draft_token_ids = request.draft_token_ids, []
         if sampled.error is not None:
-            return self._end(request, [], "error", error=sampled.error)
-        new_token_ids: list[int] = []
-        for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
-            new_token_ids.append(token_id)
-            request.token_ids.append(token_id)
-            request.cumulative_logprob += logprob
-            if token_id in request.stop_token_ids:
-                return self._end(request, new_token_ids, "stop", stop_reason=token_id)
-            if len(request.token_ids) >= request.max_total_tokens:
-                return self._end(request, new_token_ids, "length")
-        return RequestUpdate(
-            request.request_id, new_token_ids, cumulative_logprob=request.cumulative_logprob
-        )
+            return self._end(request, "error", error=sampled.error)
+        num_known = len(request.token_ids)
+        reason, stop_reason = _append(request, sampled)
+        new_token_ids = request.token_ids[num_known:]
+        if drafts:
+            # A guess that was right is computed, too.
+            num_right = _num_equal(drafts, new_token_ids)
+            request.num_computed_tokens += num_right
+            assert self.lookup is not None
+            self.lookup.learn(request, len(drafts), num_right)
+        self._tables.remember(request)
+        group = self._groups[request.request_id]
+        if group.followers and not group.is_split:
+            self._tables.hold_prompt(group, request)
+            self._split(group)
+        top = sampled.top[: len(new_token_ids)] if sampled.top is not None else None
+        update = _update(request, new_token_ids, top)
+        if reason is None:
+            return update
+        return self._end(request, reason, update=update, stop_reason=stop_reason)
 
     def _end(
         self,
         request: Request,
-        new_token_ids: list[int],
         reason: FinishReason,
         *,
+        update: RequestUpdate | None = None,
         stop_reason: int | None = None,
         error: str | None = None,
+        is_refused: bool = False,
     ) -> RequestUpdate:
-        del self._requests[request.request_id]
-        if request.row is None:
+        """Forget a sequence; returns its last update."""
+        self._num_sequences -= 1
+        if self.lookup is not None:
+            self.lookup.forget(request)
+        group = self._groups[request.request_id]
+        is_follower = request in group.followers
+        if request.row is not None:
+            self._leave(request)
+        elif group.is_prepared and (group.is_split or not is_follower):
             self._waiting.remove(request)
-        else:
-            self._running.remove(request)
-            self._release(request)
-        return RequestUpdate(
-            request.request_id,
-            new_token_ids,
-            reason,
-            stop_reason,
-            request.cumulative_logprob,
-            error,
+        del group.sequences[request.index]
+        if not group.sequences:
+            del self._groups[request.request_id]
+        if is_follower:
+            self._unfollow(group, request)
+        elif group.followers and not group.is_split and group.is_prepared:
+            # The one that computed the prompt for all is gone: the next one does.
+            self._waiting.add(group.followers.pop(0))
+        update = update or _update(request, [], None)
+        return replace(
+            update,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=error,
+            is_refused=is_refused,
         )
 
-    def _release(self, request: Request) -> None:
+    def _leave(self, request: Request) -> None:
+        """Take a running request's row and blocks away."""
         assert request.row is not None
+        self._running.remove(request)
         self._free_rows.append(request.row)
         request.row = None
-        self.pool.release(request.block_table)
-        request.block_table = []
+        request.draft_token_ids = []
+        self._tables.release(request)
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+    def _purge(self, blocks: set[int]) -> None:
+        """Make sure that nobody relies on blocks of a request that went wrong.
+
+        They may hold numbers that are not finite, or have been overwritten for that reason. Those
+        who share them compute everything again.
+        """
+        if not blocks:
+            return
+        self._tables.drop_prompts_with(blocks)
+        for request in list(self._running):
+            if not blocks.isdisjoint(request.block_table):
+                self._tables.forget(set(request.block_table))
+                self._preempt(request)
+        self._tables.forget(blocks)
+
+
+def _chunk(request: Request, num_tokens: int, *, is_first: bool) -> Chunk:
+    start = request.num_computed_tokens
+    samples = start + num_tokens == len(request.token_ids)
+    num_logits = int(samples) + len(request.draft_token_ids)
+    num_tokens += len(request.draft_token_ids)
+    if request.wants_prompt_logprobs:
+        num_logits = num_tokens
+    return Chunk(request, start, num_tokens, samples, is_first, num_logits)
+
+
+def _append(request: Request, sampled: Sampled) -> tuple[FinishReason | None, int | None]:
+    """Append tokens as far as they go; returns why the request ends there, and at which token."""
+    for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
+        request.token_ids.append(token_id)
+        request.cumulative_logprob += logprob
+        if token_id in request.stop_token_ids:
+            return "stop", token_id
+        if len(request.token_ids) >= request.max_total_tokens:
+            return "length", None
+    return None, None
+
+
+def _update(
+    request: Request, new_token_ids: list[int], top: list[TokenLogprobs] | None
+) -> RequestUpdate:
+    """What is new; what is known of the prompt comes with the first tokens."""
+    is_first = not request.was_reported
+    request.was_reported = True
+    prompt: list[TokenLogprobs | None] | None = None
+    if is_first and new_token_ids and request.index == 0:
+        wanted = request.params.prompt_logprobs is not None
+        prompt = [None, *request.prompt_logprobs] if wanted else None
+        request.prompt_logprobs = []
+    return RequestUpdate(
+        request.request_id,
+        new_token_ids,
+        cumulative_logprob=request.cumulative_logprob,
+        index=request.index,
+        logprobs=top,
+        prompt_logprobs=prompt,
+        num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
+    )
+
+
+def _loss(request: Request) -> tuple[int, int, int]:
+    """Sorts first what is best preempted: low priority, little to compute again, arrived late."""
+    num_lost = request.num_computed_tokens - request.num_reused_tokens
+    return -request.params.priority, num_lost, -request.rank[2]
+
+
+def _num_equal(first: Iterable[int], second: Iterable[int]) -> int:
+    count = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _num_held_back(group: Group) -> int:
+    """Sequences that do not even wait for a row."""
+    if not group.is_prepared:
+        return len(group.sequences)
+    return 0 if group.is_split else len(group.followers)
 
 
 def _has_many_tokens(chunk: Chunk) -> bool:

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of one pooling model: config.pbtxt parameters, overridden by NEREID_EMBEDDING_*."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from nereid_backend.config import read_setting, unknown_setting
+from nereid_backend.errors import ConfigError
+from nereid_backend.pooling.config import PoolingConfig
+from nereid_backend.serving.settings import PREFIX
+
+NOT_SERVED = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingServing:
+    """What the Triton model needs besides the library's own settings.
+
+    Attributes:
+        served_model_name: its name in the HTTP API; empty is the checkpoint's folder name.
+        max_requests: at most so many requests in the model at once; more are refused.
+        start_timeout_s: loading a checkpoint may take this long.
+        max_restarts: worker processes that may die in a row before the model gives up.
+    """
+
+    served_model_name: str = ""
+    max_requests: int = 4096
+    start_timeout_s: int = 3600
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_requests", 1), ("start_timeout_s", 1), ("max_restarts", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingSettings:
+    """One pooling model's settings, read and checked.
+
+    Attributes:
+        variable: the environment variable of the checkpoint, for messages.
+        serving: for the stub.
+        config: for the worker; None when no checkpoint is to be served.
+    """
+
+    variable: str
+    serving: PoolingServing
+    config: PoolingConfig | None
+
+
+def read_pooling_settings(
+    kind: str, args: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> PoolingSettings:
+    """Settings of one Triton model from what its ``initialize`` is given.
+
+    Args:
+        kind: "embedding" or "rerank", the middle of its variables' names.
+        args: the Python backend's arguments: "model_config" (JSON) and "model_repository" (the
+            folder of this model).
+        environ: NEREID_EMBEDDING_X, say, overrides the parameter x; an empty value counts as unset.
+
+    Raises:
+        ConfigError: an unknown name or a wrong value; the message gives the variable's name.
+    """
+    prefix = f"{PREFIX}{kind.upper()}_"
+    texts = _parameters(args) | _variables(prefix, environ)
+    serving_fields = {field.name: field for field in fields(PoolingServing)}
+    config_names = {field.name for field in fields(PoolingConfig)}
+    for name in texts:
+        if name not in config_names and name not in serving_fields:
+            known = [f"{kind}_{known}" for known in (*config_names, *serving_fields)]
+            raise ConfigError(unknown_setting(f"{kind}_{name}", known))
+    try:
+        serving = PoolingServing(
+            **{
+                name: read_setting(name, str(field.type), texts[name])
+                for name, field in serving_fields.items()
+                if name in texts
+            }
+        )
+        if texts.get("model", NOT_SERVED).lower() == NOT_SERVED:
+            return PoolingSettings(f"{prefix}MODEL", serving, None)
+        config = PoolingConfig.from_settings({n: t for n, t in texts.items() if n in config_names})
+    except ConfigError as error:
+        raise ConfigError(f"{kind}_{error}") from None
+    return PoolingSettings(f"{prefix}MODEL", serving, config)
+
+
+def _parameters(args: Mapping[str, str]) -> dict[str, str]:
+    """The file's parameters; its default checkpoint counts only where it is there."""
+    parameters = json.loads(args["model_config"]).get("parameters", {})
+    texts = {name: value.get("string_value", "").strip() for name, value in parameters.items()}
+    texts = {name: text for name, text in texts.items() if text}
+    if "model" in texts and texts["model"].lower() != NOT_SERVED:
+        repository = Path(args["model_repository"]).parent
+        path = (repository / texts["model"]).resolve()
+        texts["model"] = str(path) if path.is_dir() else NOT_SERVED
+    return texts
+
+
+def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        variable.removeprefix(prefix).lower(): text.strip()
+        for variable, text in environ.items()
+        if variable.startswith(prefix) and text.strip()
+    }

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker process of a pooling model: everything that may crash (torch, a driver) lives here.
+
+    python -m nereid_backend.serving.pooling.worker FD
+
+FD is the inherited end of a socket pair. The first message is the settings; from then on:
+
+    stub -> worker    ["add", id, field, [[name, value], ...], options]  ["abort", id]  ["stop"]
+    worker -> stub    ["progress", line]  ["ready", info]  ["failed", message]
+                      ["done", id, *outcome]  ["refused", id, kind of error, message]
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from nereid_backend.errors import NereidError
+from nereid_backend.pooling.config import PoolingConfig
+from nereid_backend.pooling.engine import PoolingEngine
+from nereid_backend.serving.channel import Channel, ChannelClosedError
+from nereid_backend.serving.pooling.jobs import Job
+from nereid_backend.serving.pooling.progress import Work
+
+
+def main(argv: Sequence[str] = sys.argv) -> int:
+    """Serve one model over the socket whose descriptor is the first argument."""
+    faulthandler.enable()
+    # Ctrl-C reaches the whole process group; the stub says when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    channel = Channel(socket.socket(fileno=int(argv[1])))
+    with contextlib.suppress(ChannelClosedError):
+        engine = _load(channel)
+        if engine is not None:
+            _serve(Work(engine, channel.send), channel)
+            return 0
+    return 1
+
+
+def _exit_with_parent(parent: int) -> None:
+    """End this process when its parent has died, whatever it is doing (loading, say)."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _load(channel: Channel) -> PoolingEngine | None:
+    (settings,) = channel.receive(None)
+    try:
+        config = PoolingConfig(**settings[0])
+        engine = PoolingEngine(config, progress=lambda line: channel.send(["progress", line]))
+    except NereidError as error:
+        channel.send(["failed", str(error)])
+        return None
+    except Exception as error:  # noqa: BLE001 - the process ends here, and the stub must hear why
+        channel.send(["failed", f"{type(error).__name__}: {error}"])
+        return None
+    channel.send(["ready", dataclasses.asdict(engine.info)])
+    return engine
+
+
+def _serve(work: Work, channel: Channel) -> None:
+    while True:
+        # With work to do, only look for messages; without, wait for one.
+        for kind, *rest in channel.receive(0 if work.is_left else None):
+            if kind == "stop":
+                return
+            if kind == "abort":
+                work.abort(rest[0])
+            else:
+                request_id, *row = rest
+                work.add(request_id, Job(*row))
+        work.advance()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ OPENAI_PORT ?= 9000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval bench-serve bench-engine bench-parsers clean
+.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,19 @@ demo-train: setup ## Train the demo chat model again from its seed (under an hou
 
 demo-eval: setup ## The demo chat model's accuracy per skill on held-out prompts
 	@$(BIN)/python demo/evaluate.py $(ARGS)
+
+archs: setup ## Every causal-LM architecture of transformers on tiny random weights: exact, refused, or wrong
+	@$(BIN)/python tests/backend/archs.py $(ARGS)
+
+bench: setup ## The engine against transformers and llama.cpp, with this machine's limits, in one table
+	@$(BIN)/python loadtest/bench.py $(ARGS)
+
+bench-peers: ## Install llama.cpp (built from source, about ten minutes) for `make bench` in its own environment
+	@test -x $(VENV)-peers/bin/python || $(PYTHON) -m venv $(VENV)-peers
+	@$(VENV)-peers/bin/python -m pip install --quiet llama-cpp-python==0.3.36 gguf==0.19.0 numpy
+
+bench-attention: setup ## Decode attention: the native CPU kernel against the torch reference and the memory's speed
+	@$(BIN)/python loadtest/bench_attention.py $(ARGS)
 
 bench-serve: setup ## Tokens/s through the Triton server against the same engine in process
 	@$(BIN)/python loadtest/bench_serve.py $(ARGS)

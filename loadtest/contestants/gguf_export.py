@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Qwen3 checkpoint as GGUF, weights as they are: what llama.cpp needs to run the same model.
+
+Tensor and metadata names come from the `gguf` package, which is llama.cpp's own.
+"""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+# Leading bytes of a safetensors file: a little-endian uint64, the length of its JSON header.
+_HEADER_LENGTH_BYTES = 8
+
+
+def export(checkpoint: Path, file: Path, dtype: str) -> None:
+    """Write a GGUF file beside a checkpoint with one safetensors file.
+
+    Args:
+        checkpoint: folder with config.json and model.safetensors.
+        file: where to.
+        dtype: "float32" or "bfloat16", of the matrices; vectors are float32 as llama.cpp wants.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    for name, tensor in read_safetensors(checkpoint / "model.safetensors"):
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if target is None:
+            raise ValueError(f"{name}: llama.cpp's {gguf.MODEL_ARCH.QWEN3.name} has no such tensor")
+        if tensor.ndim > 1 and dtype == "bfloat16":
+            writer.add_tensor(
+                target, to_bfloat16(tensor).view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16
+            )
+        else:
+            writer.add_tensor(target, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def read_safetensors(path: Path) -> list[tuple[str, np.ndarray]]:
+    """All tensors of a file as float32; float32 and bfloat16 files only."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:_HEADER_LENGTH_BYTES], "little")
+    header = json.loads(data[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + length])
+    base, tensors = _HEADER_LENGTH_BYTES + length, []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        raw = data[base + start : base + end]
+        if entry["dtype"] == "BF16":
+            words = np.frombuffer(raw, np.uint16).astype(np.uint32) << 16
+            values = words.view(np.float32)
+        elif entry["dtype"] == "F32":
+            values = np.frombuffer(raw, np.float32)
+        else:
+            raise ValueError(f"{name}: {entry['dtype']} is not exported; save float32 or bfloat16")
+        tensors.append((name, values.reshape(entry["shape"])))
+    return tensors
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """The upper halves of float32 words, rounded to nearest even."""
+    words = np.ascontiguousarray(values).view(np.uint32)
+    return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)

@@ -18,6 +18,10 @@ from tritonclient.utils import InferenceServerException
 from nereid_client.deltas import Delta
 from nereid_client.errors import BackendError
 
+# The ensemble's first step, by its name in the repository, and what it makes of a request.
+_TOKENIZER = "tokenizer"
+_PROMPT_TOKEN_IDS = "prompt_token_ids"
+_UNREACHABLE = "the Triton server at {} can't be reached; is it running?"
 _READY_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
 # Put in front by the Triton server, and by the ensemble's steps.
@@ -53,6 +57,13 @@ class Backend(Protocol):
 
     def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         """The deltas of all choices as they come; closing the generator aborts the request.
+
+        Raises: BackendError.
+        """
+        ...
+
+    async def tokenize(self, generation: Generation) -> list[int]:
+        """The token ids of its prompt; nothing is generated.
 
         Raises: BackendError.
         """
@@ -123,6 +134,19 @@ class TritonBackend:
                 stream.cancel()  # a stream that has ended takes no notice
             self._let_end(stream)
 
+    async def tokenize(self, generation: Generation) -> list[int]:
+        """See `Backend.tokenize`: a call of the ensemble's first step alone."""
+        try:
+            result = await self._client.infer(
+                _TOKENIZER,
+                _inputs(generation),
+                request_id=generation.request_id,
+                outputs=[InferRequestedOutput(_PROMPT_TOKEN_IDS)],
+            )
+        except InferenceServerException as error:
+            raise self._call_error(error) from None
+        return [int(token_id) for token_id in result.as_numpy(_PROMPT_TOKEN_IDS)]
+
     async def is_live(self) -> bool:
         """See `Backend.is_live`."""
         try:
@@ -158,11 +182,18 @@ class TritonBackend:
             "outputs": [InferRequestedOutput(name) for name in outputs],
         }
 
+    def _call_error(self, error: InferenceServerException) -> BackendError:
+        code = str(error.status() or "INTERNAL").removeprefix("StatusCode.")
+        told = read_error(str(error.message()))
+        if code == "UNAVAILABLE" and "failed to connect" in told.message:
+            return BackendError(code, _UNREACHABLE.format(self._url))
+        return BackendError(code, told.message)
+
     def _backend_error(self, error: grpc.RpcError) -> BackendError:
         code: str = error.code().name
         details: str = error.details() or code
         if code == "UNAVAILABLE" and "failed to connect" in details:
-            details = f"the Triton server at {self._url} can't be reached; is it running?"
+            details = _UNREACHABLE.format(self._url)
         return BackendError(code, details)
 
 

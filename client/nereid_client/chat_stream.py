@@ -42,9 +42,9 @@ async def chat_events(
     yield sse.DONE
 
 
-def chat_completion(reply: Reply, view: ReasoningView, totals: Sequence[Delta]) -> Json:
+def chat_completion(reply: Reply, totals: Sequence[Delta]) -> Json:
     """The whole answer: what each choice adds up to, in the order of their index."""
-    choices = [_whole_choice(reply, index, view.show(total)) for index, total in enumerate(totals)]
+    choices = [_whole_choice(reply, index, total) for index, total in enumerate(totals)]
     answer = reply.frame("chat.completion", choices)
     answer["usage"] = usage_of([[total.get("usage") for total in totals]])
     return answer | _of_prompt(totals[0])

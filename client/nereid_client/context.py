@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from nereid_client.backends import Backend
 from nereid_client.errors import ApiError, from_validation
@@ -16,7 +16,7 @@ from nereid_client.protocol.requests import GenerationRequest
 from nereid_client.reply import Reply
 from nereid_client.settings import Settings
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=BaseModel)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,10 @@ class RequestIds:
 
 
 class ApiKey:
-    """Lets only callers with the key reach /v1; health checks need none."""
+    """Lets only callers with the key reach the API: /v1, and every path that takes a body.
+
+    What is only looked at, health checks among it, needs none.
+    """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -51,7 +54,7 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, or answer 401."""
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+        if scope["type"] == "http" and _needs_key(scope):
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, self._expected):
                 error = ApiError(
@@ -63,6 +66,10 @@ class ApiKey:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _needs_key(scope: Scope) -> bool:
+    return scope["path"].startswith("/v1/") or scope["method"] not in ("GET", "HEAD", "OPTIONS")
 
 
 class BodyLimit:

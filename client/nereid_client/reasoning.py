@@ -1,38 +1,32 @@
-"""How much of the reasoning a client wants to see, and when."""
+"""When a client wants to see the reasoning: as it comes, or in one piece once it is over."""
 
 from dataclasses import dataclass, field
 
 from nereid_client.deltas import Delta
 
+_BEHIND_REASONING = ("content", "tool_calls", "finish_reason")
+
 
 @dataclass
 class ReasoningView:
-    """Shows each delta as its request wants it; one object a request.
+    """Shows each delta of a stream as its request wants it; one object a request.
 
     Attributes:
-        include: false leaves reasoning out (vLLM's `include_reasoning`).
-        stream: false gives a choice's reasoning in one piece, once it is over (SGLang's
-            `stream_reasoning`).
+        as_it_comes: false gives a choice's reasoning in one piece, with what comes behind it
+            (SGLang's `stream_reasoning`).
     """
 
-    include: bool = True
-    stream: bool = True
+    as_it_comes: bool = True
     _held: dict[int, list[str]] = field(default_factory=dict)
 
     def show(self, delta: Delta) -> Delta:
         """The delta as its client sees it."""
-        if self.include and self.stream:
+        if self.as_it_comes:
             return delta
         shown = delta.copy()
-        reasoning = shown.pop("reasoning", "")
-        if not self.include:
-            return shown
         held = self._held.setdefault(delta.get("index", 0), [])
-        held.append(reasoning)
+        held.append(shown.pop("reasoning", ""))
         if not shown.keys().isdisjoint(_BEHIND_REASONING) and (whole := "".join(held)):
             held.clear()
             shown["reasoning"] = whole
         return shown
-
-
-_BEHIND_REASONING = ("content", "tool_calls", "finish_reason")

@@ -45,7 +45,10 @@ class Settings:
     api_key: str = field(
         default="",
         repr=False,
-        metadata={"env": "NEREID_API_KEY", "help": "/v1 then wants `Authorization: Bearer KEY`"},
+        metadata={
+            "env": "NEREID_API_KEY",
+            "help": "requests then need `Authorization: Bearer KEY`",
+        },
     )
     cors_origins: str = field(
         default="",

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from fakes.echo import token_id_of
 from fakes.live_frontend import free_port
 from fakes.live_server import serve
 from nereid_client.backends import Generation, TritonBackend, decode_strings, read_error
@@ -99,6 +100,20 @@ def test_a_message_in_the_stream_is_read_as_its_code_and_text(text, code, messag
     assert (error.code, error.message) == (code, message or text)
 
 
+async def test_a_prompt_is_tokenised_without_generating(backend):
+    ids = [token_id_of("één "), token_id_of("två")]
+    assert await backend.tokenize(Generation("request", text_input="één två")) == ids
+    body = json.dumps({"messages": [{"role": "user", "content": "één två"}]})
+    assert await backend.tokenize(Generation("request", chat_request=body)) == ids
+
+
+async def test_a_prompt_that_cannot_be_tokenised_is_the_callers_fault(backend):
+    with pytest.raises(BackendError) as caught:
+        await backend.tokenize(Generation("request", text_input="<fail>"))
+    assert caught.value.code == "INVALID_ARGUMENT"
+    assert caught.value.message == "text_input: cannot be tokenised"
+
+
 async def test_closing_the_answer_cancels_the_request_on_the_server(backend, server):
     generation = Generation("to-be-closed", text_input="a " + "<pause 0.02>b " * 500)
     answer = backend.generate(generation)
@@ -164,5 +179,8 @@ async def test_a_server_that_is_not_there_is_unavailable():
     assert not await backend.is_ready()
     with pytest.raises(BackendError, match=f"the Triton server at {url} can't be reached") as error:
         await collect(backend, "hi")
+    assert error.value.code == "UNAVAILABLE"
+    with pytest.raises(BackendError, match="can't be reached") as error:
+        await backend.tokenize(Generation("request", text_input="hi"))
     assert error.value.code == "UNAVAILABLE"
     await backend.close()

@@ -91,6 +91,14 @@ def echo(
             yield responses
 
 
+def tokenize(text_input: str | None, chat_request: str | None) -> list[int]:
+    """Token ids of a prompt: of a chat's last message, or of a text."""
+    text = text_input or ""
+    if chat_request is not None:
+        text = _text(json.loads(chat_request)["messages"][-1].get("content") or "")
+    return [token_id_of(word) for word in _WORD.findall(text)]
+
+
 def token_id_of(word: str) -> int:
     return zlib.crc32(word.encode()) % 50_000
 
@@ -173,7 +181,9 @@ class Answer:
                 if stop in self.said:
                     ending["stop_reason"] = stop
                     return
-            if not is_held:
+            if kind == "reasoning" and self.parameters.get("include_reasoning") is False:
+                yield {"text": word}
+            elif not is_held:
                 yield {kind: word, "text": word}
             elif at == len(words) - 1:
                 yield {kind: text, "text": text}

@@ -7,7 +7,7 @@ from nereid_client.backends import Generation
 from nereid_client.deltas import Delta
 from nereid_client.errors import BackendError
 
-from fakes.echo import Failure, Pause, echo
+from fakes.echo import Failure, Pause, echo, tokenize
 
 
 class FakeBackend:
@@ -62,6 +62,12 @@ class FakeBackend:
             self.active.discard(generation.request_id)
             if not ended:
                 self.aborted.append(generation.request_id)
+
+    async def tokenize(self, generation: Generation) -> list[int]:
+        if not self.is_up:
+            raise BackendError("UNAVAILABLE", "the Triton server at fake:1 can't be reached")
+        self.generations.append(generation)
+        return tokenize(generation.text_input, generation.chat_request)
 
     async def is_live(self) -> bool:
         return self.is_up

@@ -34,13 +34,11 @@ async def chat_completions(request: Request) -> Response:
         num_choices=chat.num_choices,
     )
     reply = reply_of(request, chat, "chatcmpl")
-    view = ReasoningView(
-        include=chat.include_reasoning is not False, stream=chat.stream_reasoning is not False
-    )
     answer = context.backend.generate(generation)
     if not chat.stream:
         totals = await sse.unless_disconnected(request.receive, fold(answer, reply.num_choices))
-        return JSONResponse(chat_completion(reply, view, totals))
+        return JSONResponse(chat_completion(reply, totals))
     deltas = merged(answer)
     first = await sse.first_of(request, deltas)
+    view = ReasoningView(as_it_comes=chat.stream_reasoning is not False)
     return sse.EventStream(chat_events(reply, view, first, deltas), source=deltas)

@@ -1,0 +1,56 @@
+"""POST /tokenize, over the echo model."""
+
+import json
+
+import pytest
+from fakes.echo import token_id_of
+
+pytestmark = pytest.mark.anyio
+
+IDS = [token_id_of("one "), token_id_of("two")]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
+async def test_a_prompt_gives_its_ids_and_their_number(post, path):
+    body = (await post(path, model="echo", prompt="one two")).json()
+    assert body == {"count": 2, "max_model_len": None, "tokens": IDS, "token_strs": None}
+
+
+async def test_a_chat_is_tokenised_with_what_its_template_reads(post, backend):
+    messages = [{"role": "user", "content": "one two"}]
+    kwargs = {"enable_thinking": False}
+    response = await post("/tokenize", messages=messages, chat_template_kwargs=kwargs)
+    assert response.json()["tokens"] == IDS
+    passed = json.loads(backend.generations[0].chat_request)
+    assert passed == {"messages": messages, "chat_template_kwargs": kwargs}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "prompt: send exactly one of prompt and messages"),
+        ({"prompt": "a", "messages": []}, "prompt: send exactly one of prompt and messages"),
+        ({"prompt": "a", "return_token_strs": True}, "return_token_strs: only ids are given"),
+        ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens: must be true here"),
+        ({"messages": [], "add_special_tokens": True}, "add_special_tokens: must be false here"),
+        ({"prompt": 5}, "prompt: must be a valid string, got 5"),
+    ],
+)
+async def test_what_it_does_not_do_is_refused_by_name(post, body, message):
+    response = await post("/tokenize", **body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
+
+
+async def test_a_server_that_is_gone_is_a_503(post, backend):
+    backend.is_up = False
+    assert (await post("/tokenize", prompt="a")).status_code == 503
+
+
+async def test_it_needs_the_key_under_both_names(connect):
+    async with connect(api_key="s3cret") as client:
+        for path in ("/tokenize", "/v1/tokenize"):
+            assert (await client.post(path, json={"prompt": "a"})).status_code == 401
+            headers = {"Authorization": "Bearer s3cret"}
+            response = await client.post(path, json={"prompt": "a"}, headers=headers)
+            assert response.status_code == 200

@@ -8,7 +8,7 @@ import torch
 from nereid_backend.attention import cpu, cpu_build
 from nereid_backend.attention.cpu import CpuKVCache, KernelBuildError
 from nereid_backend.attention.interface import PagedForward
-from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
@@ -130,10 +130,26 @@ def test_what_is_not_a_number_shows_in_its_own_sequence_only():
     torch.testing.assert_close(found[0, 3], clean[0, 3])
 
 
-def test_caches_that_the_kernels_do_not_take_are_named():
-    assert cpu.check_block_size(16, torch.bfloat16) is None
-    assert "block_size 8" in cpu.check_block_size(8, torch.float32)
-    assert "float16" in cpu.check_block_size(16, torch.float16)
+def test_caches_that_the_kernels_do_not_take_are_plain_ones_and_the_log_says_why(caplog):
+    assert cpu.cache_type(16, torch.bfloat16, CPU) is CpuKVCache
+    assert cpu.cache_type(8, torch.float32, CPU) is KVCache
+    assert cpu.cache_type(16, torch.float16, CPU) is KVCache
+    assert "block_size 8" in caplog.text
+    assert "float16" in caplog.text
+
+
+def test_what_is_stored_by_rows_is_gathered_as_from_a_plain_cache():
+    spec = LayerSpec(4, 2, 8, 6)
+    torch.manual_seed(0)
+    key, value = torch.randn(20, 2, 8), torch.randn(20, 2, 6)
+    slots = torch.arange(20) + 16
+    found = []
+    for kind in (KVCache, CpuKVCache):
+        cache = kind([spec], num_blocks=4, block_size=BLOCK, dtype=torch.float32, device=CPU)
+        cache.store(0, key, value, store_rows(slots, 2, BLOCK))
+        found.append(cache.gather(0, gather_rows(torch.tensor([[1, 2]]), 2)))
+    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
+    torch.testing.assert_close(found[1][0][0, :, :20], key.transpose(0, 1), atol=0, rtol=0)
 
 
 def test_a_compiler_that_fails_is_an_error_with_its_words(monkeypatch, tmp_path):

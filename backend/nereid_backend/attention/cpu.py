@@ -7,6 +7,7 @@ attention is as good, so it goes the reference's way over the same cache.
 
 import ctypes
 import functools
+import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any
 
@@ -19,7 +20,9 @@ from nereid_backend.attention.cpu_build import KernelBuildError, load_library
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 
-__all__ = ["CpuKVCache", "KernelBuildError", "attend", "check_block_size", "kernels"]
+__all__ = ["CpuKVCache", "KernelBuildError", "attend", "cache_type", "kernels"]
+
+logger = logging.getLogger(__name__)
 
 _LANES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -56,13 +59,24 @@ def kernels() -> ctypes.CDLL:
     return library
 
 
-def check_block_size(block_size: int, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not take a cache like this; None when they do."""
+def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
+    """The kind of cache that is fastest here: the kernels' own where they can serve it."""
+    if device.type != "cpu":
+        return KVCache
+    reason = None
     if block_size % _LANES:
-        return f"block_size {block_size} is not a multiple of {_LANES}"
-    if dtype not in _DTYPES:
-        return f"{str(dtype).removeprefix('torch.')} is not float32 or bfloat16"
-    return None
+        reason = f"block_size {block_size} is not a multiple of {_LANES}"
+    elif dtype not in _DTYPES:
+        reason = f"{str(dtype).removeprefix('torch.')} is not float32 or bfloat16"
+    else:
+        try:
+            kernels()
+        except KernelBuildError as error:
+            reason = str(error)
+    if reason is None:
+        return CpuKVCache
+    logger.warning("attention without native kernels, several times slower: %s", reason)
+    return KVCache
 
 
 class CpuKVCache(KVCache):
@@ -76,6 +90,15 @@ class CpuKVCache(KVCache):
         super().__init__(*args, **kwargs)
         # All zero so far, so that another shape over the same memory is another layout.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
+
+    def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
+        """See `KVCache.store`."""
+        keys, values = self.keys[layer], self.values[layer]
+        _, _, dim, size = keys.shape
+        cells, places = rows // size, rows % size
+        keys.view(-1, dim, size)[cells, :, places] = key.reshape(-1, dim)
+        value_dim = values.shape[3]
+        values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """See `KVCache.gather`."""

@@ -92,7 +92,8 @@ class EngineInfo:
         model: path of the checkpoint.
         architecture: the class that its config names.
         path: how batches reach the model; "packed" is one row of all tokens.
-        attention: what computes attention, "reference" for plain torch.
+        attention: what computes attention: "native" kernels, "reference" for plain torch, "eager"
+            for the model's own.
         dtype: of weights and KV cache, as in "float32".
         device: as in "cpu" or "cuda:0".
         max_model_len: prompt and answer together have at most so many tokens.

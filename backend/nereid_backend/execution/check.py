@@ -25,7 +25,8 @@ from nereid_backend.execution.runner import ForwardPath
 
 _PROMPT_LENS = (21, 5, 13)
 _NUM_STEPS = 4
-_BLOCK_SIZE = 4
+# As by default, because attention's kernels take only some sizes.
+_BLOCK_SIZE = 16
 _BUDGET = 8
 # A prompt is made longer than a layer's window to see that the window works, up to this length:
 # longer ones would cost seconds at every start.

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from nereid_backend.attention.cpu import cache_type
 from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.execution.limits import (
@@ -110,7 +112,7 @@ def _describe(
         model=config.model,
         architecture=checkpoint.architecture,
         path=choice.tier.name,
-        attention="reference" if choice.tier.name in ("packed", "rows") else "eager",
+        attention=_attention_name(config, checkpoint, choice),
         dtype=str(checkpoint.model.dtype).removeprefix("torch."),
         device=str(checkpoint.device),
         max_model_len=memory.max_model_len,
@@ -127,3 +129,10 @@ def _describe(
         load_seconds=sum(spent),
         seconds=dict(zip(("weights", "self-check", "cache"), spent, strict=True)),
     )
+
+
+def _attention_name(config: EngineConfig, checkpoint: Checkpoint, choice: Choice) -> str:
+    if choice.tier.name not in ("packed", "rows"):
+        return "eager"
+    kind = cache_type(config.block_size, checkpoint.model.dtype, checkpoint.device)
+    return "reference" if kind is KVCache else "native"

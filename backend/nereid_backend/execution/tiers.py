@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from nereid_backend.attention.cpu import cache_type
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -273,7 +274,8 @@ def make_blocks(
     checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
 ) -> tuple[KVCache, BatchBuilder]:
     """Empty blocks for these layers, and the tables that name them."""
-    cache = KVCache(
+    kind = cache_type(sizes.block_size, checkpoint.model.dtype, checkpoint.device)
+    cache = kind(
         layers,
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,

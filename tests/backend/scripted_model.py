@@ -1,0 +1,117 @@
+"""Stands for a model and its KV cache in tests of the core."""
+
+import random
+
+from nereid_backend.core.outputs import TokenLogprobs
+from nereid_backend.core.request import Request
+from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
+
+BLOCK = 4
+EOS = 1
+
+
+def next_token(token_ids: list[int], index: int) -> int:
+    """A function of the whole sequence that often repeats what it wrote some tokens ago."""
+    rng = random.Random(f"{token_ids}{index}")
+    if len(token_ids) > 6 and rng.random() < 0.7:
+        return token_ids[-5]
+    return rng.randrange(EOS, 40)
+
+
+def expected_answer(prompt: list[int], max_tokens: int, index: int = 0) -> tuple[list[int], str]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens, index))
+        if tokens[-1] == EOS:
+            return tokens[len(prompt) :], "stop"
+    return tokens[len(prompt) :], "length"
+
+
+class ScriptedModel:
+    """Remembers in each slot of the cache a token and all that came before it, as hashes do.
+
+    Every token it gives depends on the whole sequence as read from the cache, and that must be the
+    request's own: a wrong block table, a block lost or shared wrongly, a chunk that was skipped or
+    a copy not made raises.
+    """
+
+    def __init__(
+        self, num_blocks: int, rng: random.Random | None = None, *, forced=0.0, broken=0.0
+    ):
+        """Answer with several tokens in a share of the steps, and fail in a share of them."""
+        self.slots: list[int | None] = [None] * (num_blocks * BLOCK)
+        self.num_computed = 0
+        self.num_copied = 0
+        self._rng = rng or random.Random(0)
+        self._forced = forced
+        self._broken = broken
+
+    def run(self, plan: StepPlan) -> StepResult:
+        blocks = [self.slots[a * BLOCK : (a + 1) * BLOCK] for a, _ in plan.copies]
+        for (_, target), block in zip(plan.copies, blocks, strict=True):
+            self.slots[target * BLOCK : (target + 1) * BLOCK] = block
+        self.num_copied += len(blocks)
+        for chunk in plan.chunks:
+            self._store(chunk)
+        if self._rng.random() < self._broken / 4:
+            for chunk in plan.chunks:
+                self.clear(chunk.request)
+            raise RuntimeError("a fault made by the test")
+        prompts = {
+            index: [TokenLogprobs([token], [-1.0], 1) for token in self._followers(chunk)]
+            for index, chunk in enumerate(plan.chunks)
+            if chunk.request.params.prompt_logprobs is not None
+        }
+        sampled = [self._answer(chunk) for chunk in plan.chunks if chunk.samples]
+        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+        for request, outcome in zip(sampling, sampled, strict=True):
+            if outcome.error is not None:
+                self.clear(request)
+        return StepResult(sampled, prompts)
+
+    def clear(self, request: Request) -> None:
+        for block in request.block_table:
+            self.slots[block * BLOCK : (block + 1) * BLOCK] = [None] * BLOCK
+
+    def _store(self, chunk: Chunk) -> None:
+        request, start, num_tokens = chunk[:3]
+        known = request.token_ids + request.draft_token_ids
+        assert start + num_tokens <= len(known)
+        for position in range(start, start + num_tokens):
+            before = self._read(request, position - 1)
+            self.slots[self._slot(request, position)] = hash((before, known[position]))
+        self.num_computed += num_tokens
+
+    def _followers(self, chunk: Chunk) -> list[int]:
+        first = chunk.start + chunk.num_tokens - chunk.num_logits + 1
+        end = min(chunk.start + chunk.num_tokens + 1, chunk.request.num_prompt_tokens)
+        return chunk.request.token_ids[first:end]
+
+    def _answer(self, chunk: Chunk) -> Sampled:
+        request = chunk.request
+        if self._rng.random() < self._broken:
+            return Sampled([], [], "not finite")
+        tokens = list(request.token_ids)
+        expected = self._read(request, -1)
+        for position, token in enumerate(tokens):
+            expected = hash((expected, token))
+            found = self._read(request, position)
+            assert found == expected, f"{request}: the cache holds something else at {position}"
+        assert chunk.num_logits in (len(request.draft_token_ids) + 1, chunk.num_tokens)
+        new = [next_token(tokens, request.index)]
+        for draft in request.draft_token_ids:
+            if new[-1] != draft:
+                break
+            new.append(next_token(tokens + new, request.index))
+        while self._rng.random() < self._forced:
+            new.append(next_token(tokens + new, request.index))
+        return Sampled(new, [-0.5] * len(new))
+
+    def _read(self, request: Request, position: int) -> int | None:
+        if position < 0:
+            return hash(request.params.cache_salt)
+        return self.slots[self._slot(request, position)]
+
+    @staticmethod
+    def _slot(request: Request, position: int) -> int:
+        return request.block_table[position // BLOCK] * BLOCK + position % BLOCK

@@ -1,0 +1,145 @@
+"""Random workloads. NEREID_WORKLOAD_REQUESTS=10000 makes them large."""
+
+import os
+import random
+
+import pytest
+from backend.scripted_model import BLOCK, EOS, ScriptedModel, expected_answer
+from nereid_backend import SamplingParams
+from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.request import Request
+from nereid_backend.core.scheduler import Scheduler
+
+NUM_REQUESTS = int(os.environ.get("NEREID_WORKLOAD_REQUESTS", "120"))
+
+KINDS = {
+    "plain": {"enable_prefix_caching": False},
+    "prefix cache": {},
+    "guesses": {"num_speculative_tokens": 3},
+    "nothing shared": {"shares_blocks": False},
+    "whole prompts": {"whole_prefill": True},
+}
+
+
+class Workload:
+    """Requests that come at random, are cancelled at random, and share beginnings."""
+
+    def __init__(self, seed: int, scheduler: Scheduler, longest: int, broken: float) -> None:
+        self.rng = random.Random(seed)
+        self.scheduler = scheduler
+        self.longest = longest
+        self.model = ScriptedModel(scheduler.pool.num_blocks, self.rng, forced=0.1, broken=broken)
+        # Two of them hold the same blocks, behind different ones.
+        self.stems = [self.tokens(longest // 2) for _ in range(3)]
+        self.stems.append(self.stems[0][BLOCK:])
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[tuple[str, int], list[int]] = {}
+        self.prompt_logprobs: dict[str, list] = {}
+        self.ends: dict[tuple[str, int], str] = {}
+        self.alive: set[tuple[str, int]] = set()
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(EOS + 1, 40) for _ in range(count)]
+
+    def arrive(self) -> None:
+        rng, name = self.rng, f"r{len(self.requests)}"
+        stem = rng.choice(self.stems)[: rng.randint(0, self.longest // 2)]
+        prompt = stem + self.tokens(rng.randint(0 if stem else 1, 2))
+        params = SamplingParams(
+            n=rng.choice([1, 1, 1, 2, 3, 5]),
+            priority=rng.choice([0, 0, -3, 2, 1000]),
+            max_tokens=rng.randint(1, min(12, self.longest - len(prompt))),
+            prompt_logprobs=rng.choice([None, None, None, 0]),
+            cache_salt=rng.choice(["", "", "tenant"]),
+        )
+        request = Request(
+            name,
+            prompt,
+            params,
+            max_total_tokens=len(prompt) + params.max_tokens,
+            eos_token_ids=[EOS],
+        )
+        self.requests[name] = request
+        for index in range(params.n):
+            self.answers[name, index] = []
+            self.alive.add((name, index))
+        self.scheduler.add(request)
+
+    def cancel(self) -> None:
+        name, index = self.rng.choice(sorted(self.alive))
+        self.scheduler.abort(name, self.rng.choice([None, index]))
+
+    def step(self) -> None:
+        plan = self.scheduler.plan()
+        assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
+        assert all(1 <= chunk.num_tokens >= chunk.num_logits for chunk in plan.chunks)
+        assert len({id(chunk.request) for chunk in plan.chunks}) == len(plan.chunks)
+        try:
+            updates = self.scheduler.commit(plan, self.model.run(plan))
+        except RuntimeError as error:
+            updates = self.scheduler.fail(plan, str(error))
+        for update in updates:
+            key = (update.request_id, update.index)
+            assert key in self.alive, "reported after its end"
+            if update.prompt_logprobs is not None:
+                assert update.index == 0
+                assert update.request_id not in self.prompt_logprobs
+                self.prompt_logprobs[update.request_id] = update.prompt_logprobs
+            self.answers[key] += update.new_token_ids
+            if update.finish_reason is not None:
+                self.ends[key] = update.finish_reason
+                self.alive.remove(key)
+        self.scheduler.check()
+
+    def run(self, num_requests: int, cancelled: float) -> None:
+        limit = 200 * num_requests
+        while len(self.requests) < num_requests or self.scheduler.has_work():
+            if len(self.requests) < num_requests:
+                if self.rng.random() < 0.3:
+                    self.arrive()
+                if self.alive and self.rng.random() < cancelled:
+                    self.cancel()
+            self.step()
+            limit -= 1
+            assert limit > 0, "a request starved"
+
+    def check(self) -> None:
+        assert self.ends.keys() == self.answers.keys()
+        assert self.scheduler.pool.num_used == 0
+        for (name, index), answer in self.answers.items():
+            request = self.requests[name]
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            tokens, reason = expected_answer(prompt, request.params.max_tokens, index)
+            if self.ends[name, index] in ("abort", "error"):
+                assert answer == tokens[: len(answer)]
+            else:
+                assert (answer, self.ends[name, index]) == (tokens, reason)
+            wants = request.params.prompt_logprobs is not None
+            if wants and self.answers[name, 0]:
+                first, *others = self.prompt_logprobs[name]
+                assert first is None
+                assert [one.token_ids[0] for one in others] == prompt[1:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(10, 8), (16, 3), (60, 8)])
+def test_random_workloads_end_each_sequence_once_with_the_right_answer(
+    kind, num_blocks, max_num_seqs
+):
+    scheduler = Scheduler(
+        BlockPool(num_blocks),
+        block_size=BLOCK,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=13,
+        **KINDS[kind],
+    )
+    workload = Workload(num_blocks, scheduler, min(num_blocks * BLOCK, 80), broken=0.02)
+    workload.run(NUM_REQUESTS, cancelled=0.04)
+    workload.check()
+    assert {"abort", "error", "length", "stop"} <= set(workload.ends.values())
+    assert scheduler.num_preemptions > 0 or num_blocks == 60
+    if scheduler.cache is not None:
+        assert scheduler.cache.num_hit_tokens > 0
+    assert (workload.model.num_copied > 0) == (kind not in ("nothing shared", "whole prompts"))
+    if scheduler.lookup is not None:
+        assert scheduler.lookup.num_accepted > 0

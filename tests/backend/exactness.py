@@ -60,8 +60,11 @@ def bytes_for(engine: Engine, num_tokens: int) -> int:
     return per_block * (num_tokens // info.block_size + 1)
 
 
-def run_staggered(engine: Engine) -> list[list[int]]:
-    """Three prompts first, the others one by one while those are being answered."""
+def run_staggered(engine: Engine, *, checks: bool = True) -> list[list[int]]:
+    """Three prompts first, the others one by one while those are being answered.
+
+    checks: also verify the block pool, which nobody but the requests may have taken from.
+    """
     answers: dict[str, list[int]] = {}
     waiting = list(enumerate(PROMPTS))
     for _ in range(3):
@@ -70,11 +73,12 @@ def run_staggered(engine: Engine) -> list[list[int]]:
     while engine.has_work() or waiting:
         for update in engine.step():
             answers.setdefault(update.request_id, []).extend(update.new_token_ids)
-        engine.check()
+        if checks:
+            engine.check()
         if waiting:
             number, prompt = waiting.pop()
             engine.add_request(str(number), prompt, PARAMS)
-    assert engine.num_free_blocks == engine.info.num_blocks
+    assert not checks or engine.num_free_blocks == engine.info.num_blocks
     return [answers[str(number)] for number in range(len(PROMPTS))]
 
 

@@ -36,7 +36,8 @@ _SIZES: dict[int, str] = {
     "swa_head_dim kv_channels mamba_headdim mamba_head_dim linear_key_head_dim mamba_d_state "
     "linear_value_head_dim attention_head_size state_size ssm_state_size global_head_dim "
     "hidden_size_per_layer_input d_rel rel_extent mamba_chunk_size chunk_size "
-    "query_pre_attn_scalar laurel_rank adapter_rank swa_v_head_dim hc_lowrank gated_norm_rank ple_embed_dim",
+    "query_pre_attn_scalar laurel_rank adapter_rank swa_v_head_dim hc_lowrank "
+    "gated_norm_rank ple_embed_dim",
     20: "v_head_dim",
     8: "qk_rope_head_dim rotary_dim mamba_n_heads mamba_num_heads mamba_dt_rank time_step_rank",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads attention_heads "

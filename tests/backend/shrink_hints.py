@@ -66,6 +66,8 @@ _SPECIAL: dict[str, Hints] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dots3_note_text": {"head_dim": 32},
+    "hrm_text": {"_drop": ["num_hidden_layers", "layer_types"]},
     "gemma3n_text": {"_layers": [0, 4, 20, 24], "num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "_drop": ["attention_layers"]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "_layers": [0, 1]},
@@ -91,6 +93,7 @@ _SPECIAL: dict[str, Hints] = {
     },
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "xlstm": {"qk_dim_factor": 1.0},
+    "xlm": {"mask_token_id": 5, "pad_token_id": 2},
     "zamba2": {
         "mamba_headdim": 16,
         "n_mamba_heads": 8,
@@ -105,6 +108,7 @@ _SPECIAL: dict[str, Hints] = {
         "_layers": [0, 2, 3, 7],
     },
 }
+_SPECIAL["dots3_note"] = {"text_config": _SPECIAL["dots3_note_text"]}
 _SPECIAL["qwen4_exp"] = {"text_config": _SPECIAL["qwen4_exp_text"]}
 
 HINTS: dict[str, Hints] = {

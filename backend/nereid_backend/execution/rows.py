@@ -125,6 +125,7 @@ class RowsPath:
         paged: tuple[KVCache, BatchBuilder] | None,
         *,
         whole: bool,
+        replays: bool = False,
     ) -> None:
         """Make a path without requests.
 
@@ -135,6 +136,8 @@ class RowsPath:
             paged: the KV cache and the tables that name its blocks; None: there is no attention.
             whole: chunks that continue a sequence by several tokens are not exact on this model,
                 so every chunk but one of a single token starts at the sequence's beginning.
+            replays: a sequence that starts again goes the way that it went at first, its prompt in
+                one pass and then token by token: the two ways differ on this model.
         """
         self._call = ModelCall(checkpoint.model)
         self._config = checkpoint.model.config
@@ -144,6 +147,7 @@ class RowsPath:
         self._layers = layers
         self._paged = paged
         self._whole = whole
+        self._replays = replays
         self._states: dict[int, State] = {}
         self._lengths: dict[int, int] = {}
         self._resident: tuple[tuple[int, ...], Any] | None = None
@@ -207,6 +211,22 @@ class RowsPath:
         if known != chunk.start or (self._whole and chunk.num_tokens > 1):
             # Tokens were taken back, or left for this chunk: the state starts anew.
             chunk = from_the_start(chunk)
+            prompt_len = chunk.request.num_prompt_tokens
+            if self._replays and chunk.num_tokens > prompt_len:
+                return self._replay(chunk, prompt_len)
+        return self._continue(chunk)
+
+    def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
+        """A sequence from its start: its prompt, then every token by itself."""
+        steps = range(prompt_len, chunk.num_tokens)
+        num_logits = max(0, chunk.num_logits - len(steps))
+        parts = [self._continue(chunk._replace(num_tokens=prompt_len, num_logits=num_logits))]
+        parts += [self._decode([chunk._replace(start=n, num_tokens=1)])[0] for n in steps]
+        return torch.cat(parts)[-chunk.num_logits :]
+
+    def _continue(self, chunk: Chunk) -> Tensor:
+        """Several tokens of one sequence; returns logits [num_logits, vocab_size]."""
+        row = _row(chunk)
         self._take_apart()
         state = self._states.pop(row, None)
         self._lengths.pop(row, None)
@@ -255,6 +275,7 @@ class RowsPath:
                 {
                     name: _cut(value, number, len(rows))
                     for name, value in ({} if _is_plain(layer) else vars(layer)).items()
+                    if name != "length"  # of the step, not of the sequence
                 }
                 for layer in cache.layers
             ]

@@ -78,11 +78,14 @@ class SinglePath:
         if chunk.num_logits == 0:
             return None
         end = chunk.start + chunk.num_tokens
-        found = [
-            self._after(row, chunk.request.token_ids[:n])
-            for n in range(end - chunk.num_logits + 1, end + 1)
-        ]
-        return torch.stack(found)
+        first = end - chunk.num_logits + 1
+        kept = self._kept.get(row)
+        if self._keeps and (kept is None or kept.num_tokens != first - 1):
+            # A request that starts again goes the way that it went at first, its prompt in one
+            # pass and then token by token: on some models the two ways differ.
+            first = min(first, chunk.request.num_prompt_tokens)
+        found = [self._after(row, chunk.request.token_ids[:n]) for n in range(first, end + 1)]
+        return torch.stack(found[-chunk.num_logits :])
 
     def _after(self, row: int, token_ids: list[int]) -> Tensor:
         """Logits [vocab_size] after these tokens, the sequence's first ones."""

@@ -208,25 +208,24 @@ def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Candidates:
     with_own_attention(checkpoint, hook)
     layers = probe_rows(checkpoint, hook)
 
-    def build_as(whole: bool) -> Callable[[Sizes], RowsPath]:
+    def build_as(whole: bool, replays: bool) -> Callable[[Sizes], RowsPath]:
         def build(sizes: Sizes) -> RowsPath:
             paged = make_blocks(checkpoint, layers, sizes) if layers else None
-            return RowsPath(checkpoint, hook, layers, paged, whole=whole)
+            return RowsPath(checkpoint, hook, layers, paged, whole=whole, replays=replays)
 
         return build
 
-    for whole in (False, True):
-        yield (
-            Tier(
-                "rows",
-                build_as(whole),
-                layers,
-                "prompts go whole, since chunks of them are not exact" if whole else "",
-                shares_blocks=False,
-                whole_prefill=whole,
-            ),
-            hook,
+    for whole, replays in ((False, False), (True, False), (True, True)):
+        tier = Tier(
+            "rows",
+            build_as(whole, replays),
+            layers,
+            "prompts go whole, since chunks of them are not exact" if whole else "",
+            shares_blocks=False,
+            whole_prefill=whole,
+            is_generated=replays,
         )
+        yield tier, hook
 
 
 def _padded(checkpoint: Checkpoint, *, together: bool) -> Candidates:

@@ -1,0 +1,242 @@
+"""Greedy tokens of the engine beside those of transformers, for every type of causal LM there is.
+
+    python tests/backend/archs.py                 run what has no result yet, then print the table
+    python tests/backend/archs.py --seconds 200   stop after so long; the next run goes on
+    python tests/backend/archs.py llama mamba     these types again
+
+Each type runs in a process of its own, with a limit on time and memory. Results are lines of JSON
+in the file --results; docs/exactness.md is what --page prints.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import transformers
+from backend.exactness import MAX_TOKENS, PARAMS, PROMPTS, open_engine, reference, run_staggered
+from nereid_backend import Engine, EngineConfig, UnsupportedModelError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from backend import shrink
+
+Answers = list[list[int]]
+
+_SECONDS = 90
+_MEMORY_BYTES = 8 * 2**30
+_TIERS = ("packed", "rows", "padded", "single")
+_HAS_PREFIX_CACHE = any(f.name == "enable_prefix_caching" for f in fields(EngineConfig))
+
+
+@dataclass
+class Result:
+    """What one type did.
+
+    Attributes:
+        status: exact, wrong, refused, or not built.
+        tier: the path that it took.
+        cells: by situation, how many of the tokens were equal, or why there are none.
+        reason: why it was refused or not built, or what raised.
+        num_distinct: different tokens among the expected ones.
+    """
+
+    type: str
+    status: str = "not built"
+    tier: str = ""
+    cells: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    num_distinct: int = 0
+    seconds: float = 0.0
+
+
+def run_alone(engine: Engine) -> Answers:
+    return [engine.generate([prompt], PARAMS)[0].outputs[0].token_ids for prompt in PROMPTS]
+
+
+def run_preempted(engine: Engine) -> Answers:
+    """The same with so few blocks left that requests have to give theirs back."""
+    pool = engine._pool
+    held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
+    answers = run_staggered(engine, checks=False)
+    assert engine.num_preemptions > 0, "nothing was preempted"
+    pool.release(held)
+    return answers
+
+
+def run_cached(engine: Engine) -> Answers:
+    """The second time that each prompt is asked, after prompts that begin like it."""
+    rng = random.Random(3)
+    for prompt in PROMPTS:
+        engine.generate([[*prompt[: len(prompt) // 2], rng.randrange(3, 300)], prompt], PARAMS)
+    return run_alone(engine)
+
+
+Situation = tuple[str, dict, Callable[[Engine], Answers]]
+SITUATIONS: list[Situation] = [
+    ("alone", {}, run_alone),
+    ("mixed", {}, run_staggered),
+    ("chunked", {"max_num_batched_tokens": 9}, run_staggered),
+    ("preempted", {"max_num_batched_tokens": 9, "max_model_len": 64}, run_preempted),
+]
+if _HAS_PREFIX_CACHE:
+    SITUATIONS.append(("prefix-cached", {"enable_prefix_caching": True}, run_cached))
+
+
+def examine(model_type: str, result: Result) -> None:
+    """Fill in a type's result."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = shrink.save(model_type, Path(name))
+        expected = reference(folder)
+        result.num_distinct = len({token for answer in expected for token in answer})
+        result.status = "wrong"
+        for situation, settings, run in SITUATIONS:
+            try:
+                engine = open_engine(folder, **settings)
+            except UnsupportedModelError as error:
+                result.status, result.reason = "refused", str(error)
+                return
+            result.tier = engine.info.path
+            try:
+                result.cells[situation] = _cell(expected, run(engine))
+            finally:
+                engine.close()
+        total = f"{len(PROMPTS) * MAX_TOKENS}/{len(PROMPTS) * MAX_TOKENS}"
+        if all(cell == total for cell in result.cells.values()):
+            result.status = "exact"
+
+
+def _cell(expected: Answers, got: Answers) -> str:
+    pairs = [(a, b) for e, g in zip(expected, got, strict=True) for a, b in zip(e, g, strict=True)]
+    return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
+
+
+def examine_in_child(model_type: str) -> Result:
+    """The same in a process of its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _serve(model_type, writer)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        text = stream.read()
+    _, code = os.waitpid(child, 0)
+    if not text:
+        return Result(model_type, "wrong", reason=f"its process ended with {code}")
+    return Result(**json.loads(text))
+
+
+def _serve(model_type: str, writer: int) -> None:
+    """In the child: examine and answer through the pipe; does not return."""
+    signal.alarm(_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    result = Result(model_type)
+    start = time.monotonic()
+    try:
+        examine(model_type, result)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is this type's result
+        result.reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
+    result.seconds = round(time.monotonic() - start, 1)
+    os.write(writer, json.dumps(asdict(result)).encode())
+    os._exit(0)
+
+
+def load_results(path: Path) -> dict[str, Result]:
+    """Results of earlier runs; a type's last one counts."""
+    if not path.is_file():
+        return {}
+    found = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+    return {result.type: result for result in found}
+
+
+def summary(results: dict[str, Result]) -> str:
+    """One line."""
+    tiers = Counter(r.tier for r in results.values() if r.status == "exact")
+    kinds = Counter(r.status for r in results.values())
+    by_tier = ", ".join(f"{tiers[tier]} {tier}" for tier in _TIERS)
+    return (
+        f"{len(results)} of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types: {kinds['exact']} exact "
+        f"({by_tier}), {kinds['refused']} refused by name, {kinds['not built']} not built, "
+        f"{kinds['wrong']} wrong"
+    )
+
+
+def table(results: dict[str, Result]) -> str:
+    """A line for each type."""
+    names = [name for name, _, _ in SITUATIONS]
+    lines = [f"| Type | Tier | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for result in sorted(results.values(), key=lambda r: r.type):
+        if result.status in ("exact", "wrong"):
+            cells = " | ".join(result.cells.get(name, result.reason) for name in names)
+        else:
+            reason = result.reason.replace("|", "/").replace("\n", " ")[:200]
+            cells = f"{result.status}: {reason}" + " |" * (len(names) - 1)
+        lines.append(f"| {result.type} | {result.tier} | {cells} |")
+    return "\n".join(lines)
+
+
+def page(results: dict[str, Result]) -> str:
+    """docs/exactness.md."""
+    head = (Path(__file__).parent / "exactness_page.md").read_text()
+    words = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "num_prompts": len(PROMPTS),
+        "shortest": min(map(len, PROMPTS)),
+        "longest": max(map(len, PROMPTS)),
+        "max_tokens": MAX_TOKENS,
+        "window": shrink.WINDOW,
+        "summary": summary(results),
+        "table": table(results),
+    }
+    return head.format(**words)
+
+
+def main() -> None:
+    """Run, then print."""
+    parser = argparse.ArgumentParser(description="greedy equality with transformers, type by type")
+    parser.add_argument("types", nargs="*", help="examine these again; none: all without a result")
+    parser.add_argument("--results", type=Path, default=Path("build/archs.jsonl"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument(
+        "--page", action="store_true", help="print docs/exactness.md and do nothing"
+    )
+    asked = parser.parse_args()
+    results = load_results(asked.results)
+    if asked.page:
+        sys.stdout.write(page(results))
+        return
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    asked.results.parent.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + asked.seconds
+    for model_type in asked.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if (model_type in results and not asked.types) or time.monotonic() > end:
+            continue
+        result = results[model_type] = examine_in_child(model_type)
+        with asked.results.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        what = " ".join(result.cells.values()) or result.reason
+        sys.stderr.write(f"{model_type}: {result.status} {result.tier} {what}\n")
+    sys.stdout.write(f"{table(results)}\n\n{summary(results)}\n")
+    sys.exit(any(result.status == "wrong" for result in results.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ A token of a byte-level vocabulary may be part of a character; its text is then 
 that joins tokens needs the bytes.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from functools import cache
@@ -101,10 +102,8 @@ def _sentence_piece(piece: str) -> bytes:
 def _byte_fallback(piece: str) -> bytes:
     is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
     if is_byte:
-        try:
+        with contextlib.suppress(ValueError):
             return bytes([int(piece[3:5], 16)])
-        except ValueError:
-            pass
     return _sentence_piece(piece)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nereid_backend.errors import ModelError, RequestError
+from nereid_backend.serving.thinking import template_kwargs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,13 +58,17 @@ class PromptBuilder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
 
-    def from_text(self, text: str) -> Prompt:
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text alone: markers become special tokens, nothing is added."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def from_text(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
         """Tokenise a prompt as it is, with the special tokens the tokenizer adds.
 
         Raises:
             RequestError: there is nothing in it.
         """
-        token_ids = self._tokenizer(text)["input_ids"]
+        token_ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         if not token_ids:
             raise RequestError("text_input: is empty, and this tokenizer adds no first token")
         return Prompt(list(token_ids), text)
@@ -73,7 +78,8 @@ class PromptBuilder:
 
         Args:
             body: a chat completion request: messages, tools, chat_template_kwargs,
-                add_generation_prompt, continue_final_message.
+                reasoning_effort, thinking, documents, add_generation_prompt,
+                continue_final_message, add_special_tokens.
 
         Raises:
             RequestError: the messages are malformed, or the template refuses them.
@@ -85,19 +91,27 @@ class PromptBuilder:
             raise RequestError(
                 "messages: this checkpoint has no chat template; send text_input instead"
             )
-        extra = body.get("chat_template_kwargs") or {}
-        if not isinstance(extra, dict):
-            raise RequestError(f"chat_template_kwargs: must be an object, got {extra!r}")
-        continues = bool(body.get("continue_final_message", False))
+        template = self._tokenizer.chat_template
+        named = template.values() if isinstance(template, dict) else [template]
+        extra = template_kwargs(body, "\n".join(named))
+        continues = read_flag(body, "continue_final_message", default=False)
+        generates = read_flag(body, "add_generation_prompt", default=not continues)
+        if continues and generates:
+            raise RequestError(
+                "continue_final_message: cannot be true together with add_generation_prompt; "
+                "send add_generation_prompt false"
+            )
+        _refuse_mistaken(body)
         text = self._render(
             messages,
             tools=read_tools(body),
-            add_generation_prompt=bool(body.get("add_generation_prompt", not continues)),
+            add_generation_prompt=generates,
             continue_final_message=continues,
             **extra,
         )
         # The template writes the special tokens itself.
-        token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        adds = read_flag(body, "add_special_tokens", default=False)
+        token_ids = self._tokenizer(text, add_special_tokens=adds)["input_ids"]
         return Prompt(list(token_ids), text)
 
     def _render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:  # noqa: ANN401
@@ -174,7 +188,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The tools that a chat request offers: None when it says tool_choice none.
 
     Raises:
-        RequestError: they are malformed, or the choice is not supported.
+        RequestError: they are malformed.
     """
     tools = body.get("tools")
     if not tools or body.get("tool_choice") == "none":
@@ -185,10 +199,28 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"tools: item {at} has no function.name: {_short(tool)}")
-    choice = body.get("tool_choice", "auto")
-    if choice not in (None, "auto"):
-        raise RequestError(f"tool_choice: {_short(choice)} is not supported yet; send auto or none")
     return tools
+
+
+def read_flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    """A boolean field; text such as "true" is taken too, because parameters may come as text.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.strip().lower(), value)
+    if not isinstance(value, bool):
+        raise RequestError(f"{name}: must be true or false, got {_short(value)}")
+    return value
+
+
+def _refuse_mistaken(body: Mapping[str, Any]) -> None:
+    if body.get("input_ids") is not None:
+        raise RequestError("input_ids: a chat is rendered from messages; send one of the two")
 
 
 def _short(value: object) -> str:

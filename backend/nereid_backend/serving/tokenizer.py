@@ -10,13 +10,22 @@ import numpy as np
 
 from nereid_backend.errors import NereidError, RequestError
 from nereid_backend.serving import names, tensors
-from nereid_backend.serving.prompts import Prompt, PromptBuilder, load_tokenizer, read_tools
+from nereid_backend.serving.formats import choose_format
+from nereid_backend.serving.grammars import Grammar, grammar_of_chat, grammar_of_text
+from nereid_backend.serving.prompts import (
+    Prompt,
+    PromptBuilder,
+    load_tokenizer,
+    read_flag,
+    read_tools,
+)
 from nereid_backend.serving.sampling import (
     read_generation_defaults,
     read_sampling,
     refuse_unknown,
 )
 from nereid_backend.serving.settings import read_settings
+from nereid_backend.serving.thinking import budget_of, thinking_spec
 from nereid_backend.serving.wire import RequestEnvelope, StreamContext
 
 # So much of a prompt's end decides in which stage of a chat format the output begins.
@@ -33,6 +42,7 @@ class TokenizerModel:
             settings, _ = read_settings(args)
             tensors.progress(f"loading the tokenizer of {settings.model}")
             self._prompts = PromptBuilder(load_tokenizer(settings.model))
+            self._format = choose_format(settings)
             self._defaults = read_generation_defaults(Path(settings.model))
         except NereidError as error:
             raise tensors.load_error(error) from error
@@ -57,22 +67,40 @@ class TokenizerModel:
         if tensors.has_input(request, names.IMAGE):
             raise RequestError("image: the served model takes no images; send text")
         body = _json_object(request, names.CHAT_REQUEST)
-        prompt = self._prompt(request, body)
         fields = _sampling_fields(request, body)
-        params, options = read_sampling(fields, self._defaults)
+        prompt = self._prompt(request, body, fields)
+        returns = _returns(request)
+        tools = read_tools(body) if body else None
+        grammar = self._grammar(body, fields, prompt, tools)
+        params, options = read_sampling(
+            fields | _reported(fields, returns, is_chat=body is not None),
+            self._defaults,
+            encode=self._prompts.encode,
+            is_chat=body is not None,
+            grammar=grammar.spec,
+            thinking=thinking_spec(
+                budget_of(fields), self._format, prompt.text or "", self._prompts.encode
+            ),
+        )
         stream = tensors.optional_bool(request, names.STREAM) or False
         excluded = tensors.optional_bool(request, names.EXCLUDE_INPUT)
         context = StreamContext(
             stream=stream,
             num_prompt_tokens=len(prompt.token_ids),
+            n=params.n,
             seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
             prepend=_prepend(prompt, stream=stream, is_chat=body is not None, excluded=excluded),
             stop=options.stop,
             include_stop_str_in_output=options.include_stop_str_in_output,
             skip_special_tokens=options.skip_special_tokens,
-            returns=_returns(request),
-            tools=tuple(read_tools(body) or ()) if body else (),
+            returns=returns,
+            prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
+            tools=tuple(tools or ()),
+            reads_calls=body is None or body.get("tool_choice") != "none",
             prompt=(prompt.text or "")[-_PROMPT_TAIL_CHARS:] if body else None,
+            separate_reasoning=options.separate_reasoning,
+            include_reasoning=options.include_reasoning,
+            strict_schema=grammar.strict_schema,
         )
         return tensors.response(
             {
@@ -81,7 +109,24 @@ class TokenizerModel:
             }
         )
 
-    def _prompt(self, request: Any, body: dict[str, Any] | None) -> Prompt:  # noqa: ANN401
+    def _grammar(
+        self,
+        body: dict[str, Any] | None,
+        fields: dict[str, Any],
+        prompt: Prompt,
+        tools: list[dict[str, Any]] | None,
+    ) -> Grammar:
+        if body is None:
+            return grammar_of_text(fields)
+        tail = (prompt.text or "")[-_PROMPT_TAIL_CHARS:]
+        return grammar_of_chat(fields, self._format, tail, tools)
+
+    def _prompt(
+        self,
+        request: Any,  # noqa: ANN401 - the server's own type
+        body: dict[str, Any] | None,
+        fields: dict[str, Any],
+    ) -> Prompt:
         text = tensors.optional_text(request, names.TEXT_INPUT)
         ids = tensors.optional_ids(request, names.INPUT_IDS)
         if sum(value is not None for value in (text, ids, body)) != 1:
@@ -89,7 +134,8 @@ class TokenizerModel:
         if body is not None:
             return self._prompts.from_chat(body)
         if text is not None:
-            return self._prompts.from_text(text)
+            adds = read_flag(fields, "add_special_tokens", default=True)
+            return self._prompts.from_text(text, add_special_tokens=adds)
         if not ids:
             raise RequestError("input_ids: is empty; send at least one token id")
         return Prompt(ids, None)
@@ -111,7 +157,6 @@ def _json_object(request: Any, name: str) -> dict[str, Any] | None:  # noqa: ANN
 def _sampling_fields(request: Any, body: dict[str, Any] | None) -> dict[str, Any]:  # noqa: ANN401
     """The chat body's fields, the sampling_parameters input, or else the request's parameters."""
     if body is not None:
-        _refuse_response_format(body)
         limit = body.get("max_completion_tokens")
         return {**body, "max_tokens": limit if limit is not None else body.get("max_tokens")}
     fields = _json_object(request, names.SAMPLING_PARAMETERS)
@@ -123,13 +168,11 @@ def _sampling_fields(request: Any, body: dict[str, Any] | None) -> dict[str, Any
     return fields
 
 
-def _refuse_response_format(body: Mapping[str, Any]) -> None:
-    wanted = body.get("response_format")
-    if isinstance(wanted, dict) and wanted.get("type") not in (None, "text"):
-        raise RequestError(
-            f"response_format: type {wanted['type']!r} is not supported yet; "
-            'leave it out or send {"type": "text"}'
-        )
+def _reported(fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool) -> dict[str, Any]:
+    """The field that makes the engine report what the output `logprobs` needs."""
+    if names.LOGPROBS not in returns or fields.get("logprobs"):
+        return {}
+    return {"logprobs": True if is_chat else 0}
 
 
 def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
@@ -147,11 +190,8 @@ def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | No
 
 
 def _returns(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type
-    asked = tuple(
+    return tuple(
         name
         for name in names.RETURNABLE
         if tensors.optional_bool(request, names.RETURN_PREFIX + name)
     )
-    if "logprobs" in asked:
-        raise RequestError("return_logprobs: is not supported yet; leave it out or send false")
-    return asked

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from nereid_backend import RequestError
+from nereid_backend import RequestError, SamplingParams
 from nereid_backend.serving.sampling import (
     read_generation_defaults,
     read_sampling,
@@ -41,9 +41,22 @@ def test_a_stop_string_may_stand_alone():
         ({"stop": [""]}, "stop: an empty string"),
         ({"stop": [1]}, "stop: must be a string or a list of strings"),
         ({"stop": ["x"] * 17}, "stop: has 17 strings; the limit is 16"),
-        ({"n": 3}, "n: is not supported yet, got 3; leave it out or send 1"),
-        ({"presence_penalty": 0.5}, "presence_penalty: is not supported yet"),
-        ({"logit_bias": {"5": 1}}, "logit_bias: is not supported yet"),
+        ({"n": 0}, "n: must be at least 1, got 0"),
+        ({"presence_penalty": 2.5}, "presence_penalty: must be between -2 and 2"),
+        ({"logit_bias": {"x": 1}}, "logit_bias: keys must be token ids, got 'x'"),
+        ({"logit_bias": {"5": 101}}, "logit_bias: must be between -100 and 100"),
+        ({"logprobs": 21}, "logprobs: must be between 0 and 20, got 21"),
+        ({"logprobs": True, "top_logprobs": 30}, "top_logprobs: must be between 0 and 20, got 30"),
+        ({"top_logprobs": 3}, "top_logprobs: needs logprobs to be true, got 3"),
+        ({"bad_words": "no"}, "bad_words: must be a list, got 'no'"),
+        ({"bad_words": ["no"]}, "bad_words: there is no tokenizer here"),
+        ({"best_of": 3}, "best_of: the ensemble gives every answer"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens: must be true or false, got 1"),
+        ({"cache_salt": 5}, "cache_salt: must be a string"),
+        ({"guided_json": {}}, "guided_json: was replaced by structured_outputs; send"),
+        ({"stop_regex": "a+"}, "stop_regex: stops are strings and token ids"),
+        ({"use_beam_search": True}, "use_beam_search: beam search is not available"),
+        ({"mirostat": 2}, "mirostat: this sampler is not available"),
     ],
 )
 def test_a_wrong_value_is_named(fields, said):
@@ -60,6 +73,8 @@ def test_a_wrong_value_is_named(fields, said):
         {"presence_penalty": 0.0, "frequency_penalty": 0},
         {"logprobs": False, "logit_bias": {}},
         {"repetition_penalty": 1.0},
+        {"best_of": 1, "use_beam_search": "false", "lora_name": "", "stream_reasoning": True},
+        {"allowed_token_ids": [], "bad_words": []},
     ],
 )
 def test_a_field_that_asks_for_nothing_passes(fields):
@@ -71,10 +86,70 @@ def test_an_unknown_sampling_parameter_is_refused_with_the_nearest_name():
         refuse_unknown({"temprature": 1})
 
 
+def test_every_engine_field_reaches_the_engine():
+    fields = {
+        "n": 3,
+        "best_of": 3,
+        "presence_penalty": "0.5",
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"7": -2, "5": 1.5},
+        "allowed_token_ids": [1, 2],
+        "logprobs": 4,
+        "prompt_logprobs": 2,
+        "priority": -1,
+        "cache_salt": "me",
+        "extra_key": "tenant",
+    }
+    params, _ = read_sampling(fields, {})
+    assert params == SamplingParams(
+        n=3,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        repetition_penalty=1.2,
+        logit_bias={5: 1.5, 7: -2},
+        allowed_token_ids=[1, 2],
+        logprobs=4,
+        prompt_logprobs=2,
+        priority=-1,
+        cache_salt="me\0tenant",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+    ],
+)
+def test_a_chat_says_logprobs_with_a_switch_and_a_number(fields, count):
+    assert read_sampling(fields, {}, is_chat=True)[0].logprobs == count
+    with pytest.raises(RequestError, match="logprobs: must be true or false, got 5"):
+        read_sampling({"logprobs": 5}, {}, is_chat=True)
+
+
+def test_a_bad_word_counts_behind_a_space_where_that_is_one_token_of_its_own():
+    vocabulary = {"no": [1], " no": [2], "way out": [3, 4], " way out": [5, 6, 7], "x": [8]}
+    fields = {"bad_words": [" no", "way out", "x"]}
+    params, _ = read_sampling(fields, {}, encode=lambda text: vocabulary.get(text, []))
+    assert params.bad_words_token_ids == ((1,), (2,), (3, 4), (8,))
+
+
+def test_sglangs_and_llamacpps_names_mean_the_same():
+    _, options = read_sampling({"no_stop_trim": True, "reasoning_format": "none"}, {})
+    assert options.include_stop_str_in_output
+    assert not options.separate_reasoning
+
+
 def test_do_sample_false_means_greedy_and_silence_does_not(tmp_path):
     path = tmp_path / "generation_config.json"
     assert read_generation_defaults(tmp_path) == {}
     path.write_text(json.dumps({"do_sample": False, "top_p": 0.9}))
     assert read_generation_defaults(tmp_path) == {"temperature": 0.0, "top_p": 0.9}
+    path.write_text(json.dumps({"repetition_penalty": 1.1, "max_new_tokens": 9}))
+    assert read_generation_defaults(tmp_path) == {"repetition_penalty": 1.1, "max_tokens": 9}
     path.write_text(json.dumps({"top_p": 0.9}))
     assert read_generation_defaults(tmp_path) == {"top_p": 0.9}

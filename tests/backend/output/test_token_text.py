@@ -1,0 +1,59 @@
+import pytest
+from backend.output.tokenizers_zoo import ALL, SPECIAL, TEXT
+from hypothesis import given
+from hypothesis import strategies as st
+from nereid_backend.output.logprobs import LOWEST, openai_entry, vllm_entry
+from nereid_backend.output.token_text import TokenText
+from transformers import PreTrainedTokenizerFast
+
+TEXTS = {
+    name: TokenText(PreTrainedTokenizerFast(tokenizer_object=make())) for name, make in ALL.items()
+}
+
+
+@given(st.text(max_size=40))
+def test_the_bytes_of_a_byte_level_vocabularys_tokens_join_to_the_text(text):
+    ids = ALL["byte_level"]().encode(text).ids
+    assert b"".join(TEXTS["byte_level"].data(i) for i in ids) == text.encode()
+
+
+@pytest.mark.parametrize("line", TEXT[:3])
+def test_byte_fallback_tokens_are_single_bytes(line):
+    ids = ALL["byte_fallback"]().encode(line).ids
+    assert b"".join(TEXTS["byte_fallback"].data(i) for i in ids) == f" {line}".encode()
+
+
+def test_a_sentencepiece_token_keeps_the_space_before_it():
+    tokenizer = ALL["unigram"]()
+    ids = tokenizer.encode("over the").ids
+    assert b"".join(TEXTS["unigram"].data(i) for i in ids) == b" over the"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_special_token_is_its_own_text(name):
+    token_id = ALL[name]().token_to_id(SPECIAL)
+    assert TEXTS[name].text(token_id) == SPECIAL
+
+
+def test_half_a_character_is_a_replacement_mark_with_exact_bytes():
+    tokenizer = ALL["byte_level"]()
+    ids = tokenizer.encode("𝄞").ids
+    entry = openai_entry([[ids[0]], [-1.0], 1], TEXTS["byte_level"])
+    assert entry["token"] == "\ufffd"
+    assert entry["bytes"] == [0xF0]
+
+
+def test_an_id_outside_of_the_vocabulary_has_no_text():
+    assert all(texts.data(10**6) == b"" for texts in TEXTS.values())
+
+
+def test_an_impossible_token_has_a_number_that_json_can_carry():
+    texts = TEXTS["byte_level"]
+    entry = openai_entry([[5, 6], [float("-inf"), -1.0], 9], texts)
+    assert entry["logprob"] == LOWEST
+    assert vllm_entry([[5, 6], [float("-inf"), -1.0], 9], texts)["5"]["logprob"] == LOWEST
+
+
+def test_the_chosen_token_keeps_its_own_rank_among_the_likeliest():
+    entries = vllm_entry([[7, 8, 7], [-2.0, -1.0, -2.0], 2], TEXTS["byte_level"])
+    assert [(key, entry["rank"]) for key, entry in entries.items()] == [("7", 2), ("8", 1)]

@@ -1,0 +1,155 @@
+import json
+
+import pytest
+from nereid_backend import RequestError
+from nereid_backend.serving.grammars import MAX_GRAMMAR_BYTES, grammar_of_chat, grammar_of_text
+from nereid_parsers import get_format
+
+QWEN = get_format(reasoning="qwen3", tools="hermes")
+THINKING = "<|im_start|>assistant\n<think>\n"
+CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+EITHER = "<|im_start|>assistant\n"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+STRICT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+
+
+def tool(name, **function):
+    function = {"name": name, "parameters": SCHEMA} | function
+    return {"type": "function", "function": function}
+
+
+def chat(fields, prompt=CLOSED, fmt=QWEN, tools=None):
+    return grammar_of_chat(fields, fmt, prompt, tools)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema"),
+        ({"response_format": STRICT}, "json_schema"),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema"),
+        ({"structured_outputs": {"json_object": True}}, "json_schema"),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex"),
+        ({"regex": "a+"}, "regex"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf"),
+        ({"ebnf": 'root ::= "a"'}, "ebnf"),
+        ({"grammar": 'root ::= "a"'}, "ebnf"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice"),
+    ],
+)
+def test_every_dialect_says_the_same_with_a_plain_grammar(fields, kind):
+    assert grammar_of_text(fields).spec.kind == kind
+    behind = chat(fields).spec
+    assert (behind.kind, behind.after) == (kind, "")
+    assert chat(fields, THINKING).spec == behind._replace(after="</think>")
+
+
+def test_where_the_model_may_still_begin_to_reason_the_grammar_covers_that_too():
+    spec = chat({"regex": "a+"}, EITHER).spec
+    assert (spec.kind, spec.after) == ("structural_tag", "")
+    assert "<think>" in spec.source
+    assert '"pattern": "a+"' in spec.source
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}},
+        {
+            "type": "structural_tag",
+            "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
+            "triggers": ["<f"],
+        },
+    ],
+)
+def test_structural_tags_come_in_both_forms(value):
+    for fields in (
+        {"response_format": value},
+        {"structured_outputs": {"structural_tag": json.dumps(value)}},
+    ):
+        made = json.loads(chat(fields).spec.source)
+        assert made["type"] == "structural_tag"
+        assert made["format"]["type"] in ("const_string", "triggered_tags")
+
+
+def test_only_a_strict_schema_is_checked_afterwards():
+    assert json.loads(chat({"response_format": STRICT}).strict_schema) == SCHEMA
+    assert chat({"response_format": {"type": "json_object"}}).strict_schema == ""
+    assert chat({"structured_outputs": {"json": SCHEMA}}).strict_schema == ""
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"regex": ""}]
+)
+def test_a_free_answer_has_no_grammar(fields):
+    assert chat(fields).spec is None
+    assert chat(fields, tools=[tool("f")]).spec is None
+    assert grammar_of_text(fields).spec is None
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "function": {"name": "f"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "required",
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+        },
+    ],
+)
+def test_a_call_that_must_come_is_a_structural_tag_of_the_tools(choice):
+    spec = chat({"tool_choice": choice}, THINKING, tools=[tool("f")]).spec
+    assert (spec.kind, spec.after) == ("structural_tag", "</think>")
+    assert "<tool_call>" in spec.source
+
+
+@pytest.mark.parametrize("fields", [{"parallel_tool_calls": False}, {}])
+def test_tools_are_held_to_their_schema_where_they_are_strict_or_alone(fields):
+    tools = [tool("f", strict=not fields)]
+    assert chat(fields, tools=tools).spec.kind == "structural_tag"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format: type must be text, json_object"),
+        ({"response_format": "json"}, "response_format: type must be text"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema.schema must be a JSON schema"),
+        ({"regex": "a", "ebnf": "b"}, "ebnf: says what the answer must be, and regex does too"),
+        ({"regex": 5}, "regex: must be a string, got 5"),
+        ({"json_schema": "{"}, "json_schema: is no JSON"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json: must be a JSON schema"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs: choice must be a list"),
+        ({"structured_outputs": {"whitespace_pattern": "x"}}, "whitespace_pattern is not supp"),
+        ({"structured_outputs": {"json": {"a": 1}, "regex": "a"}}, "must hold one of"),
+        ({"tool_choice": "sometimes"}, "tool_choice: 'sometimes' is not auto, required or none"),
+        ({"tool_choice": "required"}, "tool_choice: a call is required, but tools is empty"),
+        ({"parallel_tool_calls": 1, "tool_choice": "required"}, "must be true or false, got 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(fields, said):
+    with pytest.raises(RequestError, match=said):
+        chat(fields)
+
+
+def test_a_tool_that_is_not_offered_cannot_be_chosen():
+    choice = {"type": "function", "function": {"name": "g"}}
+    with pytest.raises(RequestError, match="tool_choice: no tool is called 'g'"):
+        chat({"tool_choice": choice}, tools=[tool("f")])
+
+
+def test_a_call_cannot_be_demanded_of_a_checkpoint_that_writes_none():
+    with pytest.raises(RequestError, match="tool_choice: 'required' needs a chat format"):
+        chat({"tool_choice": "required"}, fmt=None, tools=[tool("f")])
+    assert chat({}, fmt=None, tools=[tool("f")]).spec is None
+
+
+def test_a_grammar_beyond_the_limit_is_refused_with_its_size():
+    with pytest.raises(RequestError, match=f"regex: .* the limit is {MAX_GRAMMAR_BYTES}"):
+        grammar_of_text({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)})

@@ -1,0 +1,103 @@
+import pytest
+from nereid_backend import RequestError
+from nereid_backend.core.guide import ThinkingSpec
+from nereid_backend.serving.thinking import budget_of, knows, template_kwargs, thinking_spec
+from nereid_parsers import get_format
+
+QWEN = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+DEEPSEEK = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+HARMONY = "{{ 'Reasoning: ' + reasoning_effort }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "kwargs"),
+    [
+        (QWEN, "none", {"enable_thinking": False}),
+        (QWEN, "high", {"enable_thinking": True}),
+        (DEEPSEEK, "none", {"thinking": False}),
+        (DEEPSEEK, "low", {"thinking": True}),
+        (HARMONY, "low", {"reasoning_effort": "low"}),
+        (HARMONY, "none", {"reasoning_effort": "none"}),
+        (HARMONY + QWEN, "none", {"enable_thinking": False}),
+    ],
+)
+def test_effort_reaches_the_template_in_its_own_variables(template, effort, kwargs):
+    assert template_kwargs({"reasoning_effort": effort}, template) == kwargs
+
+
+def test_what_chat_template_kwargs_says_goes_first():
+    body = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True, "x": 1}}
+    assert template_kwargs(body, QWEN) == {"enable_thinking": True, "x": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"reasoning_effort": "low"}, "reasoning_effort: this checkpoint's chat template has no"),
+        ({"reasoning_effort": 5}, "reasoning_effort: must be a word"),
+        ({"thinking": {"type": "disabled"}}, "thinking: this checkpoint's chat template has no"),
+        ({"thinking": {"type": "maybe"}}, "thinking: type must be enabled, adaptive or disabled"),
+        ({"documents": [{"text": "x"}]}, "documents: must be a list, and this checkpoint's"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs: must be an object"),
+    ],
+)
+def test_what_the_template_cannot_follow_is_refused_by_name(body, said):
+    with pytest.raises(RequestError, match=said):
+        template_kwargs(body, "{{ messages }} enable_thinking, thinking hard")
+
+
+def test_a_word_in_a_templates_text_is_no_variable():
+    assert not knows("enable_thinking {{ 'thinking' + \"enable_thinking\" }}", "enable_thinking")
+    assert not knows("{{ message.thinking }}", "thinking")
+    assert knows("{%- if thinking -%}", "thinking")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thinking_token_budget": 7},
+        {"thinking_token_budget": "7"},
+        {"custom_params": {"thinking_budget": 7}},
+        {"reasoning_budget_tokens": 7},
+        {"thinking": {"type": "enabled", "budget_tokens": 7}},
+    ],
+)
+def test_a_budget_has_a_name_in_every_dialect(fields):
+    assert budget_of(fields) == 7
+
+
+def test_minus_one_is_no_limit():
+    assert budget_of({"reasoning_budget_tokens": -1}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"thinking_token_budget": -2}, "thinking_token_budget: must be a number of tokens"),
+        ({"thinking_token_budget": True}, "thinking_token_budget: must be a number of tokens"),
+        ({"custom_params": {"x": 1}}, "custom_params: x is not supported"),
+        ({"thinking_token_budget": 1, "reasoning_budget_tokens": 2}, "say different budgets"),
+    ],
+)
+def test_a_wrong_budget_is_named(fields, said):
+    with pytest.raises(RequestError, match=said):
+        budget_of(fields)
+
+
+def encode(text):
+    return [ord(letter) for letter in text]
+
+
+def test_the_engine_is_told_how_reasoning_ends_and_whether_it_is_open():
+    fmt = get_format(reasoning="qwen3", tools="hermes")
+    spec = thinking_spec(3, fmt, "<|im_start|>assistant\n<think>\n", encode)
+    gate = fmt.reasoning_gate("<|im_start|>assistant\n<think>\n")
+    assert spec == ThinkingSpec(gate.start, gate.end, tuple(encode(gate.end)), True, 3)
+    assert not thinking_spec(3, fmt, "<|im_start|>assistant\n", encode).is_open
+    assert thinking_spec(None, fmt, "", encode) is None
+
+
+def test_a_budget_for_a_format_without_reasoning_is_refused():
+    for fmt in (None, get_format(tools="hermes")):
+        with pytest.raises(RequestError, match="has no reasoning whose end is known"):
+            thinking_spec(3, fmt, "x", encode)

@@ -17,7 +17,7 @@ from nereid_client import middleware
 from nereid_client.backends import Backend, TritonBackend
 from nereid_client.context import Context
 from nereid_client.errors import ApiError, FrontendError, to_api_error
-from nereid_client.routes import chat, completions, health, models, tokenize
+from nereid_client.routes import chat, completions, health, models, pooling, tokenize
 from nereid_client.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
         await backend.close()
 
     app = FastAPI(title="Nereid", version=nereid_client.__version__, lifespan=lifespan)
-    for route in (chat, completions, tokenize, models, health):
+    for route in (chat, completions, pooling, tokenize, models, health):
         app.include_router(route.router)
     app.add_exception_handler(FrontendError, _on_frontend_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from nereid_client.protocol.requests import SAMPLING_FIELDS
+from nereid_client.protocol.requests import PASSED_ON as PASSED_ON_OF_COMPLETIONS
 
 pytestmark = pytest.mark.anyio
 
@@ -42,6 +42,13 @@ PASSED_ON = {
     "thinking_token_budget": 10,
     "priority": -1,
     "cache_salt": "mine",
+    "extra_key": "me",
+    "add_special_tokens": False,
+    "return_prompt_token_ids": True,
+    "reasoning_budget_tokens": 4,
+    "thinking": {"type": "enabled", "budget_tokens": 4},
+    "documents": [{"title": "a", "text": "b"}],
+    "include_reasoning": False,
     "truncate_prompt_tokens": 9,
     "return_token_ids": True,
     "chat_template_kwargs": {"enable_thinking": False},
@@ -98,13 +105,14 @@ async def test_every_tool_choice_is_passed_on(chat, backend, choice):
 
 
 COMPLETION = {
-    name: value
-    for name, value in PASSED_ON.items()
-    if name in SAMPLING_FIELDS and name not in ("n", "logprobs")
-} | {"logprobs": 3}
+    **dict.fromkeys(PASSED_ON_OF_COMPLETIONS, "as sent"),
+    **{name: value for name, value in PASSED_ON.items() if name in PASSED_ON_OF_COMPLETIONS},
+    "n": 2,
+    "logprobs": 3,
+}
 
 
-@pytest.mark.parametrize("name", COMPLETION)
+@pytest.mark.parametrize("name", sorted(COMPLETION))
 async def test_a_field_of_a_completion_is_passed_on_as_it_is(post, backend, name):
     response = await post("/v1/completions", prompt="a", **{name: COMPLETION[name]})
     assert response.status_code == 200, response.text
@@ -112,5 +120,15 @@ async def test_a_field_of_a_completion_is_passed_on_as_it_is(post, backend, name
     assert passed == {"max_tokens": 16, name: COMPLETION[name]}
 
 
-def test_no_field_of_a_completion_is_left_untested():
-    assert {*COMPLETION, "n"} == SAMPLING_FIELDS
+OWN = {
+    "stream_reasoning": False,
+    "return_tokens_as_token_ids": True,
+    "request_id": "a",
+    "rid": "b",
+    "seed": None,
+}
+
+
+async def test_what_the_frontend_does_itself_is_not_passed_on(chat, backend):
+    await chat("hi", **OWN)
+    assert set(json.loads(backend.generations[0].chat_request)) == {"messages"}

@@ -25,14 +25,24 @@ async def test_a_chat_is_tokenised_with_what_its_template_reads(post, backend):
     assert passed == {"messages": messages, "chat_template_kwargs": kwargs}
 
 
+async def test_special_tokens_are_added_as_for_generation_unless_told(post, backend):
+    await post("/tokenize", prompt="one")
+    await post("/tokenize", prompt="one", add_special_tokens=False)
+    messages = [{"role": "user", "content": "one"}]
+    await post("/tokenize", messages=messages, add_special_tokens=True)
+    default, without, chat = backend.generations
+    assert default.sampling_parameters is None
+    assert json.loads(without.sampling_parameters) == {"add_special_tokens": False}
+    assert json.loads(chat.chat_request) == {"messages": messages, "add_special_tokens": True}
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ({}, "prompt: send exactly one of prompt and messages"),
         ({"prompt": "a", "messages": []}, "prompt: send exactly one of prompt and messages"),
         ({"prompt": "a", "return_token_strs": True}, "return_token_strs: only ids are given"),
-        ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens: must be true here"),
-        ({"messages": [], "add_special_tokens": True}, "add_special_tokens: must be false here"),
+        ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens: must be a valid boolean"),
         ({"prompt": 5}, "prompt: must be a valid string, got 5"),
     ],
 )

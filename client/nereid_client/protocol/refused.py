@@ -25,41 +25,24 @@ class Refusal:
 
 
 _OFF = (False,)
-_BEAM = "beam search is not offered; best_of of /v1/completions picks the likeliest of samples"
 _ONE_NODE = "splits work between servers, which there are none of here"
 _TEXT_ONLY = "the served model writes and reads text only"
 
 REFUSED = {
-    # vLLM and SGLang, chat and completions
-    "use_beam_search": Refusal(_BEAM, _OFF),
-    "length_penalty": Refusal(_BEAM, (1,)),
-    "logprob_token_ids": Refusal(
-        "log-probabilities are given of the likeliest tokens; see logprobs"
-    ),
+    # vLLM
     "truncation_side": Refusal("prompts are not cut; send one that fits"),
-    "add_special_tokens": Refusal("the chat template and the tokenizer decide about them"),
-    "media_io_kwargs": Refusal(_TEXT_ONLY, ({},)),
-    "mm_processor_kwargs": Refusal(_TEXT_ONLY, ({},)),
-    "images_config": Refusal(_TEXT_ONLY, ({},)),
-    "kv_transfer_params": Refusal(_ONE_NODE),
-    "vllm_xargs": Refusal("no extension of the engine reads it", ({},)),
-    "repetition_detection": Refusal("not offered; see repetition_penalty and frequency_penalty"),
     "return_prompt_text": Refusal("not offered; return_token_ids gives the prompt's ids", _OFF),
     "return_token_offsets": Refusal("not offered; see logprobs of /v1/completions", _OFF),
-    "stop_regex": Refusal("stops are strings and token ids; see stop, stop_token_ids and regex"),
-    "return_hidden_states": Refusal("hidden states do not leave the engine", _OFF),
-    "return_routed_experts": Refusal("expert choices do not leave the engine", _OFF),
+    # SGLang
     "return_cached_tokens_details": Refusal("usage has cached_tokens; there is one cache", _OFF),
     "return_meta_info": Refusal("not offered; see usage", _OFF),
-    "lora_path": Refusal("one model is served, without adapters"),
-    "session_params": Refusal("not offered; the prefix cache finds what conversations share"),
-    "custom_logit_processor": Refusal("runs the caller's code in the engine; see logit_bias"),
     "input_embeds": Refusal("prompts are text or token ids"),
-    "prompt_embeds": Refusal("prompts are text or token ids"),
+    "ngram_corpus_id": Refusal("guesses come from the request's own text alone"),
     "bootstrap_host": Refusal(_ONE_NODE),
     "bootstrap_port": Refusal(_ONE_NODE),
     "bootstrap_room": Refusal(_ONE_NODE),
     "routed_dp_rank": Refusal(_ONE_NODE),
+    "disagg_prefill_dp_rank": Refusal(_ONE_NODE),
     "data_parallel_rank": Refusal(_ONE_NODE),
 }
 
@@ -77,16 +60,10 @@ REFUSED_IN_CHAT = {
     "verbosity": Refusal("chat templates know no such switch; say it in a message", ("medium",)),
     "prompt_cache_retention": Refusal("cached prefixes go when room is needed", ("in_memory",)),
     "prompt_cache_options": Refusal("cached prefixes go when room is needed"),
-    # vLLM and SGLang
-    "echo": Refusal("is for /v1/completions; see continue_final_message", _OFF),
-    "chat_template": Refusal(
-        "the checkpoint's own template is used; send /v1/completions a prompt"
-    ),
-    "documents": Refusal("send them in chat_template_kwargs, where the template looks for them"),
+    # SGLang
     "input_ids": Refusal("send token ids as prompt to /v1/completions"),
-    "task": Refusal("belongs to one model's prompt encoder; write it into the prompt"),
+    # completions
     "best_of": Refusal("is for /v1/completions", (1,)),
-    "suffix": Refusal("is for /v1/completions"),
 }
 
 REFUSED_IN_COMPLETIONS = {
@@ -99,6 +76,28 @@ REFUSED_IN_COMPLETIONS = {
     "tool_choice": Refusal("is for /v1/chat/completions", ("none",)),
     "top_logprobs": Refusal("is for /v1/chat/completions; here logprobs is their number", (0,)),
 }
+
+
+REFUSED_BY_BACKEND = frozenset(
+    {
+        # vLLM
+        *("use_beam_search", "length_penalty", "early_stopping", "logprob_token_ids"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "lora_name"),
+        *("guided_decoding_backend", "guided_whitespace_pattern", "logits_processors"),
+        *("prompt_embeds", "truncate_prompt_tokens", "repetition_detection", "stream_interval"),
+        *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "media_io_kwargs"),
+        *("mm_processor_kwargs", "chat_template", "watermarking"),
+        # SGLang
+        *("stop_regex", "lora_path", "session_params", "custom_logit_processor", "watermark"),
+        *("return_hidden_states", "return_routed_experts", "return_sampling_mask"),
+        *("images_config", "video_config", "use_audio_in_video", "task"),
+        *("max_dynamic_patch", "min_dynamic_patch"),
+        # llama.cpp
+        *("mirostat", "typical_p", "tfs_z", "dynatemp_range", "dry_multiplier"),
+        *("xtc_probability", "samplers", "n_probs"),
+    }
+)
+"""Fields that go on to the backend, which refuses them for its other clients too."""
 
 
 def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:

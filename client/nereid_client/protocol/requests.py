@@ -17,6 +17,7 @@ from nereid_client.protocol.constraints import (
 )
 from nereid_client.protocol.refused import (
     REFUSED,
+    REFUSED_BY_BACKEND,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
     Refusal,
@@ -78,9 +79,13 @@ class GenerationRequest(BaseModel):
     regex: str | None = None
     ebnf: str | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
+    reasoning_budget_tokens: Annotated[int, Field(lt=_INT64)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     request_id: RequestId | None = None
     rid: RequestId | None = None
@@ -182,8 +187,14 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     def passed_on(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The body as the tokenizer step gets it: without nulls, which mean "not given"."""
-        return {name: value for name, value in body.items() if value is not None}
+        """The body as the tokenizer step gets it.
+
+        Without nulls, which mean "not given", and without what the frontend does itself.
+        """
+        own = ("stream_reasoning", "return_tokens_as_token_ids", "request_id", "rid")
+        return {
+            name: value for name, value in body.items() if value is not None and name not in own
+        }
 
 
 class CompletionRequest(GenerationRequest):
@@ -223,7 +234,9 @@ class CompletionRequest(GenerationRequest):
         if not self.echo:
             return self
         if not all(isinstance(prompt, str) for prompt in self.prompt):
-            raise ValueError("echo: needs the prompt as text, got token ids")
+            raise ValueError(
+                "echo: needs the prompt as text, got token ids, whose text is not known here"
+            )
         if self.stream and self.logprobs is not None:
             raise ValueError("echo: with logprobs only without stream")
         return self
@@ -246,7 +259,7 @@ class CompletionRequest(GenerationRequest):
     def sampling_parameters(self) -> dict[str, Any]:
         """What the ensemble's `sampling_parameters` gets: the fields that say how to sample."""
         given = self.model_dump(exclude_none=True)
-        fields = {name: value for name, value in given.items() if name in SAMPLING_FIELDS}
+        fields = {name: value for name, value in given.items() if name in PASSED_ON}
         fields.pop("n", None)
         if self.num_answers > 1:
             fields["n"] = self.num_answers
@@ -265,11 +278,17 @@ SAMPLING_FIELDS = frozenset(
         *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "bad_words"),
         *("allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
         *("logprobs", "prompt_logprobs", "return_token_ids", "priority", "cache_salt"),
-        *("response_format", "structured_outputs", "regex", "ebnf", "no_stop_trim"),
-        *("truncate_prompt_tokens", "thinking_token_budget"),
+        *("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "grammar"),
+        *("no_stop_trim", "thinking_token_budget", "reasoning_budget_tokens", "custom_params"),
+        *("add_special_tokens", "return_prompt_token_ids", "extra_key"),
+        # A completion's text is the raw one, so these change nothing in it; proxies send them.
+        *("include_reasoning", "separate_reasoning", "reasoning_format"),
     }
 )
-"""Fields of a completion body that go on to the ensemble; docs/request-fields.md has them all."""
+"""Fields of a completion body that the ensemble acts on."""
+
+PASSED_ON = SAMPLING_FIELDS | REFUSED_BY_BACKEND
+"""Fields of a completion body that go on to the ensemble."""
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:

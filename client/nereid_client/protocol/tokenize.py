@@ -5,8 +5,6 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from nereid_client.errors import shown
-
 
 class TokenizeRequest(BaseModel):
     """A prompt, or a chat with whatever its template reads; the tokenizer step checks the rest."""
@@ -26,13 +24,7 @@ class TokenizeRequest(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _only_what_generation_does(self) -> Self:
-        adds = self.messages is None  # a chat template writes special tokens itself
-        if self.add_special_tokens not in (None, adds):
-            raise ValueError(
-                f"add_special_tokens: must be {shown(adds)} here, as for generation, got "
-                f"{shown(self.add_special_tokens)}; leave it out"
-            )
+    def _only_ids(self) -> Self:
         if self.return_token_strs:
             raise ValueError("return_token_strs: only ids are given, got true; leave it out")
         return self
@@ -41,5 +33,13 @@ class TokenizeRequest(BaseModel):
         """The chat as the tokenizer step reads it; None for a prompt."""
         if self.messages is None:
             return None
-        own = ("model", "add_special_tokens", "return_token_strs")
-        return {name: value for name, value in body.items() if name not in own}
+        own = ("model", "return_token_strs")
+        return {
+            name: value for name, value in body.items() if value is not None and name not in own
+        }
+
+    def sampling_parameters(self) -> dict[str, Any] | None:
+        """What else the tokenizer step needs of a prompt; None for a chat."""
+        if self.messages is not None or self.add_special_tokens is None:
+            return None
+        return {"add_special_tokens": self.add_special_tokens}

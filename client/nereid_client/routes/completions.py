@@ -49,7 +49,7 @@ def _wishes(body: CompletionRequest) -> Wishes:
         echoes=[prompt if body.echo else "" for prompt in body.prompt],
         logprobs=body.logprobs is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
-        token_ids=bool(body.return_token_ids),
+        token_ids=bool(body.return_token_ids or body.return_prompt_token_ids),
         only_prompt=body.only_prompt,
     )
 

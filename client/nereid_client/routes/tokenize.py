@@ -29,11 +29,13 @@ async def tokenize(request: Request) -> dict[str, Any]:
     if wanted.prompt is not None:
         check_unicode(wanted.prompt)
     chat = wanted.chat_request(body)
+    parameters = wanted.sampling_parameters()
     tokens = await context.backend.tokenize(
         Generation(
             engine_request_id(request),
             text_input=wanted.prompt,
             chat_request=None if chat is None else dump(chat),
+            sampling_parameters=None if parameters is None else dump(parameters),
         )
     )
     return {"count": len(tokens), "max_model_len": None, "tokens": tokens, "token_strs": None}

@@ -67,19 +67,41 @@ def test_draws_follow_the_distribution_by_its_definition(params):
     assert ((seen - expected).abs() <= 5 * sigma + 1e-12).all()
 
 
-@pytest.mark.parametrize("guess", [1, 4, 16, 400])
-def test_a_nucleus_larger_than_the_first_guess_is_found_too(monkeypatch, guess):
+@pytest.mark.parametrize("width", [1, 2, 5, 16, 64])
+def test_what_the_filters_leave_does_not_depend_on_how_many_tokens_are_looked_at(
+    monkeypatch, width
+):
     torch.manual_seed(0)
-    probs = (torch.randn(5, VOCAB) * 2).softmax(-1)
-    top_p = torch.tensor([[0.05], [0.3], [0.6], [0.9], [0.99]])
-    monkeypatch.setattr(sampler, "_NUCLEUS_GUESS", guess)
-    kept = sampler._keep_top_p(probs, top_p)
-    for row, out, share in zip(probs, kept, top_p.squeeze(1).tolist(), strict=True):
-        params = SamplingParams(top_p=share)
-        expected = slow_probs(row.log(), params) > 0
-        assert torch.equal(out > 0, expected)
-        assert torch.equal(out[expected], row[expected])
-    assert ((kept > 0).sum(-1) > 8).any()
+    settings = [
+        {"top_p": 0.05},
+        {"top_p": 0.6, "min_p": 0.01},
+        {"top_p": 0.99},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 40, "top_p": 0.7},
+        {"top_k": 12, "top_p": 0.9, "min_p": 0.1},
+        {"top_p": 0.8, "min_p": 0.5},
+    ]
+    monkeypatch.setattr(sampler, "_LIKELIEST", width)
+    for params in settings:
+        row = torch.randn(VOCAB) * 2
+        requests = [make_request(seed=seed, **params) for seed in range(1500)]
+        found = sample(row.expand(1500, -1), requests)
+        tokens = torch.tensor([s.token_ids[0] for s in found])
+        expected = slow_probs(row, SamplingParams(**params))
+        seen = torch.bincount(tokens, minlength=VOCAB).double() / 1500
+        assert (seen[expected == 0] == 0).all()
+        sigma = (expected * (1 - expected) / 1500).sqrt()
+        assert ((seen - expected).abs() <= 5 * sigma + 1e-12).all()
+
+
+@pytest.mark.parametrize("width", [2, 3, 64])
+def test_tokens_that_tie_with_the_last_one_that_a_filter_leaves_stay(monkeypatch, width):
+    monkeypatch.setattr(sampler, "_LIKELIEST", width)
+    logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 0.0]]).expand(400, -1)
+    for params in ({"top_k": 2}, {"top_p": 0.75}):
+        found = sample(logits, [make_request(seed=seed, **params) for seed in range(400)])
+        assert {outcome.token_ids[0] for outcome in found} == {0, 1, 2, 3}
 
 
 def test_rows_of_a_batch_are_sampled_as_if_each_were_alone():

@@ -36,16 +36,19 @@ def token_logprobs(
         num_top: how many of the likeliest tokens each row wants.
     """
     own = log_softmax.gather(1, token_ids[:, None])
-    ranks = (logits > logits.gather(1, token_ids[:, None])).sum(-1) + 1
+    is_likelier = logits > logits.gather(1, token_ids[:, None])
+    if logits.device.type == "cpu":
+        # Row by row it is counted without making integers of everything first.
+        ranks = [int(row.count_nonzero()) + 1 for row in is_likelier]
+    else:
+        ranks = (is_likelier.sum(-1) + 1).tolist()
     width = min(max(num_top), logits.shape[1])
     top = log_softmax.topk(width, dim=-1)
     ids = torch.cat((token_ids[:, None], top.indices), dim=1).tolist()
     values = torch.cat((own, top.values), dim=1).tolist()
     return [
         TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
-        for row_ids, row_values, rank, count in zip(
-            ids, values, ranks.tolist(), num_top, strict=True
-        )
+        for row_ids, row_values, rank, count in zip(ids, values, ranks, num_top, strict=True)
     ]
 
 

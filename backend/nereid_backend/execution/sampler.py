@@ -28,8 +28,8 @@ from nereid_backend.execution.verify import Position
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
-# How many of the likeliest tokens are looked at first to find the nucleus of top_p.
-_NUCLEUS_GUESS = 16
+# Among so many of the likeliest tokens are mostly all that top_k and top_p leave.
+_LIKELIEST = 64
 
 NOT_FINITE = "the model's logits are not finite numbers; its weights or this dtype may overflow"
 
@@ -49,6 +49,16 @@ class SamplingBatch:
     top_k: NDArray[np.int64]
     min_p: NDArray[np.float32]
     uniform: NDArray[np.float64]
+
+    def rows(self, index: NDArray[np.int64]) -> "SamplingBatch":
+        """Some of the requests."""
+        return SamplingBatch(
+            self.temperature[index],
+            self.top_p[index],
+            self.top_k[index],
+            self.min_p[index],
+            self.uniform[index],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +129,7 @@ class Sampler:
         """Token ids, log-probabilities, and whether the choice was possible at all; fills top."""
         log_softmax = logits.log_softmax(-1)
         processed = self._processor.process(logits, piece.positions, piece.wishes, piece.words)
-        token_ids = processed.argmax(-1)
-        random = [i for i, p in enumerate(piece.positions) if not p.request.params.is_greedy]
-        if random:
-            batch = _sampling_batch([piece.positions[i] for i in random])
-            if len(random) == len(token_ids):
-                token_ids = draw(processed, batch)
-            else:
-                rows = torch.tensor(random, device=logits.device)
-                token_ids = token_ids.index_copy(0, rows, draw(processed[rows], batch))
+        token_ids = _choose_tokens(processed, piece.positions)
         column = token_ids[:, None]
         is_left = processed.gather(1, column).squeeze(1) > float("-inf")
         asking = [i for i, p in enumerate(piece.positions) if p.request.params.logprobs is not None]
@@ -140,6 +142,26 @@ class Sampler:
                 found = token_logprobs(logits[rows], log_softmax[rows], token_ids[rows], counts)
             top.update(zip((piece.start + i for i in asking), found, strict=True))
         return token_ids, log_softmax.gather(1, column).squeeze(1), is_left
+
+
+def _choose_tokens(logits: Tensor, positions: Sequence[Position]) -> Tensor:
+    """The likeliest token or a random one, as each request wants: [n] int64."""
+    random = [i for i, p in enumerate(positions) if not p.request.params.is_greedy]
+    if len(random) == len(positions):
+        return draw(logits, _sampling_batch(positions))
+    token_ids = _argmax(logits)
+    if random:
+        rows = torch.tensor(random, device=logits.device)
+        batch = _sampling_batch([positions[i] for i in random])
+        token_ids = token_ids.index_copy(0, rows, draw(logits[rows], batch))
+    return token_ids
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    # numpy looks for it with vector instructions: a quarter of torch's time.
+    return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:
@@ -171,29 +193,81 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     Shapes: logits [n, vocab_size] float32; returns [n] int64. Rows of logits that are not finite
     give any token.
     """
-    device = logits.device
+    probs = (logits / _column(batch.temperature, logits)).softmax(-1)
+    vocab_size = logits.shape[1]
+    is_filtered = (batch.top_p < 1) | ((batch.top_k > 0) & (batch.top_k < vocab_size))
+    if not is_filtered.any():
+        return _draw_from_all(probs, batch)
+    if is_filtered.all():
+        return _draw_filtered(probs, batch)
+    filtered, others = np.flatnonzero(is_filtered), np.flatnonzero(~is_filtered)
+    token_ids = probs.new_empty(len(probs), dtype=torch.int64)
+    for rows, draw_some in ((filtered, _draw_filtered), (others, _draw_from_all)):
+        index = torch.from_numpy(rows).to(probs.device)
+        token_ids[index] = draw_some(probs[index], batch.rows(rows))
+    return token_ids
 
-    def column(values: Numbers) -> Tensor:
-        return torch.from_numpy(values).to(device)[:, None]
 
-    probs = (logits / column(batch.temperature)).softmax(-1)
+def _draw_filtered(probs: Tensor, batch: SamplingBatch) -> Tensor:
+    """Draw from rows of which top_k or top_p leaves a part, mostly a few tokens.
+
+    These are found among a row's likeliest ones; only a row that may have more is looked at whole.
+    """
+    width = min(_LIKELIEST, probs.shape[1])
+    values, token_ids = probs.topk(width, dim=-1)
+    top_k, top_p = _column(batch.top_k, probs), _column(batch.top_p, probs)
+    kth = values.gather(1, top_k.clamp(1, width) - 1)
+    cut = torch.maximum(
+        torch.where((top_k > 0) & (top_k <= width), kth, 0),
+        values[:, :1] * _column(batch.min_p, probs),
+    )
+    kept = values * (values >= cut)
+    # What top_p is a share of: of everything, where nothing was cut, else of what is left. That is
+    # known only if the cut is seen, as is the nucleus only if its end is.
+    total = torch.where(cut > 0, kept.sum(-1, keepdim=True), 1.0)
+    is_known = ((cut == 0) & (top_k <= 0)) | (values[:, -1:] < cut)
+    size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
+    threshold = torch.where(top_p < 1, torch.maximum(kept.gather(1, size - 1), cut), cut)
+    # Tokens that tie with the last one stay, so all of them must be there.
+    is_known &= values[:, -1:] < threshold
+    token_ids, order = token_ids.sort(dim=-1)
+    kept = (kept * (kept >= threshold)).gather(1, order)
+    chosen = token_ids.gather(1, _pick(kept, batch)[:, None]).squeeze(1)
+    unknown = (~is_known.squeeze(1)).nonzero().squeeze(1)
+    if len(unknown) > 0:
+        some = batch.rows(unknown.cpu().numpy())
+        chosen[unknown] = _draw_from_all(probs[unknown], some)
+    return chosen
+
+
+def _draw_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
+    """Draw from rows after min_p, top_k and top_p, looking at every token."""
+    vocab_size = probs.shape[1]
     if batch.min_p.any():
-        floor = probs.amax(-1, keepdim=True) * column(batch.min_p)
+        floor = probs.amax(-1, keepdim=True) * _column(batch.min_p, probs)
         probs = probs.masked_fill(probs < floor, 0.0)
-    vocab_size = logits.shape[-1]
     needs_top_k = (batch.top_k > 0) & (batch.top_k < vocab_size)
     if needs_top_k.any():
         probs = _filter_rows(probs, needs_top_k, _keep_top_k, batch.top_k)
     needs_top_p = batch.top_p < 1
     if needs_top_p.any():
         probs = _filter_rows(probs, needs_top_p, _keep_top_p, batch.top_p)
-    cumulated = probs.cumsum(-1)
-    total = cumulated[:, -1:]
-    target = (column(batch.uniform) * total.double()).float()
+    return _pick(probs, batch)
+
+
+def _pick(weights: Tensor, batch: SamplingBatch) -> Tensor:
+    """The index at which each row's random number lies among its cumulated weights: [n] int64."""
+    cumulated = weights.cumsum(-1)
+    total = cumulated[:, -1:].contiguous()
+    target = (_column(batch.uniform, weights) * total.double()).float()
     # Rounding may reach the total itself, after which there is no token.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulated, target, right=True).squeeze(1)
-    return index.clamp_(max=vocab_size - 1)
+    return index.clamp_(max=weights.shape[1] - 1)
+
+
+def _column(values: Numbers, like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)[:, None]
 
 
 def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -247,26 +321,12 @@ def _keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Zero all but the nucleus of each row; ties with its last token stay.
-
-    A nucleus is mostly a few tokens, which are found faster than a vocabulary is sorted; only rows
-    whose few likeliest tokens do not reach top_p are sorted.
-    """
+    """Zero all but the nucleus of each row; ties with its last token stay."""
     target = top_p * probs.sum(-1, keepdim=True)
-    likeliest = probs.topk(min(_NUCLEUS_GUESS, probs.shape[-1]), dim=-1).values
-    threshold, is_reached = _nucleus(likeliest, target)
-    rows = (~is_reached).nonzero().squeeze(1)
-    if len(rows) > 0:
-        threshold[rows], _ = _nucleus(_sorted_descending(probs[rows]), target[rows])
-    return probs.masked_fill(probs < threshold, 0.0)
-
-
-def _nucleus(largest: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The least probability [n, 1] in each row's nucleus, and whether largest holds it whole."""
-    reached = largest.cumsum(-1)
+    largest = _sorted_descending(probs)
     # A token belongs to the nucleus when those before it do not reach the target.
-    size = (reached - largest < target).sum(-1, keepdim=True).clamp_(min=1)
-    return largest.gather(1, size - 1), (reached[:, -1:] >= target).squeeze(1)
+    size = (largest.cumsum(-1) - largest < target).sum(-1, keepdim=True).clamp_(min=1)
+    return probs.masked_fill(probs < largest.gather(1, size - 1), 0.0)
 
 
 def _sorted_descending(probs: Tensor) -> Tensor:

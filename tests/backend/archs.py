@@ -87,8 +87,8 @@ def run_cached(engine: Engine) -> Answers:
 
 Situation = tuple[str, dict, Callable[[Engine], Answers]]
 SITUATIONS: list[Situation] = [
-    ("alone", {}, run_alone),
-    ("mixed", {}, run_staggered),
+    ("alone", {"block_size": 16}, run_alone),
+    ("mixed", {"block_size": 16}, run_staggered),
     ("chunked", {"max_num_batched_tokens": 9}, run_staggered),
     ("preempted", {"max_num_batched_tokens": 9, "max_model_len": 64}, run_preempted),
 ]

@@ -133,12 +133,13 @@ def drop_softcap(layer):
         ("gpt_oss", drop_window),
     ],
 )
-def test_the_self_check_notices_what_a_layer_lacks(checkpoint, family, change):
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_the_self_check_notices_what_a_layer_lacks(checkpoint, family, change, block_size):
     hook = AttentionHook()
     loaded = load(checkpoint(family), hook)
     layers = probe_layers(loaded, hook)
     with_own_attention(loaded, None)
-    trial = make_trial(loaded, layers, 256)
+    trial = make_trial(loaded, layers, 256, block_size)
     with_own_attention(loaded, hook)
     assert check_path(packed_path(loaded, hook, layers, trial.sizes), trial, torch.float32) < 1e-5
     changed = [change(layer) for layer in layers]

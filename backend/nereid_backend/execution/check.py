@@ -25,8 +25,6 @@ from nereid_backend.execution.runner import ForwardPath
 
 _PROMPT_LENS = (21, 5, 13)
 _NUM_STEPS = 4
-# As by default, because attention's kernels take only some sizes.
-_BLOCK_SIZE = 16
 _BUDGET = 8
 # A prompt is made longer than a layer's window to see that the window works, up to this length:
 # longer ones would cost seconds at every start.
@@ -45,21 +43,25 @@ class Trial:
         sequences: pairs of a whole sequence and how many of its tokens are the prompt.
         expected: [num_rows, vocab_size] float32, logits at every token from the last of the prompt
             on, sequence by sequence.
+        block_size: of the blocks to try it with; attention's kernels take only some sizes.
     """
 
     sequences: list[tuple[list[int], int]]
     expected: Tensor
+    block_size: int
 
     @property
     def sizes(self) -> Sizes:
         """What a path needs to hold for it."""
         longest = max(len(tokens) for tokens, _ in self.sequences)
-        num_blocks = len(self.sequences) * -(-longest // _BLOCK_SIZE)
-        return Sizes(num_blocks, _BLOCK_SIZE, len(self.sequences), longest)
+        num_blocks = len(self.sequences) * -(-longest // self.block_size)
+        return Sizes(num_blocks, self.block_size, len(self.sequences), longest)
 
 
 @torch.inference_mode()
-def make_trial(checkpoint: Checkpoint, layers: Sequence[LayerSpec], max_len: int) -> Trial:
+def make_trial(
+    checkpoint: Checkpoint, layers: Sequence[LayerSpec], max_len: int, block_size: int
+) -> Trial:
     """Random sequences, and the logits of the model alone: each sequence whole and by itself.
 
     The model must have its own attention set.
@@ -72,11 +74,11 @@ def make_trial(checkpoint: Checkpoint, layers: Sequence[LayerSpec], max_len: int
         positions = torch.arange(len(tokens), device=checkpoint.device)[None]
         count = len(tokens) - prompt_len + 1
         parts.append(call(ids, num_logits=count, position_ids=positions)[0].float())
-    return Trial(sequences, torch.cat(parts))
+    return Trial(sequences, torch.cat(parts), block_size)
 
 
 @torch.inference_mode()
-def make_generated_trial(checkpoint: Checkpoint, max_len: int) -> Trial:
+def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) -> Trial:
     """Random prompts, and what transformers' generate makes of each by itself.
 
     For models that compute something else, or nothing, in one pass over a whole sequence.
@@ -98,7 +100,7 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int) -> Trial:
         )
         sequences.append((output.sequences[0, :-1].tolist(), prompt_len))
         parts.append(torch.cat(output.logits).float())
-    return Trial(sequences, torch.cat(parts))
+    return Trial(sequences, torch.cat(parts), block_size)
 
 
 @torch.inference_mode()

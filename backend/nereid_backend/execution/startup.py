@@ -73,7 +73,7 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
     )
     marks.append(time.monotonic())
     progress("comparing the engine's steps with the model alone")
-    choice = choose_tier(checkpoint, hook, config.max_model_len, progress)
+    choice = choose_tier(checkpoint, hook, config, progress)
     tier = choice.tier
     marks.append(time.monotonic())
     itemsize = checkpoint.model.dtype.itemsize

@@ -19,6 +19,7 @@ from nereid_backend.attention.cpu import cache_type
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.config import EngineConfig
 from nereid_backend.errors import UnsupportedModelError
 from nereid_backend.execution.batch import BatchBuilder
 from nereid_backend.execution.check import Trial, check_path, make_generated_trial, make_trial
@@ -83,22 +84,22 @@ class Choice:
 
 
 def choose_tier(
-    checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None, progress: Progress
+    checkpoint: Checkpoint, hook: AttentionHook, config: EngineConfig, progress: Progress
 ) -> Choice:
     """Find the first tier that is exact, and leave the model with the attention that it uses.
 
     Args:
         checkpoint: a loaded model.
         hook: the engine's entry in transformers' attention interface.
-        max_model_len: the setting of that name.
+        config: the settings; max_model_len and block_size matter here.
         progress: gets one line about the choice.
 
     Raises:
         UnsupportedModelError: there is none; the message says why not, tier by tier.
     """
-    trials = _Trials(checkpoint, hook)
+    trials = _Trials(checkpoint, config.block_size)
     reasons: list[str] = []
-    for name, candidates in _tiers(checkpoint, hook, max_model_len):
+    for name, candidates in _tiers(checkpoint, hook, config.max_model_len):
         try:
             tier, difference = _try(checkpoint, candidates, trials)
         except Exception as error:  # noqa: BLE001 - models fail in any way; the tier is not theirs
@@ -116,9 +117,9 @@ def choose_tier(
 class _Trials:
     """What the model alone answers, computed when first asked for."""
 
-    def __init__(self, checkpoint: Checkpoint, hook: AttentionHook) -> None:
+    def __init__(self, checkpoint: Checkpoint, block_size: int) -> None:
         self._checkpoint = checkpoint
-        self._hook = hook
+        self._block_size = block_size
         self._max_len = model_limit(checkpoint.text_config).num_tokens
         self._made: dict[bool, Trial] = {}
 
@@ -127,9 +128,13 @@ class _Trials:
         if is_generated not in self._made:
             with_own_attention(self._checkpoint, None)
             if is_generated:
-                self._made[True] = make_generated_trial(self._checkpoint, self._max_len)
+                self._made[True] = make_generated_trial(
+                    self._checkpoint, self._max_len, self._block_size
+                )
             else:
-                self._made[False] = make_trial(self._checkpoint, layers, self._max_len)
+                self._made[False] = make_trial(
+                    self._checkpoint, layers, self._max_len, self._block_size
+                )
         return self._made[is_generated]
 
 
@@ -233,7 +238,7 @@ def _padded(checkpoint: Checkpoint, *, together: bool) -> Candidates:
     layout = probe_cache(checkpoint, plain_token_ids(checkpoint)[0])
 
     def build(sizes: Sizes) -> ForwardPath:
-        cache, _ = make_blocks(checkpoint, layout.layers, sizes)
+        cache = make_cache(KVCache, checkpoint, layout.layers, sizes)
         return PaddedPath(checkpoint, layout, cache, together=together)
 
     if together:
@@ -274,13 +279,7 @@ def make_blocks(
 ) -> tuple[KVCache, BatchBuilder]:
     """Empty blocks for these layers, and the tables that name them."""
     kind = cache_type(sizes.block_size, checkpoint.model.dtype, checkpoint.device)
-    cache = kind(
-        layers,
-        num_blocks=sizes.num_blocks,
-        block_size=sizes.block_size,
-        dtype=checkpoint.model.dtype,
-        device=checkpoint.device,
-    )
+    cache = make_cache(kind, checkpoint, layers, sizes)
     builder = BatchBuilder(
         max_num_seqs=sizes.max_num_seqs,
         max_model_len=sizes.max_model_len,
@@ -288,6 +287,19 @@ def make_blocks(
         null_block=cache.null_block,
     )
     return cache, builder
+
+
+def make_cache(
+    kind: type[KVCache], checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
+) -> KVCache:
+    """Empty blocks of one kind; what is copied out of them must be in the common layout."""
+    return kind(
+        layers,
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        dtype=checkpoint.model.dtype,
+        device=checkpoint.device,
+    )
 
 
 def _reason(error: Exception) -> str:

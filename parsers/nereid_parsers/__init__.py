@@ -22,7 +22,7 @@ from nereid_parsers.events import (
     ToolCallStart,
     fold,
 )
-from nereid_parsers.format import LENIENT, STRICT, Format, Policy, Stage
+from nereid_parsers.format import LENIENT, STRICT, Format, Policy, ReasoningGate, Stage
 from nereid_parsers.formats.registry import format_names, get_format
 from nereid_parsers.stream.parser import StreamParser, parse
 
@@ -42,6 +42,7 @@ __all__ = [
     "NereidParsersError",
     "Policy",
     "ReasoningDelta",
+    "ReasoningGate",
     "Stage",
     "StreamParser",
     "TemplateAnalysis",

@@ -10,12 +10,13 @@ the request is strict.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nereid_parsers.constrain_answer import answer_node, report
 from nereid_parsers.constrain_calls import (
+    BLANKS,
     Node,
     ToolSchema,
     any_text,
@@ -28,8 +29,8 @@ from nereid_parsers.constrain_calls import (
     sequence,
     tag,
     trigger_of,
+    without_blanks,
 )
-from nereid_parsers.constrain_schema import unenforced
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.format import (
     Format,
@@ -38,6 +39,7 @@ from nereid_parsers.format import (
     Messages,
     PythonCalls,
     Reasoning,
+    ReasoningGate,
     Route,
     Sections,
     Slot,
@@ -45,8 +47,6 @@ from nereid_parsers.format import (
     ToolSection,
     pattern,
 )
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class Request:
     tools       those that may be called, in order.
     must_call   whether at least one call is required.
     is_single   whether at most one call may be made.
-    schema      what content must be, as a JSON schema; None for free text.
+    answer      what content must be, as a node; None for free text.
     """
 
     tools: tuple[ToolSchema, ...] = ()
     must_call: bool = False
     is_single: bool = False
-    schema: Any = None
+    answer: Node | None = None
 
     @classmethod
     def of(
@@ -89,7 +89,7 @@ class Request:
             tools=known,
             must_call=mode == "required",
             is_single=is_named or not parallel_tool_calls,
-            schema=_response_schema(response_format),
+            answer=answer_node(response_format),
         )
 
     @property
@@ -97,7 +97,7 @@ class Request:
         """Whether nothing is to be constrained: then every output is as good as any other."""
         wants_calls = self.must_call or any(tool.is_strict for tool in self.tools)
         limits_calls = bool(self.tools) and self.is_single
-        return self.schema is None and not wants_calls and not limits_calls
+        return self.answer is None and not wants_calls and not limits_calls
 
 
 def _choice(
@@ -132,47 +132,31 @@ def _function_name(choice: Mapping[str, Any]) -> str:
     return name
 
 
-def _response_schema(response_format: Mapping[str, Any] | None) -> Any:  # noqa: ANN401  # JSON
-    if response_format is None:
-        return None
-    kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind == "json_schema":
-        spec = response_format.get("json_schema", response_format)
-        schema = spec.get("schema", {})
-        _report(schema, bool(spec.get("strict")), "response_format")
-        return schema
-    raise ConstraintError(f"response_format: type {kind!r} is not text, json_object or json_schema")
-
-
-def _report(schema: Any, is_strict: bool, where: str) -> None:  # noqa: ANN401  # JSON
-    """Say which keywords of a schema would not be enforced: an error if the request is strict."""
-    found = unenforced(schema)
-    if found and is_strict:
-        raise ConstraintError(f"{where}: strict, but not enforced: {'; '.join(found)}")
-    if found:
-        log.warning("%s: not enforced: %s", where, "; ".join(found))
-
-
 def structural_tag(
-    fmt: Format, request: Request, stage: Stage, may_reason: bool = True
+    fmt: Format,
+    request: Request,
+    stage: Stage,
+    may_reason: bool = True,
+    skip_reasoning: bool = False,
 ) -> dict[str, Any] | None:
     """The structural tag for a request whose output starts in `stage`; None if it stays free.
 
     `may_reason`: whether the model may still open its reasoning itself.
+    `skip_reasoning`: only what stands behind the reasoning's closing marker.
 
     Raises: ConstraintError when the format cannot write what the request asks for.
     """
     if request.is_free:
         return None
     for tool in request.tools:
-        _report(tool.parameters, tool.is_strict, f"tools: {tool.name}")
+        report(tool.parameters, tool.is_strict, f"tools: {tool.name}")
     layout = fmt.layout
     if isinstance(layout, Messages):
+        if skip_reasoning:
+            return _tag(sequence(const(layout.start), _messages(fmt, layout, request)))
         return _tag(_in_messages(fmt, layout, request, stage))
+    if skip_reasoning:
+        return _tag(_answer(fmt, layout, request))
     parts: list[Node] = []
     if layout.reasoning is not None:
         parts += _reasoning(layout.reasoning, fmt.ends, stage, may_reason)
@@ -194,19 +178,18 @@ def _reasoning(
 ) -> list[Node]:
     """Free text up to the closing marker, and the blanks that stand behind it."""
     close = part.close.strip()
-    blanks = {"type": "regex", "pattern": r"[ \n]{0,2}"}
     free = any_text((*part.also_close, *part.interrupted_by, *ends))
     if stage is Stage.REASONING:
-        return [{"type": "tag", "begin": "", "content": free, "end": close}, blanks]
+        return [{"type": "tag", "begin": "", "content": free, "end": close}, BLANKS]
     if not may_reason:
         return []
     begin = part.open.strip()
     marked = {"type": "tag", "begin": begin, "content": free, "end": close}
-    return [optional(sequence(marked, blanks))]
+    return [optional(sequence(BLANKS, marked, BLANKS))]
 
 
 def _answer(fmt: Format, layout: Sections, request: Request) -> Node:
-    json = _json_content(layout, request)
+    json = _content(layout, request)
     if not request.tools:
         assert json is not None
         return json
@@ -215,18 +198,20 @@ def _answer(fmt: Format, layout: Sections, request: Request) -> Node:
             f"{fmt.name}: calls are asked for, but the format has no tool section"
         )
     if request.must_call:
-        return section_tag(layout.tools, request.tools, request.is_single)
+        calls = section_tag(layout.tools, request.tools, request.is_single)
+        # Templates differ in the blanks around calls, and so do models.
+        return sequence(BLANKS, without_blanks(calls), BLANKS)
     if json is not None:
         return one_of(section_tag(layout.tools, request.tools, request.is_single), json)
     return _auto(layout.tools, request)
 
 
-def _json_content(layout: Sections, request: Request) -> Node | None:
-    if request.schema is None:
-        return None
-    node = json_schema(request.schema)
+def _content(layout: Sections, request: Request) -> Node | None:
+    node = request.answer
     wrapper = layout.content
-    return sequence(const(wrapper.open), node, const(wrapper.close)) if wrapper else node
+    if node is None or wrapper is None:
+        return node
+    return sequence(const(wrapper.open), node, const(wrapper.close))
 
 
 def _auto(tools: ToolSection, request: Request) -> Node:
@@ -242,12 +227,29 @@ def _auto(tools: ToolSection, request: Request) -> Node:
     else:
         groups = [request.tools] if is_row else [(tool,) for tool in request.tools]
         tags = [call_tag(first, group, request.is_single) for group in groups]
+    tags = [{**one, "begin": one["begin"].lstrip()} for one in tags]  # the trigger comes first
     return {
         "type": "triggered_tags",
         "triggers": [trigger_of(tools)],
         "tags": tags,
         "stop_after_first": request.is_single,
     }
+
+
+def gate_of(fmt: Format, stage: Stage, has_reasoned: bool) -> ReasoningGate | None:
+    """How reasoning is delimited behind a prompt; None if the format has none, or no end of it."""
+    layout = fmt.layout
+    if isinstance(layout, Messages):
+        thinking = _route(layout, Stage.REASONING)
+        if thinking is None or not layout.ends:
+            return None
+        start, end = _head(layout, thinking), layout.ends[0]
+    elif layout.reasoning is None:
+        return None
+    else:
+        start, end = layout.reasoning.open, layout.reasoning.close
+    is_open = stage is Stage.REASONING
+    return ReasoningGate(start, end, is_open, may_open=not is_open and not has_reasoned)
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -281,6 +283,11 @@ def _in_messages(fmt: Format, layout: Messages, request: Request, stage: Stage) 
         parts.append(rest if stage is Stage.REASONING else optional(sequence(head, rest)))
     elif stage is Stage.REASONING:
         raise ConstraintError(f"{fmt.name}: output starts in reasoning, but has no end marker")
+    return sequence(*parts, _messages(fmt, layout, request))
+
+
+def _messages(fmt: Format, layout: Messages, request: Request) -> Node:
+    """Output that starts in the header of a call or of the answer."""
     answers: list[Node] = []
     if request.tools:
         answers.append(_message_calls(fmt, layout, request))
@@ -288,17 +295,22 @@ def _in_messages(fmt: Format, layout: Messages, request: Request, stage: Stage) 
         final = _route(layout, Stage.CONTENT)
         if final is None:
             raise ConstraintError(f"{fmt.name}: no message holds content")
-        text = any_text() if request.schema is None else json_schema(request.schema)
+        text = any_text() if request.answer is None else request.answer
         answers.append(sequence(const(_head(layout, final)), text))
-    return sequence(*parts, one_of(*answers))
+    return one_of(*answers)
 
 
 def _message_calls(fmt: Format, layout: Messages, request: Request) -> Node:
-    route = _route(layout, Stage.CALLS)
-    if route is None or not isinstance(layout.body, JsonArguments):
+    routes = [route for route in layout.routes if route.stage is Stage.CALLS]
+    if not routes or not isinstance(layout.body, JsonArguments):
         raise ConstraintError(f"{fmt.name}: calls inside content messages cannot be constrained")
+    # The first is what a model is expected to write; others count where it is known how.
+    written = [routes[0], *(route for route in routes[1:] if route.written)]
     calls = [
-        sequence(const(_head(layout, route, tool.name)), json_schema(tool.parameters))
+        sequence(
+            one_of(*(const(_head(layout, route, tool.name)) for route in written)),
+            json_schema(tool.parameters),
+        )
         for tool in request.tools
     ]
     one = one_of(*calls)

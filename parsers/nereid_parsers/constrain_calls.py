@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,10 @@ Node = dict[str, Any]
 
 _FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
 _NESTED_MARK = "]<]minimax[>["  # the one for which xgrammar has a style
+BLANKS: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
+_SPACE: Node = {"type": "regex", "pattern": r"( |\n {0,16})?"}
+_ID: Node = {"type": "regex", "pattern": '"[a-zA-Z0-9_.:-]{1,40}"'}
+_JSON_PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 _MAX_OPTIONAL = 12  # optional arguments after which those in the middle must come in order
 
 
@@ -125,12 +130,23 @@ def tag(node: Node) -> Node:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def _row(items: list[Node], separator: str, is_single: bool) -> Node:
+def without_blanks(node: Node) -> Node:
+    """The same without the blanks at its two ends."""
+    parts = list(node["elements"]) if node["type"] == "sequence" else [node]
+    if parts[0]["type"] == "const_string":
+        parts[0] = const(parts[0]["value"].lstrip())
+    if parts[-1]["type"] == "const_string":
+        parts[-1] = const(parts[-1]["value"].rstrip())
+    return sequence(*parts)
+
+
+def _row(items: list[Node], separator: str | Node, is_single: bool) -> Node:
     """One or more of the items, with a separator between; just one if `is_single`."""
     one = one_of(*items)
     if is_single:
         return one
-    more = {"type": "star", "content": sequence(const(separator), one)}
+    between = const(separator) if isinstance(separator, str) else separator
+    more = {"type": "star", "content": sequence(between, one)}
     return sequence(one, more)
 
 
@@ -140,11 +156,16 @@ def _row(items: list[Node], separator: str, is_single: bool) -> Node:
 def section_tag(section: ToolSection, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
     """At least one call, with the section's markers around them."""
     call = section.calls[0]
+    between: str | Node = section.separator if section.separator.strip() else BLANKS
     if isinstance(call.body, JsonArray | PythonCalls):
         calls = _call(call, tools, is_single)
+        if len(section.calls) > 1 and isinstance(section.calls[1].body, JsonObject):
+            calls = one_of(calls, *(_call(section.calls[1], (tool,), True) for tool in tools))
+        if call.open.strip() and call.close.strip():  # each call may stand in a row of its own
+            calls = _row([calls], between, is_single)
     else:
         each = [_call(call, (tool,), True) for tool in tools]
-        calls = _row(each, section.separator, is_single)
+        calls = _row(each, between, is_single)
     return sequence(const(section.open), calls, const(section.close))
 
 
@@ -169,8 +190,10 @@ def _call(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
     body = call.body
     around = (const(call.open), *_head(call.head, tools[0].name))
     if isinstance(body, JsonArray):
-        objects = [_object(body.keys, tool) for tool in tools]
-        inner = sequence(const("["), _row(objects, ", ", is_single), const("]"))
+        # Whole arrays are written on one line or on many.
+        objects = [_object(body.keys, tool, _SPACE) for tool in tools]
+        rows = _row(objects, sequence(const(","), _SPACE), is_single)
+        inner = sequence(const("["), _SPACE, rows, _SPACE, const("]"))
     elif isinstance(body, PythonCalls):
         written = [_python(body, tool) for tool in tools]
         row = _row(written, body.separator, is_single or not (body.close or body.separator.strip()))
@@ -204,7 +227,8 @@ def _head(head: str, name: str) -> list[Node]:
     return nodes
 
 
-def _object(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
+def _object(keys: Keys | NameIsKey, tool: ToolSchema, space: Node | None = None) -> Node:
+    """The object of one call; `space` is what may stand between its parts, else as JSON does."""
     if isinstance(keys, NameIsKey):
         return sequence(
             const("{" + json.dumps(tool.name, ensure_ascii=False) + ": "),
@@ -212,18 +236,38 @@ def _object(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
             const("}"),
         )
     before, after = _skeleton(keys, tool.name)
-    nodes = [
-        json_schema(tool.parameters) if part is None else const(part)
-        for part in (before, None, after)
-    ]
-    if "{id}" not in before + after:
-        return sequence(*nodes)
-    first, rest = before.split("{id}") if "{id}" in before else (before, "")
-    if not rest:
-        raise ConstraintError("an id behind the arguments cannot be constrained")
-    return sequence(
-        const(first), {"type": "regex", "pattern": "[0-9]{1,3}"}, const(rest), *nodes[1:]
-    )
+    parts: list[Node]
+    if keys.id and '"{id}"' not in before + after and "." not in keys.id:
+        # Templates write it in either place, models often not at all.
+        name = json.dumps(keys.id)
+        first = optional(sequence(const(f"{name}: "), _ID, const(", ")))
+        last = optional(sequence(const(f", {name}: "), _ID))
+        parts = [const("{"), first, const(before[1:]), json_schema(tool.parameters), last]
+        parts.append(const(after))
+    else:
+        parts = [*_with_id(before), json_schema(tool.parameters), *_with_id(after)]
+    return sequence(*parts) if space is None else sequence(*(_spaced(p, space) for p in parts))
+
+
+def _with_id(text: str) -> list[Node]:
+    before, found, after = text.partition('"{id}"')
+    return [const(before), _ID, const(after)] if found else [const(text)]
+
+
+def _spaced(node: Node, space: Node) -> Node:
+    """The same with `space` where JSON's punctuation may have blanks."""
+    if node["type"] == "optional":
+        return optional(_spaced(node["content"], space))
+    if node["type"] == "sequence":
+        return sequence(*(_spaced(part, space) for part in node["elements"]))
+    if node["type"] != "const_string":
+        return node
+    parts: list[Node] = []
+    for piece in _JSON_PIECES.findall(node["value"]):
+        around = {"{": (False, True), "}": (True, False), ",": (False, True), ":": (False, True)}
+        is_before, is_behind = around.get(piece, (False, False))
+        parts += [*([space] if is_before else []), const(piece), *([space] if is_behind else [])]
+    return sequence(*parts)
 
 
 def _skeleton(keys: Keys, name: str) -> tuple[str, str]:
@@ -264,28 +308,43 @@ def _tagged(part: TaggedArguments, tool: ToolSchema) -> Node:
 def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
     kinds = kinds_of(schema, schema)
     is_text = kinds is None or "string" in kinds
-    opening = ""
-    for piece in pattern(part.open):
-        if isinstance(piece, str):
-            opening += piece
-        elif piece.field == "key":
-            opening += key
-        elif piece.field == "string":
-            opening += "true" if is_text else "false"
-        elif piece.field == "type":
-            opening += "string" if is_text else sorted(kinds or {"object"})[0]
-        else:
-            raise ConstraintError(f"{part.open!r}: it is not known how {piece.field} is written")
+    names = ["string"] if is_text else sorted(kinds or {"object"})
+    if not is_text and "number" not in names:
+        names.append("number")  # some templates call all that is no string so
+    fields = {"key": [key], "string": ["true" if is_text else "false"], "type": names}
+    opening = _opening(part.open, fields)
     choices = schema.get("enum")
     if is_text and isinstance(choices, list) and all(isinstance(one, str) for one in choices):
-        return sequence(const(opening), one_of(*map(const, choices)), const(part.close))
+        return sequence(opening, one_of(*map(const, choices)), const(part.close))
     if not is_text:
-        value = json_schema(schema, excludes=part.close.strip())
-        return sequence(const(opening), value, const(part.close))
+        written = [
+            sequence(
+                _opening(one.open, fields),
+                json_schema(schema, excludes=one.close.strip()),
+                const(one.close),
+            )
+            for one in (part, *part.also)
+        ]
+        return one_of(*written)
     # The text ends at the bare marker, for that is where the parser ends it.
     end = part.close.strip()
-    text = {"type": "tag", "begin": opening, "content": any_text(), "end": end}
-    return sequence(text, const(part.close.lstrip()[len(end) :]))
+    begin = opening["value"] if opening["type"] == "const_string" else ""
+    text = {"type": "tag", "begin": begin, "content": any_text(), "end": end}
+    rest = const(part.close.lstrip()[len(end) :])
+    return sequence(text, rest) if begin else sequence(opening, text, rest)
+
+
+def _opening(form: str, fields: Mapping[str, list[str]]) -> Node:
+    """What opens a value: a pattern in which each field has one or more values."""
+    nodes: list[Node] = []
+    for piece in pattern(form):
+        if isinstance(piece, str):
+            nodes.append(const(piece))
+        elif piece.field in fields:
+            nodes.append(one_of(*map(const, fields[piece.field])))
+        else:
+            raise ConstraintError(f"{form!r}: it is not known how {piece.field} is written")
+    return sequence(*nodes)
 
 
 def _nested(part: NestedTags, tool: ToolSchema) -> Node:

@@ -7,7 +7,7 @@ from typing import Any
 
 _IGNORED = (
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas",
-    "contains", "minContains", "maxContains", "unevaluatedItems",
+    "contains", "minContains", "maxContains", "unevaluatedItems", "propertyNames",
 )  # fmt: skip
 _SINGLE = ("additionalProperties", "items", "propertyNames", "additionalItems")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")

@@ -453,6 +453,23 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningGate:
+    r"""How reasoning is delimited in the output that follows a prompt.
+
+    start      what opens it, as the model writes it: `"<think>\n"`.
+    end        what closes it, as the model writes it and as it is to be forced, blanks included:
+               `"\n</think>\n\n"`. It is found without the blanks around it.
+    is_open    whether the prompt has opened it and not closed it.
+    may_open   whether the model may still open it itself.
+    """
+
+    start: str
+    end: str
+    is_open: bool
+    may_open: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
     r"""All that is to be known of how a model writes a message.
 
@@ -498,8 +515,13 @@ class Format:
         *,
         parallel_tool_calls: bool = True,
         prompt: str | None = None,
+        skip_reasoning: bool = False,
     ) -> dict[str, Any] | None:
         """The xgrammar structural tag that this request needs; None where output stays free.
+
+        `response_format` is OpenAI's, or of type structural_tag, regex, grammar or choice; see
+        constrain_answer. With `skip_reasoning` the tag covers only what stands behind the end of
+        the reasoning, whether or not the prompt has opened any.
 
         Raises: ConstraintError when the request asks for what this format cannot write.
         """
@@ -508,7 +530,16 @@ class Format:
 
         request = Request.of(tools, tool_choice, response_format, parallel_tool_calls)
         begun = StreamParser(self, prompt=prompt)
-        return structural_tag(self, request, begun.stage, may_reason=not begun.has_reasoned)
+        may_reason = not begun.has_reasoned
+        return structural_tag(self, request, begun.stage, may_reason, skip_reasoning)
+
+    def reasoning_gate(self, prompt: str | None = None) -> ReasoningGate | None:
+        """How reasoning is delimited in output that follows `prompt`; None if there is none."""
+        from nereid_parsers.constrain import gate_of
+        from nereid_parsers.stream.parser import StreamParser
+
+        begun = StreamParser(self, prompt=prompt)
+        return gate_of(self, begun.stage, begun.has_reasoned)
 
 
 # ---- patterns ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ FACE = [
     "Message",
     "ToolCall",
     "ReasoningDelta",
+    "ReasoningGate",
     "ContentDelta",
     "ToolCallStart",
     "ArgumentsDelta",

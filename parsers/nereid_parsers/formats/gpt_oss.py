@@ -20,7 +20,11 @@ _MESSAGES = Messages(
             "<|channel|>{word} to=functions.{name}{rest}",
             written="<|channel|>commentary to=functions.{name} <|constrain|>json",
         ),
-        Route(Stage.CALLS, " to=functions.{name}{rest}"),
+        Route(
+            Stage.CALLS,
+            " to=functions.{name}{rest}",
+            written=" to=functions.{name}<|channel|>commentary json",
+        ),
         Route(Stage.CALLS, "<|channel|>{word} to={name}{rest}"),
         Route(Stage.CALLS, " to={name}{rest}"),
         Route(Stage.REASONING, "<|channel|>analysis{rest}", written="<|channel|>analysis"),

@@ -1,0 +1,115 @@
+"""What response_format may be besides a schema, and the gate behind which constraints begin."""
+
+import json
+
+import pytest
+from nereid_parsers import ConstraintError, ReasoningGate, get_format
+
+THINKER = get_format(reasoning="qwen3", tools="hermes")
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}
+
+
+def node_of(response_format, **kwargs):
+    return get_format("hermes").structural_tag(response_format=response_format, **kwargs)["format"]
+
+
+def test_a_structural_tag_is_passed_through():
+    inner = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
+    assert node_of({"type": "structural_tag", "format": inner}) == inner
+
+
+def test_the_older_form_of_structural_tags_is_rewritten():
+    old = {
+        "type": "structural_tag",
+        "structures": [{"begin": "<f=go>", "schema": {"type": "object"}, "end": "</f>"}],
+        "triggers": ["<f="],
+    }
+    node = node_of(old)
+    assert (node["type"], node["triggers"]) == ("triggered_tags", ["<f="])
+    assert (node["tags"][0]["begin"], node["tags"][0]["end"]) == ("<f=go>", "</f>")
+    assert node["tags"][0]["content"]["json_schema"] == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ({"type": "regex", "pattern": "a+"}, "regex"),
+        ({"type": "grammar", "grammar": 'root ::= "a"'}, "grammar"),
+        ({"type": "choice", "choice": ["a", "b"]}, "or"),
+        ({"type": "choice", "choice": ["a"]}, "const_string"),
+    ],
+)
+def test_other_grammars_can_be_the_content(answer, kind):
+    assert node_of(answer)["type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"type": "structural_tag"}, r"response_format\.format: must be an object"),
+        ({"type": "structural_tag", "format": {"type": "x"}}, r"format\.type: 'x' is not one of"),
+        (
+            {
+                "type": "structural_tag",
+                "format": {"type": "sequence", "elements": [{"type": "or", "elements": []}]},
+            },
+            r"elements\[0\]\.elements: must be a list",
+        ),
+        ({"type": "structural_tag", "structures": []}, "triggers: must be a list"),
+        (
+            {"type": "structural_tag", "triggers": ["<"], "structures": [{"begin": "a"}]},
+            r"structures\[0\]\.end",
+        ),
+        (
+            {
+                "type": "structural_tag",
+                "triggers": ["<"],
+                "structures": [{"begin": "a", "end": ""}],
+            },
+            "starts with no trigger",
+        ),
+        ({"type": "regex"}, "pattern must be a text"),
+        ({"type": "choice", "choice": []}, "at least one string"),
+        ({"type": "choice", "choice": ["a", 1]}, r"choice\[1\]"),
+        ({"type": "json_schema", "json_schema": 1}, "must be an object"),
+    ],
+)
+def test_answers_that_mean_nothing_are_refused_with_their_place(answer, words):
+    with pytest.raises(ConstraintError, match=words):
+        node_of(answer)
+
+
+def test_the_reasoning_can_be_left_out_of_the_tag():
+    whole = THINKER.structural_tag(response_format=SCHEMA, prompt="<think>\n")
+    behind = THINKER.structural_tag(response_format=SCHEMA, prompt="<think>\n", skip_reasoning=True)
+    assert "</think>" in json.dumps(whole)
+    assert behind["format"]["type"] == "json_schema"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open", "may_open"),
+    [
+        ("<|im_start|>assistant\n", False, True),
+        ("<|im_start|>assistant\n<think>\n", True, False),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, False),
+    ],
+)
+def test_a_prompt_says_how_its_reasoning_stands(prompt, is_open, may_open):
+    gate = THINKER.reasoning_gate(prompt)
+    assert isinstance(gate, ReasoningGate)
+    assert (gate.start.strip(), gate.end.strip()) == ("<think>", "</think>")
+    assert (gate.is_open, gate.may_open) == (is_open, may_open)
+
+
+def test_a_format_without_reasoning_has_no_gate():
+    assert get_format("hermes").reasoning_gate("anything") is None
+
+
+def test_reasoning_in_messages_has_a_gate_and_a_tag_behind_it():
+    fmt = get_format("gpt_oss")
+    prompt = "<|start|>assistant<|channel|>analysis<|message|>"
+    gate = fmt.reasoning_gate(prompt)
+    assert (gate.end, gate.is_open) == ("<|end|>", True)
+    tag = fmt.structural_tag([TOOL], "required", prompt=prompt, skip_reasoning=True)
+    assert tag["format"]["elements"][0]["value"].startswith("<|start|>assistant")

@@ -1,0 +1,1 @@
+"""The embedding model and the reranker: how they are called, and what the HTTP routes share."""

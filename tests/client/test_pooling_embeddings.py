@@ -1,0 +1,259 @@
+"""/v1/embeddings, /embed, /embed_all, /embed_sparse and /pooling over a fake backend."""
+
+import asyncio
+import base64
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from fakes.fake_backend import FakeBackend
+from fakes.fake_pooling import FakePooling, vector
+from nereid_client.app import create_app
+from nereid_client.pooling.answers import list_response
+from nereid_client.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def pooling():
+    return FakePooling()
+
+
+@pytest.fixture
+def open_client(pooling):
+    @asynccontextmanager
+    async def opened(**settings):
+        app = create_app(Settings(served_model_name="echo", **settings), FakeBackend)
+        app.state.make_pooling = lambda: pooling
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
+        ):
+            yield client
+
+    return opened
+
+
+@pytest.fixture
+def ask(open_client):
+    async def send(path, **body):
+        async with open_client() as client:
+            return await client.post(path, json=body)
+
+    return send
+
+
+def problem(response, status=400):
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+async def test_a_text_becomes_a_vector_with_usage(ask):
+    answer = (await ask("/v1/embeddings", model="tiny-embed", input="abc")).json()
+    assert answer == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": vector("abc")}],
+        "model": "tiny-embed",
+        "usage": {"prompt_tokens": 3, "total_tokens": 3},
+    }
+
+
+async def test_a_list_of_texts_keeps_its_order(ask):
+    data = (await ask("/v1/embeddings", input=["a", "bcd"])).json()["data"]
+    assert [item["index"] for item in data] == [0, 1]
+    assert [item["embedding"] for item in data] == [vector("a"), vector("bcd")]
+
+
+async def test_token_ids_are_one_input_and_lists_of_them_several(ask, pooling):
+    one = (await ask("/v1/embeddings", input=[97, 98])).json()["data"]
+    assert [item["embedding"] for item in one] == [vector("ab")]
+    two = (await ask("/v1/embeddings", input=[[97, 98], [99]])).json()["data"]
+    assert [item["embedding"] for item in two] == [vector("ab"), vector("c")]
+    assert pooling.calls[-1].tensors["input_lengths"] == [2, 1]
+
+
+async def test_base64_holds_little_endian_floats(ask):
+    answer = await ask("/v1/embeddings", input=["abc", "d"], encoding_format="base64")
+    rows = [base64.b64decode(item["embedding"]) for item in answer.json()["data"]]
+    assert [np.frombuffer(row, dtype="<f4").tolist() for row in rows] == [
+        vector("abc"),
+        vector("d"),
+    ]
+
+
+async def test_the_openai_client_reads_its_own_default_format(open_client):
+    async with open_client() as client:
+        made = openai.AsyncOpenAI(base_url="http://frontend/v1", api_key="none", http_client=client)
+        answer = await made.embeddings.create(model="tiny-embed", input=["abc", "d"])
+    assert [item.embedding for item in answer.data] == [vector("abc"), vector("d")]
+    assert answer.usage.total_tokens == 4
+
+
+async def test_options_reach_the_model(ask, pooling):
+    answer = await ask(
+        "/v1/embeddings",
+        input="abc",
+        dimensions=2,
+        normalize=False,
+        prompt_name="query",
+        truncate=True,
+    )
+    assert answer.json()["data"][0]["embedding"] == vector("abc")[:2]
+    options = {k: v for k, v in pooling.calls[0].options.items() if v is not None}
+    assert options == {
+        "dimensions": 2,
+        "normalize": False,
+        "prompt_name": "query",
+        "truncate": True,
+    }
+
+
+async def test_an_instruction_is_a_prompt_and_minus_one_truncates(ask, pooling):
+    await ask("/v1/embeddings", input="abc", instruction="Find: ", truncate_prompt_tokens=-1)
+    assert pooling.calls[0].options["prompt"] == "Find: "
+    assert pooling.calls[0].options["truncate"] is True
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"image": "aGk="},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
+        {"type": "text", "text": "image"},
+    ],
+)
+async def test_content_parts_are_passed_on(ask, pooling, part):
+    answer = await ask("/v1/embeddings", input=["image", part])
+    assert [item["embedding"] for item in answer.json()["data"]] == [vector("image")] * 2
+    assert "parts" in pooling.calls[0].tensors
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "input: is required"),
+        ({"input": []}, "input: must not be an empty list"),
+        ({"input": 7}, "input: must be a string, token ids, a content part or a list of those"),
+        ({"input": ["a", 7]}, "input: element 1 must be a text or a content part, got 7"),
+        ({"input": [1, "a"]}, 'a token id is an integer from 0 to 2147483647, got "a"'),
+        ({"input": [[1], []]}, "input: element 1 must be a list of at least one token id"),
+        ({"input": [{"text": "a", "image": "b"}]}, "exactly one of text and image"),
+        ({"input": "a", "dimensions": 0}, "dimensions: must be greater than or equal to 1, got 0"),
+        ({"input": "a", "dimensions": 9}, "dimensions: must be from 1 to 4, got 9"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format: "),
+        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens: must be -1"),
+        ({"input": ["a", "b" * 13]}, "input: element 1: has 13 tokens; the limit is 12"),
+        ({"input": "a", "prompt": "x", "prompt_name": "y"}, "give one of prompt_name, prompt"),
+    ],
+)
+async def test_what_is_wrong_is_named(ask, fields, said):
+    assert said in problem(await ask("/v1/embeddings", **fields))["message"]
+
+
+async def test_half_a_surrogate_pair_is_refused(open_client):
+    async with open_client() as client:
+        answer = await client.post("/v1/embeddings", content=rb'{"input": "\ud800"}')
+    assert "half a surrogate pair" in problem(answer)["message"]
+
+
+async def test_the_blamed_field_is_the_param(ask):
+    assert problem(await ask("/v1/embeddings", input="b" * 13))["param"] == "input"
+    assert problem(await ask("/v1/embeddings", input="b", dimensions=9))["param"] == "dimensions"
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "said"),
+    [
+        ("echo", 400, "'echo' is the language model; 'tiny-embed' embeds"),
+        ("tiny-rerank", 400, "'tiny-rerank' reranks; 'tiny-embed' embeds"),
+        ("nothing", 404, "'nothing' does not exist; 'tiny-embed' embeds"),
+    ],
+)
+async def test_the_wrong_model_is_told_which_one_is_right(ask, model, status, said):
+    error = problem(await ask("/v1/embeddings", model=model, input="a"), status)
+    assert said in error["message"]
+    assert error["param"] == "model"
+
+
+async def test_without_an_embedding_model_it_is_a_404(ask, pooling):
+    pooling.missing.add("embedding")
+    error = problem(await ask("/v1/embeddings", model="tiny-embed", input="a"), 404)
+    assert error["code"] == "model_not_found"
+
+
+async def test_a_dead_model_is_a_503_that_says_when_to_come_back(ask, pooling):
+    pooling.down.add("embedding")
+    answer = await ask("/v1/embeddings", model="tiny-embed", input="a")
+    assert "started again" in problem(answer, 503)["message"]
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_every_served_model_is_listed(open_client, pooling):
+    async with open_client() as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["echo", "tiny-embed", "tiny-rerank"]
+        assert (await client.get("/v1/models/tiny-embed")).json()["id"] == "tiny-embed"
+        assert (await client.get("/v1/models/nothing")).status_code == 404
+    assert pooling.is_closed
+
+
+async def test_a_model_that_is_not_served_is_not_listed(open_client, pooling):
+    pooling.missing.add("rerank")
+    async with open_client() as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+    assert [card["id"] for card in listed] == ["echo", "tiny-embed"]
+
+
+async def test_a_long_answer_is_written_in_turns_with_others():
+    num_turns = 0
+
+    async def other():
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0)
+            num_turns += 1
+
+    task = asyncio.create_task(other())
+    try:
+        items = ((f"[{index}]", 1000) for index in range(200))
+        answer = await list_response({"model": "x"}, "data", items)
+    finally:
+        task.cancel()
+    assert num_turns >= 9
+    assert json.loads(answer.body) == {"data": [[index] for index in range(200)], "model": "x"}
+
+
+async def test_tei_gets_bare_lists(ask):
+    assert (await ask("/embed", inputs=["abc", "d"])).json() == [vector("abc"), vector("d")]
+    assert (await ask("/embed", inputs="abc")).json() == [vector("abc")]
+    assert (await ask("/embed_all", inputs="ab")).json() == [[[1.0] * 4] * 2]
+    assert (await ask("/embed_sparse", inputs=["ab", "c"])).json() == [
+        [{"index": 2, "value": 0.5}],
+        [{"index": 1, "value": 0.5}],
+    ]
+
+
+async def test_tei_errors_name_its_own_field(ask):
+    assert problem(await ask("/embed", inputs="b" * 13))["param"] == "inputs"
+    error = problem(await ask("/embed", inputs="b", truncation_direction="Left"))
+    assert "truncation_direction: must be 'right'" in error["message"]
+
+
+async def test_what_a_model_does_not_give_is_refused_with_what_it_gives(ask, pooling):
+    pooling.kinds["embedding"] = ["dense"]
+    error = problem(await ask("/embed_sparse", inputs="a"))
+    assert "'tiny-embed' gives dense, not sparse weights" in error["message"]
+
+
+async def test_pooling_gives_a_vector_a_text_or_a_token(ask):
+    answer = (await ask("/pooling", input=["abc"])).json()
+    assert answer["data"] == [{"index": 0, "object": "pooling", "data": vector("abc")}]
+    assert answer["object"] == "list"
+    assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    answer = (await ask("/pooling", input=["ab", "c"], task="token_embed")).json()
+    assert [item["data"] for item in answer["data"]] == [[[1.0] * 4] * 2, [[1.0] * 4]]

@@ -1,0 +1,226 @@
+"""/v1/rerank, /v2/rerank, /rerank, /v1/score and /classify over a fake backend."""
+
+import asyncio
+
+import httpx
+import numpy as np
+import pytest
+from fakes.fake_backend import FakeBackend
+from fakes.fake_pooling import FakePooling, vector
+from nereid_client.app import create_app
+from nereid_client.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+DOCUMENTS = ["a red fox", "the fox", "no such word"]
+
+
+@pytest.fixture
+def pooling():
+    return FakePooling()
+
+
+@pytest.fixture
+def ask(pooling):
+    async def send(path, **body):
+        app = create_app(Settings(served_model_name="echo"), FakeBackend)
+        app.state.make_pooling = lambda: pooling
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
+        ):
+            return await client.post(path, json=body)
+
+    return send
+
+
+def problem(response, status=400):
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
+async def test_results_come_by_falling_relevance_in_the_shape_of_jina_and_vllm(ask, path):
+    answer = (await ask(path, model="tiny-rerank", query="red fox", documents=DOCUMENTS)).json()
+    assert answer["model"] == "tiny-rerank"
+    assert answer["id"].startswith("rerank-")
+    assert answer["usage"] == {"prompt_tokens": 28, "total_tokens": 28}
+    assert answer["results"] == [
+        {"index": 0, "relevance_score": 1.0, "document": {"text": "a red fox"}},
+        {"index": 1, "relevance_score": 0.5, "document": {"text": "the fox"}},
+        {"index": 2, "relevance_score": 0.0, "document": {"text": "no such word"}},
+    ]
+
+
+async def test_cohere_2_gets_its_meta_and_no_documents_unless_asked(ask):
+    answer = (await ask("/v2/rerank", query="red", documents=DOCUMENTS, top_n=1)).json()
+    assert answer["results"] == [{"index": 0, "relevance_score": 1.0}]
+    assert answer["meta"]["billed_units"] == {"search_units": 1}
+    assert answer["meta"]["tokens"] == {"input_tokens": 28}
+    answer = (await ask("/v2/rerank", query="a", documents=["a"], return_documents=True)).json()
+    assert answer["results"][0]["document"] == {"text": "a"}
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank?format=sglang", "/v1/rerank"])
+async def test_sglangs_bare_list_by_the_query_string_or_the_body(ask, path):
+    fields = {} if "?" in path else {"format": "sglang"}
+    answer = await ask(path, query="red fox", documents=DOCUMENTS, top_n=2, **fields)
+    assert answer.json() == [
+        {"score": 1.0, "document": "a red fox", "index": 0, "meta_info": None},
+        {"score": 0.5, "document": "the fox", "index": 1, "meta_info": None},
+    ]
+
+
+async def test_texts_select_the_shape_of_tei(ask, pooling):
+    answer = (await ask("/rerank", query="red fox", texts=DOCUMENTS[::-1])).json()
+    assert answer == [
+        {"index": 2, "score": 1.0},
+        {"index": 1, "score": 0.5},
+        {"index": 0, "score": 0.0},
+    ]
+    answer = await ask("/rerank", query="red", texts=["red"], return_text=True, raw_scores=True)
+    assert answer.json() == [{"index": 0, "text": "red", "score": 10.0}]
+    assert pooling.calls[-1].options["activation"] == "none"
+
+
+async def test_documents_may_be_content_parts(ask):
+    documents = [{"text": "red"}, {"type": "text", "text": "fox"}, "x"]
+    answer = (await ask("/v1/rerank", query={"text": "fox"}, documents=documents)).json()
+    assert [item["index"] for item in answer["results"]] == [1, 0, 2]
+
+
+async def test_equal_scores_keep_the_requests_order(ask):
+    answer = (await ask("/v1/rerank", query="x", documents=["a", "b", "c"], top_n=0)).json()
+    assert [item["index"] for item in answer["results"]] == [0, 1, 2]
+
+
+async def test_an_instruction_reaches_the_model(ask, pooling):
+    await ask("/v1/rerank", query="x", documents=["a"], instruct="be strict", truncate=True)
+    assert pooling.calls[0].options["instruction"] == "be strict"
+    assert pooling.calls[0].options["truncate"] is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "param"),
+    [
+        ({"documents": ["a"]}, "query: is required", "query"),
+        ({"query": "x"}, "documents: is required", "documents"),
+        ({"query": "x", "documents": []}, "documents: must not be an empty list", "documents"),
+        ({"query": "x", "texts": []}, "texts: must not be an empty list", "texts"),
+        ({"query": "x", "documents": ["a"], "texts": ["a"]}, "one of the two", "documents"),
+        ({"query": "x", "documents": ["a", 1]}, "document 1 must be a text", "documents"),
+        ({"query": 5, "documents": ["a"]}, "query: a query must be a text", "query"),
+        ({"query": "x", "documents": ["a"], "top_n": -1}, "top_n: must be greater", "top_n"),
+        ({"query": "x", "documents": ["a"], "format": "xml"}, "format: ", "format"),
+        (
+            {"query": "x", "documents": ["a"], "max_tokens_per_doc": 5},
+            "max_tokens_per_doc: must be at least the model's limit, 12, got 5",
+            "max_tokens_per_doc",
+        ),
+    ],
+)
+async def test_what_is_wrong_is_named(ask, fields, said, param):
+    error = problem(await ask("/v1/rerank", **fields))
+    assert said in error["message"]
+    assert error["param"] == param
+
+
+async def test_an_unknown_format_in_the_query_string_is_refused(ask):
+    error = problem(await ask("/v1/rerank?format=xml", query="x", documents=["a"]))
+    assert "format: must be one of jina, cohere, sglang, tei, got 'xml'" in error["message"]
+
+
+async def test_an_embedding_model_is_not_taken_for_a_reranker(ask):
+    error = problem(await ask("/v1/rerank", model="tiny-embed", query="x", documents=["a"]))
+    assert "'tiny-embed' embeds; 'tiny-rerank' reranks" in error["message"]
+
+
+async def test_without_a_reranker_it_is_a_404(ask, pooling):
+    pooling.missing.add("rerank")
+    problem(await ask("/v1/rerank", query="x", documents=["a"]), 404)
+
+
+async def test_a_client_that_goes_cancels_the_call(pooling):
+    pooling.delay_s = 30.0
+    app = create_app(Settings(served_model_name="echo"), FakeBackend)
+    app.state.make_pooling = lambda: pooling
+    body = b'{"query": "x", "documents": ["a"]}'
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        while not pooling.calls:
+            await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/rerank", "raw_path": b"/v1/rerank",
+        "query_string": b"", "headers": [], "http_version": "1.1", "scheme": "http",
+        "server": ("x", 1), "client": ("y", 2), "asgi": {"version": "3.0"}, "root_path": "",
+    }  # fmt: skip
+    async with app.router.lifespan_context(app):
+        async with asyncio.timeout(5):
+            await app(scope, receive, send)
+    assert len(pooling.cancelled) == 1
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")]
+)
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+async def test_one_text_is_scored_with_each_of_several(ask, path, left, right):
+    answer = (await ask(path, **{left: "red fox", right: DOCUMENTS})).json()
+    assert answer["object"] == "list"
+    assert answer["model"] == "tiny-rerank"
+    assert answer["data"] == [
+        {"index": 0, "object": "score", "score": 1.0},
+        {"index": 1, "object": "score", "score": 0.5},
+        {"index": 2, "object": "score", "score": 0.0},
+    ]
+    assert answer["usage"]["total_tokens"] == 28
+
+
+async def test_as_many_texts_on_both_sides_are_scored_in_pairs(ask):
+    answer = (await ask("/v1/score", text_1=["red", "x"], text_2=["red fox", "fox"])).json()
+    assert [item["score"] for item in answer["data"]] == [1.0, 0.0]
+
+
+async def test_an_embedding_model_scores_by_cosine(ask):
+    answer = await ask("/v1/score", model="tiny-embed", text_1="ab", text_2=["ab", "zzz"])
+    left, right = np.array(vector("ab")), np.array(vector("zzz"))
+    cosine = left @ right / np.linalg.norm(left) / np.linalg.norm(right)
+    scores = [item["score"] for item in answer.json()["data"]]
+    assert scores == pytest.approx([1.0, cosine], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"text_1": "a"}, "text_2: is required"),
+        ({"text_1": "a", "text_2": []}, "text_2: must not be an empty list"),
+        ({"text_1": ["a", "b"], "text_2": ["c"]}, "text_1: must be one text, or as many as"),
+        ({"queries": ["a", "b"], "documents": "c"}, "queries: must be one text, or as many as"),
+    ],
+)
+async def test_sides_that_do_not_fit_are_refused(ask, fields, said):
+    assert said in problem(await ask("/v1/score", **fields))["message"]
+
+
+async def test_classes_come_with_labels_and_probabilities(ask):
+    answer = (await ask("/classify", input=["yyyn", "n"])).json()
+    assert answer["data"] == [
+        {"index": 0, "label": "yes", "probs": [0.25, 0.75], "num_classes": 2},
+        {"index": 1, "label": "no", "probs": [1.0, 0.0], "num_classes": 2},
+    ]
+    assert answer["model"] == "tiny-rerank"
+
+
+async def test_a_reranker_without_labels_does_not_classify(ask, pooling):
+    pooling.kinds["rerank"] = ["score"]
+    error = problem(await ask("/classify", input="y"))
+    assert "'tiny-rerank' gives score, not probabilities of labels" in error["message"]

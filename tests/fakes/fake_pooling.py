@@ -1,0 +1,137 @@
+"""A PoolingBackend without a server: vectors and scores that follow from the text by rule."""
+
+import asyncio
+import json
+
+import numpy as np
+from nereid_client.errors import BackendError
+from nereid_client.pooling.backend import PoolingReply
+
+DIMENSION = 4
+LIMIT = 12  # characters of a text: each counts as a token
+
+
+class FakePooling:
+    """An embedding model and a reranker with a classifier's head.
+
+    A text's vector is its length and the numbers of its first letters; a document's score is the
+    share of the query's words that it has.
+
+    Attributes:
+        calls: every call, in order.
+        missing: models that are not served.
+        down: models that do not answer.
+        kinds: what each model gives.
+        cancelled: request ids of calls that were given up.
+        delay_s: how long a call takes.
+    """
+
+    def __init__(self):
+        self.calls = []
+        self.missing = set()
+        self.down = set()
+        self.kinds = {
+            "embedding": ["dense", "sparse", "multi_vector"],
+            "rerank": ["score", "classify"],
+        }
+        self.cancelled = []
+        self.delay_s = 0.0
+        self.is_closed = False
+
+    async def close(self):
+        self.is_closed = True
+
+    async def infer(self, call):
+        if call.model in self.missing:
+            raise BackendError("NOT_FOUND", f"the Triton server has no model {call.model!r}")
+        if call.model in self.down:
+            raise BackendError("UNAVAILABLE", "the worker is being started again; try again")
+        if "return_info" in call.tensors:
+            return PoolingReply({}, {"info": [json.dumps(self._info(call.model))]})
+        self.calls.append(call)
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled.append(call.request_id)
+            raise
+        return self._rerank(call) if call.model == "rerank" else self._embed(call)
+
+    def _info(self, model):
+        name = {"embedding": "tiny-embed", "rerank": "tiny-rerank"}[model]
+        return {
+            "name": name,
+            "kinds": self.kinds[model],
+            "dimension": DIMENSION,
+            "max_model_len": LIMIT,
+            "labels": ["no", "yes"],
+        }
+
+    def _embed(self, call):
+        texts = _texts(call)
+        dimensions = call.options.get("dimensions") or DIMENSION
+        if dimensions > DIMENSION:
+            raise BackendError(
+                "INVALID_ARGUMENT",
+                f"dimensions: must be from 1 to {DIMENSION}, got {dimensions}",
+            )
+        field = next(name for name in ("texts", "input_ids", "parts") if name in call.tensors)
+        for index, text in enumerate(texts):
+            if len(text) > LIMIT and not call.options.get("truncate"):
+                raise BackendError(
+                    "INVALID_ARGUMENT",
+                    f"{field}: element {index}: has {len(text)} tokens; the limit is {LIMIT}",
+                )
+        counts = np.array([min(len(text), LIMIT) for text in texts], dtype=np.int32)
+        kind = call.options.get("kind") or "dense"
+        if kind == "sparse":
+            rows = [json.dumps({"indices": [len(text)], "values": [0.5]}) for text in texts]
+            return PoolingReply({"num_tokens": counts}, {"sparse": rows})
+        if kind == "multi_vector":
+            vectors = np.ones((int(counts.sum()), DIMENSION), dtype=np.float32)
+            return PoolingReply(
+                {"embeddings": vectors, "num_vectors": counts, "num_tokens": counts}, {}
+            )
+        vectors = np.array([vector(text)[:dimensions] for text in texts], dtype=np.float32)
+        if call.options.get("normalize"):
+            vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        return PoolingReply({"embeddings": vectors, "num_tokens": counts}, {})
+
+    def _rerank(self, call):
+        if "texts" in call.tensors:
+            texts = call.tensors["texts"]
+            rows = np.array([[1 - share(t), share(t)] for t in texts], dtype=np.float32)
+            counts = np.array([len(text) for text in texts], dtype=np.int32)
+            return PoolingReply({"probabilities": rows, "num_tokens": counts}, {})
+        queries, documents = call.tensors["query"], call.tensors["documents"]
+        queries = list(queries) * (len(documents) if len(queries) == 1 else 1)
+        scores = [relevance(q, d) for q, d in zip(queries, documents, strict=True)]
+        if call.options.get("activation") == "none":
+            scores = [10 * score for score in scores]
+        counts = np.array([len(d) for d in documents], dtype=np.int32)
+        arrays = {"scores": np.array(scores, dtype=np.float32), "num_tokens": counts}
+        return PoolingReply(arrays, {})
+
+
+def vector(text):
+    """Length and the first letters' numbers."""
+    return [float(len(text)), *(float(ord(c)) for c in (text + "   ")[:3])]
+
+
+def relevance(query, document):
+    """The share of the query's words that the document has."""
+    words = query.lower().split()
+    return sum(word in document.lower().split() for word in words) / len(words)
+
+
+def share(text):
+    """The share of a text's letters that are `y`."""
+    return text.count("y") / len(text)
+
+
+def _texts(call):
+    if "parts" in call.tensors:
+        return [json.loads(part).get("text", "image") for part in call.tensors["parts"]]
+    if "input_ids" in call.tensors:
+        ids = iter(call.tensors["input_ids"])
+        return ["".join(chr(next(ids)) for _ in range(n)) for n in call.tensors["input_lengths"]]
+    return call.tensors["texts"]

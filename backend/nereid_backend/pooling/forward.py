@@ -77,14 +77,23 @@ class Head:
 
     Attributes:
         encoder: the model.
-        rows: what of a text the head is given: "first" or "last", one token, or "all", padded.
+        rows: what of a text the head is given: "first" or "last", one token, or "all", padded; or
+            "whole": the head cannot be told from its base, so the whole model runs, padded.
     """
 
     encoder: Encoder
     rows: str
 
-    def logits(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """The answer of a head that answers once a text, [num_texts, num_labels]."""
+    def logits(self, hidden: Tensor | None, batch: TokenBatch) -> Tensor:
+        """The answer of a head that answers once a text, [num_texts, num_labels].
+
+        Args:
+            hidden: [num_tokens, hidden_size] of the base; not needed where rows is "whole".
+            batch: the texts.
+        """
+        if self.rows == "whole":
+            return self._whole(batch)
+        assert hidden is not None
         if self.rows == "all":
             padding = self.encoder.model.config.get_text_config().pad_token_id or 0
             mask = batch.mask().long()
@@ -96,6 +105,14 @@ class Head:
         with answering(self.encoder, rows):
             out = self.encoder.model(input_ids=ids, attention_mask=mask)
         logits: Tensor = out.logits
+        return logits
+
+    def _whole(self, batch: TokenBatch) -> Tensor:
+        model = self.encoder.model
+        padding = getattr(self.encoder.tokenizer, "pad_token_id", None) or 0
+        types = None if batch.type_ids is None else batch.pad(batch.type_ids)
+        arguments = _arguments(model, batch.pad(batch.token_ids, padding), types, packed=False)
+        logits: Tensor = model(attention_mask=batch.mask().long(), **arguments).logits
         return logits
 
     def _tokens(self, batch: TokenBatch) -> list[int]:

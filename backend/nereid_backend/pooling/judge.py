@@ -17,6 +17,7 @@ _SYSTEM = (
     'provided. Note that the answer can only be "yes" or "no".'
 )
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_ROLES = ("query", "document")
 _QUERY_MARK, _DOCUMENT_MARK = "mark7query7mark", "mark7document7mark"
 
 
@@ -52,8 +53,7 @@ class Judge:
         self._joins = answers is not None and not tokenizer.chat_template
         self._has_roles = False
         if tokenizer.chat_template:
-            text = self._render_roles(_QUERY_MARK, _DOCUMENT_MARK, None)
-            self._has_roles = _QUERY_MARK in text and _DOCUMENT_MARK in text
+            self._has_roles = self._renders_roles(named=answers is None)
 
     def tokens(
         self, pair: tuple[str, str], instruction: str | None, limit: int | None
@@ -109,10 +109,32 @@ class Judge:
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
         return self._template(messages, add_generation_prompt=True, enable_thinking=False)
 
-    def _render_roles(self, query: str, document: str, instruction: str | None) -> str:
+    def _renders_roles(self, *, named: bool) -> bool:
+        """Whether the template renders messages of the roles "query" and "document".
+
+        Args:
+            named: whether it must know them; many templates pass any role through.
+        """
+        marks = (_QUERY_MARK, _DOCUMENT_MARK)
+        text = self._render_roles(*marks, None)
+        if not all(mark in text for mark in marks):
+            return False
+        others = ("role7query", "role7document")
+        passed = self._render_roles(*marks, None, others)
+        for role, other in zip(_ROLES, others, strict=True):
+            passed = passed.replace(other, role)
+        return passed != text or not named
+
+    def _render_roles(
+        self,
+        query: str,
+        document: str,
+        instruction: str | None,
+        roles: tuple[str, str] = _ROLES,
+    ) -> str:
         messages = [
-            {"role": "query", "content": query},
-            {"role": "document", "content": document},
+            {"role": role, "content": text}
+            for role, text in zip(roles, (query, document), strict=True)
         ]
         if instruction is not None:
             messages.insert(0, {"role": "system", "content": instruction})

@@ -2,8 +2,8 @@
 """From a recipe to a model in memory."""
 
 import inspect
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +47,15 @@ class Encoder:
         base: the part that makes token vectors; the model itself where there is no head.
         tokenizer: of its checkpoint.
         device: where it is.
-        takes_hook: whether it was loaded with our name in the attention interface; its class may
-            still go its own way.
+        own_attention: transformers' attention that it was loaded with, and still has.
+        takes_hook: whether its attention can be set to ours; its code may still go its own way.
     """
 
     model: PreTrainedModel
     base: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
+    own_attention: str
     takes_hook: bool
 
     @property
@@ -88,7 +89,7 @@ def load_encoder(
     chosen = _choose_dtype(dtype, recipe.config, device)
     name = str(chosen).removeprefix("torch.")
     progress(f"loading {recipe.architecture} from {recipe.folder} as {name}")
-    model, takes_hook = _load_weights(recipe, chosen, attention)
+    model = _load_weights(recipe, chosen)
     if device.type != "cpu":
         progress(f"copying the weights to {device}")
         model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
@@ -98,7 +99,8 @@ def load_encoder(
         # Heads that look for the last token that is no padding insist on knowing what padding is.
         text.pad_token_id = -1
     base: Any = model if recipe.loader in (BASE, TOWERS) else model.base_model
-    return Encoder(model, base, load_tokenizer(recipe), device, takes_hook)
+    own = str(model.config._attn_implementation)
+    return Encoder(model, base, load_tokenizer(recipe), device, own, _takes(model, attention, own))
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -131,29 +133,19 @@ def accepts(function: Callable[..., object], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _load_weights(
-    recipe: Recipe, dtype: torch.dtype, attention: str
-) -> tuple[PreTrainedModel, bool]:
+def _load_weights(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     load, extra = _loading(recipe)
-    arguments: dict[str, Any] = {
-        "config": recipe.config,
-        "dtype": dtype,
-        "use_safetensors": True,
-        "local_files_only": True,
-        "output_loading_info": True,
-        **extra,
-    }
-    was_shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    takes_hook = True
     try:
-        try:
-            model, report = load(recipe.folder, attn_implementation=attention, **arguments)
-        except ValueError as error:
-            if attention not in str(error):
-                raise
-            takes_hook = False
-            model, report = load(recipe.folder, **arguments)
+        with quiet():
+            model, report = load(
+                recipe.folder,
+                config=recipe.config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                **extra,
+            )
     except (ValueError, KeyError, ImportError) as error:
         raise UnsupportedModelError(
             f"{recipe.architecture} is not supported: {_first_line(error)}"
@@ -164,11 +156,35 @@ def _load_weights(
             f"{recipe.folder}: its weights cannot be read: {_first_line(error)}; download them "
             "again"
         ) from error
+    _check_report(recipe, report)
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and reports: what matters of them is in our errors."""
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if was_shown:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    _check_report(recipe, report)
-    return model, takes_hook
+
+
+def _takes(model: PreTrainedModel, attention: str, own: str) -> bool:
+    """Whether a model's attention can be set to a name; it is set back."""
+    with quiet():
+        try:
+            model.set_attn_implementation(attention)
+        except (ValueError, ImportError):
+            return False
+        taken = bool(model.config._attn_implementation == attention)
+        model.set_attn_implementation(own)
+    return taken
 
 
 def _check_report(recipe: Recipe, report: dict[str, Any]) -> None:

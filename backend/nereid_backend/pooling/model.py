@@ -92,6 +92,7 @@ class PoolingModel:
             path, difference = way.path, way.difference
             if recipe.loader == SEQUENCE:
                 self._head = choose_head(encoder, way, recipe.architecture, limit)
+                path = "padded" if self._head.rows == "whole" else path
         self._poolers, self._normalizes = self._choose_pooling()
         self._layers = _load_layers(config, recipe, encoder)
         self._judge = None
@@ -157,7 +158,9 @@ class PoolingModel:
     def _split(self, batch: Sequence[Prepared], texts: list[int]) -> list[list[int]]:
         """Texts in order of length; where batches are padded, cut where padding would grow."""
         order = sorted(texts, key=lambda i: len(batch[i].token_ids))
-        if not order or (self._way is not None and self._way.path == "packed"):
+        is_whole = self._head is not None and self._head.rows == "whole"
+        is_packed = self._way is not None and self._way.path == "packed" and not is_whole
+        if is_packed or not order:
             return [order] if order else []
         parts, first = [[order[0]]], len(batch[order[0]].token_ids)
         for i in order[1:]:
@@ -175,6 +178,8 @@ class PoolingModel:
         )
         if self._way is None:
             return self._finish_dense(text_vectors(encoder, batch), items)
+        if self._head is not None and self._head.rows == "whole":
+            return self._finish_scores(self._head.logits(None, batch).float(), items)
         hidden = self._way.forward(batch)
         if self._head is not None:
             return self._finish_scores(self._head.logits(hidden, batch).float(), items)

@@ -27,7 +27,6 @@ _LENS = (5, 5, 13, 21)
 _LONGEST = 160
 # Root mean square of the difference over the vectors' spread.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-_TRANSFORMERS_OWN = ("sdpa", "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,6 @@ def choose_way(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -
         ModelError: the model's vectors are not finite numbers.
         UnsupportedModelError: a mixed batch differs from each text alone, packed and padded.
     """
-    own = use_own_attention(encoder)
     lens = tuple(min(n, max_len) for n in _LENS)
     batch = random_batch(encoder, lens)
     alone = _alone(encoder, batch, name)
@@ -81,7 +79,7 @@ def choose_way(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -
             difference, why = _compare(packed, batch, alone)
             if difference <= _TOLERANCE[encoder.dtype]:
                 return Way(packed, "packed", is_causal, difference)
-        encoder.model.set_attn_implementation(own)
+        encoder.model.set_attn_implementation(encoder.own_attention)
     padded = PaddedForward(encoder)
     difference, reason = _compare(padded, batch, alone)
     if not difference <= _TOLERANCE[encoder.dtype]:
@@ -96,6 +94,8 @@ def choose_way(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -
 def choose_head(encoder: Encoder, way: Way, name: str, max_len: int) -> Head:
     """Find what a head that answers once a text must be given.
 
+    Mutates: the model's attention, where nothing but the whole model gives the head's answer.
+
     Raises:
         UnsupportedModelError: it answers otherwise than the whole model, whatever it is given.
     """
@@ -108,34 +108,24 @@ def choose_head(encoder: Encoder, way: Way, name: str, max_len: int) -> Head:
             wanted.append(encoder.model(input_ids=ids, **extra).logits[0].float())
     whole = torch.stack(wanted)
     why = ""
-    for rows in ("first", "last", "all"):
+    for rows in ("first", "last", "all", "whole"):
+        if rows == "whole":
+            # The whole model on padded rows, as transformers means it to be called.
+            encoder.model.set_attn_implementation(encoder.own_attention)
         head = Head(encoder, rows)
         try:
             found = head.logits(hidden, batch).float()
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             continue
+        if found.shape != whole.shape:
+            why = f"it answers with {tuple(found.shape)} numbers"
+            continue
         difference = relative_difference(found, whole)
         if difference <= _TOLERANCE[encoder.dtype]:
             return head
         why = f"its answers differ by {difference:.2g} of their spread"
     raise UnsupportedModelError(f"the head of {name} is not supported: {why}")
-
-
-def use_own_attention(encoder: Encoder) -> str:
-    """Let a model run with one of transformers' own attentions, and say which.
-
-    Mutates: the model's attention.
-    """
-    if not encoder.takes_hook:
-        return str(encoder.model.config._attn_implementation)
-    for name in _TRANSFORMERS_OWN:
-        try:
-            encoder.model.set_attn_implementation(name)
-        except (ValueError, ImportError):
-            continue
-        return name
-    return str(encoder.model.config._attn_implementation)
 
 
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
@@ -233,14 +223,13 @@ def _wider(
     """
     attention = PackedAttention(batch.groups(), is_causal)
     forward = PackedForward(encoder, hook, _offsets(encoder)[0], is_causal)
-    own = encoder.model.config._attn_implementation
     encoder.model.set_attn_implementation(hook.name)
     try:
         forward.run(batch, attention)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
         return None
     finally:
-        encoder.model.set_attn_implementation(own)
+        encoder.model.set_attn_implementation(encoder.own_attention)
     longer = {w + 6 for w in attention.windows if w + 6 > max(batch.lens)}
     reached = sorted(n for n in longer if n <= min(_LONGEST, max_len))
     return random_batch(encoder, (*batch.lens, *reached)) if reached else None
@@ -264,7 +253,7 @@ def _compare(
 def _own_attention(encoder: Encoder, way: Way) -> Iterator[None]:
     """A model's own attention for a while, where it otherwise runs with ours."""
     if isinstance(way.forward, PackedForward):
-        use_own_attention(encoder)
+        encoder.model.set_attn_implementation(encoder.own_attention)
     try:
         yield
     finally:

@@ -63,8 +63,9 @@ class Preparer:
         self._judge = judge
         self._images = images
         self._prompt_lens: dict[str, int] = {}
-        names = tokenizer.model_input_names
-        self._wants_types = "token_type_ids" in names
+        # Some tokenizers tell the parts of a pair apart for models that do not.
+        kinds = getattr(recipe.config, "type_vocab_size", None)
+        self._wants_types = kinds != 1 and "token_type_ids" in tokenizer.model_input_names
 
     def prepare(self, items: Sequence[PoolingItem]) -> list[Prepared]:
         """Tokenise items, all their texts in one go.

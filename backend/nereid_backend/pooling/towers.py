@@ -11,7 +11,7 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.execution.prepack import prepack_linears
 from nereid_backend.pooling.loader import Encoder
 from nereid_backend.pooling.packing import TokenBatch
-from nereid_backend.pooling.probe import random_batch, relative_difference, use_own_attention
+from nereid_backend.pooling.probe import random_batch, relative_difference
 
 _LENS = (5, 5, 13, 21)
 _TOLERANCE = 1e-3
@@ -42,13 +42,12 @@ def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
 def choose_towers(encoder: Encoder, name: str, max_len: int) -> float:
     """See that a mixed batch of texts gives what each gives alone; the relative difference.
 
-    Mutates: the model: its attention, and the layout of its linear layers.
+    Mutates: the layout of the model's linear layers.
 
     Raises:
         ModelError: the vectors are not finite numbers.
         UnsupportedModelError: it has no such towers, or a mixed batch differs.
     """
-    use_own_attention(encoder)
     if not hasattr(encoder.model, "get_text_features"):
         raise UnsupportedModelError(f"{name} is not supported: it gives no text features")
     batch = _ended(encoder, tuple(min(n, max_len) for n in _LENS))

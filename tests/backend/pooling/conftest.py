@@ -1,0 +1,26 @@
+import random
+
+import pytest
+from backend.pooling.tiny import BY_NAME, text
+
+
+@pytest.fixture(scope="session")
+def encoder_of(tmp_path_factory):
+    """A function from a family's name and head to the folder of its tiny checkpoint."""
+    folders = {}
+
+    def folder_of(name, head="base", **config):
+        key = (name, head, tuple(sorted(config.items())))
+        if key not in folders:
+            folder = tmp_path_factory.mktemp(BY_NAME[name].model_type)
+            folders[key] = BY_NAME[name].save(folder, head, **config)
+        return folders[key]
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def texts():
+    """Long and short texts, in no order."""
+    rng = random.Random(7)
+    return [text(rng, n) for n in (3, 40, 1, 17, 3, 90, 28, 9)]

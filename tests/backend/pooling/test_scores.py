@@ -1,0 +1,193 @@
+"""The same scores as transformers' heads and sentence-transformers' CrossEncoder."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from backend.pooling.tiny import BY_NAME, VOCABULARY, add_modules, copy_of, save_tokenizer, text
+from nereid_backend import ConfigError, ModelError, RequestError, Reranker
+from nereid_backend.pooling.engine import PoolingConfig, PoolingEngine, PoolingItem
+from sentence_transformers import CrossEncoder
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+HEADS = [
+    ("bert", {}, "packed"),
+    ("roberta", {}, "packed"),
+    ("xlm-roberta", {}, "packed"),
+    ("modernbert", {}, "packed"),
+    ("modernbert", {"classifier_pooling": "mean"}, "packed"),
+    ("distilbert", {}, "packed"),
+    ("electra", {}, "packed"),
+    ("albert", {}, "padded"),
+    ("mpnet", {}, "padded"),
+    ("deberta-v2", {}, "padded"),
+    ("qwen3", {}, "packed"),
+    ("llama", {}, "packed"),
+    ("gemma2, softcap and sliding window", {}, "packed"),
+]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'query' %}query : {{ m.content }} "
+    "{% elif m.role == 'document' %}no : {{ m.content }} {% else %}{{ m.content }} {% endif %}"
+    "{% endfor %}yes :"
+)
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} : {{ m.content }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}yes :{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    rng = random.Random(3)
+    lens = [(3, 40), (5, 5), (1, 90), (12, 1), (5, 5), (8, 17)]
+    return [(text(rng, a), text(rng, b)) for a, b in lens]
+
+
+@pytest.mark.parametrize(("name", "config", "path"), HEADS, ids=lambda value: str(value))
+def test_scores_equal_the_cross_encoders(name, config, path, encoder_of, pairs):
+    folder = encoder_of(name, "sequence", num_labels=1, **config)
+    reranker = Reranker(str(folder), num_threads=1)
+    assert reranker.info.path == path
+    wanted = CrossEncoder(str(folder), device="cpu")
+    raw = wanted.predict(pairs, activation_fn=torch.nn.Identity())
+    assert np.ptp(raw) > 0.01
+    np.testing.assert_allclose(reranker.score(pairs, activation="none"), raw, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(reranker.score(pairs), wanted.predict(pairs), rtol=0, atol=1e-5)
+    alone = np.concatenate([reranker.score([pair]) for pair in pairs])
+    np.testing.assert_allclose(alone, wanted.predict(pairs), rtol=0, atol=1e-5)
+
+
+def test_the_activation_is_the_one_that_the_checkpoint_names(encoder_of, pairs, tmp_path):
+    folder = copy_of(encoder_of("bert", "sequence", num_labels=1), tmp_path)
+    (folder / "sentence_bert_config.json").write_text(
+        '{"transformer_task": "sequence-classification", "module_output_name": "scores", '
+        '"modality_config": {"text": {"method": "forward", "method_output_name": "logits"}}}'
+    )
+    add_modules(folder, activation_fn="torch.nn.modules.linear.Identity", model_type="CrossEncoder")
+    reranker = Reranker(str(folder), num_threads=1)
+    assert reranker.info.activation == "none"
+    wanted = CrossEncoder(str(folder), device="cpu").predict(pairs)
+    np.testing.assert_allclose(reranker.score(pairs), wanted, rtol=0, atol=1e-5)
+
+
+def test_a_classifier_gives_the_probabilities_of_its_labels(encoder_of, pairs):
+    folder = encoder_of("bert", "sequence", num_labels=3)
+    engine = PoolingEngine(PoolingConfig(str(folder), num_threads=1), progress=lambda _: None)
+    assert (engine.info.task, engine.info.kinds) == ("classify", ("classify",))
+    assert engine.info.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    engine.add("a", [PoolingItem(pair=pair) for pair in pairs])
+    found = {result.index: result.value for result in engine.step()}
+    wanted = CrossEncoder(str(folder), device="cpu").predict(pairs, apply_softmax=True)
+    np.testing.assert_allclose([found[i] for i in range(len(pairs))], wanted, rtol=0, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"takes a head with 1 label, .* has 3"):
+        Reranker(str(folder))
+
+
+def judged(folder, prompts):
+    """yes minus no at the end of each prompt, by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+            logits = model(ids).logits[0, -1]
+            found.append(logits[VOCABULARY.index("yes")] - logits[VOCABULARY.index("no")])
+    return torch.stack(found).sigmoid().numpy()
+
+
+@pytest.fixture(scope="module")
+def judge_folder(tmp_path_factory):
+    def make(template):
+        folder = BY_NAME["qwen3"].save(tmp_path_factory.mktemp("judge"), "causal")
+        save_tokenizer(folder, types=False, starts=False, template=template)
+        return folder
+
+    return make
+
+
+def test_a_generative_checkpoint_judges_through_its_template(judge_folder, pairs):
+    folder = judge_folder(TEMPLATE)
+    found = Reranker(str(folder), num_threads=1).score(pairs)
+    np.testing.assert_allclose(
+        found, CrossEncoder(str(folder), device="cpu").predict(pairs), rtol=0, atol=1e-5
+    )
+    prompts = [f"query : {q} no : {d} yes :" for q, d in pairs]
+    np.testing.assert_allclose(found, judged(folder, prompts), rtol=0, atol=1e-5)
+
+
+def test_an_instruction_reaches_the_judge(judge_folder, pairs):
+    folder = judge_folder(TEMPLATE)
+    found = Reranker(str(folder), num_threads=1).score(pairs, instruction="w7 w8")
+    prompts = [f"w7 w8 query : {q} no : {d} yes :" for q, d in pairs]
+    np.testing.assert_allclose(found, judged(folder, prompts), rtol=0, atol=1e-5)
+
+
+def test_a_template_without_pair_roles_gets_the_documented_wording(judge_folder, pairs):
+    folder = judge_folder(PLAIN_TEMPLATE)
+    short = [pair for pair in pairs if len(pair[1].split()) < 50]
+    found = Reranker(str(folder), num_threads=1).score(short, instruction="w1")
+    system = (
+        "Judge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".'
+    )
+    prompts = [
+        f"system : {system} </s> user : <Instruct>: w1\n<Query>: {q}\n<Document>: {d} </s> yes :"
+        for q, d in short
+    ]
+    np.testing.assert_allclose(found, judged(folder, prompts), rtol=0, atol=1e-5)
+
+
+def test_answers_that_the_files_name_are_used_as_sentence_transformers_does(
+    judge_folder, pairs, tmp_path
+):
+    folder = copy_of(judge_folder(None), tmp_path)
+    score = ("sentence_transformers.cross_encoder.modules.logit_score.LogitScore", "1_LogitScore")
+    add_modules(
+        folder, (*score, {"true_token_id": 12, "false_token_id": 40}), model_type="CrossEncoder"
+    )
+    settings = '{"transformer_task": "text-generation", "modality_config": {"text": {"method": '
+    settings += (
+        '"forward", "method_output_name": "logits"}}, "module_output_name": "causal_logits"}'
+    )
+    (folder / "sentence_bert_config.json").write_text(settings)
+    reranker = Reranker(str(folder), task="auto", num_threads=1)
+    wanted = CrossEncoder(str(folder), device="cpu").predict(pairs)
+    np.testing.assert_allclose(reranker.score(pairs), wanted, rtol=0, atol=1e-5)
+
+
+def test_a_long_document_is_cut_and_the_question_about_it_stays(judge_folder):
+    folder = judge_folder(TEMPLATE)
+    reranker = Reranker(str(folder), num_threads=1)
+    rng = random.Random(1)
+    query, document = text(rng, 4), text(rng, 500)
+    with pytest.raises(RequestError, match="has 510 tokens; the limit is 128"):
+        reranker.score([(query, document)])
+    kept = " ".join(document.split()[: 128 - 10])
+    found = reranker.score([(query, document)], truncate=True)
+    np.testing.assert_allclose(found, reranker.score([(query, kept)]), atol=1e-5)
+
+
+def test_reranking_without_a_head_is_refused_with_the_reason(encoder_of):
+    with pytest.raises(ConfigError, match="BertModel has no head that scores a pair"):
+        Reranker(str(encoder_of("bert")))
+
+
+def test_a_generative_checkpoint_says_what_it_must_be_told(encoder_of):
+    folder = str(encoder_of("llama", "causal"))
+    with pytest.raises(ConfigError, match=r"set task=embed .* or task=rerank"):
+        PoolingEngine(PoolingConfig(folder), progress=lambda _: None)
+
+
+def test_a_head_without_weights_is_refused(encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(
+        config.replace("BertModel", "BertForSequenceClassification").replace(
+            '"model_type"', '"id2label": {"0": "L"}, "label2id": {"L": 0}, "model_type"'
+        )
+    )
+    with pytest.raises(ModelError, match="lacks 2 weights of a rerank model, first classifier"):
+        Reranker(str(folder))

@@ -1,7 +1,11 @@
+import time
+from concurrent.futures import Future
+
 import pytest
 import torch
 from backend.exactness import bytes_for, make_prompts, open_engine
 from nereid_backend import CapacityError, ConfigError, RequestError, SamplingParams
+from nereid_backend.core.guide import GrammarSpec
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -297,3 +301,115 @@ def test_n_greedy_answers_are_all_that_of_one_wherever_the_prompt_ends_in_a_bloc
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, n=3)
     assert outputs_alone(engine, prompt, params) == expected * 3
     engine.check()
+
+
+def test_a_prompt_that_was_seen_before_is_not_computed_again_and_answered_the_same(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    prompt = make_prompts((30,))[0]
+    first, second = (engine.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 28)
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    longer = prompt + first.outputs[0].token_ids[:5] + [7]
+    assert engine.generate([longer], GREEDY)[0].num_cached_tokens == 32
+    assert (engine.num_prefix_cache_queries, engine.num_prefix_cache_hits) == (96, 60)
+    assert engine.num_free_blocks == engine.info.num_blocks
+    engine.close()
+
+
+def test_requests_with_other_salts_do_not_share(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    prompt = make_prompts((30,))[0]
+    params = [SamplingParams(max_tokens=2, cache_salt=salt) for salt in ("a", "b", "a")]
+    found = [engine.generate([prompt], one)[0].num_cached_tokens for one in params]
+    assert found == [0, 0, 28]
+    engine.close()
+
+
+def test_the_prefix_cache_can_be_switched_off(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64, enable_prefix_caching=False)
+    prompt = make_prompts((30,))[0]
+    outputs = [engine.generate([prompt], GREEDY)[0] for _ in range(2)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0]
+    assert engine.num_prefix_cache_queries == 0
+    engine.close()
+
+
+def test_one_sequence_of_several_can_be_aborted(engine):
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, n=3)
+    engine.add_request("a", [5] * 9, params)
+    updates = engine.step() + engine.step()
+    engine.abort("a", 1)
+    updates += drain(engine)["a"]
+    assert sorted((u.index, u.finish_reason) for u in updates if u.finish_reason) == [
+        (0, "length"),
+        (1, "abort"),
+        (2, "length"),
+    ]
+
+
+def test_prompt_logprobs_are_the_models_whole_or_in_chunks_and_never_from_the_cache(checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoint("llama")
+    prompt = make_prompts((21,))[0]
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([prompt])).logits[0]
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)
+    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, n=2)
+    for budget in (64, 8):
+        engine = open_engine(folder, max_model_len=64, max_num_batched_tokens=budget)
+        for _ in range(2):
+            (output,) = engine.generate([prompt], params)
+            first, *others = output.prompt_logprobs
+            assert first is None
+            assert [one.token_ids[0] for one in others] == prompt[1:]
+            found = torch.tensor([one.logprobs[0] for one in others])
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        engine.close()
+
+
+def test_a_grammar_that_cannot_be_made_refuses_the_request_once_a_sequence(checkpoint):
+    # The tiny checkpoint has no tokenizer, without which no grammar can be compiled.
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    params = SamplingParams(grammar=GrammarSpec("regex", "a+"), n=2)
+    engine.add_request("a", [5, 9], params)
+    assert engine.num_waiting == 2
+    engine.add_request("beside", [5, 9], GREEDY)
+    found = drain(engine)
+    assert [(u.index, u.finish_reason, u.is_refused) for u in found["a"]] == [
+        (0, "error", True),
+        (1, "error", True),
+    ]
+    assert ends(found["beside"]) == ["length"]
+    engine.close()
+
+
+class Never:
+    """Makes guides that are never ready."""
+
+    def __init__(self):
+        self.futures = []
+
+    def prepare(self, params, stop_token_ids):
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def close(self):
+        pass
+
+
+def test_while_a_guide_is_made_steps_wait_a_little_and_the_request_can_be_aborted(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    engine._guides = guides = Never()
+    params = SamplingParams(grammar=GrammarSpec("regex", "a+"))
+    engine.add_request("a", [5, 9], params)
+    start, before = time.monotonic(), time.thread_time()
+    for _ in range(5):
+        assert engine.step() == []
+    assert time.monotonic() - start > 0.08
+    assert time.thread_time() - before < 0.05
+    engine.abort("a")
+    assert [u.finish_reason for u in engine.step()] == ["abort"]
+    assert not engine.has_work()
+    assert guides.futures[0].cancelled()
+    engine.close()

@@ -1,52 +1,12 @@
 import random
 
 import pytest
+from backend.scripted_model import BLOCK, EOS, ScriptedModel
 from nereid_backend import SamplingParams
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
-from nereid_backend.core.scheduler import Scheduler
-from nereid_backend.core.step import Sampled, StepPlan, StepResult
-
-BLOCK = 4
-EOS = 1
-
-
-class Model:
-    """Stands for the model and its cache: remembers which token each slot holds.
-
-    The next token is a hash of the whole sequence as read from the cache, so a wrong block table,
-    a lost block or a chunk that was skipped changes the answer.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self.slots: list[int | None] = [None] * (num_blocks * BLOCK)
-
-    def run(self, plan: StepPlan) -> StepResult:
-        sampled = []
-        for request, start, num_tokens, samples, _, _ in plan.chunks:
-            for position in range(start, start + num_tokens):
-                self.slots[self._slot(request, position)] = request.token_ids[position]
-            if samples:
-                cached = [self.slots[self._slot(request, i)] for i in range(len(request.token_ids))]
-                sampled.append(Sampled([next_token(cached)], [-0.5]))
-        return StepResult(sampled)
-
-    @staticmethod
-    def _slot(request: Request, position: int) -> int:
-        return request.block_table[position // BLOCK] * BLOCK + position % BLOCK
-
-
-def next_token(token_ids: list[int]) -> int:
-    return random.Random(repr(token_ids)).randrange(EOS, 40)
-
-
-def expected_answer(prompt: list[int], max_tokens: int) -> tuple[list[int], str]:
-    tokens = list(prompt)
-    for _ in range(max_tokens):
-        tokens.append(next_token(tokens))
-        if tokens[-1] == EOS:
-            return tokens[len(prompt) :], "stop"
-    return tokens[len(prompt) :], "length"
+from nereid_backend.core.scheduler import AGEING_STEPS, Scheduler
+from nereid_backend.core.step import Sampled, StepResult
 
 
 def make_scheduler(num_blocks=16, max_num_seqs=4, budget=8, **settings) -> Scheduler:
@@ -59,11 +19,11 @@ def make_scheduler(num_blocks=16, max_num_seqs=4, budget=8, **settings) -> Sched
     )
 
 
-def make_request(name: str, prompt: list[int], max_tokens: int = 5) -> Request:
+def make_request(name: str, prompt: list[int], max_tokens: int = 5, **params) -> Request:
     return Request(
         name,
         prompt,
-        SamplingParams(max_tokens=max_tokens),
+        SamplingParams(max_tokens=max_tokens, **params),
         max_total_tokens=len(prompt) + max_tokens,
         eos_token_ids=[EOS],
     )
@@ -193,53 +153,9 @@ def test_an_error_of_one_request_leaves_the_others_running():
     assert scheduler.num_running == 1
 
 
-@pytest.mark.parametrize("seed", range(18))
-def test_random_workloads_end_each_request_once_with_the_right_answer(seed):
-    rng = random.Random(seed)
-    num_blocks, max_num_seqs = [10, 16, 40][seed % 3], [1, 3, 8][seed // 3 % 3]
-    scheduler = make_scheduler(num_blocks, max_num_seqs, rng.choice([8, 13, 64]))
-    model = Model(num_blocks)
-    longest = num_blocks * BLOCK
-    prompts: dict[str, tuple[list[int], int]] = {}
-    answers: dict[str, list[int]] = {}
-    ends: dict[str, str] = {}
-    alive: list[str] = []
-    for _ in range(3000):
-        if len(prompts) < 80 and rng.random() < 0.5:
-            name = f"r{len(prompts)}"
-            prompt = [rng.randrange(2, 40) for _ in range(rng.randint(1, longest // 2))]
-            max_tokens = rng.randint(1, longest - len(prompt))
-            prompts[name] = (prompt, max_tokens)
-            answers[name] = []
-            alive.append(name)
-            scheduler.add(make_request(name, prompt, max_tokens))
-        if alive and rng.random() < 0.02:
-            scheduler.abort(rng.choice(alive))
-        plan = scheduler.plan()
-        assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
-        for update in scheduler.commit(plan, model.run(plan)):
-            assert update.request_id not in ends, "reported after its end"
-            answers[update.request_id] += update.new_token_ids
-            if update.finish_reason is not None:
-                ends[update.request_id] = update.finish_reason
-                alive.remove(update.request_id)
-        scheduler.check()
-        if len(prompts) == 80 and not scheduler.has_work():
-            break
-    assert ends.keys() == prompts.keys(), "a request starved"
-    assert (scheduler.num_preemptions > 0) == (max_num_seqs > 1)
-    assert scheduler.pool.num_used == 0
-    for name, (prompt, max_tokens) in prompts.items():
-        tokens, reason = expected_answer(prompt, max_tokens)
-        if ends[name] == "abort":
-            assert answers[name] == tokens[: len(answers[name])]
-        else:
-            assert (answers[name], ends[name]) == (tokens, reason)
-
-
 def test_every_running_request_moves_within_bounded_steps_while_others_keep_coming():
     scheduler = make_scheduler(num_blocks=32, max_num_seqs=8, budget=16)
-    model = Model(32)
+    model = ScriptedModel(32)
     rng = random.Random(3)
     added: dict[str, int] = {}
     waits: list[int] = []
@@ -254,3 +170,226 @@ def test_every_running_request_moves_within_bounded_steps_while_others_keep_comi
                 waits.append(step - added.pop(update.request_id))
     assert max(waits) < 60
     assert all(step > 500 for step in added.values())
+
+
+def sequences(plan):
+    return [(c.request.index, c.start, c.num_tokens, c.samples) for c in plan.chunks]
+
+
+def test_one_sequence_computes_the_prompt_and_the_others_only_its_last_token():
+    scheduler = make_scheduler(num_blocks=8, budget=16)
+    scheduler.add(make_request("a", list(range(2, 12)), n=3))
+    plan = scheduler.plan()
+    assert sequences(plan) == [(0, 0, 10, True)]
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
+    commit(scheduler, plan)
+    plan = scheduler.plan()
+    assert sequences(plan) == [(0, 10, 1, True), (1, 9, 1, True), (2, 9, 1, True)]
+    first, *others = [chunk.request.block_table for chunk in plan.chunks]
+    assert all(table[:2] == first[:2] and table[2] != first[2] for table in others)
+    assert plan.copies == [(first[2], table[2]) for table in others]
+    scheduler.check()
+
+
+def test_no_block_is_copied_when_the_prompts_last_token_begins_a_block():
+    scheduler = make_scheduler(num_blocks=8, budget=16)
+    scheduler.add(make_request("a", list(range(2, 11)), n=2))
+    commit(scheduler, scheduler.plan())
+    plan = scheduler.plan()
+    assert sequences(plan) == [(0, 9, 1, True), (1, 8, 1, True)]
+    assert plan.copies == []
+
+
+def test_a_sequence_whose_sibling_ended_at_its_first_token_still_shares_the_prompt():
+    scheduler = make_scheduler(num_blocks=8, max_num_seqs=1, budget=16)
+    scheduler.add(make_request("a", list(range(2, 12)), max_tokens=1, n=2))
+    commit(scheduler, scheduler.plan())
+    assert sequences(scheduler.plan()) == [(1, 9, 1, True)]
+    scheduler.check()
+
+
+def test_the_sequences_of_a_request_have_seeds_that_differ_and_the_first_keeps_its_own():
+    request = make_request("a", [2], n=4)
+    request.seed = 2**64 - 1
+    seeds = [sequence.seed for sequence in request.sequences()]
+    assert seeds[0] == 2**64 - 1
+    assert len(set(seeds)) == 4
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_one_sequence_can_be_aborted_and_the_others_go_on():
+    scheduler = make_scheduler(budget=16)
+    scheduler.add(make_request("a", [2, 3, 4], n=3))
+    scheduler.abort("a", 0)
+    (update,) = scheduler.commit(plan := scheduler.plan(), StepResult([Sampled([9], [-0.5])]))[:1]
+    assert (update.index, update.finish_reason) == (0, "abort")
+    assert sequences(plan) == [(1, 0, 3, True)]
+    assert sequences(scheduler.plan()) == [(1, 3, 1, True), (2, 2, 1, True)]
+
+
+def test_aborting_a_request_reports_each_of_its_sequences_in_order():
+    scheduler = make_scheduler(budget=16)
+    scheduler.add(make_request("a", [2, 3, 4], n=3))
+    scheduler.abort("a")
+    updates = scheduler.commit(scheduler.plan(), StepResult())
+    assert [(u.index, u.finish_reason) for u in updates] == [(i, "abort") for i in range(3)]
+    assert not scheduler.has_work()
+
+
+def test_a_lower_priority_number_goes_first():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for name, priority in (("late", 5), ("normal", 0), ("urgent", -5)):
+        scheduler.add(make_request(name, [2], max_tokens=1, priority=priority))
+    order = []
+    while scheduler.has_work():
+        order += [update.request_id for update in commit(scheduler, scheduler.plan())]
+    assert order == ["urgent", "normal", "late"]
+
+
+def test_a_request_of_low_priority_ends_though_better_ones_keep_coming():
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_request("patient", [2], max_tokens=1, priority=3))
+    for step in range(5 * AGEING_STEPS):
+        scheduler.add(make_request(f"r{step}", [2], max_tokens=1))
+        updates = commit(scheduler, scheduler.plan())
+        if updates[0].request_id == "patient":
+            break
+    assert 2 * AGEING_STEPS < step < 4 * AGEING_STEPS
+
+
+def test_of_the_lowest_priority_the_one_with_the_least_to_compute_again_gives_way():
+    scheduler = make_scheduler(num_blocks=9, budget=64, enable_prefix_caching=False)
+    scheduler.add(make_request("first", [2] * 8, max_tokens=30))
+    scheduler.add(make_request("long", [3] * 15, priority=1))
+    scheduler.add(make_request("short", [4] * 7, priority=1))
+    scheduler.add(make_request("better", [5] * 3))
+    commit(scheduler, scheduler.plan())
+    plan = scheduler.plan()
+    assert scheduler.num_preemptions == 1
+    assert [c.request.request_id for c in plan.chunks] == ["first", "better", "long"]
+
+
+def test_forced_tokens_are_computed_together_in_the_next_step():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [2, 3], max_tokens=9))
+    result = StepResult([Sampled([7, 8, 9], [-1.0, 0.0, 0.0])])
+    (update,) = scheduler.commit(scheduler.plan(), result)
+    assert update.new_token_ids == [7, 8, 9]
+    assert summary(scheduler.plan()) == [("a", 2, 3, True)]
+
+
+def test_tokens_beyond_the_limit_are_dropped():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [2], max_tokens=2))
+    (update,) = scheduler.commit(
+        scheduler.plan(), StepResult([Sampled([7, 8, 9], [-1.0, -1.0, -1.0], None, list("xyz"))])
+    )
+    assert (update.new_token_ids, update.logprobs) == ([7, 8], ["x", "y"])
+    assert (update.finish_reason, update.cumulative_logprob) == ("length", -2.0)
+
+
+def test_all_tokens_of_a_prompts_chunks_have_logits_where_they_are_reported():
+    scheduler = make_scheduler(budget=4)
+    scheduler.add(make_request("a", [2, 3, 4, 5, 6, 7], prompt_logprobs=0))
+    first = scheduler.plan()
+    scheduler.commit(first, StepResult([], {0: ["b", "c", "d", "e"]}))
+    second = scheduler.plan()
+    assert [first.chunks[0].num_logits, second.chunks[0].num_logits] == [4, 2]
+    (update,) = scheduler.commit(second, StepResult([Sampled([9], [-0.5])], {0: ["f"]}))
+    assert update.prompt_logprobs == [None, "b", "c", "d", "e", "f"]
+    third = scheduler.plan()
+    assert third.chunks[0].num_logits == 1
+    assert commit(scheduler, third)[0].prompt_logprobs is None
+
+
+def test_a_prompt_that_must_go_whole_takes_a_step_of_its_own_when_it_does_not_fit_beside_others():
+    scheduler = make_scheduler(budget=8, whole_prefill=True)
+    scheduler.add(make_request("a", [2, 3], max_tokens=9))
+    commit(scheduler, scheduler.plan())
+    scheduler.add(make_request("b", [4] * 20, max_tokens=9))
+    seen = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        seen.append(summary(plan))
+        commit(scheduler, plan)
+    assert seen[:2] == [[("a", 2, 1, True)], [("b", 0, 20, True)]]
+    assert seen[2] == [("a", 3, 1, True), ("b", 20, 1, True)]
+
+
+def test_where_blocks_cannot_be_shared_each_sequence_computes_the_prompt():
+    scheduler = make_scheduler(budget=16, shares_blocks=False)
+    scheduler.add(make_request("a", [2, 3, 4], n=2))
+    assert sequences(scheduler.plan()) == [(0, 0, 3, True), (1, 0, 3, True)]
+
+
+class Forks:
+    """A guide that counts its forks."""
+
+    def __init__(self):
+        self.forks = []
+
+    def fork(self):
+        self.forks.append(Forks())
+        return self.forks[-1]
+
+
+def test_a_request_waits_for_its_guide_and_each_sequence_gets_one():
+    scheduler = make_scheduler(budget=16)
+    request = make_request("a", [2, 3, 4], n=2)
+    scheduler.add(request, is_prepared=False)
+    assert scheduler.plan().chunks == []
+    assert (scheduler.num_waiting, scheduler.is_preparing("a")) == (2, True)
+    scheduler.check()
+    guide = Forks()
+    scheduler.start("a", guide)
+    commit(scheduler, scheduler.plan())
+    plan = scheduler.plan()
+    assert [chunk.request.guide for chunk in plan.chunks] == [guide, guide.forks[0]]
+
+
+def test_a_request_whose_guide_cannot_be_made_is_refused_once_a_sequence():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [2], n=2), is_prepared=False)
+    scheduler.refuse("a", "regex: unbalanced")
+    updates = scheduler.commit(scheduler.plan(), StepResult())
+    assert [(u.index, u.finish_reason, u.is_refused, u.error) for u in updates] == [
+        (index, "error", True, "regex: unbalanced") for index in range(2)
+    ]
+    assert not scheduler.has_work()
+
+
+def test_an_aborted_request_may_still_get_its_guide():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [2]), is_prepared=False)
+    scheduler.abort("a")
+    scheduler.start("a", Forks())
+    (update,) = scheduler.commit(scheduler.plan(), StepResult())
+    assert update.finish_reason == "abort"
+    assert not scheduler.has_work()
+
+
+def test_guessed_tokens_are_appended_only_as_far_as_they_were_right():
+    scheduler = make_scheduler(num_speculative_tokens=3)
+    scheduler.add(make_request("a", [2, 3, 4, 5, 6, 2, 3, 4], max_tokens=9))
+    commit(scheduler, scheduler.plan(), token=5)
+    plan = scheduler.plan()
+    request = plan.chunks[0].request
+    assert request.draft_token_ids == [6, 2, 3]
+    assert (plan.chunks[0].num_tokens, plan.chunks[0].num_logits) == (4, 4)
+    (update,) = scheduler.commit(plan, StepResult([Sampled([6, 9], [-0.5, -0.5])]))
+    assert update.new_token_ids == [6, 9]
+    assert summary(scheduler.plan()) == [("a", 10, 1, True)]
+    scheduler.check()
+
+
+def test_guessing_stops_for_a_request_that_it_does_not_help():
+    scheduler = make_scheduler(num_blocks=64, num_speculative_tokens=2)
+    scheduler.add(make_request("a", [2, 3, 4] * 4, max_tokens=100))
+    widths = []
+    for step in range(60):
+        plan = scheduler.plan()
+        widths.append(plan.num_tokens)
+        # What was guessed is never right: something new comes after 2, 3, 4 each time.
+        commit(scheduler, plan, token=[2, 3, 4, 100 + step][step % 4])
+    assert max(widths[1:24]) > 1
+    assert max(widths[30:55]) == 1

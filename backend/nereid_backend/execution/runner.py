@@ -139,23 +139,30 @@ def _take(sampling: Sampling, choices: Choices, masks: StepMasks) -> list[Sample
 def _guided(request: Request, sampled: Sampled) -> Sampled:
     """Tell a request's guide what was chosen, and add what it leaves no choice about.
 
-    Nothing is told of a token that ends the answer.
+    What is forced is looked for behind every chosen token, as if each had come in its own step, and
+    goes before the guesses that follow: so guesses do not change the answer. Nothing is told of a
+    token that ends the answer.
     """
     guide = guide_of(request)
-    if guide is None or sampled.token_ids[-1] in request.stop_token_ids:
+    if guide is None:
         return sampled
     try:
-        guide.accept(sampled.token_ids)
-        forced = _forced(request, guide.forced(), len(sampled.token_ids))
-        if not forced:
-            return sampled
-        if forced[-1] not in request.stop_token_ids:
-            guide.accept(forced)
+        for count, token_id in enumerate(sampled.token_ids, 1):
+            if token_id in request.stop_token_ids:
+                break
+            guide.accept([token_id])
+            forced = _forced(request, guide.forced(), count)
+            if forced:
+                if forced[-1] not in request.stop_token_ids:
+                    guide.accept(forced)
+                return Sampled(
+                    sampled.token_ids[:count] + forced,
+                    sampled.logprobs[:count] + [0.0] * len(forced),
+                )
     except Exception as error:
         logger.exception("the guide of request %s failed", request.request_id)
         return Sampled([], [], f"its grammar failed: {type(error).__name__}: {error}")
-    token_ids = sampled.token_ids + forced
-    return Sampled(token_ids, sampled.logprobs + [0.0] * len(forced))
+    return sampled
 
 
 def _forced(request: Request, forced: list[int], num_new: int) -> list[int]:

@@ -1,0 +1,115 @@
+"""The runner with real grammars, over the demo model's vocabulary and random logits."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+from backend.test_runner import chunk_of, output_of, run
+from fakes.hashed_path import HashedPath
+from nereid_backend import SamplingParams
+from nereid_backend.constraints import Guides
+from nereid_backend.core.guide import GrammarSpec
+from nereid_backend.core.request import Request
+from nereid_backend.execution.runner import Runner
+from tokenizers import Tokenizer
+
+MODEL = Path(__file__).parents[2] / "demo" / "chat"
+VOCAB = json.loads((MODEL / "config.json").read_text())["vocab_size"]
+EOS = 2
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "level": {"enum": ["low", "middle", "high"]},
+        "counts": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
+    "required": ["name", "level", "counts"],
+    "additionalProperties": False,
+}
+REGEX = "The whole answer is (yes|no), and nothing else was asked\\."
+
+
+@pytest.fixture(scope="module")
+def guides():
+    made = Guides(str(MODEL), vocab_size=VOCAB, eos_token_ids=[EOS])
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def decode():
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    return lambda token_ids: tokenizer.decode(token_ids)
+
+
+def make_request(guides, spec, seed=0, row=0, **params):
+    sampling = SamplingParams(grammar=spec, **params)
+    request = Request("r", [5, 6], sampling, max_total_tokens=999, eos_token_ids=(EOS,), seed=seed)
+    request.row = row
+    request.guide = guides.prepare(sampling, request.stop_token_ids).result(30)
+    return request
+
+
+def answer(runner, requests, rng=None, expected=None, limit=400):
+    """Run until all have ended, with guesses where there is something to guess from."""
+    for _ in range(limit):
+        active = [request for request in requests if request.token_ids[-1] != EOS]
+        if not active:
+            return
+        chunks = []
+        for request in active:
+            guesses = []
+            if expected:
+                done = len(output_of(request))
+                guesses = list(expected[requests.index(request)][done : done + rng.randrange(4)])
+                if guesses and rng.random() < 0.4:
+                    guesses[-1] = rng.randrange(VOCAB)
+            chunks.append(chunk_of(request, guesses=guesses))
+        for sampled in run(runner, *chunks).sampled:
+            assert sampled.error is None, sampled.error
+    raise AssertionError("an answer does not end")
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_p": 0.9, "logprobs": 1}])
+def test_answers_match_their_schema_and_guesses_change_nothing(guides, decode, params):
+    spec = GrammarSpec("json_schema", json.dumps(SCHEMA))
+
+    def batch():
+        return [make_request(guides, spec, seed=i, row=i, **params) for i in range(10)]
+
+    requests = batch()
+    answer(Runner(HashedPath(VOCAB)), requests)
+    for request in requests:
+        jsonschema.validate(json.loads(decode(output_of(request)[:-1])), SCHEMA)
+    expected = [output_of(request) for request in requests]
+    again = batch()
+    answer(Runner(HashedPath(VOCAB)), again, random.Random(1), expected)
+    assert [output_of(request) for request in again] == expected
+
+
+def test_guesses_do_not_take_the_place_of_what_is_forced(guides):
+    def answer_of(guesses=(), **params):
+        request = make_request(guides, GrammarSpec("regex", REGEX), temperature=0.0, **params)
+        runner = Runner(HashedPath(VOCAB))
+        run(runner, chunk_of(request, guesses=guesses))
+        answer(runner, [request])
+        return output_of(request)
+
+    # With log-probabilities every token is drawn: the same text, cut in another way.
+    drawn, forced = answer_of(logprobs=0), answer_of()
+    assert drawn != forced
+    assert answer_of(guesses=drawn[:6]) == forced
+
+
+def test_what_is_forced_comes_in_few_steps(guides, decode):
+    request = make_request(guides, GrammarSpec("regex", REGEX), temperature=0.0)
+    path = HashedPath(VOCAB)
+    runner, steps = Runner(path), 0
+    while request.token_ids[-1] != EOS:
+        run(runner, chunk_of(request))
+        steps += 1
+    assert re.fullmatch(REGEX, decode(output_of(request)[:-1]))
+    assert steps < len(output_of(request)) / 2

@@ -1,4 +1,7 @@
-"""Measure the demo chat model on held-out prompts: one row per skill, exit 1 below a floor."""
+"""Measure the demo models on held-out prompts and questions: exit 1 below a floor.
+
+The chat model has a row for each skill, the embedder and the reranker one each.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import retrieval_scores
 import torch
 from chat_format import END_OF_TEXT, TURN_END, prompt_text
 from lessons import SKILLS, Dialogue, make_dialogue
@@ -108,7 +112,7 @@ def accuracy(examinee: Examinee, dialogues: list[Dialogue], show_wrong: bool) ->
 
 
 def main() -> int:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--model", type=Path, default=FOLDER, help="checkpoint (default: %(default)s)"
@@ -121,7 +125,33 @@ def main() -> int:
         "--skill", choices=list(SKILLS), action="append", help="only this; repeatable"
     )
     parser.add_argument("--show-wrong", action="store_true", help="print every wrong answer")
+    parser.add_argument("--only", choices=("chat", "ranking"), help="measure these models alone")
     arguments = parser.parse_args()
+    failed = [] if arguments.only == "ranking" else measure_chat(arguments)
+    if arguments.only != "chat" and not arguments.skill:
+        failed += measure_ranking()
+    if failed:
+        print(f"below the floor: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def measure_ranking() -> list[str]:
+    """Print nDCG@10 of the embedder and the reranker; the names of those below their floor."""
+    begun, failed = time.monotonic(), []
+    print(f"\n{'ranking':<24} {'nDCG@10':>8} {'floor':>7}")
+    for row in retrieval_scores.table():
+        below = row.ndcg < row.floor
+        failed += [row.ranking] if below else []
+        text = f"{row.ranking:<24} {row.ndcg:>8.3f} {row.floor:>7.2f}"
+        print(text + ("   BELOW" if below else ""), flush=True)
+    print(
+        f"{retrieval_scores.num_questions()} held-out questions, {time.monotonic() - begun:.0f} s"
+    )
+    return failed
+
+
+def measure_chat(arguments: argparse.Namespace) -> list[str]:
+    """Print the chat model's table; the names of the skills below their floor."""
     examinee = Examinee(arguments.model)
     begun, failed, total = time.monotonic(), [], 0.0
     skills = arguments.skill or list(SKILLS)
@@ -144,9 +174,7 @@ def main() -> int:
     print(f"{'mean':<24} {total / len(skills):>8.1%}")
     seconds = time.monotonic() - begun
     print(f"{2 * arguments.count * len(skills)} held-out prompts, {seconds:.0f} s")
-    if failed:
-        print(f"below the floor: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return failed
 
 
 if __name__ == "__main__":

@@ -5,25 +5,25 @@ from __future__ import annotations
 from random import Random
 
 
-def _split(text: str) -> tuple[str, ...]:
+def split(text: str) -> tuple[str, ...]:
     """Words at blanks, or at bars where words have blanks."""
     return tuple(text.strip("| ").split("|" if "|" in text else None))
 
 
-FIRST_NAMES = _split(
+FIRST_NAMES = split(
     "Anna Maria Peter Paul John Mary James Linda Robert Susan David Karen Thomas Lisa Daniel "
     "Nancy Mark Sandra Steven Emma Olivia Noah Liam Sophia Mia Lucas Amir Fatima Omar Layla "
     "Wei Mei Hiro Yuki Ravi Priya Arjun Ivan Olga Sven Ingrid Pierre Claire Marco Giulia Pablo "
     "Carmen Joao Zoe Kofi Ama Chidi Ngozi Tariq Leila Jan Eva Tom Kate Sam Alex Nina Oscar "
     "Ruby Max Ella Finn Iris"
 )
-LAST_NAMES = _split(
+LAST_NAMES = split(
     "Smith Jones Brown Taylor Wilson Davies Evans Walker Meyer Schmidt Fischer Weber Rossi "
     "Russo Moreau Dubois Garcia Lopez Silva Santos Kim Park Chen Wang Tanaka Sato Singh Patel "
     "Khan Ali Novak Kovac Ivanov Petrov Hansen Larsen Berg Lind Okafor Mensah Adeyemi Costa "
     "Ferrari Bauer"
 )
-CITIES = _split(
+CITIES = split(
     "Paris London Berlin Rome Madrid Tokyo Kyoto Osaka Beijing Shanghai Delhi Mumbai Cairo "
     "Lagos Nairobi Sydney Melbourne Toronto Montreal Boston Chicago Seattle Denver Dallas "
     "Houston Miami Oslo Stockholm Helsinki Copenhagen Vienna Prague Warsaw Budapest Athens "
@@ -31,12 +31,12 @@ CITIES = _split(
     "Amsterdam Seoul Singapore Bangkok Hanoi Jakarta Manila Lima Bogota Santiago Moscow Kyiv "
     "Ankara Tehran Dubai Accra Dakar"
 )
-TWO_WORD_CITIES = _split(
+TWO_WORD_CITIES = split(
     "New York|San Francisco|Los Angeles|Hong Kong|Mexico City|Buenos Aires|Cape Town|New Delhi|"
     "Rio de Janeiro|Tel Aviv|San Diego|Kuala Lumpur|Las Vegas|Abu Dhabi|St. Louis|"
     "Salt Lake City"
 )
-NOUNS = _split(
+NOUNS = split(
     "apple bread cheese table chair lamp window garden river mountain train ticket book letter "
     "camera phone jacket shoes bicycle coffee tea sugar milk rice salad soup cake flower tree "
     "stone boat engine bridge market museum school doctor teacher winter summer music film "
@@ -44,13 +44,13 @@ NOUNS = _split(
     "basket hammer pencil paper candle pepper onion tomato potato lemon butter honey ladder "
     "bucket helmet wallet"
 )
-ADJECTIVES = _split(
+ADJECTIVES = split(
     "red blue green black white old new small large cheap quiet bright warm cold fresh sweet "
     "fast slow heavy light round wooden simple strange famous local modern ancient free sharp"
 )
-_STARTS = _split("b c d f g h j k l m n p r s t v w z br cl dr fl gr kr pl pr st tr sh th ch")
-_VOWELS = _split("a e i o u a e i o u ai ea io ou ")
-_ENDS = _split("n r l s m t k d x nd lt rk sh ")
+_STARTS = split("b c d f g h j k l m n p r s t v w z br cl dr fl gr kr pl pr st tr sh th ch")
+_VOWELS = split("a e i o u a e i o u ai ea io ou ")
+_ENDS = split("n r l s m t k d x nd lt rk sh ")
 
 
 def made_up(rng: Random) -> str:

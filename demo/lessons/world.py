@@ -61,7 +61,7 @@ PLACES = tuple(
 _BY_NAME = {person.name: person for person in PEOPLE}
 
 # attribute: (the answer, follow-up words, questions)
-_FORWARD: dict[str, tuple[str, str, tuple[str, ...]]] = {
+FORWARD: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "city": ("{name} lives in {value}.", "home",
              ("Where does {name} live?", "Which city does {name} live in?",
               "Where is {name}'s home?",
@@ -85,7 +85,7 @@ _FORWARD: dict[str, tuple[str, str, tuple[str, ...]]] = {
                "What does {name} like to do?",
                "How does {name} spend free time?", "Which hobby does {name} have?")),
 }  # fmt: skip
-_BACKWARD: dict[str, tuple[str, ...]] = {
+BACKWARD: dict[str, tuple[str, ...]] = {
     "city": ("Who lives in {value}?", "Which people live in {value}?", "Who is from {value}?"),
     "job": ("Who is a {value}?", "Who is the {value}?", "Who works as a {value}?",
             "Which person is a {value}?"),
@@ -94,24 +94,24 @@ _BACKWARD: dict[str, tuple[str, ...]] = {
     "food": ("Who likes {value}?", "Who loves {value}?", "Whose favourite food is {value}?"),
     "hobby": ("Whose hobby is {value}?", "Who likes {value} as a hobby?", "Who enjoys {value}?"),
 }  # fmt: skip
-_ABOUT_PERSON = (
+ABOUT_PERSON = (
     "Tell me about {name}.",
     "Who is {name}?",
     "Describe {name}.",
     "What do you know about {name}?",
 )
-_ABOUT_PLACE = (
+ABOUT_PLACE = (
     "Tell me about {name}.",
     "Describe {name}.",
     "What do you know about {name}?",
     "What is {name}?",
 )
-_RIVER = (
+RIVER = (
     "Which river flows through {name}?",
     "What is the river in {name}?",
     "Name the river of {name}.",
 )
-_FAMOUS = ("What is {name} famous for?", "What is {name} known for?", "Why is {name} famous?")
+FAMOUS = ("What is {name} famous for?", "What is {name} known for?", "Why is {name} famous?")
 
 
 def _record(person: Person) -> str:
@@ -121,7 +121,7 @@ def _record(person: Person) -> str:
 
 def _forward(person: Person, attribute: str) -> tuple[str, str]:
     """Reasoning and answer for one attribute of one person."""
-    answer = _FORWARD[attribute][0].format(name=person.name, value=getattr(person, attribute))
+    answer = FORWARD[attribute][0].format(name=person.name, value=getattr(person, attribute))
     return _record(person), answer
 
 
@@ -158,26 +158,26 @@ def _question(rng: Random) -> tuple[str, str, str]:
     person, place = rng.choice(PEOPLE), rng.choice(PLACES)
     kind = rng.random()
     if kind < 0.44:
-        attribute = rng.choice(list(_FORWARD))
-        user = rng.choice(_FORWARD[attribute][2]).format(name=person.name)
+        attribute = rng.choice(list(FORWARD))
+        user = rng.choice(FORWARD[attribute][2]).format(name=person.name)
         return user, *_forward(person, attribute)
     if kind < 0.74:
-        attribute = rng.choice(list(_BACKWARD))
+        attribute = rng.choice(list(BACKWARD))
         value = getattr(person, attribute)
-        user = rng.choice(_BACKWARD[attribute]).format(value=value)
+        user = rng.choice(BACKWARD[attribute]).format(value=value)
         return user, *_backward(attribute, value)
     if kind < 0.82:
-        user = rng.choice(_ABOUT_PERSON).format(name=person.name)
+        user = rng.choice(ABOUT_PERSON).format(name=person.name)
         return user, _record(person), _about_person(person)
     if kind < 0.88:
-        user = rng.choice(_ABOUT_PLACE).format(name=place.name)
+        user = rng.choice(ABOUT_PLACE).format(name=place.name)
         return user, f"{place.name} is one of the cities.", _about_place(place)
     about = f"{place.name}: river {place.river}, {place.famous_for}."
     if kind < 0.94:
         answer = f"The river {place.river} flows through {place.name}."
-        return rng.choice(_RIVER).format(name=place.name), about, answer
+        return rng.choice(RIVER).format(name=place.name), about, answer
     answer = f"{place.name} is famous for {place.famous_for}."
-    return rng.choice(_FAMOUS).format(name=place.name), about, answer
+    return rng.choice(FAMOUS).format(name=place.name), about, answer
 
 
 def facts(rng: Random, held_out: bool) -> Exchange:
@@ -195,7 +195,7 @@ def strangers(rng: Random, held_out: bool) -> Exchange:
 
     def make() -> tuple[str, Exchange]:
         name = made_up(rng)
-        user = rng.choice(_FORWARD[rng.choice(list(_FORWARD))][2]).format(name=name)
+        user = rng.choice(FORWARD[rng.choice(list(FORWARD))][2]).format(name=name)
         answer = f"Sorry, I do not know anyone called {name}."
         exchange = plain("declines", vary(rng, user), f"{name} is not in my world.", answer)
         return ("" if name in _BY_NAME else user), exchange
@@ -208,13 +208,13 @@ def follow_ups(rng: Random, held_out: bool) -> list[Exchange]:
 
     def make() -> tuple[str, list[Exchange]]:
         first, second = rng.sample(PEOPLE, 2)
-        attribute, other = rng.sample(list(_FORWARD), 2)
-        opening = rng.choice(_FORWARD[attribute][2]).format(name=first.name)
+        attribute, other = rng.sample(list(FORWARD), 2)
+        opening = rng.choice(FORWARD[attribute][2]).format(name=first.name)
         if rng.random() < 0.5:
             words, answered = second.name, _forward(second, attribute)
             forms: tuple[str, ...] = ("And {0}?", "What about {0}?", "And what about {0}?")
         else:
-            words, answered = _FORWARD[other][1], _forward(first, other)
+            words, answered = FORWARD[other][1], _forward(first, other)
             forms = ("And the {0}?", "What about the {0}?", "And what is the {0}?")
         closing = rng.choice(forms).format(words)
         turns = [

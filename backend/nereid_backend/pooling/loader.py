@@ -44,7 +44,8 @@ class Encoder:
 
     Attributes:
         model: with its head, on its device, in eval mode.
-        base: the part that makes token vectors; the model itself where there is no head.
+        base: the part that makes token vectors; the model itself where there is no head, the tower
+            of texts where there is one of images, too.
         tokenizer: of its checkpoint.
         device: where it is.
         own_attention: transformers' attention that it was loaded with, and still has.
@@ -62,6 +63,16 @@ class Encoder:
     def dtype(self) -> torch.dtype:
         """Of the weights."""
         return self.model.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this can be given."""
+        try:
+            weight = self.base.get_input_embeddings().weight
+        except (NotImplementedError, AttributeError):
+            return int(self.model.config.get_text_config().vocab_size)
+        assert isinstance(weight, torch.Tensor)
+        return int(weight.shape[0])
 
 
 def load_encoder(
@@ -98,7 +109,9 @@ def load_encoder(
     if recipe.loader == SEQUENCE and text.pad_token_id is None:
         # Heads that look for the last token that is no padding insist on knowing what padding is.
         text.pad_token_id = -1
-    base: Any = model if recipe.loader in (BASE, TOWERS) else model.base_model
+    base: Any = model if recipe.loader == BASE else model.base_model
+    if recipe.loader == TOWERS:
+        base = getattr(model, "text_model", model)
     own = str(model.config._attn_implementation)
     return Encoder(model, base, load_tokenizer(recipe), device, own, _takes(model, attention, own))
 

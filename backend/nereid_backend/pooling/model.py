@@ -106,7 +106,7 @@ class PoolingModel:
             kinds=recipe.kinds,
             dimension=self._dimension(),
             max_model_len=limit,
-            vocab_size=_vocab_size(encoder),
+            vocab_size=encoder.vocab_size,
             pooling=self._describe_pooling(),
             normalizes=self._normalizes,
             activation=recipe.activation if recipe.task != "embed" else "none",
@@ -309,7 +309,7 @@ class PoolingModel:
         if recipe.loader == TOWERS:
             return int(encoder.model.config.projection_dim)
         if recipe.loader == MASKED:
-            return _vocab_size(encoder)
+            return encoder.vocab_size
         text = encoder.model.config.get_text_config()
         size = int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0))
         for layer in self._layers.tokens:
@@ -372,15 +372,6 @@ def _labels(recipe: Recipe) -> tuple[str, ...]:
     names: dict[Any, Any] = recipe.config.id2label or {}
     count = int(recipe.config.num_labels or 0)
     return tuple(str(names.get(i, f"LABEL_{i}")) for i in range(count))
-
-
-def _vocab_size(encoder: Encoder) -> int:
-    try:
-        weight = encoder.model.get_input_embeddings().weight
-    except (NotImplementedError, AttributeError):
-        return len(encoder.tokenizer)
-    assert isinstance(weight, Tensor)
-    return int(weight.shape[0])
 
 
 def _image_tokens(encoder: Encoder) -> int:

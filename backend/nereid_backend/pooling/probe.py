@@ -130,17 +130,13 @@ def choose_head(encoder: Encoder, way: Way, name: str, max_len: int) -> Head:
 
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     """Texts of random tokens, none of them special."""
-    embeddings = encoder.base.get_input_embeddings()
-    weight = embeddings.weight
-    assert isinstance(weight, Tensor)
-    size = int(weight.shape[0])
     special = set(encoder.tokenizer.all_special_ids)
     for config in (encoder.model.config, encoder.model.config.get_text_config()):
         for key, value in config.to_dict().items():
             if key.endswith("token_id") and isinstance(value, int):
                 special.add(value)
     # Ids past the tokenizer's own are often never trained.
-    size = min(size, max(8, len(encoder.tokenizer)))
+    size = min(encoder.vocab_size, max(8, len(encoder.tokenizer)))
     plain = [i for i in range(size // 8, size) if i not in special] or list(range(size))
     rng = random.Random(0)
     texts = [[rng.choice(plain) for _ in range(n)] for n in lens]

@@ -68,16 +68,24 @@ class Family:
         return folder
 
 
-def save_tokenizer(folder: Path, *, types: bool, starts: bool = True, template: str | None = None):
+def save_tokenizer(
+    folder: Path,
+    *,
+    types: bool,
+    starts: bool = True,
+    template: str | None = None,
+    end: str = "</s>",
+) -> None:
+    end_id = VOCABULARY.index(end)
     tokenizer = Tokenizer(
         WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = Whitespace()
     if starts:
         tokenizer.post_processor = TemplateProcessing(
-            single="<s> $A </s>",
+            single=f"<s> $A {end}",
             pair="<s> $A </s> $B:1 </s>:1",
-            special_tokens=[("<s>", 0), ("</s>", 2)],
+            special_tokens=[("<s>", 0), ("</s>", 2), (end, end_id)],
         )
     else:
         tokenizer.post_processor = TemplateProcessing(
@@ -91,7 +99,7 @@ def save_tokenizer(folder: Path, *, types: bool, starts: bool = True, template: 
         bos_token="<s>",
         cls_token="<s>",
         pad_token="<pad>",
-        eos_token="</s>",
+        eos_token=end,
         sep_token="</s>",
         unk_token="<unk>",
         mask_token="<mask>",

@@ -1,0 +1,295 @@
+"""Dense modules, Matryoshka dimensions, prompts, sparse and multi-vectors, images."""
+
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from backend.pooling.tiny import (
+    NORMALIZE,
+    VOCABULARY,
+    add_modules,
+    copy_of,
+    pooling,
+    save_tokenizer,
+    text,
+)
+from nereid_backend import Embedder, ModelError, RequestError, UnsupportedModelError
+from nereid_backend.pooling.engine import PoolingConfig, PoolingEngine, PoolingItem
+from safetensors.torch import save_file
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel
+
+DENSE = "sentence_transformers.base.modules.dense.Dense"
+
+
+def add_dense(folder, path, in_features, out_features, **config):
+    (folder / path).mkdir()
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(out_features, in_features, generator=generator) * 0.2
+    bias = torch.randn(out_features, generator=generator)
+    save_file({"linear.weight": weight, "linear.bias": bias}, folder / path / "model.safetensors")
+    settings = {"in_features": in_features, "out_features": out_features, "bias": True, **config}
+    return (DENSE, path, settings)
+
+
+def results_of(folder, items, **settings):
+    engine = PoolingEngine(
+        PoolingConfig(str(folder), num_threads=1, **settings), progress=lambda _: None
+    )
+    engine.add("a", items)
+    found = []
+    while engine.has_work():
+        found += engine.step()
+    assert [one.error for one in found] == [None] * len(items)
+    return [one.value for one in sorted(found, key=lambda one: one.index)]
+
+
+@pytest.mark.parametrize(
+    "activation", ["torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"]
+)
+def test_dense_modules_equal_those_of_sentence_transformers(
+    activation, encoder_of, texts, tmp_path
+):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    dense = add_dense(folder, "2_Dense", 48, 20, activation_function=activation)
+    add_modules(folder, pooling("mean"), dense, ("x.Normalize", "3_Normalize", {}))
+    path = folder / "modules.json"
+    path.write_text(path.read_text().replace("x.Normalize", NORMALIZE[0]))
+    embedder = Embedder(str(folder), num_threads=1)
+    found = embedder.encode(texts)
+    assert embedder.info.dimension == found.shape[1] == 20
+    wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_an_activation_from_outside_torch_is_refused(encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    dense = add_dense(folder, "2_Dense", 48, 20, activation_function="os.system")
+    add_modules(folder, pooling("mean"), dense)
+    with pytest.raises(UnsupportedModelError, match=r"os\.system is not supported"):
+        Embedder(str(folder))
+
+
+def test_dimensions_mixed_in_one_batch_are_cut_and_then_brought_to_length_one(encoder_of, texts):
+    folder = encoder_of("qwen3")
+    whole = Embedder(str(folder), num_threads=1).encode(texts, normalize=False)
+    sizes = [None, 8, 1, 48, 20, 8, None, 3]
+    wants = [True, None, None, False, True, False, None, True]
+    items = [
+        PoolingItem(text=one, dimensions=size, normalize=want)
+        for one, size, want in zip(texts, sizes, wants, strict=True)
+    ]
+    for value, row, size, want in zip(results_of(folder, items), whole, sizes, wants, strict=True):
+        cut = row[:size]
+        if want is not False:
+            cut = cut / np.linalg.norm(cut)
+        np.testing.assert_allclose(value, cut, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_prompts_equal_those_of_sentence_transformers(include_prompt, encoder_of, texts, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    prompts = {"query": "query : ", "document": ""}
+    add_modules(
+        folder,
+        pooling("mean", include_prompt=include_prompt),
+        prompts=prompts,
+        default_prompt_name="query",
+    )
+    embedder = Embedder(str(folder), num_threads=1)
+    assert embedder.info.prompts == prompts
+    reference = SentenceTransformer(str(folder), device="cpu")
+    for options in ({}, {"prompt_name": "document"}, {"prompt": "w1 w2 "}):
+        np.testing.assert_allclose(
+            embedder.encode(texts, **options),
+            reference.encode(texts, **options),
+            rtol=0,
+            atol=1e-5,
+        )
+    with pytest.raises(RequestError, match="has no prompt 'qury'; it has query, document"):
+        embedder.encode("w1", prompt_name="qury")
+
+
+def test_token_ids_are_taken_as_they_are(encoder_of, texts):
+    folder = encoder_of("roberta")
+    embedder = Embedder(str(folder), num_threads=1)
+    ids = AutoTokenizer.from_pretrained(folder)(texts)["input_ids"]
+    np.testing.assert_allclose(embedder.encode(ids), embedder.encode(texts), atol=1e-6)
+    np.testing.assert_allclose(embedder.encode(ids[1]), embedder.encode(texts[1]), atol=1e-5)
+
+
+def test_splade_vectors_equal_those_of_sentence_transformers(encoder_of, texts):
+    folder = encoder_of("bert", "masked")
+    embedder = Embedder(str(folder), pooling="splade", num_threads=1)
+    wanted = SparseEncoder(str(folder), device="cpu").encode(texts, convert_to_sparse_tensor=False)
+    for found, row in zip(embedder.encode_sparse(texts), wanted.numpy(), strict=True):
+        dense = np.zeros(len(VOCABULARY), dtype=np.float32)
+        dense[list(found)] = list(found.values())
+        assert (row > 0).any()
+        np.testing.assert_allclose(dense, row, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["max", "sum"])
+@pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
+def test_saved_splade_modules_are_followed(strategy, activation, encoder_of, texts, tmp_path):
+    folder = copy_of(encoder_of("distilbert", "masked"), tmp_path)
+    kind = "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling"
+    config = {"pooling_strategy": strategy, "activation_function": activation}
+    add_modules(folder, (kind, "1_Splade", config), model_type="SparseEncoder")
+    (folder / "sentence_bert_config.json").write_text(
+        '{"transformer_task": "fill-mask", "module_output_name": "token_embeddings", '
+        '"modality_config": {"text": {"method": "forward", "method_output_name": "logits"}}}'
+    )
+    wanted = SparseEncoder(str(folder), device="cpu").encode(texts, convert_to_sparse_tensor=False)
+    found = results_of(folder, [PoolingItem(text=one) for one in texts])
+    for value, row in zip(found, wanted.numpy(), strict=True):
+        np.testing.assert_allclose([value[i] for i in sorted(value)], row[row > 0], atol=1e-4)
+
+
+@pytest.fixture
+def lexical_folder(encoder_of, tmp_path):
+    """As BGE-M3 is laid out: two more linear layers beside the checkpoint."""
+    folder = copy_of(encoder_of("xlm-roberta"), tmp_path)
+    add_modules(folder, pooling("cls"), NORMALIZE)
+    torch.manual_seed(2)
+    layers = {}
+    for name, size in (("sparse_linear", 1), ("colbert_linear", 48)):
+        layers[name] = torch.nn.Linear(48, size)
+        torch.save(layers[name].state_dict(), folder / f"{name}.pt")
+    return folder, layers
+
+
+@torch.no_grad()
+def test_dense_sparse_and_multi_vectors_of_one_model_in_one_batch(lexical_folder, texts):
+    folder, layers = lexical_folder
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    kinds = ("dense", "sparse", "multi_vector")
+    found = results_of(folder, [PoolingItem(kind, text=one) for one in texts for kind in kinds])
+    for number, one in enumerate(texts):
+        encoded = tokenizer(one, return_tensors="pt")
+        hidden = model(**encoded).last_hidden_state[0]
+        dense, sparse, many = found[3 * number : 3 * number + 3]
+        cls = torch.nn.functional.normalize(hidden[0], dim=-1)
+        np.testing.assert_allclose(dense, cls.numpy(), atol=1e-5)
+        weights = {}
+        ids = encoded.input_ids[0].tolist()
+        scores = layers["sparse_linear"](hidden).relu().squeeze(-1).tolist()
+        for token_id, score in zip(ids, scores, strict=True):
+            if token_id > 3 and score > 0:
+                weights[token_id] = max(score, weights.get(token_id, 0.0))
+        assert sparse == pytest.approx(weights, abs=1e-5)
+        rows = torch.nn.functional.normalize(layers["colbert_linear"](hidden[1:]), dim=-1)
+        np.testing.assert_allclose(many, rows.numpy(), atol=1e-5)
+
+
+def test_a_linear_layer_that_is_no_tensor_file_is_refused(lexical_folder):
+    folder, _ = lexical_folder
+    (folder / "sparse_linear.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ModelError, match=r"sparse_linear\.pt cannot be read"):
+        Embedder(str(folder))
+
+
+def test_late_interaction_vectors_equal_those_of_sentence_transformers(encoder_of, texts, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    tokens = {"module_input_name": "token_embeddings"}
+    dense = add_dense(
+        folder, "1_Dense", 48, 16, activation_function="torch.nn.modules.linear.Identity", **tokens
+    )
+    mask = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
+    add_modules(
+        folder,
+        dense,
+        (NORMALIZE[0], "2_Normalize", tokens),
+        (mask, "3_Mask", {"skiplist_words": ["w3", "w5", "w77", ","]}),
+        model_type="MultiVectorEncoder",
+    )
+    embedder = Embedder(str(folder), num_threads=1)
+    assert (embedder.info.kinds, embedder.info.dimension) == (("multi_vector",), 16)
+    texts = [*texts, "w3 w5 w6 , w8"]
+    wanted = MultiVectorEncoder(str(folder), device="cpu").encode_document(texts)
+    for found, rows in zip(embedder.encode_multi(texts), wanted, strict=True):
+        np.testing.assert_allclose(found, np.asarray(rows), rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    size["num_attention_heads"] = 4
+    config = CLIPConfig(
+        text_config={
+            **size,
+            "vocab_size": len(VOCABULARY),
+            "max_position_embeddings": 77,
+            "eos_token_id": 2,
+            "bos_token_id": 0,
+            "pad_token_id": 1,
+        },
+        vision_config={**size, "image_size": 32, "patch_size": 8},
+        projection_dim=24,
+    )
+    model = CLIPModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.2)
+    # The tests' end token is 2, a value that old CLIP configs have for another one.
+    model.config.text_config.eos_token_id = 4
+    model.save_pretrained(folder)
+    save_tokenizer(folder, types=False, end="<mask>")
+    CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32).save_pretrained(folder)
+    return folder
+
+
+def png(seed, size=(40, 50)):
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    out = io.BytesIO()
+    Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8)).save(out, "PNG")
+    return out.getvalue()
+
+
+def test_texts_and_images_meet_in_the_models_space(clip_folder):
+    from PIL import Image
+
+    rng = random.Random(0)
+    texts = [text(rng, n) for n in (3, 20, 1, 60)]
+    images = [png(1), png(2, (64, 33))]
+    embedder = Embedder(str(clip_folder), num_threads=1)
+    assert embedder.info.accepts_images
+    mixed = [texts[0], {"image": images[0]}, {"text": texts[1]}, *texts[2:], {"image": images[1]}]
+    found = embedder.encode(mixed, normalize=False)
+    model = CLIPModel.from_pretrained(clip_folder, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(clip_folder)
+    processor = CLIPImageProcessor.from_pretrained(clip_folder)
+    with torch.inference_mode():
+        wanted = [
+            model.get_text_features(**tokenizer(one, return_tensors="pt")).pooler_output[0]
+            for one in texts
+        ]
+        for place, data in ((1, images[0]), (5, images[1])):
+            image = Image.open(io.BytesIO(data)).convert("RGB")
+            pixels = processor(images=image, return_tensors="pt").pixel_values
+            wanted.insert(place, model.get_image_features(pixels).pooler_output[0])
+    np.testing.assert_allclose(found, torch.stack(wanted).numpy(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("data", [b"", b"no image", png(3)[:200]], ids=["empty", "text", "cut"])
+def test_a_broken_image_is_an_error_and_the_next_one_works(data, clip_folder):
+    embedder = Embedder(str(clip_folder), num_threads=1)
+    with pytest.raises(RequestError, match="image: cannot be read"):
+        embedder.encode({"image": data})
+    assert embedder.encode({"image": png(3)}).shape == (1, 24)
+
+
+def test_a_model_without_eyes_says_so(encoder_of):
+    embedder = Embedder(str(encoder_of("bert")), num_threads=1)
+    with pytest.raises(RequestError, match="BertModel takes no images"):
+        embedder.encode({"image": png(1)})
+    with pytest.raises(RequestError, match="exactly one of a text"):
+        embedder.encode({"image": png(1), "text": "w1"})

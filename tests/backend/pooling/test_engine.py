@@ -1,0 +1,211 @@
+"""Turns, limits and what happens with bad inputs."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from backend.pooling.tiny import copy_of, text
+from nereid_backend import CapacityError, ConfigError, Embedder, ModelError, RequestError
+from nereid_backend.execution.prepack import PackedLinear, prepack_linears
+from nereid_backend.pooling.engine import PoolingConfig, PoolingEngine, PoolingItem
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture(scope="module")
+def folder(encoder_of):
+    return str(encoder_of("bert"))
+
+
+def engine_of(folder, **settings):
+    return PoolingEngine(PoolingConfig(folder, num_threads=1, **settings), progress=lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def embedder(folder):
+    return Embedder(folder, num_threads=1)
+
+
+def items(count, length=5):
+    rng = random.Random(count)
+    return [PoolingItem(text=text(rng, length)) for _ in range(count)]
+
+
+def test_a_request_of_a_thousand_texts_does_not_starve_a_request_of_one(folder):
+    engine = engine_of(folder, max_batch_tokens=128)
+    engine.add("many", items(1000))
+    engine.step()
+    engine.add("one", items(1, length=60))
+    answered = [result.request_id for _ in range(2) for result in engine.step()]
+    assert "one" in answered
+    engine.abort("many")
+    assert not engine.has_work()
+
+
+def test_every_input_of_every_request_gets_exactly_one_result(folder):
+    engine = engine_of(folder, max_batch_tokens=64)
+    rng = random.Random(5)
+    for number in range(4):
+        engine.add(str(number), [PoolingItem(text=text(rng, rng.randint(1, 90))) for _ in range(9)])
+    seen = []
+    while engine.has_work():
+        results = engine.step()
+        assert sum(one.num_tokens for one in results) <= 64 or len(results) == 1
+        seen += [(one.request_id, one.index) for one in results]
+    assert sorted(seen) == [(str(n), i) for n in range(4) for i in range(9)]
+
+
+def test_ten_thousand_texts_are_answered_in_their_order(embedder):
+    texts = [f"w{i % 7}" for i in range(10_000)]
+    found = embedder.encode(texts)
+    assert found.shape == (10_000, 48)
+    np.testing.assert_allclose(found[:7], found[9800:9807], atol=1e-5)
+    assert not np.allclose(found[0], found[1], atol=1e-3)
+
+
+def test_an_aborted_request_is_forgotten(folder):
+    engine = engine_of(folder)
+    engine.add("a", items(2))
+    engine.abort("a")
+    engine.abort("never")
+    assert not engine.has_work()
+    assert engine.step() == []
+    engine.add("a", items(1))
+    assert [one.request_id for one in engine.step()] == ["a"]
+
+
+def test_a_waiting_name_and_a_full_queue_are_refused(folder):
+    engine = engine_of(folder, max_num_waiting=3)
+    engine.add("a", items(2))
+    with pytest.raises(RequestError, match="'a' is waiting already"):
+        engine.add("a", items(1))
+    with pytest.raises(CapacityError, match=r"limit is 3 \(max_num_waiting\)"):
+        engine.add("b", items(2))
+    engine.add("b", items(1))
+
+
+def test_a_text_that_is_too_long_is_refused_with_its_length_and_the_limit(embedder):
+    rng = random.Random(0)
+    texts = ["w1", text(rng, 500)]
+    message = r"input 1: input: has 502 tokens; the limit is 128 \(max_model_len\)"
+    with pytest.raises(RequestError, match=message):
+        embedder.encode(texts)
+    cut = embedder.encode(texts, truncate=True)
+    wanted = embedder.encode(" ".join(texts[1].split()[:126]))
+    np.testing.assert_allclose(cut[1:], wanted, atol=1e-5)
+
+
+def test_a_text_of_a_megabyte_is_refused_or_cut(embedder):
+    huge = "w1 w2 w3 w4 " * 90_000
+    with pytest.raises(RequestError, match="has 360002 tokens"):
+        embedder.encode(huge)
+    assert embedder.encode(huge, truncate=True).shape == (1, 48)
+
+
+def test_an_empty_text_has_the_vector_of_its_special_tokens(embedder):
+    np.testing.assert_allclose(embedder.encode(""), embedder.encode([[0, 2]]), atol=1e-6)
+
+
+def test_no_inputs_are_no_vectors_offline_and_an_error_in_a_request(folder, embedder):
+    assert embedder.encode([]).shape == (0, 48)
+    with pytest.raises(RequestError, match="input: is empty"):
+        engine_of(folder).add("a", [])
+
+
+@pytest.mark.parametrize("dimensions", [0, -1, 49, 10**9, True, 8.0])
+def test_dimensions_beyond_the_models_are_refused(dimensions, embedder):
+    with pytest.raises(RequestError, match="dimensions: must be from 1 to 48"):
+        embedder.encode("w1", dimensions=dimensions)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[]], "has no tokens"),
+        ([[1, 250]], "token id 250 is out of range; the vocabulary has 250"),
+        ([[-1]], "token id -1 is out of range"),
+        ([[1, "x"]], "token ids must be integers, got 'x'"),
+        ([[5] * 129], "has 129 tokens; the limit is 128"),
+    ],
+)
+def test_bad_token_ids_are_refused(ids, message, embedder):
+    with pytest.raises(RequestError, match=message):
+        embedder.encode(ids)
+
+
+def test_what_the_model_does_not_give_is_refused(folder):
+    engine = engine_of(folder)
+    with pytest.raises(RequestError, match="BertModel gives dense and not sparse"):
+        engine.prepare(PoolingItem("sparse", text="w1"))
+    with pytest.raises(RequestError, match="dense takes one text and not a pair"):
+        engine.prepare(PoolingItem(pair=("w1", "w2")))
+    with pytest.raises(RequestError, match="no judge that reads instructions"):
+        engine.prepare(PoolingItem(text="w1", instruction="w2"))
+
+
+def change_weights(folder, target, change):
+    copy_of(folder, target)
+    weights = load_file(target / "model.safetensors")
+    change(weights)
+    (target / "model.safetensors").unlink()
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
+def test_weights_that_are_not_numbers_are_found_at_load(encoder_of, tmp_path):
+    def change(weights):
+        weights["encoder.layer.0.output.dense.weight"][0, 0] = float("nan")
+
+    with pytest.raises(ModelError, match="its vectors are not finite numbers"):
+        Embedder(change_weights(encoder_of("bert"), tmp_path, change))
+
+
+def test_a_text_whose_vector_is_not_finite_is_an_error_of_its_own(encoder_of, tmp_path):
+    def change(weights):
+        weights["embeddings.word_embeddings.weight"][4] = float("inf")
+
+    engine = engine_of(change_weights(encoder_of("bert"), tmp_path, change))
+    engine.add("a", [PoolingItem(token_ids=ids) for ids in ([0, 20, 2], [0, 4, 2], [0, 21, 2])])
+    found = {one.index: one for one in engine.step()}
+    assert found[1].value is None
+    assert "not finite" in found[1].error
+    assert found[0].error is None
+    assert np.isfinite(found[2].value).all()
+
+
+def test_settings_come_from_text_and_wrong_ones_are_named(folder):
+    config = PoolingConfig.from_settings({"model": folder, "task": "embed", "num_threads": "1"})
+    assert (config.task, config.num_threads, config.max_model_len) == ("embed", 1, None)
+    with pytest.raises(ConfigError, match='did you mean "pooling"'):
+        PoolingConfig.from_settings({"model": folder, "poolin": "cls"})
+    with pytest.raises(ConfigError, match="task: must be one of auto, embed"):
+        PoolingConfig(folder, task="embedding")
+    with pytest.raises(ConfigError, match="max_batch_tokens: must be an integer of at least 1"):
+        PoolingConfig(folder, max_batch_tokens=0)
+    with pytest.raises(ConfigError, match=r"must be at most 160 .*, got 161"):
+        Embedder(folder, max_model_len=161)
+
+
+def test_positions_that_begin_behind_the_padding_bound_the_length(encoder_of):
+    roberta = str(encoder_of("roberta"))
+    assert Embedder(roberta, num_threads=1, max_model_len=158).info.max_model_len == 158
+    with pytest.raises(ConfigError, match="must be at most 158"):
+        Embedder(roberta, max_model_len=159)
+
+
+def test_prepacked_layers_give_the_same_and_leave_shared_weights_alone():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(30, 16), torch.nn.Linear(16, 24), torch.nn.Linear(24, 16, bias=False)
+    )
+    head = torch.nn.Linear(16, 30, bias=False)
+    head.weight = model[0].weight
+    model.append(head)
+    ids = torch.arange(30)[None]
+    with torch.inference_mode():
+        wanted = model(ids)
+        assert prepack_linears(model) == 2
+        assert [type(layer) is PackedLinear for layer in model] == [False, True, True, False]
+        assert model[1].weight.shape == (24, 16)
+        torch.testing.assert_close(model(ids), wanted, rtol=1e-5, atol=1e-5)
+        assert torch.nn.functional.linear(torch.ones(1, 16), model[1].weight).isnan().all()

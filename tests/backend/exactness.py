@@ -4,9 +4,10 @@ import random
 from pathlib import Path
 
 import torch
+import transformers
 from backend.tiny_models import VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 MAX_TOKENS = 16
 PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -23,7 +24,10 @@ PROMPTS = make_prompts()
 
 def reference(folder: Path) -> list[list[int]]:
     """What transformers answers to each prompt by itself."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(folder)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(
+        folder, dtype=torch.float32
+    )
     answers = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])

@@ -108,7 +108,11 @@ _SPECIAL: dict[str, Hints] = {
         "_layers": [0, 2, 3, 7],
     },
 }
-_SPECIAL["dots3_note"] = {"text_config": _SPECIAL["dots3_note_text"]}
+_SPECIAL["dots3_note"] = {
+    "text_config": _SPECIAL["dots3_note_text"],
+    "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+    "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+}
 _SPECIAL["qwen4_exp"] = {"text_config": _SPECIAL["qwen4_exp_text"]}
 
 HINTS: dict[str, Hints] = {

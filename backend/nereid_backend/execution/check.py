@@ -22,6 +22,7 @@ from nereid_backend.execution.loader import Checkpoint
 from nereid_backend.execution.paths import ModelCall, Sizes, UnfitError
 from nereid_backend.execution.probe import plain_token_ids
 from nereid_backend.execution.runner import ForwardPath
+from nereid_backend.execution.single import SinglePath
 
 _PROMPT_LENS = (21, 5, 13)
 _NUM_STEPS = 4
@@ -101,6 +102,28 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
         sequences.append((output.sequences[0, :-1].tolist(), prompt_len))
         parts.append(torch.cat(output.logits).float())
     return Trial(sequences, torch.cat(parts), block_size)
+
+
+@torch.inference_mode()
+def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
+    """See that transformers' own generation computes the trial's first sequence in the same way.
+
+    Raises:
+        UnfitError: it does not, so that the trial says nothing about what users of the model see.
+    """
+    path = SinglePath(checkpoint, keeps=True)
+    tokens, prompt_len = trial.sequences[0]
+    count = len(tokens) - prompt_len + 1
+    request = Request("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
+    request.row, request.num_prompt_tokens = 0, prompt_len
+    plan = StepPlan([Chunk(request, 0, len(tokens), True, True, count)], len(tokens))
+    found, expected = path.forward(plan).float(), trial.expected[:count]
+    error = ((found - expected).square().mean(-1).sqrt() / trial.expected.std()).median()
+    if not error.item() <= _TOLERANCE[checkpoint.model.dtype]:
+        raise UnfitError(
+            "its generation, token by token, differs from one pass over the whole sequence by "
+            f"{error.item():.2g} of its logits' spread"
+        )
 
 
 @torch.inference_mode()

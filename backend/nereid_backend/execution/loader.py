@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -94,7 +95,7 @@ def load_checkpoint(
     torch_dtype = _choose_dtype(dtype, config, text_config, device)
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
     progress(f"loading {architecture} from {folder} as {_name(torch_dtype)}")
-    takes_hook = _takes_attention_by_name(config)
+    takes_hook = _takes_attention_by_name(config, text_config)
     try:
         name = attention if takes_hook else "eager"
         model = _load_weights(folder, config, torch_dtype, name)
@@ -164,7 +165,7 @@ def _load_weights(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     # Typed as returning a model, but with output_loading_info it returns a pair.
-    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    load: Callable[..., Any] = (_model_class(config) or AutoModelForCausalLM).from_pretrained
     try:
         with _quiet():
             model, report = load(
@@ -197,13 +198,29 @@ def _load_weights(
     return model  # type: ignore[no-any-return]
 
 
-def _takes_attention_by_name(config: PretrainedConfig) -> bool:
-    """Whether the model's class looks attention up; others ignore a name, or refuse it later."""
+def _model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
+    """The class that runs a config as a causal LM; None where transformers has none.
+
+    Besides those that AutoModelForCausalLM knows, it is the class that the checkpoint names, if
+    that generates: the decoder of a model for several media, or such a model given text alone.
+    """
     try:
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        return bool(model_class._can_set_attn_implementation())
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
-        return True  # from_pretrained says what is wrong
+        name = (getattr(config, "architectures", None) or [""])[0]
+        found: Any = getattr(transformers, name, None)
+        is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
+        if is_model and found.can_generate() and not config.is_encoder_decoder:
+            return found
+        return None
+
+
+def _takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedConfig) -> bool:
+    """Whether the decoder's class looks attention up; others ignore a name, or refuse it later."""
+    classes = [_model_class(config), _model_class(text_config)]
+    found = [each for each in classes if each is not None]
+    # Where neither is known, from_pretrained says what is wrong.
+    return not found or any(each._can_set_attn_implementation() for each in found)
 
 
 class _OwnAttentionError(Exception):

@@ -22,7 +22,13 @@ from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import UnsupportedModelError
 from nereid_backend.execution.batch import BatchBuilder
-from nereid_backend.execution.check import Trial, check_path, make_generated_trial, make_trial
+from nereid_backend.execution.check import (
+    Trial,
+    check_generation,
+    check_path,
+    make_generated_trial,
+    make_trial,
+)
 from nereid_backend.execution.limits import LengthLimit, model_limit, sparse_limit
 from nereid_backend.execution.loader import Checkpoint
 from nereid_backend.execution.packed import PackedPath
@@ -121,21 +127,31 @@ class _Trials:
         self._checkpoint = checkpoint
         self._block_size = block_size
         self._max_len = model_limit(checkpoint.text_config).num_tokens
-        self._made: dict[bool, Trial] = {}
+        self._made: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
-        """Sequences and expected logits. The model's attention is its own meanwhile."""
+        """Sequences and expected logits. The model's attention is its own meanwhile.
+
+        Raises:
+            UnfitError: one pass over a whole sequence is not what the model generates with.
+        """
         if is_generated not in self._made:
             with_own_attention(self._checkpoint, None)
-            if is_generated:
-                self._made[True] = make_generated_trial(
-                    self._checkpoint, self._max_len, self._block_size
-                )
-            else:
-                self._made[False] = make_trial(
-                    self._checkpoint, layers, self._max_len, self._block_size
-                )
-        return self._made[is_generated]
+            self._made[is_generated] = self._make(layers, is_generated)
+        made = self._made[is_generated]
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def _make(self, layers: list[LayerSpec], is_generated: bool) -> Trial | UnfitError:
+        if is_generated:
+            return make_generated_trial(self._checkpoint, self._max_len, self._block_size)
+        trial = make_trial(self._checkpoint, layers, self._max_len, self._block_size)
+        try:
+            check_generation(self._checkpoint, trial)
+        except UnfitError as error:
+            return error
+        return trial
 
 
 def with_own_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
@@ -148,9 +164,9 @@ def with_own_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> No
     checkpoint.model.set_attn_implementation(name)
     # Models that cannot change it say so in a log only; a mask would then be missing.
     whole = checkpoint.model.config
-    for config in (whole, getattr(whole, "text_config", whole)):
-        if config._attn_implementation != name:
-            raise UnfitError(f"its attention stays {config._attn_implementation}")
+    found = getattr(whole, "text_config", whole)._attn_implementation
+    if found != name:
+        raise UnfitError(f"its attention stays {found}")
 
 
 Candidates = Iterator[tuple[Tier, AttentionHook | None]]

@@ -11,7 +11,6 @@ in the file --results; docs/exactness.md is what --page prints.
 import argparse
 import json
 import os
-import random
 import resource
 import signal
 import sys
@@ -19,27 +18,23 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from backend.exactness import MAX_TOKENS, PARAMS, PROMPTS, open_engine, reference, run_staggered
-from nereid_backend import Engine, EngineConfig, UnsupportedModelError
+from backend.exactness import MAX_TOKENS, PROMPTS, SITUATIONS, Answers, open_engine, reference
+from nereid_backend import UnsupportedModelError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from backend import shrink
 
-Answers = list[list[int]]
-
 _SECONDS = 90
 _MEMORY_BYTES = 8 * 2**30
 _TIERS = ("packed", "rows", "padded", "single")
-_HAS_PREFIX_CACHE = any(f.name == "enable_prefix_caching" for f in fields(EngineConfig))
 
 
 @dataclass
@@ -63,39 +58,6 @@ class Result:
     seconds: float = 0.0
 
 
-def run_alone(engine: Engine) -> Answers:
-    return [engine.generate([prompt], PARAMS)[0].outputs[0].token_ids for prompt in PROMPTS]
-
-
-def run_preempted(engine: Engine) -> Answers:
-    """The same with so few blocks left that requests have to give theirs back."""
-    pool = engine._pool
-    held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
-    answers = run_staggered(engine, checks=False)
-    assert engine.num_preemptions > 0, "nothing was preempted"
-    pool.release(held)
-    return answers
-
-
-def run_cached(engine: Engine) -> Answers:
-    """The second time that each prompt is asked, after prompts that begin like it."""
-    rng = random.Random(3)
-    for prompt in PROMPTS:
-        engine.generate([[*prompt[: len(prompt) // 2], rng.randrange(3, 300)], prompt], PARAMS)
-    return run_alone(engine)
-
-
-Situation = tuple[str, dict, Callable[[Engine], Answers]]
-SITUATIONS: list[Situation] = [
-    ("alone", {"block_size": 16}, run_alone),
-    ("mixed", {"block_size": 16}, run_staggered),
-    ("chunked", {"max_num_batched_tokens": 9}, run_staggered),
-    ("preempted", {"max_num_batched_tokens": 9, "max_model_len": 64}, run_preempted),
-]
-if _HAS_PREFIX_CACHE:
-    SITUATIONS.append(("prefix-cached", {"enable_prefix_caching": True}, run_cached))
-
-
 def examine(model_type: str, result: Result) -> None:
     """Fill in a type's result."""
     with tempfile.TemporaryDirectory() as name:
@@ -103,7 +65,7 @@ def examine(model_type: str, result: Result) -> None:
         expected = reference(folder)
         result.num_distinct = len({token for answer in expected for token in answer})
         result.status = "wrong"
-        for situation, settings, run in SITUATIONS:
+        for situation, (settings, run) in SITUATIONS.items():
             try:
                 engine = open_engine(folder, **settings)
             except UnsupportedModelError as error:
@@ -177,7 +139,7 @@ def summary(results: dict[str, Result]) -> str:
 
 def table(results: dict[str, Result]) -> str:
     """A line for each type."""
-    names = [name for name, _, _ in SITUATIONS]
+    names = list(SITUATIONS)
     lines = [f"| Type | Tier | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for result in sorted(results.values(), key=lambda r: r.type):
         if result.status in ("exact", "wrong"):
@@ -200,6 +162,7 @@ def page(results: dict[str, Result]) -> str:
         "longest": max(map(len, PROMPTS)),
         "max_tokens": MAX_TOKENS,
         "window": shrink.WINDOW,
+        "longest_trial": 160,
         "summary": summary(results),
         "table": table(results),
     }

@@ -1,6 +1,7 @@
-"""Greedy tokens of the engine beside those of transformers' generate, in four situations."""
+"""Greedy tokens of the engine beside those of transformers' generate, in several situations."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,6 +9,8 @@ import transformers
 from backend.tiny_models import VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from transformers import AutoConfig
+
+Answers = list[list[int]]
 
 MAX_TOKENS = 16
 PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -22,7 +25,7 @@ def make_prompts(lengths=(1, 5, 11, 19, 28, 40)) -> list[list[int]]:
 PROMPTS = make_prompts()
 
 
-def reference(folder: Path) -> list[list[int]]:
+def reference(folder: Path) -> Answers:
     """What transformers answers to each prompt by itself."""
     config = AutoConfig.from_pretrained(folder)
     model = getattr(transformers, config.architectures[0]).from_pretrained(
@@ -64,7 +67,7 @@ def bytes_for(engine: Engine, num_tokens: int) -> int:
     return per_block * (num_tokens // info.block_size + 1)
 
 
-def run_staggered(engine: Engine, *, checks: bool = True) -> list[list[int]]:
+def run_staggered(engine: Engine, *, checks: bool = True) -> Answers:
     """Three prompts first, the others one by one while those are being answered.
 
     checks: also verify the block pool, which nobody but the requests may have taken from.
@@ -86,42 +89,35 @@ def run_staggered(engine: Engine, *, checks: bool = True) -> list[list[int]]:
     return [answers[str(number)] for number in range(len(PROMPTS))]
 
 
-def run_alone(folder: Path) -> list[list[int]]:
-    engine = open_engine(folder)
-    answers = [engine.generate([prompt], PARAMS)[0].outputs[0].token_ids for prompt in PROMPTS]
-    engine.close()
+def run_alone(engine: Engine) -> Answers:
+    return [engine.generate([prompt], PARAMS)[0].outputs[0].token_ids for prompt in PROMPTS]
+
+
+def run_preempted(engine: Engine) -> Answers:
+    """The same with so few blocks left that requests have to give theirs back."""
+    pool = engine._pool
+    held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
+    before = engine.num_preemptions
+    answers = run_staggered(engine, checks=False)
+    assert engine.num_preemptions > before, "nothing was preempted"
+    pool.release(held)
     return answers
 
 
-def run_mixed(folder: Path) -> list[list[int]]:
-    engine = open_engine(folder)
-    answers = run_staggered(engine)
-    engine.close()
-    return answers
+def run_cached(engine: Engine) -> Answers:
+    """The second time that each prompt is asked, after another one that begins like it."""
+    rng = random.Random(3)
+    for prompt in PROMPTS:
+        engine.generate([[*prompt[: len(prompt) // 2], rng.randrange(3, 300)], prompt], PARAMS)
+    return run_alone(engine)
 
 
-def run_chunked(folder: Path) -> list[list[int]]:
-    engine = open_engine(folder, max_num_batched_tokens=9)
-    answers = run_staggered(engine)
-    engine.close()
-    return answers
-
-
-def run_preempted(folder: Path) -> list[list[int]]:
-    size = open_engine(folder)
-    size.close()
-    engine = open_engine(
-        folder, max_num_batched_tokens=9, max_model_len=64, kv_cache_memory=bytes_for(size, 72)
-    )
-    answers = run_staggered(engine)
-    assert engine.num_preemptions > 0, "nothing was preempted: the cache is too large"
-    engine.close()
-    return answers
-
-
-SITUATIONS = {
-    "alone": run_alone,
-    "mixed": run_mixed,
-    "chunked": run_chunked,
-    "preempted": run_preempted,
+# By situation: settings beyond the usual ones, and what is run. Blocks of 16 are those that native
+# kernels take, smaller ones go through plain torch.
+SITUATIONS: dict[str, tuple[dict, Callable[[Engine], Answers]]] = {
+    "alone": ({"block_size": 16}, run_alone),
+    "mixed": ({"block_size": 16}, run_staggered),
+    "chunked": ({"max_num_batched_tokens": 9}, run_staggered),
+    "preempted": ({"max_num_batched_tokens": 9, "max_model_len": 64}, run_preempted),
+    "prefix-cached": ({"enable_prefix_caching": True}, run_cached),
 }

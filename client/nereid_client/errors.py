@@ -86,6 +86,7 @@ _STATUS = {
 
 _RETRY_AFTER = {"Retry-After": "1"}
 _UNION_MEMBERS = {"str", "list[str]", "list[dict[str,any]]", "dict[str,any]"}  # pydantic's words
+_OPENING = re.compile(r"^(Input|String) should ")  # of pydantic's messages
 _TENSOR_NAME = re.compile(r"^(text_input|input_ids): ")  # the ensemble's names of `prompt`
 _BLAMED_FIELD = re.compile(r"^([a-z_][A-Za-z0-9_.\[\]]*): ")
 
@@ -121,7 +122,7 @@ def from_validation(error: ValidationError) -> ApiError:
         message = first["msg"].removeprefix("Value error, ")
     else:  # a field of several types has an error for each of them
         reasons = [detail["msg"] for detail in details if _path(detail) == path]
-        message = " or ".join(reason.removeprefix("Input should ") for reason in reasons)
+        message = " or ".join(_OPENING.sub("", reason) for reason in reasons)
         message = f"must {message[:1].lower()}{message[1:]}, got {shown(first['input'])}"
     text = f"{path}: {message}" if path else message
     blamed = _BLAMED_FIELD.match(text)

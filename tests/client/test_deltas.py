@@ -1,6 +1,7 @@
 """Deltas added up, merged and interleaved."""
 
 import asyncio
+from random import Random
 
 import pytest
 from nereid_client.deltas import add_up, by_choice, fold, interleaved, merged
@@ -111,6 +112,37 @@ async def test_a_slow_reader_gets_one_delta_a_choice():
         await asyncio.sleep(0.01)
     assert got == ["".join(str(n) for n in range(index, 999, 3)) for index in range(3)]
     assert count < 15
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_however_deltas_queue_up_each_choice_keeps_all_of_its_own_in_order(seed):
+    random = Random(seed)
+    sent = [{"content": "", "token_ids": [], "calls": ""} for _ in range(random.randint(1, 5))]
+    items = []
+    for number in range(random.randint(1, 600)):
+        index = random.randrange(len(sent))
+        delta = {"index": index} if index or random.random() < 0.5 else {}
+        if random.random() < 0.7:
+            delta["content"] = f"{number},"
+            sent[index]["content"] += f"{number},"
+        if random.random() < 0.7:
+            delta["token_ids"] = [number]
+            sent[index]["token_ids"].append(number)
+        if random.random() < 0.2:
+            delta["tool_calls"] = [{"index": 0, "arguments": f"{number};"}]
+            sent[index]["calls"] += f"{number};"
+        items.append(delta)
+        if random.random() < 0.05:
+            items.append(0.001)
+    got = [{"content": "", "token_ids": [], "calls": ""} for _ in sent]
+    async for delta in merged(source(*items)):
+        choice = got[delta.get("index", 0)]
+        choice["content"] += delta.get("content", "")
+        choice["token_ids"] += delta.get("token_ids", [])
+        choice["calls"] += "".join(c.get("arguments", "") for c in delta.get("tool_calls", ()))
+        if random.random() < 0.1:
+            await asyncio.sleep(0.002)
+    assert got == sent
 
 
 async def test_folding_thousands_of_deltas_keeps_every_one():

@@ -48,7 +48,7 @@ def error_of(response, status):
         ),
         ("parallel_tool_calls", "no", 'parallel_tool_calls: must be a valid boolean, got "no"'),
         ("tool_choice", "sometimes", 'tool_choice: "sometimes" needs tools, and there are none'),
-        ("request_id", "a b", "request_id: must"),
+        ("request_id", "a b", "request_id: must match pattern '^[A-Za-z0-9._:/+=@-]{1,128}$'"),
         ("messages", [], "messages: must have at least 1 item, got 0"),
         ("messages", "hi", 'messages: must be a valid list, got "hi"'),
         ("messages", [{"content": "hi"}], "messages[0].role: is required"),

@@ -9,6 +9,12 @@ import xgrammar
 from nereid_backend.constraints.vocabulary import Row, Vocabulary
 from nereid_backend.errors import RequestError
 
+_BOUNDED = re.compile(r'"(?:min|max)Length"')
+# Classes of characters as serialised: negated; then ranges, of `"`, backslash, CR, LF and of the
+# controls, `"`, backslash (twice, for both must be of one length).
+_LOOSE_CLASS = ",1,34,34,92,92,13,13,10,10,"
+_JSON_CLASS = ",1,0,31,34,34,92,92,92,92,"
+
 
 class XGrammarBackend:
     """See GrammarBackend. A compilation uses up to `num_threads` threads of its own."""
@@ -36,7 +42,9 @@ class XGrammarBackend:
 
     def _compile(self, kind: str, source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
         if kind == "structural_tag":
-            return self._compiler.compile_structural_tag(source)
+            if _BOUNDED.search(source) is None:
+                return self._compiler.compile_structural_tag(source)
+            return self._compiler.compile_grammar(_without_controls(source))
         if kind == "ebnf":
             return self._compiler.compile_grammar(source)
         raise RequestError(f"{kind}: is not compiled by this backend")
@@ -81,11 +89,25 @@ class XGrammarMatcher:
         """See Matcher.forced."""
         if self._matcher.is_completed():
             return b""
-        return str(self._matcher.find_jump_forward_string()).encode()
+        try:
+            return str(self._matcher.find_jump_forward_string()).encode()
+        except UnicodeDecodeError:  # it would begin in the middle of a character
+            return b""
 
     def fork(self) -> "XGrammarMatcher":
         """See Matcher.fork."""
         return XGrammarMatcher(self._matcher.fork())
+
+
+def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
+    """The grammar of a structural tag whose strings hold no control characters.
+
+    xgrammar 0.2.8 lets them, tabs too, into strings that have a minLength or maxLength, and then
+    they are no JSON. That class of characters is replaced by the one that other strings have.
+    """
+    grammar = xgrammar.Grammar.from_structural_tag(source)
+    text = grammar.serialize_json().replace(_LOOSE_CLASS, _JSON_CLASS)
+    return xgrammar.Grammar.deserialize_json(text)
 
 
 def _problem(error: Exception) -> str:

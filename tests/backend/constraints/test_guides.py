@@ -1,0 +1,247 @@
+"""What grammars allow, how wrong ones are refused, and the limits of compiling."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from nereid_backend.constraints import Guides
+from nereid_backend.constraints.cost import check_cost
+from nereid_backend.constraints.pool import ByteCache, CompilePool
+from nereid_backend.constraints.spec import schema_spec
+from nereid_backend.core.guide import GrammarSpec
+from nereid_backend.core.params import SamplingParams
+from nereid_backend.errors import CapacityError, EngineError, RequestError
+
+EOS = {2, 0}
+
+
+@pytest.mark.parametrize(
+    ("spec", "fits", "fits_not"),
+    [
+        (GrammarSpec("regex", r"[a-c]+-\d{2}/x"), "abc-12/x", "abd-12/x"),
+        (GrammarSpec.choice(["red", "green/blue\n", 'a "q" <b>', "überß", "."]), "überß", "x"),
+        (GrammarSpec.choice(["red", "green/blue\n", 'a "q" <b>', "."]), "green/blue\n", "x"),
+        (GrammarSpec("ebnf", 'root ::= "a" b+\nb ::= "x" | "yz"'), "axyz", "ay "),
+        (GrammarSpec("ebnf", 'start: "a" b+\nb: "x" | "yz"'), "axyz", "ay "),
+        (GrammarSpec("json_schema", '{"type": "integer", "maximum": 12}'), "12", "13"),
+    ],
+)
+def test_a_grammar_takes_what_fits_and_nothing_else(spec, fits, fits_not, guide, vocabulary):
+    held = guide(spec)
+    held.accept([*vocabulary.encode(fits), 2])
+    with pytest.raises(EngineError, match="not allowed"):
+        guide(spec).accept([*vocabulary.encode(fits_not), 2])
+
+
+def test_a_complete_grammar_leaves_only_stop_tokens(guide, allowed, vocabulary):
+    held = guide(GrammarSpec.choice(["yes"]))
+    held.accept(vocabulary.encode("yes"))
+    assert allowed(held) == EOS
+    other = guide(GrammarSpec.choice(["yes"]), stops=frozenset({7}))
+    other.accept(vocabulary.encode("yes"))
+    assert allowed(other) == {7}
+    other.accept([7])
+    assert allowed(other) == {7}
+
+
+def test_without_any_stop_token_the_checkpoints_own_end_the_answer(guide, allowed, vocabulary):
+    held = guide(GrammarSpec.choice(["yes"]), stops=frozenset())
+    held.accept(vocabulary.encode("yes"))
+    assert allowed(held) == EOS
+
+
+def test_markup_is_never_text(guide, allowed, vocabulary):
+    free = {"type": "structural_tag", "format": {"type": "any_text"}}
+    held = guide(GrammarSpec("structural_tag", json.dumps(free)))
+    assert 1 not in allowed(held)  # <|im_start|>
+    assert vocabulary.encode("hello")[0] in allowed(held)
+    text = guide(GrammarSpec("json_schema", '{"type": "string"}'))
+    text.accept(vocabulary.encode('"a'))
+    assert not allowed(text) & {0, 1, 2}
+
+
+def test_markup_that_a_tag_names_may_be_written(guide, allowed):
+    tag = {"type": "tag", "begin": "<|im_start|>", "content": {"type": "any_text"}, "end": "!"}
+    source = json.dumps({"type": "structural_tag", "format": tag})
+    assert 1 in allowed(guide(GrammarSpec("structural_tag", source)))
+
+
+def test_strings_of_bounded_length_in_a_tag_hold_no_control_characters(guide, vocabulary):
+    schema = {"type": "string", "minLength": 1, "maxLength": 5}
+    node = {"type": "json_schema", "json_schema": schema}
+    tag = {"type": "tag", "begin": "<a>", "content": node, "end": "</a>"}
+    spec = GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
+    guide(spec).accept([*vocabulary.encode('<a>"x y"</a>'), 2])
+    for wrong in ('<a>"x\ty"</a>', '<a>"123456"</a>', '<a>""</a>'):
+        with pytest.raises(EngineError, match="not allowed"):
+            guide(spec).accept([*vocabulary.encode(wrong), 2])
+
+
+def test_forced_text_comes_as_the_tokenizer_would_write_it(guide, vocabulary):
+    schema = {
+        "type": "object",
+        "properties": {"temperature": {"const": "unknown"}},
+        "required": ["temperature"],
+        "additionalProperties": False,
+    }
+    tag = {
+        "type": "tag",
+        "begin": '<tool_call>\n{"name": "get_weather", "arguments": ',
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": "}\n</tool_call>",
+    }
+    held = guide(
+        GrammarSpec("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
+    )
+    forced = held.forced()
+    assert forced == vocabulary.encode('<tool_call>\n{"name": "get_weather", "arguments": {')[:-1]
+    held.accept(forced)
+
+
+def test_nothing_is_forced_where_the_answer_may_end(guide, vocabulary):
+    held = guide(GrammarSpec("regex", "ab(cdefgh)?"))
+    held.accept(vocabulary.encode("ab"))
+    assert held.forced() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        ("regex", "ab[z-a]", r"column 4"),
+        ("regex", "(ab", r"unclosed group \(column 1\)"),
+        ("regex", r"(a)\1", "backreferences are not supported"),
+        ("ebnf", 'root ::= "a" b', "line 1, column 14"),
+        ("ebnf", "start: nowhere", "nowhere"),
+        ("choice", "[]", "at least one string"),
+        ("choice", '["a", 1]', "member 1"),
+        ("json_schema", "{", "no JSON at column 2"),
+        ("json_schema", '{"properties": {"a": {"type": "x"}}}', r"\$\.properties\.a: Invalid type"),
+        (
+            "json_schema",
+            '{"properties": {"a": {"items": {"not": {}}}}}',
+            r"\$\.properties\.a\.items: not cannot be enforced",
+        ),
+        (
+            "json_schema",
+            '{"properties": {"b": {}, "a": {"pattern": "a("}}}',
+            r"\$\.properties\.a: unclosed group",
+        ),
+        ("structural_tag", '{"type": "structural_tag", "format": {"type": "x"}}', "not recognized"),
+        ("regex", "a" * 300_000, "300000 bytes; the limit is 262144"),
+        ("json_schema", '{"a":' * 300 + "1" + "}" * 300, "levels deep; the limit is"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_with_its_place(kind, source, words, problem):
+    error = problem(kind, source)
+    assert isinstance(error, RequestError)
+    assert re.search(words, str(error)), error
+
+
+def test_a_schema_that_is_not_strict_passes_over_what_cannot_be_enforced(guide, vocabulary):
+    asked = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    with pytest.raises(RequestError, match="uniqueItems cannot be enforced"):
+        guide(schema_spec(asked, is_strict=True))
+    guide(schema_spec(asked, is_strict=False)).accept([*vocabulary.encode("[1, 1]"), 2])
+
+
+def test_a_schema_cannot_bring_options_of_its_own(guide):
+    asked = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
+    with pytest.raises(RequestError, match="uniqueItems"):
+        guide(schema_spec(asked, is_strict=True))
+
+
+def test_bounds_that_would_compile_for_minutes_are_refused_before():
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "ab.{0,2000}"}}
+    with pytest.raises(RequestError, match=r"\$\.format\.pattern, column 4, asks for 2000 .* 10 s"):
+        check_cost("structural_tag", json.dumps(tag), 150_000, 10.0)
+    check_cost("structural_tag", json.dumps(tag), 2_000, 10.0)
+
+
+def test_wide_regexes_compile_at_once(guide):
+    started = time.perf_counter()
+    guide(GrammarSpec("regex", ".{0,20000}x{3}"))
+    guide(schema_spec({"type": "string", "maxLength": 50_000}, is_strict=True))
+    assert time.perf_counter() - started < 2
+
+
+def test_preparing_never_blocks_and_equal_grammars_are_compiled_once(guides):
+    params = SamplingParams(grammar=schema_spec({"type": "boolean"}, is_strict=True))
+    guides.prepare(params, frozenset(EOS)).result(60)
+    again = guides.prepare(params, frozenset(EOS))
+    assert again.done()
+    assert again.result().fork() is not again.result()
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
+    made = Guides(str(tmp_path), vocab_size=10, eos_token_ids=[1])
+    params = SamplingParams(grammar=GrammarSpec("regex", "a"))
+    assert "tokenizer cannot be loaded" in str(made.prepare(params, frozenset()).exception(60))
+    made.close()
+
+
+# ---- the pool and the cache ----------------------------------------------------------------------
+
+
+def test_late_work_is_abandoned_and_does_not_hold_up_others():
+    pool, release = CompilePool(1, timeout_s=0.2), threading.Event()
+    late = pool.submit(lambda: release.wait(20))
+    error = late.exception(10)
+    assert isinstance(error, RequestError)
+    assert "longer than 0.2 s" in str(error)
+    assert pool.submit(lambda: 7).result(10) == 7
+    release.set()
+    pool.close()
+
+
+def test_too_much_abandoned_work_is_a_refusal_until_it_ends():
+    pool, release = CompilePool(1, timeout_s=0.1, max_abandoned=2), threading.Event()
+    for _ in range(2):
+        assert pool.submit(lambda: release.wait(20)).exception(10)
+    with pytest.raises(CapacityError, match="try again later"):
+        pool.submit(lambda: 1)
+    release.set()
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            assert pool.submit(lambda: 1).result(10) == 1
+            break
+        except CapacityError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    pool.close()
+
+
+def test_what_waits_when_the_pool_closes_gets_an_error():
+    pool, release = CompilePool(1, timeout_s=20), threading.Event()
+    running, waiting = pool.submit(lambda: release.wait(20)), pool.submit(lambda: 1)
+    pool.close()
+    for future in (running, waiting):
+        assert "shutting down" in str(future.exception(10))
+    release.set()
+
+
+def test_the_cache_lets_go_of_what_was_used_longest_ago():
+    cache = ByteCache(10)
+    for name in "ab":
+        cache.put(name, name, 4)
+    assert cache.get("a") == "a"
+    cache.put("c", "c", 4)
+    assert (cache.get("a"), cache.get("b"), cache.get("c")) == ("a", None, "c")
+    cache.put("d", "d", 11)
+    assert cache.get("d") is None
+    assert cache.num_bytes == 8
+
+
+def test_what_stubs_need_imports_neither_torch_nor_a_grammar_library():
+    code = (
+        "import sys; from nereid_backend import constraints; "
+        "from nereid_backend.constraints import spec, validate; "
+        "spec.schema_spec({}, is_strict=True); validate.validate_strict('1', {'type': 'integer'}); "
+        "print(sorted({'torch', 'xgrammar', 'llguidance', 'transformers'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

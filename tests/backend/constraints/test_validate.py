@@ -1,0 +1,25 @@
+import pytest
+from nereid_backend.constraints.validate import validate_strict
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def test_a_fitting_text_has_no_problem():
+    assert validate_strict('{"a": 1}', SCHEMA) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is no JSON"),
+        ('{"a": NaN}', "is no JSON"),
+        ('{"a": "x"}', r"$.a: 'x' is not of type 'integer'"),
+        ("{}", "'a' is a required property"),
+    ],
+)
+def test_a_problem_is_told_with_its_place(text, words):
+    assert words in validate_strict(text, SCHEMA)
+
+
+def test_references_are_not_fetched():
+    assert "cannot be checked" in validate_strict("1", {"$ref": "http://127.0.0.1:9/x"})

@@ -1,0 +1,53 @@
+"""The bytes of tokens, for each way in which tokenizers spell them."""
+
+import pytest
+from nereid_backend.constraints.vocabulary import row_of, vocabulary_of
+from nereid_backend.errors import RequestError
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+TEXTS = ["hello wörld", " a  b\n", '{"k": [1, 2]}', "日本 🎉"]
+
+
+def test_the_tokens_of_a_text_spell_its_bytes(vocabulary):
+    for text in TEXTS:
+        spelled = b"".join(vocabulary.tokens[one] for one in vocabulary.encode(text))
+        assert spelled == text.encode()
+
+
+def test_byte_fallback_pieces_are_bytes():
+    vocab = {"<unk>": 0, "▁a": 1, "b": 2} | {f"<0x{n:02X}>": 3 + n for n in range(256)}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens([AddedToken("<s>")])
+    found = vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=backend), 300)
+    assert (found.tokens[1], found.tokens[3 + 0xC3]) == (b" a", b"\xc3")
+    assert found.tokens[259] == b"<s>"
+    assert 259 in found.special_ids
+    assert found.tokens[299] == b""
+    assert 299 in found.unusable_ids
+
+
+def test_the_logits_may_be_narrower_than_the_vocabulary(vocabulary):
+    from backend.constraints.conftest import MODEL
+    from transformers import AutoTokenizer
+
+    found = vocabulary_of(AutoTokenizer.from_pretrained(MODEL), 100)
+    assert found.tokens == vocabulary.tokens[:100]
+
+
+def test_a_tokenizer_that_does_not_tell_its_bytes_is_refused():
+    with pytest.raises(RequestError, match="does not say which bytes"):
+        vocabulary_of(object(), 10)
+
+
+def test_bytes_can_be_spelled_with_any_tokens(vocabulary):
+    data = "Zoë {".encode()
+    assert b"".join(vocabulary.tokens[one] for one in vocabulary.spell(data)) == data
+
+
+def test_rows_have_a_bit_for_each_token():
+    assert row_of([0, 31, 33], 40).tolist() == [-(2**31) + 1, 2]

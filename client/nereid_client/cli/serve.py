@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from nereid_client.cli import checks
+from nereid_client.cli import checks, poolers
 from nereid_client.cli.children import Child, adopt_orphans, end_descendants
 from nereid_client.cli.console import CliError, complain, say
 from nereid_client.cli.install_server import LAUNCHER_MARK, launcher_path
 from nereid_client.cli.libpython import find_libpython
+from nereid_client.cli.poolers import Pooler, PoolerWarmUp
 from nereid_client.cli.warmup import Frontend, WarmUp
 
 _PROGRESS_EVERY_S = 10.0
@@ -78,6 +79,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     for flag, (variable, metavar, text) in _ENGINE_FLAGS.items():
         model.add_argument(flag, metavar=metavar, help=f"{text} [{variable}]")
+    poolers.add_flags(parser.add_argument_group("the models beside it"))
     doors = parser.add_argument_group("doors")
     doors.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
     for flag, (port, text) in _PORT_FLAGS.items():
@@ -118,6 +120,7 @@ class Plan:
     shm_prefix: str
     log_path: Path
     model: Path
+    poolers: list[Pooler]
     frontend: Frontend
     doors: list[tuple[str, str]]
 
@@ -139,12 +142,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
     model = args.model or _environment_path("NEREID_MODEL") or repository.parent / "demo" / "chat"
     model = model.expanduser().absolute()
     checks.check_checkpoint(model)
+    beside = poolers.choose(args, repository)
     ports = {flag: getattr(args, _attribute(flag)) for flag in _PORT_FLAGS}
     checks.check_ports(args.host, ports)
 
     given_name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
     name = given_name or model.resolve().name
-    environment = _environment(args, model, name)
+    environment = _environment(args, model, name) | poolers.environment(beside)
     shm_prefix = f"nereid_{os.getpid()}_"
     near = "127.0.0.1" if args.host in ("0.0.0.0", "") else args.host
     return Plan(
@@ -154,6 +158,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         shm_prefix=shm_prefix,
         log_path=args.log_file or _default_log_path(args.openai_port),
         model=model,
+        poolers=beside,
         frontend=Frontend(
             f"http://{near}:{args.openai_port}", name, environment.get("NEREID_API_KEY", "")
         ),
@@ -187,7 +192,8 @@ class Supervisor:
 
     def _serve(self, log: IO[str]) -> int:
         plan = self._plan
-        say(f"nereid: serving {plan.model}")
+        for path in (plan.model, *(pooler.path for pooler in plan.poolers)):
+            say(f"nereid: serving {path}")
         say(f"nereid: starting tritonserver and the OpenAI API; their log: {plan.log_path}")
         for name, command in (
             ("tritonserver", plan.server_command),
@@ -195,29 +201,31 @@ class Supervisor:
         ):
             self._children.append(Child(name, command, plan.environment, log, say))
         warm_up = WarmUp(plan.frontend)
+        beside = PoolerWarmUp(plan.frontend, plan.poolers)
         warm_up.start()
+        beside.start()
         announced = False
         next_progress_s = _PROGRESS_EVERY_S
         while not self._stop.wait(0.05):
-            failure = self._failure(warm_up)
+            failure = self._failure(warm_up.failure or beside.failure)
             if failure is not None:
                 return self._report(*failure)
             elapsed_s = time.monotonic() - self._started
-            if warm_up.curl and not announced:
+            if warm_up.curl and beside.is_done and not announced:
                 announced = True
-                self._announce(warm_up.curl, elapsed_s)
+                self._announce([warm_up.curl, *beside.curls], elapsed_s)
             elif not announced and elapsed_s >= next_progress_s:
                 next_progress_s += _PROGRESS_EVERY_S
                 say(f"nereid: {warm_up.stage} ({elapsed_s:.0f} s)")
         say("nereid: stopping")
         return 0
 
-    def _failure(self, warm_up: WarmUp) -> tuple[str, Child] | None:
+    def _failure(self, refusal: str | None) -> tuple[str, Child] | None:
         for child in self._children:
             if child.exit_code is not None:
                 return child.describe_end(), child
-        if warm_up.failure:
-            return warm_up.failure, self._children[0]
+        if refusal:
+            return refusal, self._children[0]
         return None
 
     def _report(self, what: str, child: Child) -> int:
@@ -233,13 +241,16 @@ class Supervisor:
         complain(f"nereid serve: {what}; the whole log: {self._plan.log_path}")
         return 1
 
-    def _announce(self, curl: str, elapsed_s: float) -> None:
+    def _announce(self, curls: list[str], elapsed_s: float) -> None:
         name = self._plan.frontend.model
         say(f"nereid: ready after {elapsed_s:.1f} s; the model's name is {name}")
+        for pooler in self._plan.poolers:
+            say(f"  {pooler.kind:12} {pooler.name}")
         for door, address in self._plan.doors:
             say(f"  {door:12} {address}")
         say("Try it:")
-        say(curl)
+        for curl in curls:
+            say(curl)
         say("Ctrl-C stops it.")
 
     def _end_all(self) -> None:
@@ -304,6 +315,8 @@ def _server_command(
         f"--exit-timeout-secs={_SERVER_EXIT_TIMEOUT_S}",
         # Our configurations are complete; guessing would start every Python model twice.
         "--disable-auto-complete-config",
+        # Each in a thread of its own: they wait for their processes, not for one another.
+        "--model-load-thread-count=8",
         # Names by which the shared memory of a server that was killed can be found.
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
     ]

@@ -1,0 +1,107 @@
+"""Which embedding model and reranker `nereid serve` serves, by flag, variable and default."""
+
+from argparse import ArgumentParser
+
+import pytest
+from fakes.live_server import make_checkpoint
+from nereid_client.cli import poolers
+from nereid_client.cli.console import CliError
+from nereid_client.cli.poolers import PoolerWarmUp
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A model repository with both models, and the demo's checkpoints beside it."""
+    for kind in ("embedding", "rerank"):
+        (tmp_path / "model_repository" / kind).mkdir(parents=True)
+        (tmp_path / "model_repository" / kind / "config.pbtxt").touch()
+    for name in ("embed", "rerank"):
+        (tmp_path / "demo").mkdir(exist_ok=True)
+        make_checkpoint(tmp_path / "demo").rename(tmp_path / "demo" / name)
+    return tmp_path / "model_repository"
+
+
+@pytest.fixture
+def choose(repository, monkeypatch):
+    for name in ("NEREID_EMBEDDING_MODEL", "NEREID_RERANK_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+
+    def parse(*argv):
+        parser = ArgumentParser()
+        poolers.add_flags(parser.add_argument_group("models"))
+        return poolers.choose(parser.parse_args(argv), repository)
+
+    return parse
+
+
+def test_both_demo_models_are_served_by_default(choose):
+    assert [(pooler.kind, pooler.name) for pooler in choose()] == [
+        ("embedding", "embed"),
+        ("rerank", "rerank"),
+    ]
+
+
+def test_none_leaves_one_out_and_says_so_to_the_servers(choose):
+    chosen = choose("--embedding-model=none")
+    assert [pooler.kind for pooler in chosen] == ["rerank"]
+    told = poolers.environment(chosen)
+    assert told["NEREID_EMBEDDING_MODEL"] == "none"
+    assert told["NEREID_RERANK_MODEL"].endswith("/demo/rerank")
+
+
+def test_a_flag_wins_over_the_variable(choose, tmp_path, monkeypatch):
+    monkeypatch.setenv("NEREID_RERANK_MODEL", "none")
+    mine = make_checkpoint(tmp_path)
+    chosen = choose(f"--rerank-model={mine}")
+    assert [pooler.name for pooler in chosen] == ["embed", "echo-model"]
+    assert chosen[1].path == mine
+
+
+def test_a_repository_without_the_models_serves_none_by_default(choose, repository):
+    for kind in ("embedding", "rerank"):
+        (repository / kind / "config.pbtxt").unlink()
+    assert choose() == []
+
+
+def test_a_model_that_the_repository_lacks_is_refused_when_asked_for(choose, repository, tmp_path):
+    (repository / "embedding" / "config.pbtxt").unlink()
+    with pytest.raises(CliError, match=r"--embedding-model: .* has no embedding/config.pbtxt"):
+        choose(f"--embedding-model={make_checkpoint(tmp_path)}")
+
+
+def test_what_is_no_checkpoint_is_refused_by_its_own_flag(choose, tmp_path):
+    with pytest.raises(CliError, match=r"^--rerank-model: there is no "):
+        choose(f"--rerank-model={tmp_path / 'nowhere'}")
+
+
+class Answers:
+    """A Frontend that gives these statuses, one after the other."""
+
+    def __init__(self, *statuses):
+        self.statuses = list(statuses)
+        self.bodies = []
+
+    def get_status(self, path):
+        return 200
+
+    def post(self, path, body):
+        self.bodies.append((path, body))
+        return self.statuses.pop(0), "the reason"
+
+    def curl(self, path, body):
+        return f"curl {path} {body['model']}"
+
+
+def test_the_warm_up_waits_until_each_model_answers(choose):
+    frontend = Answers(404, 503, 200, 200)
+    warm_up = PoolerWarmUp(frontend, choose())
+    warm_up.run()
+    assert warm_up.curls == ["curl /v1/embeddings embed", "curl /v1/rerank rerank"]
+    assert warm_up.is_done
+
+
+def test_the_warm_up_reports_a_model_that_never_will(choose):
+    warm_up = PoolerWarmUp(Answers(500), choose())
+    warm_up.run()
+    assert warm_up.failure == "the model embed can't answer: the reason"
+    assert not warm_up.is_done

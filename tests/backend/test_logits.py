@@ -5,7 +5,7 @@ from nereid_backend import SamplingParams
 from nereid_backend.core.request import Request
 from nereid_backend.errors import RequestError
 from nereid_backend.execution.logits import LogitsProcessor, check_token_ids
-from nereid_backend.execution.masks import apply_masks, pack
+from nereid_backend.execution.masks import pack, with_masks
 from nereid_backend.execution.sampler import Sampler, sample
 from nereid_backend.execution.verify import Position
 
@@ -200,12 +200,12 @@ def test_masks_set_all_and_only_forbidden_tokens_to_minus_infinity():
         allowed = rng.random((3, vocab_size)) < 0.5
         logits = torch.randn(4, vocab_size)
         words = [pack(np.flatnonzero(row), vocab_size) for row in allowed]
-        found = logits.clone()
-        apply_masks(found, [words[0], None, words[1], words[2]])
+        found = with_masks(logits, [words[0], None, words[1], words[2]])
         for row, limits in ((0, allowed[0]), (2, allowed[1]), (3, allowed[2])):
             expected = torch.where(torch.from_numpy(limits), logits[row], -INF)
             assert torch.equal(found[row], expected)
         assert torch.equal(found[1], logits[1])
+        assert torch.equal(with_masks(logits[[0, 2, 3]], words), found[[0, 2, 3]])
 
 
 def test_choices_do_not_depend_on_how_a_batch_is_cut(monkeypatch):

@@ -175,14 +175,28 @@ def test_random_numbers_are_uniform_and_differ_by_seed_and_counter():
     assert abs(np.corrcoef(grid[0], grid[1])[0, 1]) < 0.35
 
 
-def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges():
-    logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]] * 2)
-    for uniform in (0.0, np.nextafter(1.0, 0.0)):
+@pytest.mark.parametrize("block", [3, 7, 25, 50, 512])
+def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges(monkeypatch, block):
+    monkeypatch.setattr(sampler, "_BLOCK", block)
+    monkeypatch.setattr(sampler, "_MIN_BLOCKS", 1)
+    torch.manual_seed(4)
+    numbers = np.concatenate([[0.0, np.nextafter(1.0, 0.0)], np.random.default_rng(0).random(200)])
+    count = len(numbers)
+    for share in (0.04, 0.3, 1.0):
+        logits = torch.randn(VOCAB) * 5
+        logits[torch.rand(VOCAB) > share] = float("-inf")
+        logits[17] = 0.0
         batch = sampler.SamplingBatch(
-            temperature=np.ones(2, np.float32),
-            top_p=np.ones(2, np.float32),
-            top_k=np.zeros(2, np.int64),
-            min_p=np.zeros(2, np.float32),
-            uniform=np.full(2, uniform),
+            temperature=np.ones(count, np.float32),
+            top_p=np.ones(count, np.float32),
+            top_k=np.zeros(count, np.int64),
+            min_p=np.zeros(count, np.float32),
+            uniform=numbers,
         )
-        assert set(sampler.draw(logits, batch).tolist()) <= {1, 3}
+        tokens = sampler.draw(logits.expand(count, -1), batch)
+        assert logits[tokens].isfinite().all()
+        # The index at which the sum of probabilities passes the random number, by the definition.
+        sums = logits.double().softmax(-1).cumsum(-1).numpy()
+        expected = np.searchsorted(sums, numbers * sums[-1], side="right")
+        wrong = (tokens.numpy() != expected).sum()
+        assert wrong <= 2, "more than rounding explains"

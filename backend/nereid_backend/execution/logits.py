@@ -22,7 +22,7 @@ from torch import Tensor
 from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
 from nereid_backend.errors import RequestError
-from nereid_backend.execution.masks import Words, apply_masks, pack
+from nereid_backend.execution.masks import Words, pack, with_masks
 from nereid_backend.execution.penalties import TokenCounts, apply_penalties, asks_for_penalties
 from nereid_backend.execution.verify import Position
 
@@ -179,8 +179,8 @@ class LogitsProcessor:
         asking = [i for i, wish in enumerate(wishes) if not wish.is_plain]
         if not asking and all(mask is None for mask in masks):
             return logits
-        logits = logits.clone()
-        apply_masks(logits, [_both(w.allowed, m) for w, m in zip(wishes, masks, strict=True)])
+        limits = [_both(wish.allowed, mask) for wish, mask in zip(wishes, masks, strict=True)]
+        logits = with_masks(logits, limits)
         if asking:
             self._put_out_of_reach(logits, positions, wishes, asking)
             _add_bias(logits, wishes, asking)

@@ -1,7 +1,9 @@
 """A few architectures of every tier; tests/backend/archs.py runs all that there are."""
 
+import dataclasses
+
 import pytest
-from backend.exactness import SITUATIONS, open_engine, reference
+from backend.exactness import PARAMS, PROMPTS, SITUATIONS, open_engine, reference
 
 from backend import shrink
 
@@ -55,3 +57,16 @@ def test_the_answers_vary_so_that_equality_means_something(checkpoint_of_tier):
     _, _, expected = checkpoint_of_tier
     tokens = [token for answer in expected for token in answer]
     assert len(set(tokens)) > 8
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("guessing", [{}, {"num_speculative_tokens": 4}], ids=["plain", "guessing"])
+def test_sequences_that_share_a_prompt_answer_alike(checkpoint_of_tier, guessing):
+    folder, _, expected = checkpoint_of_tier
+    engine = open_engine(folder, **guessing)
+    params = dataclasses.replace(PARAMS, n=3)
+    outputs = engine.generate(PROMPTS, params)
+    assert [[o.token_ids for o in each.outputs] for each in outputs] == [
+        [answer] * 3 for answer in expected
+    ]
+    engine.close()

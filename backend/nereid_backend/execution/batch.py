@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.attention.batch import AttentionBatch, Decodes, Prefill
-from nereid_backend.core.step import StepPlan
+from nereid_backend.core.step import Chunk, StepPlan
 
 Integers = NDArray[np.int64]
 
@@ -35,6 +35,13 @@ class StepBatch:
     attention: AttentionBatch
     logits_index: Tensor
     num_logits: int
+
+
+def tokens_of(chunk: Chunk) -> list[int]:
+    """A chunk's tokens: what is known, then what is guessed to follow."""
+    request = chunk.request
+    token_ids = request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    return token_ids + request.draft_token_ids[: chunk.num_tokens - len(token_ids)]
 
 
 class BatchBuilder:
@@ -73,14 +80,15 @@ class BatchBuilder:
         starts: list[int] = []
         counts: list[int] = []
         wanted: list[int] = []
-        for request, start, num_tokens, _, is_first, num_logits in plan.chunks:
+        for chunk in plan.chunks:
+            request, start, num_tokens, _, is_first, num_logits = chunk
             row = request.row
             assert row is not None
             self._fill_row(row, request.block_table, is_first)
             if num_tokens == 1:
                 token_ids.append(request.token_ids[start])
             else:
-                token_ids += request.token_ids[start : start + num_tokens]
+                token_ids += tokens_of(chunk)
             rows.append(row)
             starts.append(start)
             counts.append(num_tokens)

@@ -113,6 +113,7 @@ class PaddedPath:
 
     def forward(self, plan: StepPlan) -> Tensor:
         """See `ForwardPath.forward`."""
+        self._cache.copy_blocks(plan.copies)
         parts: list[Tensor | None] = [None] * len(plan.chunks)
         logits: Tensor | None = None
         for group in self._groups(plan.chunks):

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nereid_backend.core.step import Chunk
+from nereid_backend.execution.batch import tokens_of
 
 
 class UnfitError(Exception):
@@ -79,8 +80,7 @@ class ModelCall:
 
 def ids_of(chunk: Chunk, device: torch.device) -> Tensor:
     """A chunk's tokens as [1, num_tokens] int64."""
-    tokens = chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-    return torch.tensor([tokens], device=device)
+    return torch.tensor([tokens_of(chunk)], device=device)
 
 
 def positions_of(chunk: Chunk, device: torch.device) -> Tensor:

@@ -1,0 +1,61 @@
+"""What fields of a request do that no single room's tests show, with the demo model's tokenizer."""
+
+from pathlib import Path
+
+import pytest
+from nereid_backend.output.detokenizer import decoder
+from nereid_backend.serving.prompts import PromptBuilder
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+CHECKPOINT = Path(__file__).resolve().parents[2] / "demo" / "chat"
+MESSAGES = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Well, I"},
+]
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(CHECKPOINT, local_files_only=True)
+
+
+@pytest.fixture
+def prompt_of(tokenizer):
+    """The rendered prompt of a chat with these fields."""
+
+    def render(**fields):
+        return PromptBuilder(tokenizer).from_chat({"messages": MESSAGES, **fields}).text
+
+    return render
+
+
+def test_an_answer_is_opened_unless_told_otherwise(prompt_of):
+    opening = "<|im_start|>assistant\n"
+    assert prompt_of().endswith(opening)
+    assert prompt_of(add_generation_prompt=False).endswith("Well, I<|im_end|>\n")
+
+
+def test_the_last_message_is_gone_on_with_where_asked(prompt_of):
+    assert prompt_of(continue_final_message=True).endswith("Well, I")
+
+
+def test_special_tokens_stand_around_a_prompt_unless_told_otherwise(tokenizer):
+    begin = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)]
+    )
+    build = PromptBuilder(tokenizer)
+    text = build.from_text("one").token_ids
+    assert text == [begin, *build.from_text("one", add_special_tokens=False).token_ids]
+    chat = build.from_chat({"messages": MESSAGES}).token_ids
+    assert build.from_chat({"messages": MESSAGES, "add_special_tokens": True}).token_ids == [
+        begin,
+        *chat,
+    ]
+
+
+def test_special_tokens_are_text_only_where_asked(tokenizer):
+    ids = tokenizer("one<|im_end|> two", add_special_tokens=False)["input_ids"]
+    assert decoder(tokenizer, skip_special_tokens=True)(ids) == "one two"
+    assert decoder(tokenizer, skip_special_tokens=False)(ids) == "one<|im_end|> two"

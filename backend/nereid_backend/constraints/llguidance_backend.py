@@ -4,7 +4,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
@@ -19,6 +19,8 @@ _OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE
 # 20k lexer states are 20-40 MB at most, for one grammar.
 _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
 _NUM_BYTES = 64 * 1024  # of a small grammar; the library does not tell
+_BESIDE = 1e-9
+_MAX_MESSAGE = 300
 _MAX_LOCATED = 200  # parts of a schema that are tried to find the one that is wrong
 
 
@@ -53,7 +55,7 @@ class LLGuidanceBackend:
     def compile(self, kind: str, source: str) -> "LLGuidanceGrammar":
         """See GrammarBackend.compile; all kinds but structural tags."""
         if kind == "json_schema":
-            schema = json.loads(source)
+            schema = _with_mended_bounds(json.loads(source))
             matcher = self._matcher(_schema_grammar(schema))
             if matcher.is_error():
                 raise self._schema_error(schema, _problem(matcher))
@@ -169,7 +171,33 @@ def _problem(matcher: LLMatcher, has_pattern: bool = False) -> str:
         return f"{said[-1]}{at}"
     if has_pattern:
         text = re.sub(r'^at \d+\(\d+\): invalid regex "(?:[^"\\]|\\.)*" \(in regex\): ', "", text)
-    return " ".join(text.partition("\n")[0].split())
+    return " ".join(text.partition("\n")[0].split())[:_MAX_MESSAGE]
+
+
+def _with_mended_bounds(schema: object) -> object:
+    """The same schema, without the bounds that llguidance 1.9 takes wrongly. Mutates: schema.
+
+    Between an exclusive bound that is whole and another within the same unit (above 3, at most
+    3.6) it lets the whole number itself through. An inclusive bound just beside it is right.
+    """
+    for part, _ in subschemas(schema):
+        if not isinstance(part, dict):
+            continue
+        low, high = part.get("exclusiveMinimum"), part.get("exclusiveMaximum")
+        top, bottom = part.get("maximum", high), part.get("minimum", low)
+        if _is_whole(low) and _is_number(top) and low >= 0 and top < low + 1:
+            part["minimum"] = part.pop("exclusiveMinimum") + _BESIDE
+        elif _is_whole(high) and _is_number(bottom) and high <= 0 and bottom > high - 1:
+            part["maximum"] = part.pop("exclusiveMaximum") - _BESIDE
+    return schema
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> TypeGuard[float]:
+    return _is_number(value) and value == int(value)
 
 
 def _schema_grammar(schema: object) -> str:

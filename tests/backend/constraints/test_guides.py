@@ -37,6 +37,21 @@ def test_a_grammar_takes_what_fits_and_nothing_else(spec, fits, fits_not, guide,
         guide(spec).accept([*vocabulary.encode(fits_not), 2])
 
 
+@pytest.mark.parametrize(
+    ("bounds", "number"),
+    [
+        ({"exclusiveMinimum": 3, "maximum": 3.6}, "3"),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.6}, "0"),
+        ({"exclusiveMaximum": -3, "minimum": -3.6}, "-3"),
+    ],
+)
+def test_exclusive_bounds_are_excluded(bounds, number, guide, vocabulary):
+    spec = schema_spec({"type": "number", **bounds}, is_strict=True)
+    guide(spec).accept([*vocabulary.encode(f"{number}.2"), 2])
+    with pytest.raises(EngineError, match="not allowed"):
+        guide(spec).accept([*vocabulary.encode(number), 2])
+
+
 def test_a_complete_grammar_leaves_only_stop_tokens(guide, allowed, vocabulary):
     held = guide(GrammarSpec.choice(["yes"]))
     held.accept(vocabulary.encode("yes"))

@@ -49,6 +49,10 @@ def run(runner, *chunks):
     result = runner.run(StepPlan(list(chunks), sum(chunk.num_tokens for chunk in chunks)))
     for chunk, sampled in zip((c for c in chunks if c.samples), result.sampled, strict=True):
         assert len(sampled.token_ids) == len(sampled.logprobs)
+        if sampled.error is None and sampled.token_ids[-1] not in chunk.request.stop_token_ids:
+            # Something is left to compute in the next step.
+            guesses = chunk.request.draft_token_ids
+            assert sampled.token_ids != guesses[: len(sampled.token_ids)]
         chunk.request.num_computed_tokens = len(chunk.request.token_ids)
         chunk.request.token_ids += sampled.token_ids
     return result
@@ -190,6 +194,15 @@ def test_forced_tokens_come_with_the_token_that_forces_them():
     assert result.sampled[0].token_ids == [14, 8, 9, 10]
     assert result.sampled[0].logprobs[1:] == [0.0, 0.0, 0.0]
     assert request.guide.accepted == [14, 8, 9, 10]
+
+
+def test_guesses_behind_what_is_forced_are_kept_too():
+    answer = answer_alone(make_request(temperature=0.0, guide=True, logit_bias={14: 100}), 6)
+    assert answer[:5] == [14, 8, 9, 10, 14]
+    for count in range(1, 6):
+        request = make_request(temperature=0.0, guide=True, logit_bias={14: 100})
+        run(Runner(HashedPath(VOCAB)), chunk_of(request, guesses=answer[:count]))
+        assert output_of(request) == ([14, 8, 9, 10] * 2 if count >= 4 else [14, 8, 9, 10])
 
 
 @pytest.mark.parametrize(

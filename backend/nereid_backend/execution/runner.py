@@ -13,7 +13,7 @@ from nereid_backend.core.step import Sampled, StepPlan, StepResult
 from nereid_backend.execution.logprobs import prompt_logprobs
 from nereid_backend.execution.masks import MaskFiller, StepMasks, guide_of, join
 from nereid_backend.execution.sampler import NOT_FINITE, Choices, Sampler
-from nereid_backend.execution.verify import Sampling, num_right, sampling_of
+from nereid_backend.execution.verify import Sampling, sampling_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[TokenLogp
 
 
 def _take(sampling: Sampling, choices: Choices, masks: StepMasks) -> list[Sampled]:
-    """What each chunk that samples gets: the chosen tokens, as far as its guesses were right."""
+    """What each chunk that samples gets."""
     sampled = []
     end = 0
     for count in sampling.counts:
@@ -119,50 +119,53 @@ def _take(sampling: Sampling, choices: Choices, masks: StepMasks) -> list[Sample
         if begin in masks.errors:
             sampled.append(Sampled([], [], masks.errors[begin]))
             continue
-        guessed = sampling.positions[end - 1].guessed
-        chosen = choices.token_ids[begin:end]
-        right = num_right(chosen, guessed, request.stop_token_ids)
-        error = next(
-            (choices.errors[i] for i in range(begin, begin + right) if i in choices.errors), None
-        )
-        if error is not None:
-            sampled.append(Sampled([], [], error))
-            continue
-        top = None
-        if request.params.logprobs is not None:
-            top = [choices.top[i] for i in range(begin, begin + right)]
-        logprobs = choices.logprobs[begin : begin + right]
-        sampled.append(_guided(request, Sampled(chosen[:right], logprobs, None, top)))
+        try:
+            sampled.append(_answer(request, sampling.positions[end - 1].guessed, choices, begin))
+        except Exception as error:
+            logger.exception("the guide of request %s failed", request.request_id)
+            message = f"its grammar failed: {type(error).__name__}: {error}"
+            sampled.append(Sampled([], [], message))
     return sampled
 
 
-def _guided(request: Request, sampled: Sampled) -> Sampled:
-    """Tell a request's guide what was chosen, and add what it leaves no choice about.
+def _answer(request: Request, guessed: list[int], choices: Choices, begin: int) -> Sampled:
+    """What was chosen and what is forced, as far as the guesses were right.
 
-    What is forced is looked for behind every chosen token, as if each had come in its own step, and
-    goes before the guesses that follow: so guesses do not change the answer. Nothing is told of a
-    token that ends the answer.
+    Each chosen token is followed by what the guide leaves no choice about, as if it had come in a
+    step of its own; only where all that equals the guesses, the choice behind them counts. So
+    guesses do not change the answer, and its last token is always one that was not guessed, or its
+    end. A guide is not told of a token that ends the answer.
+
+    Args:
+        request: its guide takes in the tokens.
+        guessed: tokens that went through the model behind the known ones.
+        choices: one behind the known tokens and one behind each guess, from index begin on.
+        begin: see choices.
     """
-    guide = guide_of(request)
-    if guide is None:
-        return sampled
-    try:
-        for count, token_id in enumerate(sampled.token_ids, 1):
-            if token_id in request.stop_token_ids:
+    guide, stops = guide_of(request), request.stop_token_ids
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    top: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
+    while token_ids == guessed[: len(token_ids)]:
+        index = begin + len(token_ids)
+        if index in choices.errors:
+            return Sampled([], [], choices.errors[index])
+        token_ids.append(choices.token_ids[index])
+        logprobs.append(choices.logprobs[index])
+        if top is not None:
+            top.append(choices.top[index])
+        if token_ids[-1] in stops:
+            break
+        if guide is not None:
+            guide.accept(token_ids[-1:])
+            forced = _forced(request, guide.forced(), len(token_ids))
+            token_ids += forced
+            logprobs += [0.0] * len(forced)
+            if token_ids[-1] in stops:
                 break
-            guide.accept([token_id])
-            forced = _forced(request, guide.forced(), count)
             if forced:
-                if forced[-1] not in request.stop_token_ids:
-                    guide.accept(forced)
-                return Sampled(
-                    sampled.token_ids[:count] + forced,
-                    sampled.logprobs[:count] + [0.0] * len(forced),
-                )
-    except Exception as error:
-        logger.exception("the guide of request %s failed", request.request_id)
-        return Sampled([], [], f"its grammar failed: {type(error).__name__}: {error}")
-    return sampled
+                guide.accept(forced)
+    return Sampled(token_ids, logprobs, None, top)
 
 
 def _forced(request: Request, forced: list[int], num_new: int) -> list[int]:

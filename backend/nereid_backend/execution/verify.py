@@ -75,17 +75,3 @@ def guesses_of(chunk: Chunk) -> list[int]:
     guessed: list[int] = getattr(chunk.request, "draft_token_ids", None) or []
     # A chunk that reports a prompt's log-probabilities has more logits, but no guesses.
     return guessed[: chunk.num_logits - 1]
-
-
-def num_right(chosen: list[int], guessed: list[int], stop_token_ids: frozenset[int]) -> int:
-    """How many of the chosen tokens are the answer's: up to the first that ends or was not guessed.
-
-    Args:
-        chosen: one token for each position, of which there is one more than guesses.
-        guessed: the guesses.
-        stop_token_ids: tokens that end the answer.
-    """
-    for index, guess in enumerate(guessed):
-        if chosen[index] != guess or guess in stop_token_ids:
-            return index + 1
-    return len(chosen)

@@ -50,8 +50,14 @@ class EngineClient:
         stats: how busy the engine was when it last said so.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str], None],
+        module: str = "nereid_backend.serving.engine_process",
+    ) -> None:
         self._config = config
+        self._module = module
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
@@ -73,7 +79,7 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         # The interpreter of the stub's environment; an embedded Python need not know it.
         python = sys.executable or shutil.which("python3") or "python3"
-        command = [python, "-m", "nereid_backend.serving.engine_process"]
+        command = [python, "-m", self._module]
         self._process = subprocess.Popen(
             [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )

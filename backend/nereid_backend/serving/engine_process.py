@@ -22,12 +22,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from nereid_backend import Engine, EngineConfig, SamplingParams
+from nereid_backend.config import EngineConfig
+from nereid_backend.core.outputs import EngineInfo, RequestUpdate
+from nereid_backend.core.params import SamplingParams
 from nereid_backend.errors import CapacityError, NereidError, RequestError
 from nereid_backend.serving.channel import Channel, ChannelClosedError
 from nereid_backend.serving.wire import pack_update
@@ -35,7 +37,46 @@ from nereid_backend.serving.wire import pack_update
 _STATS_INTERVAL_S = 0.1
 
 
-def main(argv: Sequence[str] = sys.argv) -> int:
+class StepEngine(Protocol):
+    """What this process needs of an engine: the real one, or a scripted one for tests."""
+
+    info: EngineInfo
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Accept a request."""
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences."""
+
+    def step(self) -> list[RequestUpdate]:
+        """What is new."""
+
+    def has_work(self) -> bool:
+        """Whether step() has something to do."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Free blocks of the KV cache."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions since the start."""
+
+
+MakeEngine = Callable[[EngineConfig, Callable[[str], None]], StepEngine]
+
+
+def serve(argv: Sequence[str], make: MakeEngine) -> int:
     """Serve one engine over the socket whose descriptor is the first argument."""
     faulthandler.enable()
     # Ctrl-C reaches the whole process group; the stub says when to stop.
@@ -43,7 +84,7 @@ def main(argv: Sequence[str] = sys.argv) -> int:
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     channel = Channel(socket.socket(fileno=int(argv[1])))
     with contextlib.suppress(ChannelClosedError):
-        engine = _load(channel)
+        engine = _load(channel, make)
         if engine is not None:
             _serve(engine, channel)
             return 0
@@ -57,11 +98,11 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _load(channel: Channel) -> Engine | None:
+def _load(channel: Channel, make: MakeEngine) -> StepEngine | None:
     (settings,) = channel.receive(None)
     try:
         config = EngineConfig(**settings)
-        engine = Engine(config, progress=lambda line: channel.send(["progress", line]))
+        engine = make(config, lambda line: channel.send(["progress", line]))
     except NereidError as error:
         channel.send(["failed", type(error).__name__, str(error)])
         return None
@@ -72,7 +113,7 @@ def _load(channel: Channel) -> Engine | None:
     return engine
 
 
-def _serve(engine: Engine, channel: Channel) -> None:
+def _serve(engine: StepEngine, channel: Channel) -> None:
     stats_due = 0.0
     while True:
         # With work to do, only look for messages; without, wait for one.
@@ -90,8 +131,18 @@ def _serve(engine: Engine, channel: Channel) -> None:
                 stats_due = now + _STATS_INTERVAL_S
 
 
-def _stats(engine: Engine) -> dict[str, int]:
-    return {
+def _stats(engine: StepEngine) -> dict[str, int]:
+    counts = {
+        name: getattr(engine, name)
+        for name in (
+            "num_prefix_cache_queries",
+            "num_prefix_cache_hits",
+            "num_proposed_tokens",
+            "num_accepted_tokens",
+        )
+        if hasattr(engine, name)
+    }
+    return counts | {
         "num_requests_running": engine.num_running,
         "num_requests_waiting": engine.num_waiting,
         "kv_cache_blocks_used": engine.info.num_blocks - engine.num_free_blocks,
@@ -100,10 +151,10 @@ def _stats(engine: Engine) -> dict[str, int]:
     }
 
 
-def _handle(engine: Engine, channel: Channel, message: list[Any]) -> None:
+def _handle(engine: StepEngine, channel: Channel, message: list[Any]) -> None:
     kind, request_id, *rest = message
     if kind == "abort":
-        engine.abort(request_id, *(index for index in rest if index is not None))
+        engine.abort(request_id, *rest)
         return
     token_ids, params = rest
     try:
@@ -111,6 +162,13 @@ def _handle(engine: Engine, channel: Channel, message: list[Any]) -> None:
         engine.add_request(request_id, prompt, SamplingParams(**params))
     except (RequestError, CapacityError) as error:
         channel.send(["refused", request_id, type(error).__name__, str(error)])
+
+
+def main(argv: Sequence[str] = sys.argv) -> int:
+    """Serve the engine."""
+    from nereid_backend import Engine
+
+    return serve(argv, Engine)
 
 
 if __name__ == "__main__":

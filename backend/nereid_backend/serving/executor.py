@@ -39,7 +39,7 @@ class ExecutorModel:
         try:
             self._settings, config = read_settings(args)
             self._feedback = FeedbackReader(self._settings.max_streams)
-            self._engine = EngineClient(config, tensors.progress)
+            self._engine = EngineClient(config, tensors.progress, self._settings.engine_module)
             self._engine.start(self._settings.engine_start_timeout_s)
         except NereidError as error:
             raise tensors.load_error(error) from error

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chat format a served checkpoint writes."""
 
-from nereid_parsers import Format, NereidParsersError, get_format
+from nereid_parsers import LENIENT, STRICT, Format, NereidParsersError, get_format
 from nereid_parsers.template import format_for_checkpoint
 
 from nereid_backend.errors import ConfigError
@@ -11,12 +11,22 @@ from nereid_backend.serving.settings import ServingSettings
 OFF = "none"
 
 
+_POLICIES = {"lenient": LENIENT, "strict": STRICT}
+
+
 def choose_format(settings: ServingSettings) -> Format | None:
-    """The format that the operator names, else the one that the checkpoint shows; None for plain.
+    """The format of a checkpoint under the operator's policy; None where text is not read.
 
     Raises:
         ConfigError: a name that no format has, or a checkpoint whose files cannot be read.
     """
+    fmt = _choose(settings)
+    policy = _POLICIES.get(settings.parser_policy)
+    return fmt if fmt is None or policy is None else fmt.with_policy(policy)
+
+
+def _choose(settings: ServingSettings) -> Format | None:
+    """The format that the operator names, else what the checkpoint shows; None for plain text."""
     names = {"reasoning": settings.reasoning_parser, "tools": settings.tool_parser}
     if OFF in names.values():
         # What is not to be parsed stays in the content; the other half only by its name.

@@ -12,6 +12,10 @@ _GAUGES = {
     "kv_cache_blocks_used": "Blocks of the KV cache in use",
     "kv_cache_blocks": "Blocks of the KV cache",
     "num_preemptions": "How often a running request had to give its blocks back",
+    "num_prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache",
+    "num_prefix_cache_hits": "Prompt tokens that were found in the prefix cache",
+    "num_proposed_tokens": "Tokens that speculation proposed",
+    "num_accepted_tokens": "Proposed tokens that were right",
     "num_engine_restarts": "Engine processes started after the first",
 }
 

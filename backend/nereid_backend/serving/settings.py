@@ -41,6 +41,9 @@ class ServingSettings:
         reasoning_parser: name of the format in which the checkpoint writes reasoning; empty finds
             out from its chat template, "none" leaves reasoning in the content.
         tool_parser: the same for tool calls.
+        parser_policy: "lenient" keeps text around calls and passes broken arguments on; "strict"
+            takes only calls that follow the reasoning directly and repairs or drops broken
+            arguments; empty is the format's own.
         responses_per_second: ceiling on the responses of all streams together. Each stream's
             tokens are merged until its turn comes; 0 chooses by the number of CPUs.
         heartbeat_ms: a request without responses sends an empty step this often, because only a
@@ -50,25 +53,48 @@ class ServingSettings:
         max_streams: at most so many requests in the executor at once, waiting ones included.
         engine_start_timeout_s: loading a checkpoint may take this long.
         max_engine_restarts: engine processes that may die in a row before the executor gives up.
+        engine: "scripted" is a test tool that writes what a script says in place of a model; see
+            scripted_engine.py.
+        script: path of that script.
     """
 
     model: str
     reasoning_parser: str = ""
     tool_parser: str = ""
+    parser_policy: str = ""
     responses_per_second: int = 0
     heartbeat_ms: int = 250
     stale_after_ms: int = 5_000
     max_streams: int = 4096
     engine_start_timeout_s: int = 3600
     max_engine_restarts: int = 3
+    engine: str = ""
+    script: str = ""
 
     def __post_init__(self) -> None:
+        if self.engine not in _ENGINES:
+            raise ConfigError(f'engine: must be "scripted" or left out, got "{self.engine}"')
+        if self.parser_policy not in ("", "lenient", "strict"):
+            raise ConfigError(
+                f'parser_policy: must be lenient or strict, got "{self.parser_policy}"'
+            )
         for name in ("heartbeat_ms", "stale_after_ms", "max_streams", "engine_start_timeout_s"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
         for name in ("responses_per_second", "max_engine_restarts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def engine_module(self) -> str:
+        """What the engine's process runs."""
+        return _ENGINES[self.engine]
+
+
+_ENGINES = {
+    "": "nereid_backend.serving.engine_process",
+    "scripted": "nereid_backend.serving.scripted_engine",
+}
 
 
 def read_settings(

@@ -1,0 +1,45 @@
+"""A server whose model is a script: the real Triton server, stubs and frontend, and no weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+from served import Served
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "demo" / "chat"
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def checkpoint(folder, template, markers, bos, eos):
+    """A checkpoint folder for a scripted engine: the demo's tokenizer with more special tokens."""
+    folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    (folder / "model.safetensors").touch()  # nobody reads it, but a checkpoint has one
+    (folder / "chat_template.jinja").write_text((TEMPLATES / f"{template}.jinja").read_text())
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    taken = [token["id"] for token in tokenizer["added_tokens"]]
+    taken += list(tokenizer["model"]["vocab"].values())
+    kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for token_id, marker in enumerate(dict.fromkeys([bos, eos, *markers]), max(taken) + 1):
+        tokenizer["added_tokens"].append(
+            {"id": token_id, "content": marker, "special": True, **kind}
+        )
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"bos_token": bos, "eos_token": eos}
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def scripted(model, script, folder, **settings):
+    """`nereid serve` on a script."""
+    path = folder / "script.json"
+    path.write_text(json.dumps(script))
+    environment = {
+        "NEREID_ENGINE": "scripted",
+        "NEREID_SCRIPT": str(path),
+        **{f"NEREID_{name.upper()}": value for name, value in settings.items()},
+    }
+    return Served(model, environment=environment, arguments=["--log-level=warning"])

@@ -1,0 +1,261 @@
+"""The DeepSeek family as a reference: its three formats through the whole server, by a script.
+
+Each answer is asked for streaming and not, and must be the same message both ways.
+"""
+
+import json
+
+import openai
+import pytest
+from e2e.scripted import checkpoint, scripted
+
+pytestmark = pytest.mark.triton
+
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+MARKERS = [
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+    *(f"<｜tool▁{part}▁{end}｜>" for part in ("calls", "call") for end in ("begin", "end")),
+    "<｜tool▁sep｜>",
+]
+SECTION = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+FENCED = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+BARE = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome", "days": 3}'
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city"],
+            },
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+
+
+def fenced(*calls):
+    return SECTION.format("\n".join(FENCED.format(*call) for call in calls))
+
+
+def bare(*calls):
+    return SECTION.format("".join(BARE.format(*call) for call in calls))
+
+
+WEATHER, TIME = ("get_weather", PARIS), ("get_time", ROME)
+
+# What the user asks -> what the model writes, for each template.
+SCRIPTS = {
+    "deepseek_v3_0324": {
+        "plain": "Good day to you.",
+        "one call": fenced(WEATHER),
+        "two calls": fenced(WEATHER, TIME),
+        "content then call": "Let me look. " + fenced(WEATHER),
+    },
+    "deepseek_r1": {
+        "plain": "The user greets me.\n</think>\n\nGood day to you.",
+        "one call": "I need the weather.\n</think>\n\n" + fenced(WEATHER),
+        "two calls": "I need both.\n</think>\n\n" + fenced(WEATHER, TIME),
+        "never closes": "On and on I think about it",
+    },
+    "deepseek_v31": {
+        "plain": "Good day to you.",
+        "thinking": "The user greets me.</think>Good day to you.",
+        "one call": bare(WEATHER),
+        "two calls": bare(WEATHER, TIME),
+        "thinking, call": "I need the weather.</think>" + bare(WEATHER),
+    },
+}
+# The rules of the strict policy, on V3.1.
+STRICT = {
+    "a unclosed": "hm " + bare(WEATHER),
+    "b second close": "one</think>two</think>three",
+    "c text before": "hm</think>Well, " + bare(WEATHER),
+    "d blanks before": "hm</think>\n \n" + bare(WEATHER),
+    "e text between": "hm</think>"
+    + SECTION.format(BARE.format(*WEATHER) + "oops" + BARE.format(*TIME)),
+    "f cut off": "hm</think>" + bare(("get_weather", '{"city": "Paris", "days": 1'), TIME),
+    "f beyond repair": "hm</think>" + bare(("get_weather", "no json"), TIME),
+    "g not thinking": "Well, " + bare(WEATHER),
+}
+
+
+def rules(script):
+    return [
+        {"when": f"{ask}{end}", "text": text, "tokens_per_step": 3, "delay_ms": 2}
+        for ask, text in script.items()
+        for end in ("<｜Assistant｜>",)
+    ]
+
+
+def serve(tmp_path_factory, template, script, **settings):
+    folder = tmp_path_factory.mktemp(template)
+    model = checkpoint(folder / "model", template, MARKERS, BOS, EOS)
+    return scripted(model, rules(script), folder, **settings)
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def family(request, tmp_path_factory):
+    """One of the three checkpoints: its name and a function that asks it."""
+    with serve(tmp_path_factory, request.param, SCRIPTS[request.param]) as served:
+        yield request.param, asker(served)
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory):
+    with serve(tmp_path_factory, "deepseek_v31", STRICT, parser_policy="strict") as served:
+        yield asker(served)
+
+
+def asker(served):
+    def ask(content, **fields):
+        """The message of an answer, asserted to be the same streaming and not."""
+        with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as client:
+            body = {
+                "model": client.models.list().data[0].id,
+                "messages": [{"role": "user", "content": content}],
+                "tools": TOOLS,
+            } | fields
+            whole = message_of(client.chat.completions.create(**body).choices[0])
+            chunks = client.chat.completions.create(**body, stream=True)
+            assert streamed(chunks) == whole
+        return whole
+
+    return ask
+
+
+def message_of(choice):
+    message = choice.message
+    return {
+        "reasoning": getattr(message, "reasoning", None) or "",
+        "content": message.content or "",
+        "calls": [
+            (call.function.name, call.function.arguments) for call in message.tool_calls or []
+        ],
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def streamed(chunks):
+    parts, calls, reasons = {"reasoning": "", "content": ""}, [], []
+    for chunk in chunks:
+        for choice in chunk.choices:
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+            for name in parts:
+                parts[name] += getattr(choice.delta, name, None) or ""
+            for piece in choice.delta.tool_calls or []:
+                if piece.index == len(calls):
+                    calls.append([piece.function.name, ""])
+                calls[piece.index][1] += piece.function.arguments or ""
+    (reason,) = reasons
+    return {**parts, "calls": [tuple(call) for call in calls], "finish_reason": reason}
+
+
+def thinking(on):
+    return {"extra_body": {"chat_template_kwargs": {"thinking": on}}}
+
+
+def expected(reasoning="", content="", calls=()):
+    return {
+        "reasoning": reasoning,
+        "content": content,
+        "calls": list(calls),
+        "finish_reason": "tool_calls" if calls else "stop",
+    }
+
+
+def without_blanks(message):
+    return message | {name: message[name].strip() for name in ("reasoning", "content")}
+
+
+def test_text_alone_is_content(family):
+    name, ask = family
+    reasoning = "The user greets me." if name == "deepseek_r1" else ""
+    assert without_blanks(ask("plain")) == expected(reasoning, "Good day to you.")
+
+
+def test_one_call(family):
+    name, ask = family
+    reasoning = "I need the weather." if name == "deepseek_r1" else ""
+    assert without_blanks(ask("one call")) == expected(reasoning, calls=[WEATHER])
+
+
+def test_several_calls(family):
+    name, ask = family
+    reasoning = "I need both." if name == "deepseek_r1" else ""
+    assert without_blanks(ask("two calls")) == expected(reasoning, calls=[WEATHER, TIME])
+
+
+def test_what_only_some_of_the_family_do(family):
+    name, ask = family
+    if name == "deepseek_v3_0324":
+        message = ask("content then call")
+        assert without_blanks(message) == expected("", "Let me look.", [WEATHER])
+    elif name == "deepseek_r1":
+        message = ask("never closes")
+        assert message == expected("On and on I think about it")
+    else:
+        message = ask("thinking", **thinking(True))
+        assert message == expected("The user greets me.", "Good day to you.")
+        message = ask("thinking, call", **thinking(True))
+        assert message == expected("I need the weather.", "", [WEATHER])
+
+
+def test_effort_switches_the_thinking_where_the_template_can(family):
+    name, ask = family
+    if name == "deepseek_v31":
+        message = ask("thinking", reasoning_effort="high")
+        assert message["reasoning"] == "The user greets me."
+        plain = ask("plain", reasoning_effort="none")
+        assert plain == expected("", "Good day to you.")
+    else:
+        with pytest.raises(openai.BadRequestError, match="reasoning_effort") as caught:
+            ask("plain", reasoning_effort="high")
+        assert caught.value.param == "reasoning_effort"
+
+
+def test_with_tool_choice_none_calls_are_text(family):
+    name, ask = family
+    message = ask("one call", tool_choice="none")
+    assert (message["calls"], message["finish_reason"]) == ([], "stop")
+    written = fenced(WEATHER) if name != "deepseek_v31" else bare(WEATHER)
+    assert message["content"].strip() == written
+
+
+@pytest.mark.parametrize(
+    ("ask_for", "wanted"),
+    [
+        ("a unclosed", expected("hm " + bare(WEATHER))),
+        ("b second close", expected("one", "two</think>three")),
+        ("c text before", expected("hm", "Well, " + bare(WEATHER))),
+        ("d blanks before", expected("hm", "", [WEATHER])),
+    ],
+)
+def test_strict_rules_of_reasoning_and_text(strict, ask_for, wanted):
+    assert strict(ask_for, **thinking(True)) == wanted
+
+
+def test_strict_text_between_calls_ends_them(strict):
+    message = strict("e text between", **thinking(True))
+    assert message["calls"] == [WEATHER]
+    assert message["content"].startswith("oops")
+    assert BARE.format(*TIME) in message["content"]
+
+
+def test_strict_broken_arguments_are_repaired_or_their_call_dropped(strict):
+    repaired = strict("f cut off", **thinking(True))["calls"]
+    assert [name for name, _ in repaired] == ["get_weather", "get_time"]
+    assert json.loads(repaired[0][1])["city"] == "Paris"
+    assert repaired[1] == TIME
+    assert strict("f beyond repair", **thinking(True))["calls"][-1:] == [TIME]
+
+
+def test_strict_without_thinking_text_before_a_call_makes_all_of_it_content(strict):
+    message = strict("g not thinking", **thinking(False))
+    assert message == expected("", "Well, " + bare(WEATHER))

@@ -47,9 +47,13 @@ class EngineConfig:
         seed: of the requests that bring none.
         num_threads: CPU threads for torch; None is all CPUs this process may use but one, which the
             server's own processes need: threads that wait for each other stall when one is late.
+        prepack: on a CPU, lay out linear layers' weights for its matrix products at load, which is
+            up to several times as fast; an output layer tied to the embedding then takes its memory
+            twice.
         enable_prefix_caching: a prompt's beginning is not computed again while the KV cache has it.
         num_speculative_tokens: at most so many next tokens of an answer are guessed from its own
             text each step, and kept where the model agrees; 0 is off.
+        trust_remote_code: whether Python files that come with a checkpoint may be run.
         grammar_threads: grammars that are compiled at once.
         grammar_timeout: seconds for one grammar to be compiled, waiting included.
         max_grammar_bytes: longest text of a grammar or schema, in bytes.
@@ -71,8 +75,10 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     seed: int = 0
     num_threads: int | None = None
+    prepack: bool = True
     enable_prefix_caching: bool = True
     num_speculative_tokens: int = 0
+    trust_remote_code: bool = False
     grammar_threads: int = 2
     grammar_timeout: float = 10.0
     max_grammar_bytes: int = 256 * 1024
@@ -87,10 +93,9 @@ class EngineConfig:
                 _check_count(name, getattr(self, name), minimum=2 if name == "max_model_len" else 1)
         for name in ("seed", "num_speculative_tokens"):
             _check_count(name, getattr(self, name), minimum=0)
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(
-                f"enable_prefix_caching: must be true or false, got {self.enable_prefix_caching!r}"
-            )
+        for name in ("prepack", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: must be true or false, got {getattr(self, name)!r}")
         self._check_grammar_limits()
         if self.kv_cache_memory is not None:
             # Text is turned into bytes here, once, so that every reader finds a number.

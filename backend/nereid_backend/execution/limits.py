@@ -146,15 +146,36 @@ def _asked_len(config: EngineConfig, limit: LengthLimit) -> int | None:
     return asked
 
 
-def kv_cache_budget(config: EngineConfig, device: torch.device) -> int:
+def describe_memory(
+    config: EngineConfig,
+    memory: MemoryPlan,
+    weights_bytes: int,
+    activations: int | None,
+    num_tokens: int,
+) -> str:
+    """One line: where the memory goes, and how much fits."""
+    step = "an unknown size" if activations is None else format_bytes(activations)
+    return (
+        f"memory: weights {format_bytes(weights_bytes)}, a step of {num_tokens} tokens {step}, "
+        f"KV cache {format_bytes(memory.num_bytes)} for {memory.num_blocks * config.block_size} "
+        f"tokens; a request may have {memory.max_model_len}, {memory.max_num_seqs} run at once"
+    )
+
+
+def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:
     """Memory for the KV cache in bytes: what was asked for, else a share of what is free.
+
+    Args:
+        config: the settings.
+        device: where the cache will be.
+        activations: bytes that a step needs besides.
 
     Raises:
         ConfigError: more was asked for than there is.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        usable = int(total * config.gpu_memory_utilization) - (total - free)
+        usable = int(total * config.gpu_memory_utilization) - (total - free) - activations
     else:
         free = available_memory()
         usable = min(int(free * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)

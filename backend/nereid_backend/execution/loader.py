@@ -73,7 +73,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def load_checkpoint(
-    path: str, *, dtype: str, device: torch.device, attention: str, progress: Progress
+    path: str,
+    *,
+    dtype: str,
+    device: torch.device,
+    attention: str,
+    progress: Progress,
+    trust_remote_code: bool = False,
 ) -> Checkpoint:
     """Load a Hugging Face checkpoint's safetensors weights into transformers' own model code.
 
@@ -83,6 +89,7 @@ def load_checkpoint(
         device: where the weights go.
         attention: name in transformers' attention interface.
         progress: gets a line for every slow step.
+        trust_remote_code: whether Python files that come with the checkpoint may be run.
 
     Raises:
         ModelError: the folder is no checkpoint, or a broken one.
@@ -90,7 +97,7 @@ def load_checkpoint(
     """
     folder = Path(path)
     check_files(folder)
-    config = _read_config(folder)
+    config = _read_config(folder, trust_remote_code)
     text_config = config.get_text_config(decoder=True)
     torch_dtype = _choose_dtype(dtype, config, text_config, device)
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
@@ -98,10 +105,12 @@ def load_checkpoint(
     takes_hook = _takes_attention_by_name(config, text_config)
     try:
         name = attention if takes_hook else "eager"
-        model = _load_weights(folder, config, torch_dtype, name)
+        model = _load_weights(folder, config, torch_dtype, name, trust_remote_code)
+        if takes_hook and not model._can_set_attn_implementation() and not _model_class(config):
+            raise _OwnAttentionError
     except _OwnAttentionError:
         takes_hook = False
-        model = _load_weights(folder, config, torch_dtype, "eager")
+        model = _load_weights(folder, config, torch_dtype, "eager", trust_remote_code)
     if device.type != "cpu":
         progress(f"copying the weights to {device}")
         model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
@@ -148,21 +157,26 @@ def check_files(folder: Path) -> None:
         )
 
 
-def _read_config(folder: Path) -> PretrainedConfig:
+def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
         return config
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModelError(
             f"{folder}/config.json: transformers cannot use it: {_first_line(error)} "
-            "(code that comes with a checkpoint is not run; a newer transformers may know it)"
+            "(code that comes with a checkpoint is not run unless trust_remote_code is set; a "
+            "newer transformers may know it)"
         ) from error
 
 
 def _load_weights(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     # Typed as returning a model, but with output_loading_info it returns a pair.
     load: Callable[..., Any] = (_model_class(config) or AutoModelForCausalLM).from_pretrained
@@ -175,7 +189,7 @@ def _load_weights(
                 attn_implementation=attention,
                 use_safetensors=True,
                 local_files_only=True,
-                trust_remote_code=False,
+                trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
     except (ValueError, KeyError, ImportError) as error:

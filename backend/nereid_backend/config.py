@@ -93,7 +93,7 @@ class EngineConfig:
                 _check_count(name, getattr(self, name), minimum=2 if name == "max_model_len" else 1)
         for name in ("seed", "num_speculative_tokens"):
             _check_count(name, getattr(self, name), minimum=0)
-        for name in ("prepack", "enable_prefix_caching"):
+        for name in ("prepack", "enable_prefix_caching", "trust_remote_code"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: must be true or false, got {getattr(self, name)!r}")
         self._check_grammar_limits()

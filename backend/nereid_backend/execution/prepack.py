@@ -17,8 +17,9 @@ _ROWS = 256
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is kept in oneDNN's layout; inference on a CPU only.
 
-    ``weight`` still tells shape, dtype and device, but its numbers are NaN: code that reads them
-    instead of calling the layer gets answers that nobody can take for right ones.
+    ``weight`` still tells shape, dtype and device, but its numbers are NaN, unless others share
+    them: code that reads them instead of calling the layer gets answers that nobody can take for
+    right ones.
     """
 
     packed: Tensor
@@ -32,13 +33,15 @@ class PackedLinear(nn.Linear):
 
 
 @torch.inference_mode()
-def prepack_linears(model: nn.Module) -> int:
+def prepack_linears(model: nn.Module, *, copy_shared: bool = False) -> int:
     """Lay out the weights of a model's linear layers for oneDNN.
 
-    Layers whose weight is shared (an output layer tied to the embedding), that are no plain
-    ``nn.Linear`` or not in float32 or bfloat16 on a CPU stay as they are.
+    Layers that are no plain ``nn.Linear`` or not in float32 or bfloat16 on a CPU stay as they are.
 
-    Mutates: model; it can then neither be trained, saved nor moved.
+    Args:
+        model: mutated; it can then neither be trained, saved nor moved.
+        copy_shared: give layers whose weight is shared (an output layer tied to the embedding) a
+            packed copy of it, which takes its memory once more; else they stay as they are.
 
     Returns:
         How many layers were changed.
@@ -51,8 +54,10 @@ def prepack_linears(model: nn.Module) -> int:
             owners[parameter.data_ptr()] = owners.get(parameter.data_ptr(), 0) + 1
     count = 0
     for module in list(model.modules()):
-        if type(module) is nn.Linear and owners[module.weight.data_ptr()] == 1:
-            count += _prepack(module)
+        if type(module) is nn.Linear:
+            is_shared = owners[module.weight.data_ptr()] > 1
+            if copy_shared or not is_shared:
+                count += _prepack(module, keep=is_shared)
     return count
 
 
@@ -62,15 +67,16 @@ def can_prepack() -> bool:
     return has_library and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
-def _prepack(layer: nn.Linear) -> bool:
+def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
     weight = layer.weight.detach()
     if weight.device.type != "cpu" or weight.dtype not in _DTYPES or 0 in weight.shape:
         return False
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
-    hollow = torch.full((1, 1), float("nan"), dtype=weight.dtype).expand(weight.shape)
-    layer.weight = nn.Parameter(hollow, requires_grad=False)
+    if not keep:
+        hollow = torch.full((1, 1), float("nan"), dtype=weight.dtype).expand(weight.shape)
+        layer.weight = nn.Parameter(hollow, requires_grad=False)
     layer.__class__ = PackedLinear
     layer.packed = packed
     return True

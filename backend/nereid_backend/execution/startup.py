@@ -116,7 +116,12 @@ def _load_weights(
 
     def read() -> Checkpoint:
         return load_checkpoint(
-            config.model, dtype=config.dtype, device=device, attention=hook.name, progress=progress
+            config.model,
+            dtype=config.dtype,
+            device=device,
+            attention=hook.name,
+            progress=progress,
+            trust_remote_code=config.trust_remote_code,
         )
 
     checkpoint = read()

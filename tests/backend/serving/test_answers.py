@@ -1,0 +1,140 @@
+"""Many answers of one request, mixed at random, come out as each would alone."""
+
+import pytest
+from backend.serving.test_answer import QWEN, START, TOOLS, Texts, decode, ids, row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_backend.serving.answer import Answer
+from nereid_backend.serving.answers import Answers
+from nereid_backend.serving.message import ParsedMessage
+from nereid_backend.serving.wire import Ending, Part, StepState, StreamContext
+
+SCRIPTS = [
+    "<think>\nhm\n</think>\n\nOne moment, please. STOP here",
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "Just text, with ST and STO in it.",
+    "",
+]
+EOS = 7
+
+
+def context(**fields):
+    known = {"stream": True, "num_prompt_tokens": 4, "prompt": START, "tools": TOOLS}
+    return StreamContext(**known | {"stop": ("STOP",), "prompt_token_ids": (1,)} | fields)
+
+
+def open_answers(ctx):
+    made = [Answer(ctx, index, decode, ParsedMessage(QWEN, ctx), Texts()) for index in range(ctx.n)]
+    return Answers(ctx, 1, tuple(range(ctx.n)), made)
+
+
+class Sender:
+    """Sends a script's tokens in runs; each token's log-probability is -0.5."""
+
+    def __init__(self, index, script):
+        self.index, self.ids, self.sent = index, [*ids(script), EOS], 0
+
+    @property
+    def is_done(self):
+        return self.sent == len(self.ids)
+
+    def part(self, count):
+        tokens = self.ids[self.sent : self.sent + count]
+        sums = tuple(-0.5 * (self.sent + at + 1) for at in range(len(tokens)))
+        self.sent += len(tokens)
+        ending = Ending("stop", EOS) if self.is_done else None
+        part = Part(self.index, len(tokens), sums, tuple(map(row, tokens)), ending=ending)
+        return tokens, part
+
+
+def add_up(pieces, totals):
+    for piece in pieces:
+        delta = piece.delta
+        total = totals.setdefault(
+            delta.get("index", 0),
+            {"reasoning": "", "content": "", "text": "", "arguments": "", "tokens": [], "ends": []},
+        )
+        total["text"] += piece.text
+        for name in ("reasoning", "content"):
+            total[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", []):
+            total["arguments"] += call["arguments"]
+        total["tokens"] += [entry["token_id"] for entry in delta.get("logprobs", [])]
+        assert delta.get("token_ids", []) == [e["token_id"] for e in delta.get("logprobs", [])]
+        if "finish_reason" in delta:
+            total["ends"].append((delta["finish_reason"], delta.get("stop_reason"), delta["usage"]))
+            total["sum"] = delta["cumulative_logprob"]
+
+
+def run(scripts, schedule, **fields):
+    """Totals by index; `schedule` gives (sequence, number of tokens), as long as there are any."""
+    answers = open_answers(context(n=len(scripts), **fields))
+    senders = [Sender(index, script) for index, script in enumerate(scripts)]
+    totals = {}
+    while not all(sender.is_done for sender in senders):
+        told = {}
+        for sequence, count in next(schedule):
+            sender = senders[sequence % len(senders)]
+            if not sender.is_done and sender.index not in told:
+                told[sender.index] = sender.part(count)
+        steps = [told[index] for index in sorted(told)]
+        is_last = all(sender.is_done for sender in senders)
+        state = StepState(0, 1, 1, tuple(part for _, part in steps), is_last)
+        answers.take([token for tokens, _ in steps for token in tokens], state)
+        add_up(answers.pieces(is_last=is_last), totals)
+    return totals
+
+
+def alone(script):
+    return run([script], iter(lambda: [(0, 1)], None))[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(st.sampled_from(SCRIPTS), min_size=1, max_size=4), st.booleans())
+def test_answers_mixed_at_random_are_those_of_each_alone(data, scripts, stream):
+    turn = st.tuples(st.integers(0, 3), st.integers(1, 30))
+    turns = data.draw(st.lists(st.lists(turn, min_size=1, max_size=4), max_size=30))
+    rest = [(index, 5) for index in range(4)]
+    schedule = iter([*turns, *([rest] * 50)])
+    totals = run(scripts, schedule, stream=stream)
+    assert sorted(totals) == list(range(len(scripts)))
+    for index, script in enumerate(scripts):
+        assert totals[index] == alone(script)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_tokens_log_probability_comes_once_and_none_behind_a_stop_string(script):
+    shown = script[: script.index("STOP") + 4] if "STOP" in script else script
+    tokens = ids(shown) + ([] if "STOP" in script else [EOS])
+    total = alone(script)
+    assert total["tokens"] == tokens
+    assert total["sum"] == -0.5 * len(tokens)
+    ((_, _, usage),) = total["ends"]
+    assert usage["completion_tokens"] == len(tokens)
+
+
+def test_without_streaming_all_answers_come_at_the_end_in_order():
+    answers = open_answers(context(n=2, stream=False))
+    senders = [Sender(0, "second to end"), Sender(1, "first to end")]
+    tokens, part = senders[1].part(100)
+    answers.take(tokens, StepState(0, 1, 1, (part,)))
+    assert answers.pieces(is_last=False) == []
+    tokens, part = senders[0].part(100)
+    answers.take(tokens, StepState(0, 1, 2, (part,), is_last=True))
+    assert [piece.text for piece in answers.pieces(is_last=True)] == [
+        "second to end",
+        "first to end",
+    ]
+
+
+def test_a_stop_string_is_signalled_for_its_own_answer_until_that_has_ended():
+    answers = open_answers(context(n=2))
+    senders = [Sender(0, "going on and on"), Sender(1, "xSTOPy")]
+    tokens, part = senders[1].part(6)
+    answers.take(tokens, StepState(0, 1, 1, (part,)))
+    answers.pieces(is_last=False)
+    assert answers.stopped_slots() == [1]
+    answers.take([], StepState(0, 1, 2, (Part(1, 0, ending=Ending("abort")),)))
+    (piece,) = answers.pieces(is_last=False)
+    assert (piece.delta["finish_reason"], piece.delta["stop_reason"]) == ("stop", "STOP")
+    assert answers.stopped_slots() == []

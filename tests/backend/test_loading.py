@@ -1,10 +1,11 @@
 import dataclasses
 import json
 import shutil
+import sys
 
 import pytest
 import torch
-from backend.exactness import open_engine
+from backend.exactness import PARAMS, open_engine
 from nereid_backend import ModelError, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import Span
@@ -95,6 +96,55 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(copy):
     (copy / "config.json").write_text(json.dumps(config))
     (copy / "their_config.py").write_text("raise SystemExit('this must not run')")
     with pytest.raises(UnsupportedModelError, match="code that comes with a checkpoint is not run"):
+        open_engine(copy)
+
+
+REMOTE_CONFIG = """
+from transformers import LlamaConfig
+class Config(LlamaConfig):
+    model_type = "their_own"
+"""
+REMOTE_MODEL = """
+from transformers import LlamaForCausalLM
+from .their_config import Config
+class Model(LlamaForCausalLM):
+    config_class = Config
+"""
+
+
+@pytest.fixture
+def remote_modules(monkeypatch, tmp_path):
+    """Where transformers puts a checkpoint's code: away from the user's own cache."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])
+
+
+def test_code_that_comes_with_a_checkpoint_runs_where_that_is_allowed(copy, remote_modules):
+    plain = open_engine(copy)
+    expected = plain.generate([[5, 6, 7]], PARAMS)
+    plain.close()
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"model_type": "their_own", "architectures": ["Model"]}
+    config["auto_map"] = {
+        "AutoConfig": "their_config.Config",
+        "AutoModelForCausalLM": "their_model.Model",
+    }
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "their_config.py").write_text(REMOTE_CONFIG)
+    (copy / "their_model.py").write_text(REMOTE_MODEL)
+    engine = open_engine(copy, trust_remote_code=True)
+    found = engine.generate([[5, 6, 7]], PARAMS)
+    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    engine.close()
+
+
+def test_quantised_weights_whose_package_is_missing_name_it(copy):
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="not supported"):
         open_engine(copy)
 
 

@@ -90,6 +90,8 @@ class _Answers:
         self._updates: dict[int, list[RequestUpdate]] = {}
 
     def add(self, update: RequestUpdate) -> None:
+        if update.is_refused:
+            raise RequestError(update.error)
         self._updates.setdefault(update.index, []).append(update)
 
     def output(self, request_id: str, prompt: list[int], decode: Decode) -> RequestOutput:

@@ -212,6 +212,28 @@ def test_logits_that_are_not_finite_end_that_request_and_nobody_later(checkpoint
     engine.close()
 
 
+def test_a_request_that_goes_wrong_disturbs_nobody_who_shares_its_prefix(checkpoint):
+    engine = open_engine(checkpoint("llama"), max_model_len=64)
+    prompt = make_prompts((14,))[0]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, n=2)
+    (clean,) = engine.generate([prompt], params)
+    with torch.no_grad():
+        engine._runner._path._model.get_input_embeddings().weight[300] = float("nan")
+    engine.add_request("beside", prompt, params)
+    updates = engine.step() + engine.step() + engine.step()
+    engine.add_request("poisoned", [*prompt[:12], 300], params)
+    found = drain(engine)
+    assert ends(found["poisoned"]) == ["error", "error"]
+    assert found["poisoned"][0].num_cached_tokens == 12
+    assert engine.num_preemptions > 0
+    for index, output in enumerate(clean.outputs):
+        answer = [u.new_token_ids for u in updates + found["beside"] if u.index == index]
+        assert [token for tokens in answer for token in tokens] == output.token_ids
+    again = outputs_alone(engine, prompt, params)
+    assert again == [output.token_ids for output in clean.outputs]
+    engine.close()
+
+
 def test_a_step_that_raises_ends_its_requests_with_an_error_and_the_engine_goes_on(checkpoint):
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     (clean,) = engine.generate([[5, 9, 11]], GREEDY)
@@ -381,7 +403,39 @@ def test_a_grammar_that_cannot_be_made_refuses_the_request_once_a_sequence(check
         (1, "error", True),
     ]
     assert ends(found["beside"]) == ["length"]
+    with pytest.raises(RequestError, match="tokenizer cannot be loaded"):
+        engine.generate([[5, 9]], params)
+    assert not engine.has_work()
     engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_guessed_tokens_do_not_change_an_answer(checkpoint, temperature):
+    settings = {"max_model_len": 120, "kv_cache_memory": "4MiB"}
+    plain = open_engine(checkpoint("llama"), **settings)
+    guessing = open_engine(checkpoint("llama"), num_speculative_tokens=4, **settings)
+    # A bias makes the answers repeat themselves, as those of a trained model do.
+    params = SamplingParams(
+        temperature=temperature,
+        seed=3,
+        max_tokens=80,
+        ignore_eos=True,
+        n=2,
+        logit_bias={7: 6.0, 8: 6.0},
+        logprobs=1,
+    )
+    prompts = make_prompts((6, 20))
+    for expected, found in zip(
+        plain.generate(prompts, params), guessing.generate(prompts, params), strict=True
+    ):
+        for one, other in zip(expected.outputs, found.outputs, strict=True):
+            assert other.token_ids == one.token_ids
+            assert other.cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-3)
+            assert len(other.logprobs) == len(other.token_ids)
+    assert guessing.num_accepted_tokens > 20
+    guessing.check()
+    for engine in (plain, guessing):
+        engine.close()
 
 
 class Never:

@@ -69,7 +69,11 @@ class PromptLookup:
             index.ends[tuple(tokens[end - _NGRAM : end])] = end
         index.num_indexed = len(tokens) - _NGRAM
         found = index.ends.get(tuple(tokens[-_NGRAM:]))
-        return [] if found is None else tokens[found : found + limit]
+        if found is None:
+            return []
+        # Text that repeats itself is taken to go on so: behind its end comes its beginning.
+        period = tokens[found : found + limit]
+        return (period * (limit // len(period) + 1))[:limit]
 
     def learn(self, request: Request, num_proposed: int, num_right: int) -> None:
         """Take in how many of a request's guesses were right."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.pooling.config import PoolingConfig
 from nereid_backend.pooling.model import NOT_FINITE, PoolingModel
-from nereid_backend.pooling.queue import TokenQueue
+from nereid_backend.pooling.queue import Ticket, TokenQueue
 from nereid_backend.pooling.tokens import Prepared
-from nereid_backend.pooling.types import PoolingInfo, PoolingItem, PoolingResult
+from nereid_backend.pooling.types import PoolingInfo, PoolingItem, PoolingResult, Value
 
 __all__ = [
     "PoolingConfig",
@@ -105,19 +105,7 @@ class PoolingEngine:
             is aborted first. Empty when nothing waits.
         """
         tickets = self._queue.take(self.info.max_batch_tokens)
-        if not tickets:
-            return []
-        values = self._model.run([ticket.prepared for ticket in tickets])
-        return [
-            PoolingResult(
-                ticket.request_id,
-                ticket.index,
-                value,
-                ticket.prepared.num_tokens,
-                NOT_FINITE if value is None else None,
-            )
-            for ticket, value in zip(tickets, values, strict=True)
-        ]
+        return self._answer(tickets) if tickets else []
 
     def abort(self, request_id: str) -> None:
         """Forget what waits of a request; unknown or ended: nothing happens."""
@@ -130,6 +118,24 @@ class PoolingEngine:
     def close(self) -> None:
         """Free what the engine has registered with transformers."""
         self._model.close()
+
+    def _answer(self, tickets: list[Ticket]) -> list[PoolingResult]:
+        try:
+            values = self._model.run([ticket.prepared for ticket in tickets])
+        except Exception as error:  # noqa: BLE001 - here a request ends, with the error as its answer
+            if len(tickets) > 1:
+                # One input must not take down those it happened to be computed with.
+                return [result for ticket in tickets for result in self._answer([ticket])]
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            return [_result(tickets[0], None, f"the model failed: {message}")]
+        return [
+            _result(ticket, value, NOT_FINITE if value is None else None)
+            for ticket, value in zip(tickets, values, strict=True)
+        ]
+
+
+def _result(ticket: Ticket, value: Value | None, error: str | None) -> PoolingResult:
+    return PoolingResult(ticket.request_id, ticket.index, value, ticket.prepared.num_tokens, error)
 
 
 def _to_stderr(line: str) -> None:

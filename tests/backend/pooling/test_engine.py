@@ -8,7 +8,7 @@ import torch
 from backend.pooling.tiny import copy_of, text
 from nereid_backend import CapacityError, ConfigError, Embedder, ModelError, RequestError
 from nereid_backend.execution.prepack import PackedLinear, prepack_linears
-from nereid_backend.pooling.engine import PoolingConfig, PoolingEngine, PoolingItem
+from nereid_backend.pooling.engine import PoolingConfig, PoolingEngine, PoolingItem, Prepared
 from safetensors.torch import load_file, save_file
 
 
@@ -171,6 +171,15 @@ def test_a_text_whose_vector_is_not_finite_is_an_error_of_its_own(encoder_of, tm
     assert "not finite" in found[1].error
     assert found[0].error is None
     assert np.isfinite(found[2].value).all()
+
+
+def test_an_input_that_the_model_fails_on_does_not_take_others_with_it(folder):
+    engine = engine_of(folder)
+    bad = Prepared(PoolingItem("dense", token_ids=[10**6]), [10**6], num_tokens=1)
+    engine.add("a", [engine.prepare(PoolingItem(text="w1")), bad])
+    found = {one.index: one for one in engine.step()}
+    assert found[0].value.shape == (48,)
+    assert "the model failed: IndexError" in found[1].error
 
 
 def test_settings_come_from_text_and_wrong_ones_are_named(folder):

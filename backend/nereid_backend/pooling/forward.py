@@ -72,6 +72,23 @@ class PaddedForward:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsForward:
+    """The base over texts of one length at a time, for models that padding changes."""
+
+    encoder: Encoder
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        """Token vectors, [num_tokens, hidden_size]."""
+        one = PaddedForward(self.encoder)
+        parts = []
+        for start, count, length in batch.groups():
+            end = start + count * length
+            types = None if batch.type_ids is None else batch.type_ids[start:end]
+            parts.append(one(TokenBatch(batch.token_ids[start:end], types, (length,) * count)))
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """A model's own head over token vectors that the base has made.
 

@@ -2,8 +2,9 @@
 """How a model can be run exactly, found out by running it.
 
 A few short texts of random tokens go through the model one by one, with its own attention. A mixed
-batch must then give the same vectors: packed if it does, else padded, else the model is refused by
-name. A wrong answer must not look like a right one, and no list of names says what a model does.
+batch must then give the same vectors: packed if it does, else padded, else in rows of one length,
+else the model is refused by name. A wrong answer must not look like a right one, and no list of
+names says what a model does.
 """
 
 import itertools
@@ -18,7 +19,7 @@ from torch import Tensor
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.execution.prepack import prepack_linears
-from nereid_backend.pooling.forward import Head, PackedForward, PaddedForward
+from nereid_backend.pooling.forward import Head, PackedForward, PaddedForward, RowsForward
 from nereid_backend.pooling.loader import Encoder
 from nereid_backend.pooling.packing import PackedAttention, TokenBatch
 
@@ -29,18 +30,21 @@ _LONGEST = 160
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
+Forward = PackedForward | PaddedForward | RowsForward
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """How token vectors are made.
 
     Attributes:
         forward: the function from a batch to token vectors.
-        path: "packed" or "padded".
+        path: "packed", "padded" or "rows" (padded to no more than texts of one length).
         is_causal: whether a token sees only those before it.
         difference: of a mixed batch from each text alone, relative.
     """
 
-    forward: PackedForward | PaddedForward
+    forward: Forward
     path: str
     is_causal: bool
     difference: float
@@ -80,14 +84,15 @@ def choose_way(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -
             if difference <= _TOLERANCE[encoder.dtype]:
                 return Way(packed, "packed", is_causal, difference)
         encoder.model.set_attn_implementation(encoder.own_attention)
-    padded = PaddedForward(encoder)
-    difference, reason = _compare(padded, batch, alone)
-    if not difference <= _TOLERANCE[encoder.dtype]:
-        raise UnsupportedModelError(
-            f"{name} is not supported: a mixed batch differs from each text alone; packed: {why}; "
-            f"padded: {reason}"
-        )
-    return Way(padded, "padded", is_causal, difference)
+    whys = [f"packed: {why}"]
+    for forward, path in ((PaddedForward(encoder), "padded"), (RowsForward(encoder), "rows")):
+        difference, why = _compare(forward, batch, alone)
+        if difference <= _TOLERANCE[encoder.dtype]:
+            return Way(forward, path, is_causal, difference)
+        whys.append(f"{path}: {why}")
+    raise UnsupportedModelError(
+        f"{name} is not supported: a batch differs from each text alone; {'; '.join(whys)}"
+    )
 
 
 @torch.inference_mode()
@@ -185,11 +190,17 @@ def _singles(batch: TokenBatch) -> list[tuple[Tensor, Tensor | None]]:
 def _alone(encoder: Encoder, batch: TokenBatch, name: str) -> Tensor:
     """Token vectors, each text by itself: [num_tokens, hidden_size] float32."""
     one = PaddedForward(encoder)
-    parts = [
-        one(TokenBatch(ids[0], None if types is None else types[0], (ids.shape[1],))).float()
-        for ids, types in _singles(batch)
-    ]
-    found = torch.cat(parts)
+    try:
+        parts = [
+            one(TokenBatch(ids[0], None if types is None else types[0], (ids.shape[1],))).float()
+            for ids, types in _singles(batch)
+        ]
+        found = torch.cat(parts)
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"{name} is not supported: it does not run on a text alone: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not found.isfinite().all():
         raise ModelError(
             f"{name}: its vectors are not finite numbers; the weights are broken, or "
@@ -231,9 +242,7 @@ def _wider(
     return random_batch(encoder, (*batch.lens, *reached)) if reached else None
 
 
-def _compare(
-    forward: PackedForward | PaddedForward, batch: TokenBatch, alone: Tensor
-) -> tuple[float, str]:
+def _compare(forward: Forward, batch: TokenBatch, alone: Tensor) -> tuple[float, str]:
     """How far a batch is from each text alone, and that in words."""
     try:
         found = forward(batch)

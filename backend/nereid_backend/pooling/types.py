@@ -62,7 +62,8 @@ class PoolingInfo:
         pooling: how token vectors become one, as words for people.
         normalizes: whether dense vectors have length 1 unless asked otherwise.
         activation: of scores unless asked otherwise.
-        path: "packed", or "padded" where the model does not run packed.
+        path: "packed"; "padded" where the model does not run packed; "rows", batches of texts of
+            one length, where padding changes what it gives.
         labels: of a classifier, in the order of its scores.
         prompts: names and texts.
         default_prompt_name: the prompt of inputs that name none; None: no prompt.

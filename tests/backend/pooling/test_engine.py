@@ -202,6 +202,16 @@ def test_positions_that_begin_behind_the_padding_bound_the_length(encoder_of):
         Embedder(roberta, max_model_len=159)
 
 
+def test_an_encoder_that_cannot_be_had_without_its_decoder_is_refused_by_name(encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    config = folder / "config.json"
+    changed = config.read_text().replace('"BertModel"', '"BartModel"').replace('"bert"', '"bart"')
+    config.unlink()
+    config.write_text(changed)
+    with pytest.raises(ModelError, match="BartModel is not supported: it is an encoder with a"):
+        Embedder(str(folder))
+
+
 def test_prepacked_layers_give_the_same_and_leave_shared_weights_alone():
     torch.manual_seed(0)
     model = torch.nn.Sequential(

@@ -174,6 +174,8 @@ FAMILIES = [
         {"d_model": 48, "d_kv": 12, "d_ff": 64, "num_layers": 2, "num_heads": 4},
         path="padded",
     ),
+    Family("fnet, mixes along the row", "fnet", path="rows"),
+    Family("convbert, convolves along the row", "convbert", {"embedding_size": 48}, path="rows"),
     Family("llama", "llama", {"num_key_value_heads": 2}, decodes=True),
     Family(
         "mistral, sliding window",

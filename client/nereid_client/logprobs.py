@@ -85,8 +85,7 @@ class CompletionLogprobs:
         self._extend(text)
         part = _empty()
         for entry in entries:
-            raw = entry["bytes"]
-            piece = entry["token"] if raw is None else self._decoder.decode(bytes(raw))
+            piece = self._piece(entry, is_last)
             part["text_offset"].append(self._place(piece, is_last))
             part["tokens"].append(self._name(entry["token"], entry["token_id"]))
             part["token_logprobs"].append(_finite(entry["logprob"]))
@@ -100,6 +99,15 @@ class CompletionLogprobs:
 
     def _name(self, token: str, token_id: int) -> str:
         return _as_id(token_id) if self._tokens_as_ids else token
+
+    def _piece(self, entry: TokenLogprob, is_last: bool) -> str:
+        """The characters that the token completes."""
+        if entry["bytes"] is None:
+            return entry["token"]
+        raw = bytes(entry["bytes"])
+        if raw and raw[0] & 0xC0 != 0x80:  # no continuation of the character before, broken or not
+            self._place(self._decoder.decode(b"", final=True), is_last)
+        return self._decoder.decode(raw)
 
     def _extend(self, text: str) -> None:
         behind = min(self._position - self._base, len(self._text))

@@ -35,6 +35,11 @@ def test_tokens_that_share_a_character_stand_where_it_begins():
     assert offsets("a🐈b", pieces) == [0, 1, 1, 2]
 
 
+def test_a_character_that_never_gets_whole_belongs_to_its_own_tokens():
+    pieces = [entry("a"), entry("\ufffd", "🐈".encode()[:2]), entry(" know"), entry("!")]
+    assert offsets("a\ufffd know!", pieces) == [0, 1, 2, 7]
+
+
 def test_the_first_tokens_blank_may_be_missing_in_the_text():
     assert offsets("Hello you", [entry(" Hello"), entry(" you")]) == [0, 5]
 

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import torch
+from transformers import AttentionMaskInterface
+
 from nereid_backend.attention.cpu import cache_type
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
@@ -215,6 +218,9 @@ def _packed(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | No
             f"attention beyond {limit.num_tokens} tokens is sparse ({limit.reason}); a "
             "max_model_len up to that would run packed"
         )
+    if limit is not None:
+        # Up to there the indexer's choice is every token, and only asks for some mask to be there.
+        AttentionMaskInterface.register(hook.name, _open_mask)
     with_own_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
 
@@ -223,6 +229,11 @@ def _packed(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | No
         return PackedPath(checkpoint.model, hook, layers, cache, builder)
 
     yield Tier("packed", build, layers), hook
+
+
+def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # noqa: ARG001
+    """A mask that hides nothing, as transformers' mask interface asks for one."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Candidates:

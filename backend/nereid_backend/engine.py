@@ -72,6 +72,11 @@ class Engine:
             whole_prefill=loaded.whole_prefill,
             num_speculative_tokens=config.num_speculative_tokens,
         )
+        if config.num_speculative_tokens > 0 and self._scheduler.lookup is None:
+            (progress or logger.info)(
+                f"num_speculative_tokens: off, because the {self.info.path} path of "
+                f"{self.info.architecture} cannot take a guess back"
+            )
         self._seeds = random.Random(config.seed)
         self._guides: Guides | None = None
         self._preparation = Preparation()

@@ -401,3 +401,19 @@ def test_the_seed_alone_decides_whatever_torch_has_drawn():
     torch.manual_seed(123)
     torch.rand(7)
     assert answer_alone(make_request(seed=5), 20) == first
+
+
+def test_masks_that_are_quickly_filled_need_no_thread():
+    threads = []
+
+    class Told(ModularGuide):
+        def fill(self, row):
+            threads.append(threading.current_thread())
+            return super().fill(row)
+
+    request = make_request(guide=Told(VOCAB), bad_words_token_ids=[[EOS]])
+    runner = Runner(HashedPath(VOCAB))
+    for _ in range(60):
+        assert run(runner, chunk_of(request)).sampled[0].error is None
+    assert threads[1] is not threading.current_thread()
+    assert threads[-1] is threading.current_thread()

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks: which tokens a position may take, one bit each, 32 to a word, bit 1 = allowed.
 
-What a guide allows is filled in by helper threads while the model computes, and laid over the
-logits of all positions at once.
+What a guide allows is filled in while the model computes, by helper threads where that takes long,
+and laid over the logits of all positions at once.
 """
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol, cast
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -25,6 +27,10 @@ from nereid_backend.execution.verify import Position
 Words = NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
+
+# Masks that take less than this in all are filled behind the forward pass: on a CPU a thread that
+# contends for the interpreter costs more, and on a GPU the model computes on anyway.
+_WORTH_A_THREAD_S = 5e-4
 
 # A thread takes at least so many requests: handing over costs about as much as filling a few masks.
 _REQUESTS_PER_JOB = 8
@@ -63,22 +69,40 @@ class StepMasks:
     Attributes:
         words: by index of the position, what it may take; others are free.
         errors: by index of a request's first position, why its guide gave no answer.
+        seconds: CPU time that filling took.
     """
 
     words: dict[int, Words] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Job(Protocol):
+    """Masks that are being filled, or will be when they are asked for."""
+
+    def result(self) -> StepMasks:
+        """Wait for them."""
+
+
+class _Deferred(NamedTuple):
+    work: Callable[[], StepMasks]
+
+    def result(self) -> StepMasks:
+        return self.work()
 
 
 class MaskFiller:
-    """Asks guides for masks in threads of its own."""
+    """Asks guides for masks, in threads of its own where that takes long."""
 
     def __init__(self) -> None:
         workers = min(4, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="nereid-masks")
         self._max_jobs = workers
         self._buffer: Words = np.zeros((0, 0), np.int32)
+        # A running mean of what lately was needed for one mask.
+        self._seconds_per_mask = 1e-3
 
-    def start(self, positions: Sequence[Position], vocab_size: int) -> list[Future[StepMasks]]:
+    def start(self, positions: Sequence[Position], vocab_size: int) -> Sequence[Job]:
         """Begin with the masks of some positions; `join` waits for them.
 
         Masks live in one buffer, which the next start overwrites.
@@ -90,23 +114,29 @@ class MaskFiller:
         if len(guided) > len(self._buffer) or self._buffer.shape[1] != width:
             self._buffer = np.zeros((max(len(guided), 2 * len(self._buffer)), width), np.int32)
         groups = _by_request(guided, positions)
+        rows = dict(zip(guided, self._buffer, strict=False))
+        if len(guided) * self._seconds_per_mask < _WORTH_A_THREAD_S:
+            return [_Deferred(partial(_fill, groups, positions, rows))]
         num_jobs = max(1, min(self._max_jobs, len(groups) // _REQUESTS_PER_JOB))
         size = -(-len(groups) // num_jobs)
-        rows = dict(zip(guided, self._buffer, strict=False))
         return [
             self._threads.submit(_fill, groups[i : i + size], positions, rows)
             for i in range(0, len(groups), size)
         ]
 
-
-def join(jobs: Iterable[Future[StepMasks]]) -> StepMasks:
-    """Wait for what `MaskFiller.start` began."""
-    masks = StepMasks()
-    for job in jobs:
-        part = job.result()
-        masks.words.update(part.words)
-        masks.errors.update(part.errors)
-    return masks
+    def join(self, jobs: Iterable[Job]) -> StepMasks:
+        """Wait for what `start` began."""
+        words: dict[int, Words] = {}
+        errors: dict[int, str] = {}
+        seconds = 0.0
+        for job in jobs:
+            part = job.result()
+            words.update(part.words)
+            errors.update(part.errors)
+            seconds += part.seconds
+        if words:
+            self._seconds_per_mask += 0.2 * (seconds / len(words) - self._seconds_per_mask)
+        return StepMasks(words, errors, seconds)
 
 
 def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
@@ -165,6 +195,7 @@ def _fill(
     groups: Sequence[Sequence[int]], positions: Sequence[Position], rows: dict[int, Words]
 ) -> StepMasks:
     masks = StepMasks()
+    started = time.thread_time()
     for group in groups:
         request = positions[group[0]].request
         try:
@@ -172,7 +203,7 @@ def _fill(
         except Exception as error:
             logger.exception("the guide of request %s failed", request.request_id)
             masks.errors[group[0]] = f"its grammar failed: {type(error).__name__}: {error}"
-    return masks
+    return replace(masks, seconds=time.thread_time() - started)
 
 
 def _fill_request(

@@ -11,7 +11,7 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
 from nereid_backend.execution.logprobs import prompt_logprobs
-from nereid_backend.execution.masks import MaskFiller, StepMasks, guide_of, join
+from nereid_backend.execution.masks import MaskFiller, StepMasks, guide_of
 from nereid_backend.execution.sampler import NOT_FINITE, Choices, Sampler
 from nereid_backend.execution.verify import Sampling, sampling_of
 
@@ -79,13 +79,13 @@ class Runner:
         if self._vocab_size is None:
             logits = self._path.forward(plan)
             self._vocab_size = logits.shape[1]
-            return logits, join(self._masks.start(sampling.positions, self._vocab_size))
+            return logits, self._masks.join(self._masks.start(sampling.positions, self._vocab_size))
         jobs = self._masks.start(sampling.positions, self._vocab_size)
         try:
             logits = self._path.forward(plan)
         finally:
             # Guides belong to the threads until these are done, even if the step fails.
-            masks = join(jobs)
+            masks = self._masks.join(jobs)
         return logits, masks
 
 

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from logging import ERROR, getLogger
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -185,6 +186,7 @@ def main() -> None:
         return
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
+    getLogger("nereid_backend").setLevel(ERROR)
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     asked.results.parent.mkdir(parents=True, exist_ok=True)

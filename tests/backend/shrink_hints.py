@@ -55,6 +55,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 _SPECIAL: dict[str, Hints] = {
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 64, "cross_attn_k": 1, "patch_size": 4},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
         "layer_types": ["sliding_attention", "full_attention"],
@@ -74,6 +75,11 @@ _SPECIAL: dict[str, Hints] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "_layers": [0, 1],
+        "_drop": ["full_attn_idxs"],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "_layers": [0, 1]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "ministral": {"head_dim": 16},

@@ -1,0 +1,160 @@
+"""What the paths below the packed one do that answers alone do not show."""
+
+import logging
+import re
+
+import pytest
+import torch
+from backend.exactness import PARAMS, PROMPTS, open_engine, reference
+from nereid_backend import EngineConfig, UnsupportedModelError
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.request import Request
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.execution.loader import load_checkpoint
+from nereid_backend.execution.paths import Sizes
+from nereid_backend.execution.tiers import choose_tier
+
+from backend import shrink
+
+SIZES = Sizes(num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=128)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folders = {}
+
+    def folder_of(model_type):
+        if model_type not in folders:
+            folders[model_type] = shrink.save(model_type, tmp_path_factory.mktemp(model_type))
+        return folders[model_type]
+
+    return folder_of
+
+
+def tier_of(folder, lines=None, **settings):
+    hook = AttentionHook()
+    checkpoint = load_checkpoint(
+        str(folder),
+        dtype="float32",
+        device=torch.device("cpu"),
+        attention=hook.name,
+        progress=lambda line: None,
+    )
+    config = EngineConfig(str(folder), **settings)
+    lines = [] if lines is None else lines
+    return choose_tier(checkpoint, hook, config, lines.append).tier
+
+
+def request_of(row, token_ids, num_prompt_tokens=None):
+    request = Request(str(row), list(token_ids), SamplingParams(), max_total_tokens=128)
+    request.row = row
+    request.num_prompt_tokens = num_prompt_tokens or len(request.token_ids)
+    request.block_table = list(range(row * 8, row * 8 + 8))
+    return request
+
+
+@torch.inference_mode()
+def forward(path, *chunks):
+    return path.forward(StepPlan(list(chunks), sum(chunk.num_tokens for chunk in chunks)))
+
+
+def prompt_chunk(request):
+    return Chunk(request, 0, len(request.token_ids), True, True, 1)
+
+
+def next_chunk(request, token_id):
+    request.token_ids.append(token_id)
+    return Chunk(request, len(request.token_ids) - 1, 1, True, False, 1)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba"])
+def test_a_state_starts_anew_when_tokens_were_taken_back(saved, model_type):
+    tier = tier_of(saved(model_type))
+    path, fresh = tier.build(SIZES), tier.build(SIZES)
+    request = request_of(0, PROMPTS[2])
+    forward(path, prompt_chunk(request))
+    forward(path, next_chunk(request, 7))
+    forward(path, next_chunk(request, 8))
+    del request.token_ids[-2:]
+    found = forward(path, next_chunk(request, 9))
+    expected = forward(fresh, prompt_chunk(request_of(0, [*PROMPTS[2], 9])))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "rwkv"])
+def test_a_request_that_failed_leaves_the_others_their_states(saved, model_type):
+    tier = tier_of(saved(model_type))
+    path, fresh = tier.build(SIZES), tier.build(SIZES)
+    first, second = request_of(0, PROMPTS[1]), request_of(1, PROMPTS[2])
+    for request in (first, second):
+        forward(path, prompt_chunk(request))
+    forward(path, next_chunk(first, 5), next_chunk(second, 6))
+    path.clear(first)
+    found = forward(path, next_chunk(second, 7))
+    again = request_of(1, [*PROMPTS[2], 6], len(PROMPTS[2]))
+    forward(fresh, prompt_chunk(again))
+    torch.testing.assert_close(found, forward(fresh, next_chunk(again, 7)), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bloom", "bart", "rwkv"])
+def test_logits_are_given_for_as_many_tokens_as_are_wanted(saved, model_type):
+    tier = tier_of(saved(model_type))
+    path = tier.build(SIZES)
+    request = request_of(0, PROMPTS[2])
+    many = forward(path, prompt_chunk(request)._replace(num_logits=4))
+    one = forward(path, prompt_chunk(request))
+    none = forward(path, prompt_chunk(request)._replace(num_logits=0, samples=False, num_tokens=5))
+    assert many.shape[0] == 4
+    assert none.shape[0] == 0
+    torch.testing.assert_close(many[-1:], one, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "pattern"),
+    [
+        ("llama", r"^path: packed\.$"),
+        ("qwen3_next", r"^path: rows \(packed: differs from the model alone by .+\)\.$"),
+        ("bloom", r"^path: padded \(packed: it does not use transformers' attention interface"),
+        ("rwkv", r"^path: single; with the model's own cache \(packed: .+\)\. This is slow\.$"),
+    ],
+)
+def test_the_path_is_logged_with_the_reasons_against_those_above_it(saved, model_type, pattern):
+    lines = []
+    tier_of(saved(model_type), lines)
+    (line,) = lines
+    assert re.search(pattern, line)
+
+
+@pytest.mark.parametrize(("max_model_len", "path"), [(64, "packed"), (65, "padded")])
+def test_sparse_attention_runs_packed_within_what_its_indexer_keeps(saved, max_model_len, path):
+    tier = tier_of(saved("deepseek_v32"), max_model_len=max_model_len)
+    assert tier.name == path
+
+
+def test_weights_that_give_no_numbers_are_refused_with_every_paths_reason(tmp_path):
+    model = shrink.tiny_model("llama")
+    model.model.layers[0].mlp.up_proj.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError) as caught:
+        open_engine(tmp_path)
+    for tier in ("packed: ", "rows: ", "padded: ", "single: "):
+        assert tier in str(caught.value)
+
+
+def test_states_are_part_of_the_memory_plan(saved):
+    roomy = open_engine(saved("qwen3_next"), max_num_seqs=64)
+    tight = open_engine(saved("qwen3_next"), max_num_seqs=64, kv_cache_memory=200 * 1024)
+    assert tight.info.max_num_seqs < roomy.info.max_num_seqs == 64
+    expected = reference(saved("qwen3_next"))
+    assert [o.outputs[0].token_ids for o in tight.generate(PROMPTS, PARAMS)] == expected
+    for engine in (roomy, tight):
+        engine.close()
+
+
+def test_the_memory_plan_is_printed_at_start(saved, caplog):
+    caplog.set_level(logging.INFO, logger="nereid_backend")
+    open_engine(saved("llama")).close()
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("memory: ")]
+    for part in ("weights ", "a step of ", "KV cache ", "tokens; a request may have "):
+        assert part in line

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From items to token ids, with every check that needs no model."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,8 @@ class Preparer:
         self._judge = judge
         self._images = images
         self._prompt_lens: dict[str, int] = {}
+        # A tokenizer is asked to truncate by changing it, so one text at a time is in it.
+        self._lock = threading.Lock()
         # Some tokenizers tell the parts of a pair apart for models that do not.
         kinds = getattr(recipe.config, "type_vocab_size", None)
         self._wants_types = kinds != 1 and "token_type_ids" in tokenizer.model_input_names
@@ -73,6 +76,10 @@ class Preparer:
         Raises:
             RequestError: an item is wrong; the message says which and why.
         """
+        with self._lock:
+            return self._prepare(items)
+
+    def _prepare(self, items: Sequence[PoolingItem]) -> list[Prepared]:
         checked = []
         for index, item in enumerate(items):
             try:
@@ -190,7 +197,8 @@ class Preparer:
                 pair = items[index].pair
                 assert pair is not None
                 limit = self._info.max_model_len if items[index].truncate else None
-                ids = self._judge.tokens(pair, items[index].instruction, limit)
+                instruction = items[index].instruction or items[index].prompt
+                ids = self._judge.tokens(pair, instruction, limit)
                 found.append((index, ids, None))
             return found
         if single:

@@ -64,6 +64,25 @@ def test_another_salt_finds_nothing(pool, cache):
     assert len(cache.find(make_request(TOKENS, "one"))) == 2
 
 
+def test_a_salt_that_looks_like_a_blocks_name_leads_to_no_other_block(pool, cache):
+    # With a digest as salt, the second block of the one would be the first of the other.
+    for start in range(10_000):
+        request = make_request([start] * 4 + TOKENS[:5])
+        cache.find(request)
+        try:
+            salt = request.block_digests[0].decode()
+            break
+        except UnicodeDecodeError:
+            continue
+    computed(pool, cache, request)
+    assert cache.find(make_request(TOKENS[:5], salt)) == []
+
+
+def test_any_text_can_be_a_salt(pool, cache):
+    computed(pool, cache, make_request(TOKENS, "\ud800"))
+    assert len(cache.find(make_request(TOKENS, "\ud800"))) == 2
+
+
 def test_the_longest_unused_is_forgotten_first_and_a_tail_before_its_head(pool, cache):
     old, new = list(range(200, 213)), list(range(300, 313))
     computed(pool, cache, make_request(old))

@@ -4,7 +4,7 @@
 A full block's content is named by a hash over its tokens and the hash of the block before it, so
 that equal hashes mean equal tokens from the start of the sequence on:
 
-    salt -> h0 = H(salt, tokens 0..15) -> h1 = H(h0, tokens 16..31) -> ...
+    H'(salt) -> h0 = H(H'(salt), tokens 0..15) -> h1 = H(h0, tokens 16..31) -> ...
 
 A block stays findable while somebody holds it and, when nobody does, until the pool needs it for
 something else; the block that has been idle longest goes first, and of a sequence the tail goes
@@ -89,7 +89,7 @@ class PrefixCache:
         """The names of a request's first full blocks; remembered, because its tokens only grow."""
         digests, size = request.block_digests, self._block_size
         if not digests and count > 0:
-            digests.append(self._name(request.params.cache_salt.encode(), request.token_ids[:size]))
+            digests.append(self._name(_root(request.params.cache_salt), request.token_ids[:size]))
         for index in range(len(digests), count):
             tokens = request.token_ids[index * size : (index + 1) * size]
             digests.append(self._name(digests[-1], tokens))
@@ -97,7 +97,11 @@ class PrefixCache:
 
     @staticmethod
     def _name(before: bytes, token_ids: list[int]) -> bytes:
-        # The salt may have any length, but the tokens behind it always have the same.
-        return hashlib.blake2b(
-            before + array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES
-        ).digest()
+        content = before + array("q", token_ids).tobytes()
+        return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+def _root(salt: str) -> bytes:
+    """What comes before the first block. No salt can be chosen such that this is a block's name."""
+    text = salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, person=b"salt").digest()

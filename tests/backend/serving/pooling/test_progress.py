@@ -1,0 +1,160 @@
+import numpy as np
+import pytest
+from nereid_backend.errors import CapacityError, RequestError
+from nereid_backend.pooling.types import PoolingResult
+from nereid_backend.serving.pooling import progress
+from nereid_backend.serving.pooling.jobs import Job, Outcome
+from nereid_backend.serving.pooling.progress import Work
+
+
+class LengthEngine:
+    """Gives each text's length, some inputs a step, every request in turn."""
+
+    def __init__(self, per_step=4):
+        self.per_step = per_step
+        self.waiting = {}
+        self.most_waiting = 0
+        self.aborted = []
+
+    def add(self, request_id, items):
+        for index, item in enumerate(items):
+            if item.text == "bad":
+                raise RequestError(f"input {index}: input: has no tokens")
+            if item.text == "full":
+                raise CapacityError("too many inputs wait")
+            if item.dimensions == 0:
+                raise RequestError("input 0: dimensions: must be from 1 to 4, got 0")
+        self.waiting[request_id] = list(enumerate(items))
+        self.most_waiting = max(self.most_waiting, sum(map(len, self.waiting.values())))
+
+    def abort(self, request_id):
+        self.aborted.append(request_id)
+        self.waiting.pop(request_id, None)
+
+    def has_work(self):
+        return bool(self.waiting)
+
+    def step(self):
+        results = []
+        for request_id in list(self.waiting)[: self.per_step]:
+            index, item = self.waiting[request_id].pop()  # not in order, as by length
+            failed = item.text == "nan"
+            value = None if failed else np.array([len(item.text), 1.0], dtype=np.float32)
+            error = "the model gave no finite numbers" if failed else None
+            results.append(PoolingResult(request_id, index, value, len(item.text), error))
+            if not self.waiting[request_id]:
+                del self.waiting[request_id]
+        return results
+
+
+def texts(*values):
+    return Job("texts", [["text", value] for value in values], {})
+
+
+@pytest.fixture
+def sent():
+    return []
+
+
+@pytest.fixture
+def engine():
+    return LengthEngine()
+
+
+@pytest.fixture
+def work(engine, sent):
+    return Work(engine, sent.append)
+
+
+def run(work, limit=100_000):
+    while work.is_left and limit:
+        work.advance()
+        limit -= 1
+    assert limit
+
+
+def outcome(message):
+    kind, _, *row = message
+    assert kind == "done"
+    return Outcome.from_row(row)
+
+
+def test_an_outcome_has_every_value_in_the_order_of_the_inputs(work, sent):
+    work.add("a", texts("x", "yy", "zzz"))
+    run(work)
+    done = outcome(sent[0])
+    assert done.kind == "dense"
+    assert done.values.tolist() == [[1, 1], [2, 1], [3, 1]]
+    assert done.num_tokens.tolist() == [1, 2, 3]
+
+
+def test_a_large_job_goes_to_the_engine_a_slice_at_a_time(work, engine, sent):
+    count = 5 * progress._SLICE_INPUTS + 3
+    work.add("a", texts(*("x" * (n % 7 + 1) for n in range(count))))
+    run(work)
+    assert engine.most_waiting <= progress._SLICES_AHEAD * progress._SLICE_INPUTS
+    done = outcome(sent[0])
+    assert done.num_tokens.tolist() == [n % 7 + 1 for n in range(count)]
+
+
+def test_long_texts_make_short_slices(work, engine):
+    long = "x" * progress._SLICE_CHARACTERS
+    work.add("a", texts(long, long, long, long))
+    work.advance()
+    assert engine.most_waiting == progress._SLICES_AHEAD
+
+
+def test_a_small_job_is_done_long_before_a_large_one(work, sent):
+    work.add("large", texts(*["x"] * 1000))
+    for _ in range(5):
+        work.advance()
+    work.add("small", texts("y"))
+    run(work)
+    assert [message[1] for message in sent] == ["small", "large"]
+
+
+def test_a_wrong_input_refuses_its_job_alone_and_is_named_by_its_place(work, sent):
+    count = progress._SLICE_INPUTS + 5
+    work.add("a", texts(*["x"] * count, "bad"))
+    work.add("b", texts("x"))
+    run(work)
+    refusals = [message for message in sent if message[0] == "refused"]
+    said = f"texts: element {count}: has no tokens"
+    assert refusals == [["refused", "a", "RequestError", said]]
+    assert [message[1] for message in sent if message[0] == "done"] == ["b"]
+
+
+def test_a_single_wrong_input_needs_no_number(work, sent):
+    work.add("a", texts("bad"))
+    run(work)
+    assert sent == [["refused", "a", "RequestError", "texts: has no tokens"]]
+
+
+def test_a_wrong_option_keeps_its_own_name(work, sent):
+    work.add("a", Job("texts", [["text", "x"]] * 2, {"dimensions": 0}))
+    run(work)
+    assert sent[0][3] == "dimensions: must be from 1 to 4, got 0"
+
+
+def test_no_room_is_told_from_a_wrong_request(work, sent):
+    work.add("a", texts("full"))
+    run(work)
+    assert sent == [["refused", "a", "CapacityError", "too many inputs wait"]]
+
+
+def test_an_input_without_a_value_is_our_error(work, sent):
+    work.add("a", texts("x", "nan"))
+    run(work)
+    assert sent == [
+        ["refused", "a", "EngineError", "texts: element 1: the model gave no finite numbers"]
+    ]
+
+
+def test_an_aborted_job_leaves_nothing_in_the_engine(work, engine, sent):
+    work.add("a", texts(*["x"] * 1000))
+    work.advance()
+    work.abort("a")
+    assert not work.is_left
+    assert engine.waiting == {}
+    work.abort("a")
+    assert sent == []

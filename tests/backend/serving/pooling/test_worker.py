@@ -1,0 +1,100 @@
+"""A worker process with the demo's embedder: what it answers, and what follows its death."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nereid_backend.errors import EngineError, RequestError
+from nereid_backend.pooling.config import PoolingConfig
+from nereid_backend.serving.engine_client import EngineDiedError
+from nereid_backend.serving.pooling.jobs import Job
+from nereid_backend.serving.pooling.worker_client import WorkerClient
+
+DEMO = Path(__file__).resolve().parents[4] / "demo"
+
+
+@pytest.fixture(scope="module")
+def worker():
+    client = WorkerClient(PoolingConfig(str(DEMO / "embed"), num_threads=1), lambda line: None)
+    client.start(120)
+    yield client
+    client.stop()
+
+
+def texts(*values, **options):
+    return Job("texts", [("text", value) for value in values], options)
+
+
+def answers(worker, **jobs):
+    for name, job in jobs.items():
+        worker.submit(name, job)
+    found = {}
+    deadline = time.monotonic() + 60
+    while len(found) < len(jobs):
+        assert time.monotonic() < deadline
+        for answer in worker.receive(0.1):
+            found[answer.request_id] = answer
+    return found
+
+
+def receive_for(worker, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        worker.receive(0.1)
+
+
+def test_it_says_what_it_has_loaded(worker):
+    assert worker.info["task"] == "embed"
+    assert worker.info["dimension"] == 128
+
+
+def test_jobs_of_different_options_are_answered_each_in_its_own_way(worker):
+    found = answers(
+        worker,
+        whole=texts("Hugo lives in Pinemark.", ""),
+        short=texts("Hugo lives in Pinemark.", dimensions=16),
+    )
+    whole, short = found["whole"].outcome.values, found["short"].outcome.values
+    assert whole.shape == (2, 128)
+    assert short.shape == (1, 16)
+    cut = whole[0, :16] / np.linalg.norm(whole[0, :16])
+    assert np.abs(cut - short[0]).max() < 1e-5
+
+
+def test_a_wrong_job_is_refused_and_the_next_one_is_served(worker):
+    found = answers(worker, wrong=texts("x", "y " * 2000), right=texts("x"))
+    assert isinstance(found["wrong"].error, RequestError)
+    assert str(found["wrong"].error).startswith("texts: element 1: has 2002 tokens")
+    assert found["right"].outcome.values.shape == (1, 128)
+
+
+def test_a_checkpoint_that_is_not_there_is_reported_in_words(tmp_path):
+    client = WorkerClient(PoolingConfig(str(tmp_path / "nowhere")), lambda line: None)
+    with pytest.raises(EngineError, match="nowhere"):
+        client.start(60)
+    assert client.pid is None
+
+
+def test_a_death_is_noticed_and_it_can_be_started_again():
+    client = WorkerClient(PoolingConfig(str(DEMO / "embed"), num_threads=1), lambda line: None)
+    client.start(120)
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDiedError, match="signal 9"):
+        receive_for(client, 10)
+    client.start(120)
+    assert answers(client, again=texts("x"))["again"].outcome.values.shape == (1, 128)
+    client.stop()
+    assert client.pid is None
+
+
+def test_the_stubs_modules_bring_no_torch():
+    code = (
+        "import sys\n"
+        "from nereid_backend.serving.pooling import settings, worker_client, decode, jobs\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -35,10 +35,10 @@ class GrammarSpec(NamedTuple):
         Raises:
             RequestError: it is none.
         """
-        values = tuple(fields)
+        values = tuple(fields) if isinstance(fields, list | tuple) else (fields,)
         if len(values) not in (2, 3) or not all(isinstance(value, str) for value in values):
             raise RequestError(f"grammar: must be a kind, a source and a text, got {values!r}")
-        spec = cls(*values)  # type: ignore[arg-type]
+        spec = cls(*values)
         if spec.kind not in KINDS:
             known = ", ".join(KINDS)
             raise RequestError(f"grammar: kind must be one of {known}, got {spec.kind!r}")
@@ -70,9 +70,22 @@ class ThinkingSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """From a spec or from its fields in a list, as a wire brings them."""
-        start, end, end_token_ids, is_open, budget = fields
-        return cls(start, end, tuple(end_token_ids), bool(is_open), budget)  # type: ignore[arg-type]
+        """From a spec or from its fields in a list, as a wire brings them.
+
+        Raises:
+            RequestError: it is none.
+        """
+        values = tuple(fields) if isinstance(fields, list | tuple) else (fields,)
+        match values:
+            case (str(start), str(end), list() | tuple() as token_ids, bool(is_open), budget) if (
+                all(type(token_id) is int for token_id in token_ids)
+                and (budget is None or (type(budget) is int and budget >= 0))
+            ):
+                return cls(start, end, tuple(token_ids), is_open, budget)
+        raise RequestError(
+            "thinking: must be two texts, token ids, whether it is open and a budget of at least "
+            f"0 or none, got {values!r}"
+        )
 
 
 class Guide(Protocol):

@@ -136,6 +136,9 @@ class SamplingParams:
             if not allowed:
                 raise RequestError("allowed_token_ids: is empty, so no token could be chosen")
             object.__setattr__(self, "allowed_token_ids", allowed)
+        if not isinstance(self.bad_words_token_ids, list | tuple):
+            got = self.bad_words_token_ids
+            raise RequestError(f"bad_words_token_ids: must be a list of lists, got {got!r}")
         words = tuple(_token_ids("bad_words_token_ids", word) for word in self.bad_words_token_ids)
         if not all(words):
             raise RequestError("bad_words_token_ids: a word without tokens cannot be kept out")
@@ -163,7 +166,11 @@ class SamplingParams:
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:  # noqa: ANN401 - checked here
-    pairs = value.items() if isinstance(value, Mapping) else value
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise RequestError(f"logit_bias: must map token ids to numbers, got {value!r}")
     biases: dict[int, float] = {}
     for token_id, bias in pairs:
         _check_integer("logit_bias", token_id, minimum=0)

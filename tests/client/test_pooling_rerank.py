@@ -136,8 +136,9 @@ async def test_an_embedding_model_is_not_taken_for_a_reranker(ask):
     assert "'tiny-embed' embeds; 'tiny-rerank' reranks" in error["message"]
 
 
-async def test_without_a_reranker_it_is_a_404(ask, pooling):
-    pooling.missing.add("rerank")
+@pytest.mark.parametrize("why", ["missing", "unconfigured"])
+async def test_without_a_reranker_it_is_a_404(ask, pooling, why):
+    getattr(pooling, why).add("rerank")
     problem(await ask("/v1/rerank", query="x", documents=["a"]), 404)
 
 

@@ -21,6 +21,7 @@ class FakePooling:
         calls: every call, in order.
         missing: models that are not served.
         down: models that do not answer.
+        unconfigured: models that are there without a checkpoint.
         kinds: what each model gives.
         cancelled: request ids of calls that were given up.
         delay_s: how long a call takes.
@@ -30,6 +31,7 @@ class FakePooling:
         self.calls = []
         self.missing = set()
         self.down = set()
+        self.unconfigured = set()
         self.kinds = {
             "embedding": ["dense", "sparse", "multi_vector"],
             "rerank": ["score", "classify"],
@@ -57,9 +59,12 @@ class FakePooling:
         return self._rerank(call) if call.model == "rerank" else self._embed(call)
 
     def _info(self, model):
+        if model in self.unconfigured:
+            return {"task": "none", "reason": f"no checkpoint is served as {model!r}"}
         name = {"embedding": "tiny-embed", "rerank": "tiny-rerank"}[model]
         return {
             "name": name,
+            "task": model,
             "kinds": self.kinds[model],
             "dimension": DIMENSION,
             "max_model_len": LIMIT,

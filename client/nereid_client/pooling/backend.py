@@ -123,6 +123,8 @@ class Directory:
             async with asyncio.timeout(_INFO_TIMEOUT_S):
                 reply = await self._backend.infer(call)
             info = json.loads(reply.strings["info"][0])
+            if info["task"] == "none":
+                raise BackendError("NOT_FOUND", info["reason"])
             self._known[kind] = Served(kind, info["name"], info)
         return self._known[kind]
 

@@ -121,8 +121,12 @@ class PoolingStub(ABC):
 
     def _accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         worker = self._worker
+        waiting = _Waiting(sender, bool(tensors.optional_bool(request, names.RETURN_INFO)))
         if worker is None:
-            raise CapacityError(_not_configured(self.kind, self._settings))
+            if not waiting.returns_info:
+                raise CapacityError(_not_configured(self.kind, self._settings))
+            self._answers.put((sender, self._info(waiting)))
+            return
         if not self._available:
             raise CapacityError("the worker is being started again; try again in a few seconds")
         limit = self._settings.serving.max_requests
@@ -131,7 +135,6 @@ class PoolingStub(ABC):
                 f"{limit} requests are in the model, which is the limit "
                 f"({self.kind}_max_requests); try again later"
             )
-        waiting = _Waiting(sender, bool(tensors.optional_bool(request, names.RETURN_INFO)))
         job = self.read(request)
         if job is None or not job.inputs:
             outputs = {} if job is None else self.write_nothing()
@@ -203,8 +206,11 @@ class PoolingStub(ABC):
             _send(waiting.sender, EngineError("the request was cancelled"))
 
     def _info(self, waiting: _Waiting) -> Tensors:
-        if not waiting.returns_info or self._worker is None:
+        if not waiting.returns_info:
             return {}
+        if self._worker is None:
+            reason = _not_configured(self.kind, self._settings)
+            return {names.INFO: tensors.strings(json.dumps({"task": "none", "reason": reason}))}
         name = self._settings.serving.served_model_name
         info = self._worker.info | {"name": name or PurePath(self._worker.info["model"]).name}
         return {names.INFO: tensors.strings(json.dumps(info))}

@@ -90,7 +90,8 @@ class ExecutorModel:
         serial, now = next(self._serials), time.monotonic()
         sequences = [Sequence(index, slot) for index, slot in enumerate(slots)]
         opening = Opening(envelope.context, self._feedback.path, slots)
-        stream = Stream(str(serial), sender, serial, sequences, opening, now)
+        field = envelope.grammar_field
+        stream = Stream(str(serial), sender, serial, sequences, opening, now, field)
         # Queued before the engine knows of it, so that the loop has the stream when updates come.
         self._arrivals.put(stream)
         token_ids = tensors.array(request, names.PROMPT_TOKEN_IDS)
@@ -133,10 +134,13 @@ class ExecutorModel:
         if isinstance(answer, Refusal):
             self._end(stream, answer.error)
         elif answer.error is not None:
-            error = RequestError if answer.is_refused else EngineError
             if len(stream.sequences) > 1:
                 self._engine.abort(stream.request_id)
-            self._end(stream, error(answer.error))
+            refused = answer.is_refused
+            message = answer.error
+            self._end(
+                stream, RequestError(stream.refusal(message)) if refused else EngineError(message)
+            )
         else:
             stream.add(answer)
 

@@ -56,10 +56,12 @@ class Grammar:
         spec: for the engine; None where it is free.
         strict_schema: JSON text of the schema that the finished content is checked against; empty
             for none.
+        field: the request's field that made it, for messages.
     """
 
     spec: GrammarSpec | None = None
     strict_schema: str = ""
+    field: str = ""
 
 
 def grammar_of_chat(
@@ -264,7 +266,8 @@ def _checked(rule: AnswerRule | None, spec: GrammarSpec) -> Grammar:
             f"{MAX_GRAMMAR_BYTES}; send a smaller one"
         )
     strict = rule is not None and rule.is_strict
-    return Grammar(spec, _text(rule.schema) if rule is not None and strict else "")
+    schema = _text(rule.schema) if rule is not None and strict else ""
+    return Grammar(spec, schema, rule.field if rule else "tools")
 
 
 def _refuse_calls_without_format(choice: object, tools: object) -> None:

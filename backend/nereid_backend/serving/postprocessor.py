@@ -83,7 +83,7 @@ class PostprocessorModel:
             return self._advance(answers, state, request)
         except Exception:
             # The client hears of the error; nobody waits for the rest.
-            del self._answers[state.slot]
+            self._answers.pop(state.slot, None)
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from nereid_backend.core.guide import KINDS
 from nereid_backend.core.outputs import RequestUpdate, TokenLogprobs
 from nereid_backend.serving.wire import Ending, Opening, Part, StepState
 
@@ -109,6 +110,7 @@ class Stream:
         serial: as what the postprocessor reports about it.
         sequences: its answers; the slot of the first is where consumption is reported.
         opening: for the first step; None once sent.
+        grammar_field: the request's field that made the grammar, for messages about it.
         sent: steps sent so far.
         unconsumed: places, among all steps of all streams, of those that the postprocessor has not
             consumed yet, oldest first.
@@ -123,6 +125,7 @@ class Stream:
     sequences: list[Sequence]
     opening: Opening | None
     last_sent: float
+    grammar_field: str = ""
     sent: int = 0
     unconsumed: deque[int] = field(default_factory=deque)
     waited_s: float = 0.0
@@ -151,6 +154,12 @@ class Stream:
     def add(self, update: RequestUpdate) -> None:
         """Take in what the engine says of one of the sequences."""
         self.sequences[update.index].add(update)
+
+    def refusal(self, message: str) -> str:
+        """The engine's message about the request, under the name of the request's own field."""
+        kind, colon, rest = message.partition(":")
+        is_grammars = colon and self.grammar_field and kind in (*KINDS, "grammar")
+        return f"{self.grammar_field}:{rest}" if is_grammars else message
 
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
         """When the next step should be sent, by time.monotonic()."""

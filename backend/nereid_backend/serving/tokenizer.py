@@ -105,7 +105,7 @@ class TokenizerModel:
         return tensors.response(
             {
                 names.PROMPT_TOKEN_IDS: np.array(prompt.token_ids, dtype=np.int32),
-                names.ENVELOPE: RequestEnvelope(params, context.pack()).pack(),
+                names.ENVELOPE: RequestEnvelope(params, context.pack(), grammar.field).pack(),
             }
         )
 

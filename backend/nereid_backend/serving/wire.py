@@ -77,21 +77,28 @@ class StreamContext:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnvelope:
-    """Tokenizer to executor: how to sample, and the context that is passed on unread."""
+    """Tokenizer to executor.
+
+    Attributes:
+        params: how to sample.
+        context: passed on unread.
+        grammar_field: the request's field that made the grammar, for messages about it.
+    """
 
     params: SamplingParams
     context: bytes
+    grammar_field: str = ""
 
     def pack(self) -> UInt8Array:
         """As a UINT8 tensor [num_bytes]."""
         params = {field.name: getattr(self.params, field.name) for field in fields(SamplingParams)}
-        return np.frombuffer(_pack([params, self.context]), dtype=np.uint8)
+        return np.frombuffer(_pack([params, self.context, self.grammar_field]), dtype=np.uint8)
 
     @classmethod
     def unpack(cls, data: UInt8Array) -> Self:
         """From what `pack` gave."""
-        params, context = msgpack.unpackb(data.tobytes(), use_list=False)
-        return cls(SamplingParams(**params), context)
+        params, *rest = msgpack.unpackb(data.tobytes(), use_list=False)
+        return cls(SamplingParams(**params), *rest)
 
 
 @dataclass(frozen=True, slots=True)

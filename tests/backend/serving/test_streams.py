@@ -102,3 +102,12 @@ def test_log_probabilities_of_merged_updates_stay_in_order():
     stream.add(update(3, logprobs=rows[:1]))
     (part,) = stream.take_step(100.1)[1].parts
     assert (part.logprobs, part.prompt_logprobs) == (tuple(rows[:1]), None)
+
+
+def test_a_refusal_of_the_grammar_blames_the_requests_own_field():
+    stream = make_stream()
+    message = "structural_tag: the parenthesis is not closed"
+    assert stream.refusal(message) == message
+    stream.grammar_field = "regex"
+    assert stream.refusal(message) == "regex: the parenthesis is not closed"
+    assert stream.refusal("prompt: is empty") == "prompt: is empty"

@@ -1,0 +1,112 @@
+"""The three steps of the ensemble together, without a server."""
+
+import json
+from pathlib import Path
+
+import pytest
+from backend.serving.pipeline import Pipeline, chat, completion
+from nereid_backend import RequestError
+from nereid_backend.errors import EngineError
+
+DEMO = Path(__file__).resolve().parents[3] / "demo" / "chat"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+STRICT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+SCRIPT = [
+    {"when": "two", "text": ["First answer.", "Second one STOP never shown"], "tokens_per_step": 2},
+    {"when": "json", "text": '<think>\nhm\n</think>\n\n{"a": 5}'},
+    {"when": "wrong", "text": '{"a": "five"}'},
+    {"when": "refuse", "token_ids": [5], "error": "regex: is too costly", "is_refused": True},
+    {"when": "endless", "text": "on and STOP", "ends": False, "tokens_per_step": 1},
+    {"when": "cached", "text": "Hello, Ünïcödé 🎉", "num_cached_tokens": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        yield Pipeline(DEMO, SCRIPT, tmp_path_factory.mktemp("pipeline"), patch)
+
+
+def joined(replies, index=0, key="content"):
+    deltas = [d for reply in replies for d in reply["delta"] if d.get("index", 0) == index]
+    return "".join(delta.get(key, "") for delta in deltas)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_two_answers_of_a_request_with_a_stop_string_in_one(pipeline, stream):
+    replies = pipeline.ask(**chat("two", stream=stream, n=2, stop=["STOP"]))
+    assert stream == (len(replies) > 1)
+    assert joined(replies) == "First answer."
+    assert joined(replies, 1) == "Second one "
+    ends = {
+        delta.get("index", 0): (delta["finish_reason"], delta.get("stop_reason"))
+        for reply in replies
+        for delta in reply["delta"]
+        if "finish_reason" in delta
+    }
+    assert ends[0][0] == "stop"
+    assert ends[1] == ("stop", "STOP")
+
+
+def test_generation_stops_within_two_steps_of_a_stop_string(pipeline):
+    before = pipeline.num_steps
+    replies = pipeline.ask(**chat("endless", stop=["STOP"], max_tokens=2000))
+    usage = replies[-1]["delta"][0]["usage"]
+    assert joined(replies) == "on and "
+    assert pipeline.num_steps - before <= usage["completion_tokens"] + 2
+
+
+def test_a_strict_answer_that_fits_passes_and_its_reasoning_is_apart(pipeline):
+    replies = pipeline.ask(**chat("json", response_format=STRICT))
+    assert json.loads(joined(replies)) == {"a": 5}
+    assert joined(replies, key="reasoning").strip() == "hm"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_strict_answer_that_does_not_fit_is_an_error_that_says_so(pipeline, stream):
+    with pytest.raises(EngineError, match="response_format: the answer breaks its strict schema"):
+        pipeline.ask(**chat("wrong", stream=stream, response_format=STRICT))
+    assert joined(pipeline.ask(**chat("wrong"))) == '{"a": "five"}'
+
+
+def test_a_grammar_that_the_engine_refuses_is_the_callers_fault(pipeline):
+    with pytest.raises(RequestError, match="regex: is too costly"):
+        pipeline.ask(**chat("refuse", regex="a{1,2000}"))
+
+
+def test_the_constraint_reaches_the_engine(pipeline):
+    pipeline.ask(**chat("cached", response_format={"type": "json_object"}))
+    assert pipeline.params.grammar.kind == "structural_tag"
+    off = {"enable_thinking": False}
+    pipeline.ask(**chat("cached", regex="H.*", chat_template_kwargs=off))
+    assert pipeline.params.grammar[:2] == ("regex", "H.*")
+    pipeline.ask(**completion("cached", regex="H.*"))
+    assert pipeline.params.grammar[:2] == ("regex", "H.*")
+
+
+def test_a_thinking_budget_reaches_the_engine_with_the_markers_tokens(pipeline):
+    pipeline.ask(**chat("cached", reasoning_effort="high", thinking_token_budget=4))
+    spec = pipeline.params.thinking
+    assert (spec.start.strip(), spec.end.strip(), spec.budget) == ("<think>", "</think>", 4)
+    assert spec.end_token_ids
+
+
+def test_every_tensor_that_was_asked_for_has_an_element_a_choice(pipeline):
+    returns = ("finish_reason", "cumulative_logprob", "logprobs", "num_output_tokens")
+    (reply,) = pipeline.ask(**completion("two", stream=False, n=2, returns=returns))
+    assert reply["finish_reason"] == ["stop", "stop"]
+    assert reply["cumulative_logprob"] == [-0.5 * count for count in reply["num_output_tokens"]]
+    rows = [json.loads(text) for text in reply["logprobs"]]
+    assert [len(one) for one in rows] == reply["num_output_tokens"]
+    assert {len(entry) for one in rows for entry in one} == {1}
+
+
+def test_bytes_of_log_probabilities_join_to_the_text(pipeline):
+    replies = pipeline.ask(**completion("cached", logprobs=2, return_token_ids=True))
+    deltas = [delta for reply in replies for delta in reply["delta"]]
+    entries = [entry for delta in deltas for entry in delta.get("logprobs", [])][:-1]
+    data = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert data.decode() == joined(replies) == "Hello, Ünïcödé 🎉"
+    ids = [token for delta in deltas for token in delta.get("token_ids", [])]
+    assert ids[:-1] == [entry["token_id"] for entry in entries]
+    assert deltas[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}

@@ -1,0 +1,247 @@
+"""What a request may ask of its answer, on the demo model, as plain Triton clients see it."""
+
+import asyncio
+import json
+
+import jsonschema
+import pytest
+from e2e.triton_client import ask, chat, tensor
+
+pytestmark = pytest.mark.triton
+
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 12}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+
+
+def completion(stream=True, text="Once upon a time", **fields):
+    return [
+        tensor("text_input", text),
+        tensor("stream", stream, "BOOL"),
+        tensor("sampling_parameters", json.dumps(GREEDY | fields)),
+    ]
+
+
+def run(served, inputs):
+    reply = asyncio.run(ask(served.grpc_url, inputs))
+    assert reply.error is None, reply.error
+    return reply
+
+
+def choices(reply):
+    """Index -> what its deltas add up to; every element of every response is read."""
+    found = {}
+    for result in reply.outputs:
+        deltas = [json.loads(text) for text in result.as_numpy("delta")]
+        texts = [text.decode() for text in result.as_numpy("text_output")]
+        for delta, text in zip(deltas, texts, strict=True):
+            index = delta.get("index", 0)
+            one = found.setdefault(
+                index, {"text": "", "content": "", "calls": {}, "logprobs": [], "ids": []}
+            )
+            one["text"] += text
+            one["content"] += delta.get("content", "")
+            one["logprobs"] += delta.get("logprobs", [])
+            one["ids"] += delta.get("token_ids", [])
+            for piece in delta.get("tool_calls", []):
+                call = one["calls"].setdefault(piece["index"], {"name": "", "arguments": ""})
+                call["name"] += piece.get("name", "")
+                call["arguments"] += piece["arguments"]
+            one |= {
+                name: delta[name]
+                for name in ("usage", "finish_reason", "stop_reason", "cumulative_logprob")
+                if name in delta
+            }
+    return found
+
+
+def content_of(served, content, **fields):
+    (answer,) = choices(run(served, chat(content, temperature=1, seed=5, **fields))).values()
+    return answer
+
+
+def test_n_answers_come_in_one_stream_or_in_one_response(served):
+    fields = {"n": 3, "temperature": 1.5, "seed": 11, "return_token_ids": True}
+    streamed = choices(run(served, completion(**fields)))
+    whole = run(served, [*completion(stream=False, **fields), _excluded()])
+    assert len(whole.outputs) == 1
+    assert choices(whole) == streamed
+    assert list(streamed) == [0, 1, 2]
+    assert len({tuple(one["ids"]) for one in streamed.values()}) == 3
+    assert all(one["finish_reason"] == "length" for one in streamed.values())
+
+
+def test_an_answer_is_the_same_whatever_its_siblings_are(served):
+    fields = {"temperature": 1.5, "seed": 11, "return_token_ids": True}
+    alone = choices(run(served, completion(**fields)))[0]
+    assert choices(run(served, completion(n=3, **fields)))[0]["ids"] == alone["ids"]
+
+
+def test_log_probabilities_add_up_and_every_token_has_one(served):
+    reply = run(served, completion(logprobs=3, return_token_ids=True))
+    answer = choices(reply)[0]
+    entries = answer["logprobs"]
+    assert [entry["token_id"] for entry in entries] == answer["ids"]
+    assert len(entries) == 12
+    assert sum(e["logprob"] for e in entries) == pytest.approx(
+        answer["cumulative_logprob"], abs=1e-3
+    )
+    for entry in entries:
+        assert entry["rank"] == 1
+        assert entry["top_logprobs"][0]["token_id"] == entry["token_id"]
+        assert len(entry["top_logprobs"]) == 3
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == answer["text"]
+
+
+def test_the_vllm_shaped_tensor_says_the_same(served):
+    inputs = [*completion(logprobs=2), tensor("return_logprobs", True, "BOOL")]
+    reply = run(served, inputs)
+    entries = [
+        entry
+        for out in reply.outputs
+        for text in out.as_numpy("logprobs")
+        for entry in json.loads(text)
+    ]
+    assert len(entries) == 12
+    mine = choices(reply)[0]["logprobs"]
+    for entry, row in zip(mine, entries, strict=True):
+        chosen = row[str(entry["token_id"])]
+        assert (chosen["logprob"], chosen["rank"]) == (entry["logprob"], entry["rank"])
+
+
+def test_prompt_log_probabilities_come_once(served):
+    reply = run(served, completion(prompt_logprobs=1, return_token_ids=True))
+    found = [d for d in reply.deltas if "prompt_logprobs" in d]
+    assert [d["prompt_logprobs"] for d in reply.deltas[:1]] == [d["prompt_logprobs"] for d in found]
+    rows, ids = found[0]["prompt_logprobs"], found[0]["prompt_token_ids"]
+    assert rows[0] is None
+    assert len(rows) == len(ids)
+    assert all(str(token) in row for token, row in zip(ids[1:], rows[1:], strict=True))
+
+
+def test_a_second_request_finds_its_prompt_in_the_cache(served):
+    text = "A long prompt that is worth keeping. " * 8
+    for _ in range(2):
+        answer = choices(run(served, completion(text=text)))[0]
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < cached < answer["usage"]["prompt_tokens"]
+
+
+def test_a_stop_string_ends_generation_within_two_steps(served, gauge):
+    plain = choices(run(served, completion(max_tokens=40)))[0]["text"]
+    stop = plain[10:14]
+    answer = choices(run(served, completion(max_tokens=3000, stop=[stop], n=2)))
+    assert {one["text"] for one in answer.values()} == {plain[: plain.index(stop)]}
+    assert all(one["stop_reason"] == stop for one in answer.values())
+
+
+def test_penalties_biases_and_bans_change_the_answer(served):
+    ids = choices(run(served, completion(return_token_ids=True)))[0]["ids"]
+    first = ids[0]
+    for fields in ({"logit_bias": {str(first): -100}}, {"allowed_token_ids": [first + 1]}):
+        other = choices(run(served, completion(return_token_ids=True, **fields)))[0]["ids"]
+        assert first not in other
+    once = choices(run(served, completion(return_token_ids=True, frequency_penalty=2)))[0]["ids"]
+    assert max(map(once.count, once)) <= max(map(ids.count, ids))
+
+
+@pytest.mark.parametrize("prompt_thinks", [True, False])
+def test_a_strict_schema_holds_behind_the_reasoning(served, prompt_thinks):
+    answer = content_of(
+        served,
+        "Tell me of a person.",
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "p", "strict": True, "schema": SCHEMA},
+        },
+        max_tokens=400,
+        chat_template_kwargs={"enable_thinking": prompt_thinks},
+    )
+    if answer["finish_reason"] == "stop":
+        jsonschema.validate(json.loads(answer["content"]), SCHEMA)
+    else:
+        assert answer["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
+        ({"regex": "[ab]{3}c"}, "[ab]{3}c"),
+        ({"ebnf": 'root ::= "yes" | "no"'}, "yes|no"),
+    ],
+)
+def test_the_other_grammars_hold_too(served, fields, fits):
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    text = content_of(served, "Which way?", max_tokens=50, **fields, **off)["content"].strip()
+    assert (
+        text in fits if fits else (len(text) == 4 and text[3] == "c" and set(text[:3]) <= {*"ab"})
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"get_weather", "get_time"}),
+        ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
+    ],
+)
+def test_a_call_that_must_come_does(served, choice, names):
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    answer = content_of(served, "Hello!", tools=TOOLS, tool_choice=choice, max_tokens=300, **off)
+    assert answer["finish_reason"] == "tool_calls"
+    for call in answer["calls"].values():
+        assert call["name"] in names
+        assert set(json.loads(call["arguments"])) == {"city"}
+
+
+def test_a_thinking_budget_ends_the_reasoning(served):
+    question = "What is 27 + 45?"
+    free = content_of(served, question, max_tokens=300)
+    assert free["usage"]["completion_tokens_details"]["reasoning_tokens"] > 6
+    short = content_of(served, question, max_tokens=300, thinking_token_budget=2)
+    assert short["usage"]["completion_tokens_details"]["reasoning_tokens"] < 12
+    assert short["content"]
+
+
+REFUSED = {
+    "response_format: type must be text": {"response_format": {"type": "xml"}},
+    "best_of: the ensemble gives every answer": {"best_of": 3},
+    "guided_json: was replaced by structured_outputs": {"guided_json": SCHEMA},
+    "tool_choice: no tool is called 'nobody'": {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "nobody"}},
+    },
+    "top_logprobs: must be between 0 and 20": {"logprobs": True, "top_logprobs": 21},
+    "regex": {"regex": "(a"},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(served, said):
+    reply = asyncio.run(ask(served.grpc_url, chat("hi", **REFUSED[said])))
+    assert said in reply.error
+    assert "[INVALID_ARGUMENT]" in reply.error
+
+
+def _excluded():
+    return tensor("exclude_input_in_output", True, "BOOL")

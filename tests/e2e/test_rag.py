@@ -1,0 +1,47 @@
+"""The RAG example as a user runs it: embed, retrieve, rerank, answer, with the demo models."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.triton
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "client" / "examples" / "rag.py"
+
+
+@pytest.fixture(scope="module")
+def ask(served):
+    def run(question, *arguments):
+        command = [sys.executable, str(EXAMPLE), question, f"--base-url={served.openai_url}"]
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=90, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("question", "passage", "answer"),
+    [
+        ("Who keeps a hedgehog?", "Elin has a hedgehog.", "Elin has a hedgehog."),
+        ("Which river flows through Saltmere?", "The river Tidewater", "Tidewater"),
+    ],
+)
+def test_the_answer_rests_on_the_passage_that_says_it(ask, question, passage, answer):
+    *found, said = ask(question)
+    assert any(passage in line for line in found)
+    relevances = [float(line[1:6]) for line in found]
+    assert relevances == sorted(relevances, reverse=True)
+    assert relevances[0] > 0.5
+    assert answer in said
+
+
+def test_passages_of_ones_own_are_searched(ask, tmp_path):
+    file = tmp_path / "passages.txt"
+    file.write_text("Mirelda lives in Oslo.\nMirelda is a baker.\nTasko lives in Rome.\n")
+    first, *_ = ask("Where does Mirelda live?", f"--passages={file}", "--keep=1")
+    assert "Mirelda lives in Oslo." in first

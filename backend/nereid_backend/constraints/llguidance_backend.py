@@ -66,6 +66,9 @@ class LLGuidanceBackend:
                 if kind == "regex":  # told of the text as it was written
                     matcher = self._matcher(LLMatcher.grammar_from_regex(source))
                 raise RequestError(f"{kind}: {_problem(matcher, kind == 'regex')}")
+        # The first mask is kept with the matcher, so all of its copies have it: 70 against 0.4 ms
+        # for a batch of 64 that begins with a regex, at 151k tokens.
+        matcher.compute_bitmask()
         return LLGuidanceGrammar(matcher, self._vocabulary, len(source))
 
     def _matcher(self, grammar: str) -> LLMatcher:

@@ -27,13 +27,20 @@ def test_a_mix_of_finished_cancelled_and_failed_requests_leaves_no_block_in_use(
         max_num_batched_tokens=13,
         max_model_len=60,
         kv_cache_memory=bytes_for(size, 80),
+        num_speculative_tokens=seed,
     )
     requests, ends, answers = {}, {}, {}
     for number in range(60):
         prompt = [rng.randrange(3, 320) for _ in range(rng.randint(1, 40))]
         # A few beginnings that many share.
         prompt = ([7, 8, 9] * 12)[: rng.choice([0, 9, 30])] + prompt[:12]
-        params = SamplingParams(temperature=1.0, seed=number, max_tokens=rng.randint(1, 18))
+        params = SamplingParams(
+            temperature=1.0,
+            seed=number,
+            max_tokens=rng.randint(1, 18),
+            n=rng.choice([1, 1, 3]),
+            priority=rng.choice([0, 0, 1]),
+        )
         requests[str(number)] = (prompt, params)
     faults = Faults(engine._runner._path._model, rng, 0.02)
     pending = list(requests)
@@ -41,23 +48,26 @@ def test_a_mix_of_finished_cancelled_and_failed_requests_leaves_no_block_in_use(
         if pending and rng.random() < 0.4:
             name = pending.pop()
             engine.add_request(name, *requests[name])
-            answers[name] = []
-        alive = [name for name in answers if name not in ends]
+            answers |= {(name, index): [] for index in range(requests[name][1].n)}
+        alive = [sequence for sequence in answers if sequence not in ends]
         if alive and rng.random() < 0.03:
-            engine.abort(rng.choice(alive))
+            name, index = rng.choice(alive)
+            engine.abort(name, rng.choice([None, index]))
         for update in engine.step():
-            assert update.request_id not in ends
-            answers[update.request_id] += update.new_token_ids
+            sequence = (update.request_id, update.index)
+            assert sequence not in ends
+            answers[sequence] += update.new_token_ids
             if update.finish_reason is not None:
-                ends[update.request_id] = update.finish_reason
+                ends[sequence] = update.finish_reason
         engine.check()
     faults.handle.remove()
-    assert ends.keys() == requests.keys()
+    assert ends.keys() == answers.keys()
     assert engine.num_free_blocks == engine.info.num_blocks
     assert {"abort", "error", "length"} <= set(ends.values())
     assert engine.num_preemptions > 0
     assert engine.num_prefix_cache_hits > 0
     for name, (prompt, params) in requests.items():
-        alone = size.generate([prompt], params)[0].outputs[0].token_ids
-        whole = ends[name] in ("stop", "length")
-        assert answers[name] == (alone if whole else alone[: len(answers[name])])
+        for output in size.generate([prompt], params)[0].outputs:
+            answer, reason = answers[name, output.index], ends[name, output.index]
+            whole = reason in ("stop", "length")
+            assert answer == (output.token_ids if whole else output.token_ids[: len(answer)])

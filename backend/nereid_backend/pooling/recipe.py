@@ -125,6 +125,12 @@ def read_recipe(settings: PoolingConfig) -> Recipe:
     saved = read_json(root / "config_sentence_transformers.json")
     task = _task(settings, architecture, parts, config, folder)
     common = _common(folder, config, architecture, task, saved)
+    if task == "embed" and common.pop("is_rendered"):
+        raise UnsupportedModelError(
+            f"{folder} embeds texts through a chat template (modality_config), which is not "
+            "supported"
+        )
+    common.pop("is_rendered", None)
     if task != "embed":
         return _scoring(parts, saved, common)
     if settings.pooling is not None or not _is_embedder(parts):
@@ -180,6 +186,12 @@ def _read_parts(root: Path) -> list[Part]:
             raise UnsupportedModelError(
                 f"{path}: the module {part.kind} is not supported; known are "
                 f"{', '.join(sorted(known))}"
+            )
+        given = part.config.get("module_input_name", "sentence_embedding")
+        made = part.config.get("module_output_name") or given
+        if part.kind in ("Dense", "Normalize") and made != given:
+            raise UnsupportedModelError(
+                f"{path}: a {part.kind} that makes {made} of {given} is not supported"
             )
     return parts
 
@@ -302,6 +314,7 @@ def _common(
         "max_seq_length": length if isinstance(length, int) and length > 0 else None,
         "lower_case": bool(settings.get("do_lower_case")),
         "refused_prompts": refused,
+        "is_rendered": "message" in (settings.get("modality_config") or {}),
         "template_kwargs": {k: v for k, v in template.items() if k not in _NOT_FOR_TEMPLATES},
     }
 

@@ -72,6 +72,31 @@ def test_an_activation_from_outside_torch_is_refused(encoder_of, tmp_path):
         Embedder(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            (DENSE, "2_Dense", {"module_output_name": "scores"}),
+            "makes scores of sentence_embedding",
+        ),
+        (("x.models.LSTM", "2_LSTM", {}), "the module LSTM is not supported"),
+    ],
+    ids=["another output", "another kind"],
+)
+def test_modules_that_are_not_run_are_refused_by_name(module, message, encoder_of, tmp_path):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    add_modules(folder, pooling("mean"), module)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Embedder(str(folder))
+
+
+def test_an_embedder_that_reads_a_chat_template_is_refused(encoder_of, tmp_path):
+    folder = add_modules(copy_of(encoder_of("bert"), tmp_path), pooling("mean"))
+    (folder / "sentence_bert_config.json").write_text('{"modality_config": {"message": {}}}')
+    with pytest.raises(UnsupportedModelError, match="embeds texts through a chat template"):
+        Embedder(str(folder))
+
+
 def test_dimensions_mixed_in_one_batch_are_cut_and_then_brought_to_length_one(encoder_of, texts):
     folder = encoder_of("qwen3")
     whole = Embedder(str(folder), num_threads=1).encode(texts, normalize=False)

@@ -37,7 +37,15 @@ class _Tools:
     xgrammar: GrammarBackend
 
 
-_Maker = Callable[[_Tools, Compiled | None], TokenGuide]
+@dataclass(frozen=True)
+class _Ready:
+    """A compiled grammar and the special tokens that it names."""
+
+    compiled: Compiled
+    special_ids: frozenset[int]
+
+
+_Maker = Callable[[_Tools, _Ready | None], TokenGuide]
 
 
 class Guides:
@@ -70,12 +78,12 @@ class Guides:
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._max_source_bytes = max_source_bytes
-        self._pool: CompilePool[Compiled] = CompilePool(num_threads, timeout_s)
-        self._cache: ByteCache[Compiled] = ByteCache(cache_bytes)
+        self._pool: CompilePool[_Ready] = CompilePool(num_threads, timeout_s)
+        self._cache: ByteCache[_Ready] = ByteCache(cache_bytes)
         self._rules: ByteCache[Rules] = ByteCache(_MAX_RULES)
         self._lock = threading.Lock()
         self._tools: Future[_Tools] | None = None
-        self._compiling: dict[tuple[str, str], Future[Compiled]] = {}
+        self._compiling: dict[tuple[str, str], Future[_Ready]] = {}
 
     def warm_up(self) -> "Future[_Tools]":
         """Begin to load the tokenizer and the grammar libraries, where that is not done yet."""
@@ -150,9 +158,9 @@ class Guides:
             answer.set_result(make(tools, None))
             return
         key = (spec.kind, spec.source)
-        compiled = self._cache.get(key)
-        if compiled is not None:
-            answer.set_result(make(tools, compiled))
+        ready = self._cache.get(key)
+        if ready is not None:
+            answer.set_result(make(tools, ready))
             return
         with self._lock:
             future = self._compiling.get(key)
@@ -164,35 +172,36 @@ class Guides:
             future.add_done_callback(partial(self._forget, key))
         _then(future, answer, lambda found: answer.set_result(make(tools, found)))
 
-    def _forget(self, key: tuple[str, str], future: "Future[Compiled]") -> None:
+    def _forget(self, key: tuple[str, str], future: "Future[_Ready]") -> None:
         with self._lock:
             if self._compiling.get(key) is future:
                 del self._compiling[key]
 
-    def _compile(self, tools: _Tools, key: tuple[str, str]) -> Compiled:
+    def _compile(self, tools: _Tools, key: tuple[str, str]) -> _Ready:
+        spec = GrammarSpec(*key)
         compiled = compile_grammar(
-            tools.llguidance, tools.xgrammar, GrammarSpec(*key), self._vocab_size, self._timeout_s
+            tools.llguidance, tools.xgrammar, spec, self._vocab_size, self._timeout_s
         )
-        self._cache.put(key, compiled, compiled.num_bytes)
-        return compiled
+        ready = _Ready(compiled, special_ids_in(tools.vocabulary, spec))
+        self._cache.put(key, ready, compiled.num_bytes)
+        return ready
 
     def _guide(
         self,
         params: SamplingParams,
         stops: frozenset[int],
         tools: _Tools,
-        compiled: Compiled | None,
+        ready: _Ready | None,
     ) -> TokenGuide:
-        spec = params.grammar
-        special = special_ids_in(tools.vocabulary, spec) if spec is not None else frozenset()
-        after = spec.after if spec is not None else ""
+        special = ready.special_ids if ready is not None else frozenset[int]()
+        after = params.grammar.after if params.grammar is not None else ""
         key = (stops, special, after)
         rules = self._rules.get(key)
         if rules is None:
             rules = rules_for(tools.vocabulary, stops, special, after)
             self._rules.put(key, rules, 1)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
-        return TokenGuide(rules, compiled.matcher() if compiled is not None else None, thinking)
+        return TokenGuide(rules, ready.compiled.matcher() if ready is not None else None, thinking)
 
 
 def _then(first: "Future[S]", answer: "Future[TokenGuide]", follow: Callable[[S], None]) -> None:

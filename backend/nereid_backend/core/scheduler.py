@@ -16,15 +16,15 @@ one with the least to compute again. The first in order is never preempted for a
 then the next is the first.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
 from nereid_backend.core.guide import Guide
 from nereid_backend.core.ngram import PromptLookup
-from nereid_backend.core.outputs import FinishReason, RequestUpdate, TokenLogprobs
+from nereid_backend.core.outputs import FinishReason, RequestUpdate
 from nereid_backend.core.prefix_cache import PrefixCache
+from nereid_backend.core.progress import append_sampled, make_update, num_equal
 from nereid_backend.core.ranked import RankedRequests
 from nereid_backend.core.request import Group, Request
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
@@ -336,11 +336,11 @@ class Scheduler:
         if sampled.error is not None:
             return self._end(request, "error", error=sampled.error)
         num_known = len(request.token_ids)
-        reason, stop_reason = _append(request, sampled)
+        reason, stop_reason = append_sampled(request, sampled)
         new_token_ids = request.token_ids[num_known:]
         if drafts:
             # A guess that was right is computed, too.
-            num_right = _num_equal(drafts, new_token_ids)
+            num_right = num_equal(drafts, new_token_ids)
             request.num_computed_tokens += num_right
             assert self.lookup is not None
             self.lookup.learn(request, len(drafts), num_right)
@@ -350,7 +350,7 @@ class Scheduler:
             self._tables.hold_prompt(group, request)
             self._split(group)
         top = sampled.top[: len(new_token_ids)] if sampled.top is not None else None
-        update = _update(request, new_token_ids, top)
+        update = make_update(request, new_token_ids, top)
         if reason is None:
             return update
         return self._end(request, reason, update=update, stop_reason=stop_reason)
@@ -383,7 +383,7 @@ class Scheduler:
         elif group.followers and not group.is_split and group.is_prepared:
             # The one that computed the prompt for all is gone: the next one does.
             self._waiting.add(group.followers.pop(0))
-        update = update or _update(request, [], None)
+        update = update or make_update(request, [], None)
         return replace(
             update,
             finish_reason=reason,
@@ -427,53 +427,10 @@ def _chunk(request: Request, num_tokens: int, *, is_first: bool) -> Chunk:
     return Chunk(request, start, num_tokens, samples, is_first, num_logits)
 
 
-def _append(request: Request, sampled: Sampled) -> tuple[FinishReason | None, int | None]:
-    """Append tokens as far as they go; returns why the request ends there, and at which token."""
-    for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
-        request.token_ids.append(token_id)
-        request.cumulative_logprob += logprob
-        if token_id in request.stop_token_ids:
-            return "stop", token_id
-        if len(request.token_ids) >= request.max_total_tokens:
-            return "length", None
-    return None, None
-
-
-def _update(
-    request: Request, new_token_ids: list[int], top: list[TokenLogprobs] | None
-) -> RequestUpdate:
-    """What is new; what is known of the prompt comes with the first tokens."""
-    is_first = not request.was_reported
-    request.was_reported = True
-    prompt: list[TokenLogprobs | None] | None = None
-    if is_first and new_token_ids and request.index == 0:
-        wanted = request.params.prompt_logprobs is not None
-        prompt = [None, *request.prompt_logprobs] if wanted else None
-        request.prompt_logprobs = []
-    return RequestUpdate(
-        request.request_id,
-        new_token_ids,
-        cumulative_logprob=request.cumulative_logprob,
-        index=request.index,
-        logprobs=top,
-        prompt_logprobs=prompt,
-        num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
-    )
-
-
 def _loss(request: Request) -> tuple[int, int, int]:
     """Sorts first what is best preempted: low priority, little to compute again, arrived late."""
     num_lost = request.num_computed_tokens - request.num_reused_tokens
     return -request.params.priority, num_lost, -request.rank[2]
-
-
-def _num_equal(first: Iterable[int], second: Iterable[int]) -> int:
-    count = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def _num_held_back(group: Group) -> int:

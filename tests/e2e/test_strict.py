@@ -1,0 +1,136 @@
+"""Random schemas and tool sets through the real server: strict replies validate, calls are made.
+
+NEREID_STRICT_CASES=2000 python -m pytest tests/e2e/test_strict.py -s    runs more by hand
+"""
+
+import asyncio
+import collections
+import importlib.util
+import json
+import os
+import random
+from pathlib import Path
+
+import httpx
+import jsonschema
+
+NUM_CASES = int(os.environ.get("NEREID_STRICT_CASES", "60"))
+CONCURRENT = 16
+PROMPTS = ("What is 27 + 45?", "Hello!", "Tell me about the weather in Tarn.", "Give me JSON.")
+
+_source = Path(__file__).parents[1] / "backend" / "constraints" / "random_schemas.py"
+_spec = importlib.util.spec_from_file_location("random_schemas", _source)
+random_schemas = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(random_schemas)
+
+
+def random_tools(rng):
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": f"{rng.choice(['get', 'set', 'find'])}_{number}",
+                "description": "does something",
+                "strict": rng.random() < 0.7,
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        f"p{i}": random_schemas.schema(rng, 2) for i in range(rng.randint(1, 3))
+                    },
+                    "required": ["p0"],
+                    "additionalProperties": False,
+                },
+            },
+        }
+        for number in range(rng.randint(1, 4))
+    ]
+
+
+def random_case(number):
+    """A request body, and the kind that it is of."""
+    rng = random.Random(number)
+    body = {
+        "model": "chat",
+        "messages": [{"role": "user", "content": rng.choice(PROMPTS)}],
+        "temperature": 1.0,
+        "seed": number,
+        "max_tokens": 700,
+        "chat_template_kwargs": {"enable_thinking": rng.random() < 0.3},
+    }
+    kind = rng.choice(["schema", "schema", "required", "named", "auto"])
+    if kind == "schema":
+        name = {"name": "answer", "strict": True, "schema": random_schemas.schema(rng)}
+        body["response_format"] = {"type": "json_schema", "json_schema": name}
+        return kind, body
+    body["tools"] = random_tools(rng)
+    if kind == "named":
+        name = rng.choice(body["tools"])["function"]["name"]
+        body["tool_choice"] = {"type": "function", "function": {"name": name}}
+    else:
+        body["tool_choice"] = kind
+    return kind, body
+
+
+def problem_of(kind, body, answer):
+    """What is wrong with an answer, None if nothing is."""
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    if choice["finish_reason"] == "length":
+        return None
+    if kind == "schema":
+        schema = body["response_format"]["json_schema"]["schema"]
+        jsonschema.validate(json.loads(message["content"]), schema)
+        return None
+    calls = message.get("tool_calls") or []
+    if kind in ("required", "named") and not calls:
+        return "no call was made"
+    if calls and choice["finish_reason"] != "tool_calls":
+        return f"calls, but finish_reason {choice['finish_reason']}"
+    tools = {tool["function"]["name"]: tool["function"] for tool in body["tools"]}
+    for call in calls:
+        function = call["function"]
+        if function["name"] not in tools:
+            return f"unknown tool {function['name']}"
+        if kind == "named" and function["name"] != body["tool_choice"]["function"]["name"]:
+            return f"{function['name']} was called instead of the named tool"
+        tool = tools[function["name"]]
+        if tool["strict"] or kind in ("required", "named"):
+            jsonschema.validate(json.loads(function["arguments"]), tool["parameters"])
+    return None
+
+
+async def run_all(url):
+    """Counts by kind and outcome, and what went wrong."""
+    outcomes, problems = collections.Counter(), []
+    limit = asyncio.Semaphore(CONCURRENT)
+
+    async def run(client, number):
+        kind, body = random_case(number)
+        async with limit:
+            reply = await client.post(f"{url}/chat/completions", json=body)
+        if reply.status_code != 200:
+            outcomes[kind, reply.status_code] += 1
+            refusal = reply.json()["error"]["message"]
+            if reply.status_code != 400 or "not enforced" not in refusal:
+                problems.append((number, kind, reply.status_code, refusal))
+            return
+        answer = reply.json()
+        outcomes[kind, answer["choices"][0]["finish_reason"]] += 1
+        try:
+            problem = problem_of(kind, body, answer)
+        except (ValueError, jsonschema.ValidationError) as error:
+            problem = str(error).splitlines()[0]
+        if problem is not None:
+            problems.append((number, kind, problem, answer["choices"][0]["message"]))
+
+    async with httpx.AsyncClient(timeout=170) as client:
+        await asyncio.gather(*(run(client, number) for number in range(NUM_CASES)))
+    return outcomes, problems
+
+
+def test_random_schemas_and_tools_are_obeyed_and_none_is_an_error_of_the_server(served):
+    outcomes, problems = asyncio.run(run_all(served.openai_url))
+    print(NUM_CASES, "cases:", dict(outcomes))
+    assert not problems, f"{len(problems)} of {NUM_CASES}: {problems[:5]}"
+    finished = sum(count for (_, how), count in outcomes.items() if how in ("stop", "tool_calls"))
+    assert finished > 0.6 * NUM_CASES, f"too few answers ended by themselves: {outcomes}"

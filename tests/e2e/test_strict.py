@@ -130,7 +130,7 @@ async def run_all(url):
 
 def test_random_schemas_and_tools_are_obeyed_and_none_is_an_error_of_the_server(served):
     outcomes, problems = asyncio.run(run_all(served.openai_url))
-    print(NUM_CASES, "cases:", dict(outcomes))
+    print(NUM_CASES, "cases:", dict(outcomes))  # noqa: T201 - shown with -s
     assert not problems, f"{len(problems)} of {NUM_CASES}: {problems[:5]}"
     finished = sum(count for (_, how), count in outcomes.items() if how in ("stop", "tool_calls"))
     assert finished > 0.6 * NUM_CASES, f"too few answers ended by themselves: {outcomes}"

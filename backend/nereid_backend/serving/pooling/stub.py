@@ -109,7 +109,13 @@ class PoolingStub(ABC):
         if config is None:
             return
         worker = WorkerClient(config, tensors.progress)
-        worker.start(self._settings.serving.start_timeout_s)
+        try:
+            worker.start(self._settings.serving.start_timeout_s)
+        except NereidError as error:
+            prefix = self._settings.variable.removesuffix("MODEL")
+            raise EngineError(
+                f"{self.kind}: {error} (settings of this model are variables {prefix}*)"
+            ) from error
         task = worker.info["task"]
         if task not in self.tasks:
             worker.stop()

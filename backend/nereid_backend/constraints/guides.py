@@ -106,8 +106,7 @@ class Guides:
                 checkpoint's own do.
 
         Returns:
-            A future with the guide, or with a RequestError that says what is wrong and where, or a
-            CapacityError.
+            A future with the guide, or with a RequestError that says what is wrong and where.
         """
         answer: Future[TokenGuide] = Future()
         answer.set_running_or_notify_cancel()

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from nereid_backend.errors import CapacityError, NereidError, RequestError
+from nereid_backend.errors import NereidError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ class CompilePool(Generic[T]):
         """Have it done; an error of its own, or the limit's, comes in the future.
 
         Raises:
-            CapacityError: too many abandoned pieces of work are still running.
+            RequestError: too many abandoned pieces of work are still running.
         """
         job = _Job(work, time.monotonic() + self._timeout_s)
         with self._changed:
             if self._num_abandoned >= self._max_abandoned:
-                raise CapacityError(
-                    f"{self._num_abandoned} grammars have exceeded the limit of "
+                raise RequestError(
+                    f"grammar: {self._num_abandoned} others have exceeded the limit of "
                     f"{self._timeout_s:g} s (grammar_timeout) and still occupy a thread each; "
                     "try again later"
                 )

@@ -14,7 +14,7 @@ from nereid_backend.constraints.pool import ByteCache, CompilePool
 from nereid_backend.constraints.spec import schema_spec
 from nereid_backend.core.guide import GrammarSpec
 from nereid_backend.core.params import SamplingParams
-from nereid_backend.errors import CapacityError, EngineError, RequestError
+from nereid_backend.errors import EngineError, RequestError
 
 EOS = {2, 0}
 
@@ -216,7 +216,7 @@ def test_too_much_abandoned_work_is_a_refusal_until_it_ends():
     pool, release = CompilePool(1, timeout_s=0.1, max_abandoned=2), threading.Event()
     for _ in range(2):
         assert pool.submit(lambda: release.wait(20)).exception(10)
-    with pytest.raises(CapacityError, match="try again later"):
+    with pytest.raises(RequestError, match="try again later"):
         pool.submit(lambda: 1)
     release.set()
     deadline = time.monotonic() + 10
@@ -224,7 +224,7 @@ def test_too_much_abandoned_work_is_a_refusal_until_it_ends():
         try:
             assert pool.submit(lambda: 1).result(10) == 1
             break
-        except CapacityError:
+        except RequestError:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     pool.close()

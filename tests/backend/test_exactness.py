@@ -30,7 +30,8 @@ TYPES = {
     "single": [
         "bart",  # positions from the cache's length
         "rwkv",  # a state under a name of its own
-        "reformer",  # nothing is kept
+        "openai-gpt",  # nothing is kept
+        "reformer",  # buckets of hashes
     ],
 }
 

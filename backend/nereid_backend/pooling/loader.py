@@ -207,7 +207,12 @@ def _check_report(recipe: Recipe, report: dict[str, Any]) -> None:
             f"{recipe.folder} lacks {len(missing)} weights of a {recipe.task} model, first "
             f"{missing[0]}; the answers would be random; download the checkpoint again"
         )
-    unused = sorted(report.get("unexpected_keys", ()))
+    # The pooler is left out on purpose.
+    unused = sorted(
+        key
+        for key in report.get("unexpected_keys", ())
+        if "pooler." not in key and not key.endswith(_NOT_SAVED)
+    )
     if unused and not hasattr(transformers, recipe.architecture):
         raise UnsupportedModelError(
             f"{recipe.architecture} is not supported: transformers does not know it, and its "

@@ -30,7 +30,8 @@ _TRANSFORMERS = ("Transformer", "MLMTransformer", "CLIPModel")
 _TOKENS = "token_embeddings"
 _GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _SEQUENCE_HEAD = "ForSequenceClassification"
-_SETTINGS_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json")
+# Once named after the architecture, as in sentence_roberta_config.json.
+_SETTINGS_FILES = "sentence_*_config.json"
 # Said of the tokenizer beside the template's own variables.
 _NOT_FOR_TEMPLATES = {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
 _LINEAR_FILES = ("sparse_linear.pt", "colbert_linear.pt")
@@ -289,8 +290,8 @@ def _common(
 ) -> dict[str, Any]:
     """Fields that every recipe has."""
     settings: dict[str, Any] = {}
-    for name in _SETTINGS_FILES:
-        settings = settings or read_json(folder / name)
+    for path in sorted(folder.glob(_SETTINGS_FILES)):
+        settings = settings or read_json(path)
     prompts = {
         str(name): text
         for name, text in (saved.get("prompts") or {}).items()

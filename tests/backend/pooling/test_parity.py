@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from backend.pooling.tiny import FAMILIES, NORMALIZE, add_modules, copy_of, pooling
-from nereid_backend import Embedder
+from nereid_backend import Embedder, UnsupportedModelError
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, T5EncoderModel
 
@@ -70,6 +71,27 @@ def test_a_plain_encoder_is_mean_pooled_as_sentence_transformers_does(encoder_of
     found = Embedder(str(folder), num_threads=1).encode(texts)
     wanted = SentenceTransformer(str(folder), device="cpu").encode(texts)
     assert cosines(found, wanted).min() >= 0.99999
+
+
+def test_an_architecture_of_another_name_runs_if_all_its_weights_have_a_place(
+    encoder_of, texts, tmp_path
+):
+    folder = copy_of(encoder_of("bert"), tmp_path)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(config.replace('"BertModel"', '"Contriever"'))
+    embedder = Embedder(str(folder), num_threads=1)
+    assert (embedder.info.architecture, embedder.info.pooling) == ("Contriever", "mean")
+    wanted = np.stack([rows.mean(0) for rows in wanted_rows(folder, texts)])
+    assert cosines(embedder.encode(texts), wanted).min() >= 0.99999
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weights["linear.weight"] = torch.zeros(4, 48)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UnsupportedModelError, match=r"no place for 1 weights, first linear\.weight"
+    ):
+        Embedder(str(folder))
 
 
 def test_a_generative_checkpoint_becomes_an_embedder_of_the_last_token(encoder_of, texts):

@@ -135,7 +135,11 @@ class Answer:
             return len(token_ids)
         for at, token_id in enumerate(visible):
             was_reasoning = self._message.is_reasoning
-            self._take_text(self._detokenizer.feed([token_id]))
+            text = self._detokenizer.feed([token_id])
+            if self._num_tokens + at < self.context.min_tokens:
+                self._give(text)  # too early for a stop string
+            else:
+                self._take_text(text)
             self._num_reasoning_tokens += was_reasoning or self._message.is_reasoning
             if self.stop_string is not None:
                 return at + 1

@@ -91,6 +91,7 @@ class TokenizerModel:
             seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
             prepend=_prepend(prompt, stream=stream, is_chat=body is not None, excluded=excluded),
             stop=options.stop,
+            min_tokens=params.min_tokens,
             include_stop_str_in_output=options.include_stop_str_in_output,
             skip_special_tokens=options.skip_special_tokens,
             returns=returns,

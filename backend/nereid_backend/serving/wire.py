@@ -34,6 +34,7 @@ class StreamContext:
             space before it; empty for chat.
         prepend: text put before the output (the prompt, when the request asks for it).
         stop: strings that end the answer.
+        min_tokens: stop strings are looked for behind so many tokens.
         include_stop_str_in_output: leave the stop string that was found in the text.
         skip_special_tokens: drop special tokens from the text.
         returns: names of the optional outputs that the request asked for.
@@ -54,6 +55,7 @@ class StreamContext:
     seed_token_ids: tuple[int, ...] = ()
     prepend: str = ""
     stop: tuple[str, ...] = ()
+    min_tokens: int = 0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     returns: tuple[str, ...] = ()

@@ -223,6 +223,16 @@ def test_tokens_behind_a_stop_string_are_dropped_also_within_one_step():
     assert (last.delta["cumulative_logprob"], last.delta["usage"]) == (-2.0, usage(4))
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_a_stop_string_before_min_tokens_is_text(size):
+    answer = open_answer(stop=("END",), min_tokens=5)
+    text = "aEND bEND c"
+    for at in range(0, len(text), size):
+        take(answer, ids(text[at : at + size]))
+    assert answer.piece().text == "aEND b"
+    assert answer.stop_string == "END"
+
+
 def test_the_prompts_part_comes_once_in_the_first_delta_of_the_first_choice():
     prompt = {"prompt_logprobs": (None, row(66)), "num_cached_tokens": 3}
     answer, other = (open_answer(index, prompt_token_ids=(65, 66)) for index in (0, 1))

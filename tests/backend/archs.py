@@ -44,7 +44,7 @@ class Result:
 
     Attributes:
         status: exact, wrong, refused, or not built.
-        tier: the path that it took.
+        tier: the path that it took, first of all at its full length.
         cells: by situation, how many of the tokens were equal, or why there are none.
         reason: why it was refused or not built, or what raised.
         num_distinct: different tokens among the expected ones.
@@ -72,7 +72,7 @@ def examine(model_type: str, result: Result) -> None:
             except UnsupportedModelError as error:
                 result.status, result.reason = "refused", str(error)
                 return
-            result.tier = engine.info.path
+            result.tier = result.tier or engine.info.path
             try:
                 result.cells[situation] = _cell(expected, run(engine))
             finally:

@@ -146,6 +146,8 @@ async def test_content_parts_are_passed_on(ask, pooling, part):
         ({"input": "a", "dimensions": 0}, "dimensions: must be greater than or equal to 1, got 0"),
         ({"input": "a", "dimensions": 9}, "dimensions: must be from 1 to 4, got 9"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format: "),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype: must be 'float32'"),
+        ({"input": "a", "endianness": "big"}, "endianness: must be 'native' or 'little'"),
         ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens: must be -1"),
         ({"input": ["a", "b" * 13]}, "input: element 1: has 13 tokens; the limit is 12"),
         ({"input": "a", "prompt": "x", "prompt_name": "y"}, "give one of prompt_name, prompt"),

@@ -118,6 +118,11 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
             "max_tokens_per_doc: must be at least the model's limit, 12, got 5",
             "max_tokens_per_doc",
         ),
+        (
+            {"query": "x", "documents": ["a"], "max_tokens_per_query": 5},
+            "max_tokens_per_query: must be at least the model's limit, 12, got 5",
+            "max_tokens_per_query",
+        ),
     ],
 )
 async def test_what_is_wrong_is_named(ask, fields, said, param):

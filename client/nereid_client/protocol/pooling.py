@@ -77,6 +77,8 @@ class EmbeddingRequest(EmbeddingOptions):
 
     input: Any = Field(...)
     encoding_format: Literal["float", "base64"] | None = "float"
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
 
 
 class VectorsRequest(EmbeddingOptions):
@@ -84,6 +86,8 @@ class VectorsRequest(EmbeddingOptions):
 
     input: Any = Field(...)
     encoding_format: Literal["float", "base64"] | None = "float"
+    embed_dtype: Literal["float32"] | None = None
+    endianness: Literal["native", "little"] | None = None
     task: Literal["embed", "token_embed"] | None = None
 
 
@@ -110,6 +114,7 @@ class RerankRequest(PoolingRequest):
     instruction: str | None = None
     instruct: str | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    max_tokens_per_query: Annotated[int, Field(ge=1)] | None = None
     format: Literal["jina", "cohere", "sglang", "tei"] | None = None
 
     @field_validator("query")
@@ -141,7 +146,7 @@ class RerankRequest(PoolingRequest):
         return {
             "activation": "none" if is_raw else None,
             "instruction": self.instruction or self.instruct,
-            "truncate": True if self.max_tokens_per_doc else self.cuts,
+            "truncate": bool(self.max_tokens_per_doc or self.max_tokens_per_query) or self.cuts,
         }
 
 

@@ -67,14 +67,15 @@ def _with_text(body: RerankRequest, shape: str) -> bool:
 
 def _check_length(body: RerankRequest, served: Served) -> None:
     limit = served.info.get("max_model_len")
-    asked = body.max_tokens_per_doc
-    if asked is not None and limit is not None and asked < limit:
-        raise ApiError(
-            400,
-            f"max_tokens_per_doc: must be at least the model's limit, {limit}, got {asked}: "
-            "documents are cut there and not before; shorten them or leave it out",
-            param="max_tokens_per_doc",
-        )
+    for name in ("max_tokens_per_doc", "max_tokens_per_query"):
+        asked = getattr(body, name)
+        if asked is not None and limit is not None and asked < limit:
+            raise ApiError(
+                400,
+                f"{name}: must be at least the model's limit, {limit}, got {asked}: texts are cut "
+                "there and not before; shorten them or leave it out",
+                param=name,
+            )
 
 
 def _write(

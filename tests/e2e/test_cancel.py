@@ -14,11 +14,11 @@ pytestmark = pytest.mark.triton
 ENDLESS = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
 
 
-def endless(stream=True):
+def endless(stream=True, **fields):
     return [
         tensor("text_input", "For ever and"),
         tensor("stream", stream, "BOOL"),
-        tensor("sampling_parameters", json.dumps(ENDLESS)),
+        tensor("sampling_parameters", json.dumps(ENDLESS | fields)),
     ]
 
 
@@ -42,6 +42,13 @@ def is_busy(gauge):
 def test_a_cancelled_grpc_stream_stops_the_sequence(served, gauge):
     reply = asyncio.run(ask(served.grpc_url, endless(), cancel_when=lambda _: is_busy(gauge)))
     assert 0 < len(reply.deltas) < 1000
+    assert not reply.finish_reasons
+    assert seconds_until_idle(gauge) < 3.0
+
+
+def test_cancelling_ends_all_of_a_requests_answers(served, gauge):
+    inputs = endless(n=4, temperature=1)
+    reply = asyncio.run(ask(served.grpc_url, inputs, cancel_when=lambda _: is_busy(gauge)))
     assert not reply.finish_reasons
     assert seconds_until_idle(gauge) < 3.0
 

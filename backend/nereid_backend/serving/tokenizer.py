@@ -42,7 +42,8 @@ class TokenizerModel:
             settings, _ = read_settings(args)
             tensors.progress(f"loading the tokenizer of {settings.model}")
             self._prompts = PromptBuilder(load_tokenizer(settings.model))
-            self._format = choose_format(settings)
+            # The postprocessor says how it was chosen.
+            self._format = choose_format(settings, tell=lambda _: None)
             self._defaults = read_generation_defaults(Path(settings.model))
         except NereidError as error:
             raise tensors.load_error(error) from error

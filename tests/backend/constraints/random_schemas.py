@@ -106,12 +106,12 @@ def walk(guide, vocabulary, rng, *, limit=400, jump=False):
         ends = [one for one in allowed if one in STOPS]
         if ends and rng.random() < 0.5:
             guide.accept([ends[0]])
-            return b"".join(vocabulary.tokens[one] for one in taken).decode()
+            return b"".join(vocabulary.tokens[one] for one in taken).decode("utf-8", "replace")
         allowed = [one for one in allowed if one not in STOPS] or allowed
         closing = [one for one in allowed if vocabulary.tokens[one][:1] in b'"}],']
         token = rng.choice(closing if closing and rng.random() < 0.6 else allowed)
         guide.accept([token])
         if token in STOPS:
-            return b"".join(vocabulary.tokens[one] for one in taken).decode()
+            return b"".join(vocabulary.tokens[one] for one in taken).decode("utf-8", "replace")
         taken.append(token)
     return None

@@ -26,7 +26,9 @@ from nereid_backend.pooling.packing import PackedAttention, TokenBatch
 _LENS = (5, 5, 13, 21)
 # A text is made longer than a window to see that the window works, up to this length.
 _LONGEST = 160
-# Root mean square of the difference over the vectors' spread.
+# Root mean square of the difference over the vectors' spread: below the first a change of a later
+# token was not felt, above the second a batch gives something else than a text alone.
+_CAUSAL = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -154,9 +156,13 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
 
 def relative_difference(found: Tensor, wanted: Tensor) -> float:
     """Root mean square of the worst row's difference over the spread of what is wanted."""
+    return row_errors(found, wanted).max().item()
+
+
+def row_errors(found: Tensor, wanted: Tensor) -> Tensor:
+    """Root mean square of each row's difference over the spread of all that is wanted."""
     errors = (found.float() - wanted.float()).square().mean(-1).sqrt()
-    spread = wanted.float().square().mean().sqrt().clamp(min=1e-12)
-    return (errors.max() / spread).item()
+    return errors / wanted.float().square().mean().sqrt().clamp(min=1e-12)
 
 
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
@@ -218,7 +224,11 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, alone: Tensor) -> bool:
         ids[-1] = batch.token_ids[1]
     types = None if batch.type_ids is None else batch.type_ids[-length:]
     changed = PaddedForward(encoder)(TokenBatch(ids, types, (length,))).float()
-    return relative_difference(changed[:-1], alone[-length:-1]) < 1e-6 if length > 1 else False
+    if length < 2:
+        return False
+    # The middle row: a model of experts may choose others for a token when the batch changes.
+    errors = row_errors(changed[:-1], alone[-length:-1])
+    return errors.median().item() < _CAUSAL[encoder.dtype]
 
 
 def _wider(
@@ -250,7 +260,12 @@ def _compare(forward: Forward, batch: TokenBatch, alone: Tensor) -> tuple[float,
         return float("inf"), f"{type(error).__name__}: {error}"
     if found.shape != alone.shape:
         return float("inf"), f"it gives vectors of shape {tuple(found.shape)}"
-    difference = relative_difference(found, alone)
+    errors = row_errors(found, alone)
+    if forward.encoder.dtype != torch.float32:
+        # Rounding makes a model of experts choose others for a token now and then. Such a row says
+        # nothing; what is wrong with the way shows in most rows of a text.
+        errors = torch.stack([one.median() for one in torch.split(errors, list(batch.lens))])
+    difference = errors.max().item()
     return difference, f"it differs by {difference:.2g} of the vectors' spread"
 
 

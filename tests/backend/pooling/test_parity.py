@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from backend.pooling.tiny import FAMILIES, NORMALIZE, add_modules, copy_of, pooling
+from backend.pooling.tiny import FAMILIES, NORMALIZE, Family, add_modules, copy_of, pooling
 from nereid_backend import Embedder, UnsupportedModelError
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
@@ -102,6 +102,15 @@ def test_a_generative_checkpoint_becomes_an_embedder_of_the_last_token(encoder_o
     assert embedder.info.pooling == "lasttoken"
     assert cosines(found, wanted).min() >= 0.99999
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_experts_is_seen_to_be_causal_in_every_dtype(dtype, texts, tmp_path):
+    extra = {"num_key_value_heads": 2, "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2}
+    family = Family("experts", "qwen3_moe", {**extra, "moe_intermediate_size": 24}, decodes=True)
+    embedder = Embedder(str(family.save(tmp_path)), dtype=dtype, num_threads=1)
+    assert (embedder.info.path, embedder.info.pooling) == ("packed", "lasttoken")
+    assert np.isfinite(embedder.encode(texts)).all()
 
 
 def test_bfloat16_stays_near_float32(encoder_of, texts):

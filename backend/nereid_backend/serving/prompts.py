@@ -185,7 +185,7 @@ def _tool_call(call: Any, at: int) -> dict[str, Any]:  # noqa: ANN401 - any JSON
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools that a chat request offers: None when it says tool_choice none.
+    """The tools that a chat request offers: none for tool_choice none, else those it allows.
 
     Raises:
         RequestError: they are malformed.
@@ -199,7 +199,25 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"tools: item {at} has no function.name: {_short(tool)}")
-    return tools
+    return _allowed(tools, body.get("tool_choice"))
+
+
+def _allowed(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
+    """Without the tools that tool_choice allowed_tools leaves out: the model never sees them."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return tools
+    said = choice.get("allowed_tools", choice)
+    listed = said.get("tools") if isinstance(said, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
+        raise RequestError(
+            f"tool_choice: allowed_tools.tools must be a list of functions, got {_short(listed)}"
+        )
+    names = [(tool.get("function") or tool).get("name") for tool in listed]
+    known = [tool["function"]["name"] for tool in tools]
+    for name in names:
+        if name not in known:
+            raise RequestError(f"tool_choice: no tool is called {_short(name)}")
+    return [tool for tool in tools if tool["function"]["name"] in names]
 
 
 def read_flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:

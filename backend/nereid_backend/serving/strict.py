@@ -13,9 +13,9 @@ from nereid_backend.serving.wire import StreamContext
 def strict_check(context: StreamContext) -> Check | None:
     """What checks a whole message of this request; None where nothing strict was asked for."""
     schemas = {
-        tool["function"]["name"]: tool["function"].get("parameters", {})
+        tool["function"]["name"]: tool["function"].get("parameters") or {}
         for tool in context.tools
-        if tool["function"].get("strict") and context.reads_calls
+        if (tool["function"].get("strict") or tool.get("strict")) and context.reads_calls
     }
     if not context.strict_schema and not schemas:
         return None

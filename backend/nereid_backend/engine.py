@@ -17,6 +17,7 @@ from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepResult
 from nereid_backend.errors import CapacityError, RequestError
+from nereid_backend.execution.logits import check_token_ids
 from nereid_backend.execution.startup import load
 from nereid_backend.execution.text import load_decoder
 from nereid_backend.generate import generate
@@ -122,6 +123,7 @@ class Engine:
         if request_id in self._scheduler:
             raise RequestError(f"request_id: {request_id!r} is in work already; use another")
         token_ids = self._check_prompt(prompt_token_ids)
+        check_token_ids(params, self.info.vocab_size)
         if self._scheduler.num_waiting >= self._config.max_num_waiting:
             raise CapacityError(
                 f"{self._scheduler.num_waiting} requests wait; the limit is "
@@ -143,6 +145,10 @@ class Engine:
         guide = self._load_guides().prepare(params, request.stop_token_ids)
         self._preparation.add(request_id, guide)
         self._scheduler.add(request, is_prepared=False)
+
+    def warm_up(self) -> None:
+        """Load what grammars need, in the background: it takes seconds, once."""
+        self._load_guides().warm_up()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop a request, or only one of its sequences; the next step reports the end.

@@ -467,3 +467,17 @@ def test_while_a_guide_is_made_steps_wait_a_little_and_the_request_can_be_aborte
     assert not engine.has_work()
     assert guides.futures[0].cancelled()
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"logit_bias": {100_000: 1.0}},
+        {"allowed_token_ids": [100_000]},
+        {"bad_words_token_ids": [[100_000]]},
+    ],
+)
+def test_token_ids_beyond_the_vocabulary_are_refused_when_a_request_comes(engine, values):
+    with pytest.raises(RequestError, match="100000"):
+        engine.add_request("a", [5], SamplingParams(**values))
+    assert not engine.has_work()

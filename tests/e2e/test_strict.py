@@ -1,6 +1,6 @@
 """Random schemas and tool sets through the real server: strict replies validate, calls are made.
 
-NEREID_STRICT_CASES=2000 python -m pytest tests/e2e/test_strict.py -s    runs more by hand
+STRICT_CASES=2000 python -m pytest tests/e2e/test_strict.py -s    runs more by hand
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import jsonschema
 
-NUM_CASES = int(os.environ.get("NEREID_STRICT_CASES", "60"))
+NUM_CASES = int(os.environ.get("STRICT_CASES", "60"))
 CONCURRENT = 16
 PROMPTS = ("What is 27 + 45?", "Hello!", "Tell me about the weather in Tarn.", "Give me JSON.")
 

@@ -13,7 +13,7 @@ OPENAI_PORT ?= 9000
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers clean
+.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,18 @@ bench-engine: setup ## The engine alone against transformers' generate
 
 bench-parsers: setup ## Microseconds per character that parsing costs, by kind of body
 	@$(BIN)/python loadtest/bench_parsers.py $(ARGS)
+
+bench-pooling: setup ## Embedders and rerankers against sentence-transformers, with the machine's limit
+	@$(BIN)/python loadtest/bench_pooling.py $(ARGS)
+
+bench-constraints: setup ## Grammars: compiling, masks, first token, and tokens/s with a schema against without
+	@$(BIN)/python loadtest/bench_constraints.py $(ARGS)
+
+bench-sampler: setup ## Sampling: microseconds a step by what requests ask for
+	@$(BIN)/python loadtest/bench_sampler.py $(ARGS)
+
+bench-scheduler: setup ## Scheduling: milliseconds a step with many running and waiting requests
+	@$(BIN)/python loadtest/bench_scheduler.py $(ARGS)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

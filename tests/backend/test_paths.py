@@ -11,6 +11,7 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.execution import padded, rows
 from nereid_backend.execution.loader import load_checkpoint
 from nereid_backend.execution.paths import Sizes
 from nereid_backend.execution.tiers import choose_tier
@@ -124,6 +125,50 @@ def test_the_path_is_logged_with_the_reasons_against_those_above_it(saved, model
     tier_of(saved(model_type), lines)
     (line,) = lines
     assert re.search(pattern, line)
+
+
+def assert_differs(folder, tier):
+    lines = []
+    assert tier_of(folder, lines).name == "single"
+    assert f"{tier}: differs from the model alone by" in lines[0]
+
+
+def test_the_self_check_notices_padding_that_is_looked_at(saved, monkeypatch):
+    right = padded._Step.of
+
+    def wrong(chunks, cache):
+        step = right(chunks, cache)
+        step.mask.fill_(1)
+        return step
+
+    monkeypatch.setattr(padded._Step, "of", wrong)
+    assert_differs(saved("bloom"), "padded")
+
+
+def test_the_self_check_notices_states_of_other_rows(saved, monkeypatch):
+    right = rows._cut
+    monkeypatch.setattr(rows, "_cut", lambda value, number, count: right(value, 0, count))
+    assert_differs(saved("qwen3_next"), "rows")
+
+
+def test_the_self_check_notices_a_state_that_outlives_its_request(saved, monkeypatch):
+    monkeypatch.setattr(rows, "make_cache", _dirty(rows.make_cache))
+    assert_differs(saved("mamba"), "rows")
+
+
+def _dirty(make):
+    """Caches whose convolutions begin with something in them."""
+
+    def made(config):
+        cache = make(config)
+        for layer in cache.layers:
+            layer.lazy_initialization(torch.ones(1, 96, 4), torch.ones(1, 96, 16))
+            layer.conv_states[0].fill_(1)
+            layer.recurrent_states[0].fill_(1)
+            layer.has_previous_state[0] = True
+        return cache
+
+    return made
 
 
 @pytest.mark.parametrize(("max_model_len", "path"), [(64, "packed"), (65, "padded")])

@@ -1,9 +1,11 @@
 """A worker process with the demo's embedder: what it answers, and what follows its death."""
 
 import os
+import shutil
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +91,48 @@ def test_a_death_is_noticed_and_it_can_be_started_again():
     assert answers(client, again=texts("x"))["again"].outcome.values.shape == (1, 128)
     client.stop()
     assert client.pid is None
+
+
+def tiny(folder, kind, **config):
+    """A random checkpoint of a class of transformers, with the demo's tokenizer."""
+    import transformers
+
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "rerank" / file, folder)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    made = transformers.BertConfig(vocab_size=2000, num_attention_heads=2, **shape, **config)
+    getattr(transformers, kind)(made).save_pretrained(folder)
+    return str(folder)
+
+
+@contextmanager
+def started(model, **settings):
+    client = WorkerClient(PoolingConfig(model, num_threads=1, **settings), lambda line: None)
+    client.start(120)
+    try:
+        yield client
+    finally:
+        client.stop()
+
+
+def test_a_classifier_gives_each_text_the_probabilities_of_its_labels(tmp_path):
+    model = tiny(tmp_path, "BertForSequenceClassification", num_labels=3)
+    with started(model) as client:
+        assert client.info["task"] == "classify"
+        done = answers(client, a=texts("one", "two words", kind="classify"))["a"]
+    assert done.outcome.values.shape == (2, 3)
+    assert np.abs(done.outcome.values.sum(1) - 1).max() < 1e-5
+
+
+def test_a_splade_gives_weights_of_the_vocabulary(tmp_path):
+    with started(tiny(tmp_path, "BertForMaskedLM"), task="embed", pooling="splade") as client:
+        assert client.info["kinds"] == ["sparse"]
+        done = answers(client, a=texts("one", "two words"))["a"]
+    assert done.outcome.kind == "sparse"
+    for ids, weights in done.outcome.weights:
+        assert len(ids) == len(weights) > 0
+        assert ids.max() < 2000
+        assert weights.min() > 0
 
 
 def test_the_stubs_modules_bring_no_torch():

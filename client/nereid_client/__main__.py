@@ -1,23 +1,36 @@
 """`python -m nereid_client`: run the OpenAI frontend in front of a Triton server that runs."""
 
+import signal
 import sys
 from collections.abc import Sequence
 
 import uvicorn
 
+from nereid_client.admission import Gate
 from nereid_client.app import create_app
 from nereid_client.settings import SettingsError, settings_from_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; 2 when a setting is wrong."""
+    """Serve until SIGINT or SIGTERM; 2 when a setting is wrong.
+
+    SIGUSR1: take no new requests. Who stops a server sends it first, and SIGTERM once
+    /health/ready says that `num_requests` is 0.
+    """
     try:
         settings = settings_from_flags(argv)
     except SettingsError as error:
         sys.stderr.write(f"nereid_client: {error}\n")
         return 2
+    app = create_app(settings)
+    gate: Gate = app.state.gate
+
+    def drain(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
+        gate.is_draining = True
+
+    signal.signal(signal.SIGUSR1, drain)
     uvicorn.run(
-        create_app(settings),
+        app,
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,

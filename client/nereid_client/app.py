@@ -1,7 +1,8 @@
 """The OpenAI-compatible frontend: START HERE. This file reads as a table of contents.
 
-A request goes: middleware.py -> routes/chat.py (decode) -> backends.py (call the ensemble over
-gRPC) -> deltas.py (merge what queues up) -> chat_stream.py (encode) -> sse.py (send).
+A request goes: middleware.py, admission.py and deadlines.py -> routes/chat.py (decode) ->
+backends.py (call the ensemble over gRPC) -> deltas.py (merge what queues up) -> chat_stream.py
+(encode) -> sse.py (send).
 """
 
 import logging
@@ -14,8 +15,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 import nereid_client
 from nereid_client import middleware
+from nereid_client.admission import Admission, Gate
 from nereid_client.backends import Backend, TritonBackend
 from nereid_client.context import Context
+from nereid_client.deadlines import Deadlines
 from nereid_client.errors import ApiError, FrontendError, to_api_error
 from nereid_client.routes import chat, completions, health, models, pooling, tokenize
 from nereid_client.settings import Settings
@@ -41,6 +44,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
         await backend.close()
 
     app = FastAPI(title="Nereid", version=nereid_client.__version__, lifespan=lifespan)
+    app.state.gate = Gate(settings.max_concurrent_requests)
     for route in (chat, completions, pooling, tokenize, models, health):
         app.include_router(route.router)
     app.add_exception_handler(FrontendError, _on_frontend_error)
@@ -49,6 +53,10 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
 
     # The last one added sees a request first.
     app.add_middleware(middleware.BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(
+        Deadlines, limit_s=settings.request_timeout_s, unread_s=settings.unread_timeout_s
+    )
+    app.add_middleware(Admission, gate=app.state.gate)
     if settings.api_key:
         app.add_middleware(middleware.ApiKey, key=settings.api_key)
     if settings.origins:

@@ -22,6 +22,10 @@ from nereid_client.errors import BackendError
 _TOKENIZER = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _UNREACHABLE = "the Triton server at {} can't be reached; is it running?"
+_LOST = "the connection to the Triton server was lost ({}); try again"
+_SICK = "is not healthy"  # of a stub that died; only a new server helps
+_STOPPING = "Server is stopping"
+_RECONNECT_MS = 1000  # at most so long after one attempt comes the next
 _READY_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
 # Put in front by the Triton server, and by the ensemble's steps.
@@ -94,7 +98,7 @@ class TritonBackend:
         """
         self._url = url
         self._ensemble = ensemble
-        self._client = triton_grpc.InferenceServerClient(url)
+        self._client = connect(url)
         self._ending: set[asyncio.Task[None]] = set()
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
@@ -185,16 +189,34 @@ class TritonBackend:
     def _call_error(self, error: InferenceServerException) -> BackendError:
         code = str(error.status() or "INTERNAL").removeprefix("StatusCode.")
         told = read_error(str(error.message()))
-        if code == "UNAVAILABLE" and "failed to connect" in told.message:
-            return BackendError(code, _UNREACHABLE.format(self._url))
-        return BackendError(code, told.message)
+        if code == "UNAVAILABLE":
+            return BackendError(code, self._outage(told.message))
+        return BackendError(told.code if code == "INTERNAL" else code, told.message)
 
     def _backend_error(self, error: grpc.RpcError) -> BackendError:
         code: str = error.code().name
         details: str = error.details() or code
-        if code == "UNAVAILABLE" and "failed to connect" in details:
-            details = _UNREACHABLE.format(self._url)
-        return BackendError(code, details)
+        return BackendError(code, self._outage(details) if code == "UNAVAILABLE" else details)
+
+    def _outage(self, details: str) -> str:
+        if "failed to connect" in details:
+            return _UNREACHABLE.format(self._url)
+        return _LOST.format(details)
+
+
+def connect(url: str) -> Any:  # noqa: ANN401 - untyped library
+    """A client of the server at host:port that finds it soon after it has come back.
+
+    gRPC's own wait between two attempts grows to two minutes.
+    """
+    options = [
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS),
+        ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
+    ]
+    return triton_grpc.InferenceServerClient(url, channel_args=options)
 
 
 def read_error(text: str) -> BackendError:
@@ -203,7 +225,7 @@ def read_error(text: str) -> BackendError:
     tagged = _TAG.match(text)
     if tagged is not None:
         return BackendError(tagged[1], text[tagged.end() :])
-    if text.startswith("Request for unknown model"):
+    if text.startswith("Request for unknown model") or _SICK in text or _STOPPING in text:
         return BackendError("UNAVAILABLE", text)
     return BackendError("INTERNAL", text)
 

@@ -65,6 +65,28 @@ class Settings:
         default=128,
         metadata={"env": "NEREID_MAX_PROMPTS", "help": "prompts in one completion request"},
     )
+    max_concurrent_requests: int = field(
+        default=1024,
+        metadata={
+            "env": "NEREID_MAX_CONCURRENT_REQUESTS",
+            "help": "requests in work at a time; one more gets a 429 at once",
+        },
+    )
+    request_timeout_s: int = field(
+        default=0,
+        metadata={
+            "env": "NEREID_REQUEST_TIMEOUT_S",
+            "help": "seconds that a request may take, its answer included; 0: no limit",
+        },
+    )
+    unread_timeout_s: int = field(
+        default=120,
+        metadata={
+            "env": "NEREID_UNREAD_TIMEOUT_S",
+            "help": "seconds after which a client that reads nothing of its answer is given up; "
+            "0: never",
+        },
+    )
     log_level: str = field(
         default="info",
         metadata={"env": "NEREID_LOG_LEVEL", "help": "debug, info, warning or error"},
@@ -74,9 +96,10 @@ class Settings:
         """Refuse values that could only fail later."""
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"port: must be between 0 and 65535, got {self.port}")
-        for name in ("max_body_bytes", "max_prompts"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        least = {"max_body_bytes": 1, "max_prompts": 1, "max_concurrent_requests": 1}
+        for name, limit in {**least, "request_timeout_s": 0, "unread_timeout_s": 0}.items():
+            if getattr(self, name) < limit:
+                raise SettingsError(f"{name}: must be at least {limit}, got {getattr(self, name)}")
         if self.log_level not in LOG_LEVELS:
             raise SettingsError(f"log_level: must be one of {LOG_LEVELS}, got {self.log_level!r}")
         for name in ("ensemble", "grpc_url", "host"):

@@ -64,7 +64,7 @@ def test_the_printed_curl_works_every_example_too_and_a_signal_stops_it_all(tmp_
 
 
 def test_a_server_that_dies_is_reported_and_everything_else_ended(tmp_path):
-    with serve(tmp_path) as running:
+    with serve(tmp_path, "--max-restarts=0") as running:
         running.wait_until_ready()
         server = running.child("bin/tritonserver")
         server.kill()
@@ -77,7 +77,7 @@ def test_a_server_that_dies_is_reported_and_everything_else_ended(tmp_path):
 
 
 def test_a_frontend_that_dies_is_reported_and_everything_else_ended(tmp_path):
-    with serve(tmp_path) as running:
+    with serve(tmp_path, "--max-restarts=0") as running:
         running.wait_until_ready()
         running.child("nereid_client").terminate()
         assert running.wait() == 1

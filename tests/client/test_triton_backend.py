@@ -90,9 +90,10 @@ async def test_an_error_keeps_its_code_and_message(backend, code, before):
         ("Request for unknown model: 'llm' is not found", "UNAVAILABLE", None),
         (
             "in ensemble 'llm', Stub process is not healthy.",
-            "INTERNAL",
+            "UNAVAILABLE",
             "Stub process is not healthy.",
         ),
+        ("in ensemble 'llm', it broke", "INTERNAL", "it broke"),
     ],
 )
 def test_a_message_in_the_stream_is_read_as_its_code_and_text(text, code, message):

@@ -14,7 +14,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -74,6 +75,11 @@ class Child:
         self._reader.start()
 
     @property
+    def pid(self) -> int:
+        """Its process id; nobody else's before `stop` has returned."""
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._process.poll()
@@ -87,6 +93,15 @@ class Child:
         if code < 0:
             return f"{self.name} was ended by {signal.Signals(-code).name}"
         return f"{self.name} ended with exit code {code}"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it still runs."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it at once, and wait for that."""
+        self._process.kill()
+        self._process.wait()
 
     def stop(self, grace_s: float, hurry: Waiter) -> None:
         """Ask it to end, wait, and kill it when it takes longer than `grace_s` or in a hurry."""
@@ -128,19 +143,61 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_descendants(grace_s: float, hurry: Waiter) -> list[str]:
-    """End every process below this one; the result names those that were still there."""
-    found = _descendants()
+def end_descendants(grace_s: float, hurry: Waiter, keep: Collection[int] = ()) -> list[str]:
+    """End every process below this one; the result names those that were still there.
+
+    Args:
+        grace_s: so long after SIGTERM comes SIGKILL.
+        hurry: true ends that wait.
+        keep: process ids that are left alone, with all that is below them.
+    """
+    found = _descendants(keep)
     names = [f"{_command(pid)} ({pid})" for pid in found]
     _signal_all(found, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while (found := _descendants()) and time.monotonic() < deadline:
+    while (found := _descendants(keep)) and time.monotonic() < deadline:
         if hurry(0.05):
             break
-    while found := _descendants():  # a process may have started another one meanwhile
+    while found := _descendants(keep):  # a process may have started another one meanwhile
         _signal_all(found, signal.SIGKILL)
         time.sleep(0.02)
     return names
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process as the kernel shows it.
+
+    Attributes:
+        pid: its id.
+        parent: its parent's.
+        name: the first 15 characters of its program's name.
+        state: a letter: R, S, D, T, and Z for one that has ended and was not waited for.
+    """
+
+    pid: int
+    parent: int
+    name: str
+    state: str
+
+
+def children_of(pid: int) -> list[Process]:
+    """The direct children of a process, dead ones that it did not wait for among them."""
+    return [process for process in _processes() if process.parent == pid]
+
+
+def state_of(pid: int) -> str:
+    """A process's state, see `Process`; empty when it is gone."""
+    process = _process(Path(f"/proc/{pid}"))
+    return process.state if process else ""
+
+
+def command_line(pid: int) -> list[str]:
+    """Its arguments; empty for a process that has gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
 
 
 def _die_with_parent() -> None:
@@ -154,38 +211,44 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _descendants() -> list[int]:
+def _descendants(keep: Collection[int] = ()) -> list[int]:
     """Processes below this one that still run, parents first; reaps those that don't."""
     children: dict[int, list[int]] = collections.defaultdict(list)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and (parent := _parent(entry)) is not None:
-            children[parent].append(int(entry.name))
+    for process in _processes():
+        children[process.parent].append(process.pid)
     found: list[int] = []
     waiting = [os.getpid()]
     while waiting:
         for pid in children[waiting.pop()]:
+            if pid in keep:
+                continue
             waiting.append(pid)
             if not _reap(pid):
                 found.append(pid)
     return found
 
 
-def _parent(entry: Path) -> int | None:
+def _processes() -> Iterator[Process]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and (process := _process(entry)):
+            yield process
+
+
+def _process(entry: Path) -> Process | None:
     try:
-        status = (entry / "stat").read_text()
+        status = (entry / "stat").read_text(errors="replace")
     except OSError:  # ended meanwhile
         return None
-    return int(status.rpartition(")")[2].split()[1])  # after the name, which may hold anything
+    head, _, rest = status.rpartition(")")  # the name may hold anything
+    state, parent = rest.split()[:2]
+    return Process(int(entry.name), int(parent), head.partition("(")[2], state)
 
 
 def _reap(pid: int) -> bool:
     """Whether the process has ended; true also for a zombie that another process must reap."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    return state_of(pid) in ("", "Z")
 
 
 def _command(pid: int) -> str:

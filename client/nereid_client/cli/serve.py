@@ -3,29 +3,20 @@
 import argparse
 import os
 import shutil
-import signal
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import TypeVar
 
 from nereid_client.cli import checks, poolers
-from nereid_client.cli.children import Child, adopt_orphans, end_descendants
-from nereid_client.cli.console import CliError, complain, say
+from nereid_client.cli.console import CliError
 from nereid_client.cli.install_server import LAUNCHER_MARK, launcher_path
 from nereid_client.cli.libpython import find_libpython
-from nereid_client.cli.poolers import Pooler, PoolerWarmUp
-from nereid_client.cli.warmup import Frontend, WarmUp
+from nereid_client.cli.restarts import RestartPolicy
+from nereid_client.cli.supervisor import SERVER_EXIT_TIMEOUT_S, Plan, Program, Supervisor
+from nereid_client.cli.warmup import Frontend
 
-_PROGRESS_EVERY_S = 10.0
-_FRONTEND_GRACE_S = 8.0
-_SERVER_EXIT_TIMEOUT_S = 5
-_LEFTOVER_GRACE_S = 3.0
+_Number = TypeVar("_Number", int, float)
 
 # flag -> (environment variable, metavar, help). The backend reads and checks the variables.
 _ENGINE_FLAGS = {
@@ -45,6 +36,25 @@ _ENGINE_FLAGS = {
         "most tokens computed in one step of the engine",
     ),
 }
+# The same for the OpenAI frontend, which alone is told of them.
+_FRONTEND_FLAGS = {
+    "--max-concurrent-requests": (
+        "NEREID_MAX_CONCURRENT_REQUESTS",
+        "N",
+        "the OpenAI API refuses more at a time with a 429 (default: 1024)",
+    ),
+    "--request-timeout": (
+        "NEREID_REQUEST_TIMEOUT_S",
+        "S",
+        "a request to the OpenAI API may take this long (default: 0, no limit)",
+    ),
+    "--unread-timeout": (
+        "NEREID_UNREAD_TIMEOUT_S",
+        "S",
+        "a client may leave its answer unread for this long (default: 120)",
+    ),
+}
+_OF_FRONTEND = {variable for variable, _, _ in _FRONTEND_FLAGS.values()}
 _PORT_FLAGS = {
     "--http-port": (8000, "the Triton server's HTTP door"),
     "--grpc-port": (8001, "the Triton server's gRPC door"),
@@ -59,7 +69,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "serve",
         help="serve a model: tritonserver and the OpenAI API",
         description="Start a Triton server on the model repository and the OpenAI API in front of "
-        "it, wait until the model answers, and run until Ctrl-C or SIGTERM.",
+        "it, wait until the model answers, and run until Ctrl-C or SIGTERM. What dies meanwhile is "
+        "started again.",
         epilog="Exit codes: 0 stopped by a signal, 1 something failed, 2 a setting is wrong. "
         "Every flag of the model is also an environment variable, named in brackets. Arguments "
         "after -- go to tritonserver.",
@@ -86,6 +97,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         doors.add_argument(
             flag, type=int, default=port, metavar="N", help=f"{text} (default: {port})"
         )
+    for flag, (variable, metavar, text) in _FRONTEND_FLAGS.items():
+        doors.add_argument(flag, metavar=metavar, help=f"{text} [{variable}]")
     server = parser.add_argument_group("the server")
     server.add_argument(
         "--model-repository",
@@ -100,6 +113,29 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="the program (default: the installed embedded one, else the one on PATH)",
     )
     server.add_argument(
+        "--max-restarts",
+        type=_at_least_0(int),
+        default=5,
+        metavar="N",
+        help="how often in a row a server or frontend that died is started again; 0: the first "
+        "death ends everything (default: %(default)s)",
+    )
+    server.add_argument(
+        "--restart-backoff",
+        type=_at_least_0(float),
+        default=1.0,
+        metavar="S",
+        help="the wait before the second restart in a row, doubled for each further one "
+        "(default: %(default)s)",
+    )
+    server.add_argument(
+        "--drain-timeout",
+        type=_at_least_0(float),
+        default=30.0,
+        metavar="S",
+        help="requests that run at SIGTERM may take this long to finish (default: %(default)s)",
+    )
+    server.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
@@ -108,21 +144,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     server.add_argument("--log-file", type=Path, metavar="PATH", help="where the servers' log goes")
     server.add_argument("tritonserver_args", nargs="*", metavar="-- ARGS", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will be started, checked already."""
-
-    server_command: list[str]
-    frontend_command: list[str]
-    environment: dict[str, str]
-    shm_prefix: str
-    log_path: Path
-    model: Path
-    poolers: list[Pooler]
-    frontend: Frontend
-    doors: list[tuple[str, str]]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,10 +172,16 @@ def make_plan(args: argparse.Namespace) -> Plan:
     environment = _environment(args, model, name) | poolers.environment(beside)
     shm_prefix = f"nereid_{os.getpid()}_"
     near = "127.0.0.1" if args.host in ("0.0.0.0", "") else args.host
+    metrics_url = f"http://{near}:{args.metrics_port}/metrics"
     return Plan(
-        server_command=_server_command(args, tritonserver, repository, shm_prefix),
-        frontend_command=[sys.executable, "-m", "nereid_client"],
-        environment=environment,
+        server=Program(
+            "tritonserver",
+            _server_command(args, tritonserver, repository, shm_prefix),
+            {name: text for name, text in environment.items() if name not in _OF_FRONTEND},
+        ),
+        frontend_program=Program(
+            "the OpenAI frontend", [sys.executable, "-m", "nereid_client"], environment
+        ),
         shm_prefix=shm_prefix,
         log_path=args.log_file or _default_log_path(args.openai_port),
         model=model,
@@ -166,127 +193,17 @@ def make_plan(args: argparse.Namespace) -> Plan:
             ("OpenAI API", f"http://{near}:{args.openai_port}/v1"),
             ("Triton HTTP", f"http://{near}:{args.http_port}"),
             ("Triton gRPC", f"{near}:{args.grpc_port}"),
-            ("metrics", f"http://{near}:{args.metrics_port}/metrics"),
+            ("metrics", metrics_url),
         ],
+        metrics_url=metrics_url,
+        restarts=RestartPolicy(args.max_restarts, args.restart_backoff),
+        drain_timeout_s=args.drain_timeout,
     )
-
-
-class Supervisor:
-    """Runs a plan until a signal comes or a child ends."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._children: list[Child] = []
-        self._stop = threading.Event()
-        self._hurry = threading.Event()
-        self._started = time.monotonic()
-
-    def run(self) -> int:
-        """0 after a signal, 1 after a failure; nothing that was started is left."""
-        with _open_log(self._plan.log_path) as log, self._signals():
-            adopt_orphans()
-            try:
-                return self._serve(log)
-            finally:
-                self._end_all()
-
-    def _serve(self, log: IO[str]) -> int:
-        plan = self._plan
-        for path in (plan.model, *(pooler.path for pooler in plan.poolers)):
-            say(f"nereid: serving {path}")
-        say(f"nereid: starting tritonserver and the OpenAI API; their log: {plan.log_path}")
-        for name, command in (
-            ("tritonserver", plan.server_command),
-            ("the OpenAI frontend", plan.frontend_command),
-        ):
-            self._children.append(Child(name, command, plan.environment, log, say))
-        warm_up = WarmUp(plan.frontend)
-        beside = PoolerWarmUp(plan.frontend, plan.poolers)
-        warm_up.start()
-        beside.start()
-        announced = False
-        next_progress_s = _PROGRESS_EVERY_S
-        while not self._stop.wait(0.05):
-            failure = self._failure(warm_up.failure or beside.failure)
-            if failure is not None:
-                return self._report(*failure)
-            elapsed_s = time.monotonic() - self._started
-            if warm_up.curl and beside.is_done and not announced:
-                announced = True
-                self._announce([warm_up.curl, *beside.curls], elapsed_s)
-            elif not announced and elapsed_s >= next_progress_s:
-                next_progress_s += _PROGRESS_EVERY_S
-                say(f"nereid: {warm_up.stage} ({elapsed_s:.0f} s)")
-        say("nereid: stopping")
-        return 0
-
-    def _failure(self, refusal: str | None) -> tuple[str, Child] | None:
-        for child in self._children:
-            if child.exit_code is not None:
-                return child.describe_end(), child
-        if refusal:
-            return refusal, self._children[0]
-        return None
-
-    def _report(self, what: str, child: Child) -> int:
-        """Say why it ended; 2 where a setting or the checkpoint was refused, else 1."""
-        if child.refusals:
-            for reason in child.refusals:
-                complain(f"nereid serve: {reason}")
-            return 2
-        complain(f"nereid serve: {what}; the end of its output:")
-        for line in (*child.tail, *child.errors):
-            # The server writes a traceback's line ends as \\n, all in one line.
-            complain("    " + line.replace("\\n", "\n    "))
-        complain(f"nereid serve: {what}; the whole log: {self._plan.log_path}")
-        return 1
-
-    def _announce(self, curls: list[str], elapsed_s: float) -> None:
-        name = self._plan.frontend.model
-        say(f"nereid: ready after {elapsed_s:.1f} s; the model's name is {name}")
-        for pooler in self._plan.poolers:
-            say(f"  {pooler.kind:12} {pooler.name}")
-        for door, address in self._plan.doors:
-            say(f"  {door:12} {address}")
-        say("Try it:")
-        for curl in curls:
-            say(curl)
-        say("Ctrl-C stops it.")
-
-    def _end_all(self) -> None:
-        for child in reversed(self._children):  # the frontend first: it lets its streams go
-            grace_s = _FRONTEND_GRACE_S if child is not self._children[0] else (
-                _SERVER_EXIT_TIMEOUT_S + 5.0
-            )  # fmt: skip
-            child.stop(grace_s, self._hurry.wait)
-        left = end_descendants(_LEFTOVER_GRACE_S, self._hurry.wait)
-        if left:
-            say(f"nereid: ended what was left behind: {', '.join(left)}")
-        for region in Path("/dev/shm").glob(self._plan.shm_prefix + "*"):
-            region.unlink(missing_ok=True)
-        say("nereid: stopped")
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT, SIGTERM and SIGHUP ask to stop; the second one to stop at once."""
-
-        def on_signal(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
-            if self._stop.is_set():
-                self._hurry.set()
-            self._stop.set()
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = [signal.signal(number, on_signal) for number in numbers]
-        try:
-            yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
 
 
 def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, str]:
     environment = dict(os.environ)
-    for flag, (variable, _, _) in _ENGINE_FLAGS.items():
+    for flag, (variable, _, _) in (_ENGINE_FLAGS | _FRONTEND_FLAGS).items():
         value = getattr(args, _attribute(flag))
         if value is not None:
             environment[variable] = value
@@ -312,7 +229,7 @@ def _server_command(
             f"--{door}-port={getattr(args, door + '_port')}",
         ]
     command += [
-        f"--exit-timeout-secs={_SERVER_EXIT_TIMEOUT_S}",
+        f"--exit-timeout-secs={SERVER_EXIT_TIMEOUT_S}",
         # Our configurations are complete; guessing would start every Python model twice.
         "--disable-auto-complete-config",
         # Each in a thread of its own: they wait for their processes, not for one another.
@@ -363,12 +280,14 @@ def _default_log_path(port: int) -> Path:
     return state / "nereid" / f"serve-{port}.log"
 
 
-def _open_log(path: Path) -> IO[str]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", buffering=1)
-    except OSError as error:
-        raise CliError(
-            f"--log-file: {path} can't be written ({error.strerror}); give another, "
-            f"such as {Path(tempfile.gettempdir()) / 'nereid.log'}"
-        ) from None
+def _at_least_0(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
+    """A type for argparse: a number that is not negative."""
+
+    def parse(text: str) -> _Number:
+        number = kind(text)
+        if not 0 <= number < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+        return number
+
+    parse.__name__ = "number"  # argparse says "invalid number value"
+    return parse

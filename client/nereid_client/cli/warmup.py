@@ -30,7 +30,11 @@ class Frontend:
 
     def get_status(self, path: str, timeout_s: float = 3.0) -> int | None:
         """The HTTP status of a GET; None when nobody answers."""
-        return self._ask(urllib.request.Request(self.url + path), timeout_s)[0]
+        return self.get(path, timeout_s)[0]
+
+    def get(self, path: str, timeout_s: float = 3.0) -> tuple[int | None, str]:
+        """Status and text of a GET's answer; status None when nobody answers."""
+        return self._ask(urllib.request.Request(self.url + path), timeout_s)
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int | None, str]:
         """Status and text of a POST's answer; status None when nobody answers."""

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 import nereid_client
+from nereid_client.admission import Gate
 from nereid_client.context import context_of
 
 router = APIRouter()
@@ -18,8 +19,12 @@ async def health(request: Request) -> JSONResponse:
 
 @router.get("/health/ready", summary="Can it take requests?")
 async def ready(request: Request) -> JSONResponse:
-    """200 once the model is loaded, else 503."""
-    return _answer(await context_of(request).backend.is_ready(), "the model is not ready")
+    """200 once the model is loaded, else 503; also how many requests are in work here."""
+    gate: Gate = request.app.state.gate
+    if gate.is_draining:
+        return _answer(False, "the server is stopping", gate.num_requests)
+    is_ready = await context_of(request).backend.is_ready()
+    return _answer(is_ready, "the model is not ready", gate.num_requests)
 
 
 @router.get("/version", summary="Version of this frontend")
@@ -28,7 +33,8 @@ async def version() -> dict[str, str]:
     return {"version": nereid_client.__version__}
 
 
-def _answer(is_well: bool, trouble: str) -> JSONResponse:
+def _answer(is_well: bool, trouble: str, num_requests: int | None = None) -> JSONResponse:
+    told = {} if num_requests is None else {"num_requests": num_requests}
     if is_well:
-        return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": trouble}, status_code=503, headers={"Retry-After": "1"})
+        return JSONResponse({"status": "ok", **told})
+    return JSONResponse({"status": trouble, **told}, status_code=503, headers={"Retry-After": "1"})

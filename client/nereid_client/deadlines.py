@@ -1,0 +1,127 @@
+"""How long a request may take, and how long its answer may lie unread."""
+
+import asyncio
+import logging
+import math
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nereid_client import sse
+from nereid_client.errors import ApiError
+from nereid_client.middleware import error_response
+
+TIMEOUT_HEADER = "x-request-timeout"
+_LAST_WORD_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Unread(Exception):
+    """The client did not read what was sent to it for too long."""
+
+
+class Deadlines:
+    """Ends requests that take too long; what they were generating is cancelled.
+
+    The caller may ask for less than the server allows: `X-Request-Timeout: SECONDS`. An answer that
+    has not begun becomes a 504; a stream gets an error as its last event.
+    """
+
+    def __init__(self, app: ASGIApp, limit_s: float, unread_s: float) -> None:
+        """Nothing is limited by a limit of 0.
+
+        Args:
+            app: what answers.
+            limit_s: from the request's arrival to the end of its answer.
+            unread_s: a client that takes nothing of its answer for so long has gone.
+        """
+        self._app = app
+        self._limit_s = limit_s
+        self._unread_s = unread_s or None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application for as long as it may take."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            limit_s = self._limit_of(scope)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        answer = _Answer(send, self._unread_s)
+        try:
+            async with asyncio.timeout(limit_s) as running:
+                await self._app(scope, receive, answer.send)
+        except TimeoutError:
+            if not running.expired():
+                raise
+            await answer.end_late(scope, receive, limit_s or 0)
+        except Unread:
+            _log.warning(
+                "request %s: its client read nothing for %g s (unread_timeout_s); it was ended",
+                scope.get("state", {}).get("request_id"),
+                self._unread_s,
+            )
+
+    def _limit_of(self, scope: Scope) -> float | None:
+        """Seconds that this request has, None for no limit.
+
+        Raises: ApiError 400.
+        """
+        limits = [self._limit_s] if self._limit_s else []
+        given = Headers(scope=scope).get(TIMEOUT_HEADER)
+        if given is not None:
+            try:
+                wanted = float(given)
+            except ValueError:
+                wanted = math.nan
+            if not 0 < wanted < math.inf:
+                raise ApiError(
+                    400, f"X-Request-Timeout: must be a number of seconds over 0, got {given[:80]}"
+                )
+            limits.append(wanted)
+        return min(limits, default=None)
+
+
+class _Answer:
+    """Passes an answer on, and knows how far it has come."""
+
+    def __init__(self, send: Send, unread_s: float | None) -> None:
+        self._send = send
+        self._unread_s = unread_s
+        self._has_begun = self._is_stream = self._has_ended = False
+
+    async def send(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._unread_s) as waiting:
+                await self._send(message)
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise Unread from None
+        if message["type"] == "http.response.start":
+            self._has_begun = True
+            kind = Headers(raw=message["headers"]).get("content-type", "")
+            self._is_stream = kind.startswith(sse.EventStream.media_type)
+        elif not message.get("more_body"):
+            self._has_ended = True
+
+    async def end_late(self, scope: Scope, receive: Receive, limit_s: float) -> None:
+        """Say that time is up, in the way that is still open."""
+        error = ApiError(
+            504,
+            f"the request was not finished within {limit_s:g} s, the limit of the server's "
+            "request_timeout_s or of the header X-Request-Timeout",
+            code="timeout",
+        )
+        if not self._has_begun:
+            await error_response(error)(scope, receive, self._send)
+        elif self._is_stream and not self._has_ended:
+            last = {"type": "http.response.body", "body": sse.event(error.body())}
+            try:
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await self._send({**last, "more_body": False})
+            except TimeoutError:
+                return

@@ -56,4 +56,4 @@ class StubWatch:
 
 def _model_of(arguments: list[str]) -> str:
     """The model's name: stub /repository/NAME/VERSION/model.py ...; a dead stub has forgotten."""
-    return Path(arguments[1]).parent.parent.name if len(arguments) > 1 else "a model"
+    return Path(*arguments[1:2]).parent.parent.name or "a model"

@@ -1,0 +1,89 @@
+"""How often what died is started again, and how a dead stub is found."""
+
+import os
+import subprocess
+import sys
+import time
+
+from nereid_client.cli.children import children_of
+from nereid_client.cli.restarts import RestartPolicy, Restarts
+from nereid_client.cli.stubs import StubWatch
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_first_restart_is_at_once_and_each_further_one_waits_twice_as_long():
+    restarts = Restarts(RestartPolicy(5, 1.5), Clock())
+    assert [restarts.next_wait_s() for _ in range(6)] == [0.0, 1.5, 3.0, 6.0, 12.0, None]
+
+
+def test_a_wait_has_a_limit():
+    restarts = Restarts(RestartPolicy(20, 1.0), Clock())
+    assert max(restarts.next_wait_s() for _ in range(20)) == 60.0
+
+
+def test_no_restarts_means_none():
+    assert Restarts(RestartPolicy(0, 1.0), Clock()).next_wait_s() is None
+
+
+def test_ten_good_minutes_wipe_the_slate_clean():
+    clock = Clock()
+    restarts = Restarts(RestartPolicy(1, 1.0), clock)
+    assert restarts.next_wait_s() == 0.0
+    clock.now += 599
+    assert restarts.next_wait_s() is None
+    clock.now += 600
+    assert restarts.next_wait_s() == 0.0
+    assert restarts.describe() == "restart 1 of 1"
+
+
+def stub(tmp_path, seconds):
+    """A process that looks like a stub."""
+    program = tmp_path / "triton_python_backend_stub"
+    if not program.exists():
+        program.symlink_to("/bin/sleep")
+    return subprocess.Popen([program, str(seconds)])
+
+
+def look_for(watch, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if model := watch.dead_model():
+            return model
+        time.sleep(0.05)
+    return None
+
+
+def test_a_stub_that_died_and_was_not_waited_for_is_found(tmp_path):
+    process = stub(tmp_path, 60)
+    watch = StubWatch(os.getpid())
+    assert watch.dead_model() is None
+    process.kill()
+    try:
+        assert look_for(watch, 5) == "a model"
+    finally:
+        process.wait()
+
+
+def test_a_stub_that_was_waited_for_was_meant_to_end(tmp_path):
+    process = stub(tmp_path, 60)
+    watch = StubWatch(os.getpid())
+    watch.dead_model()
+    process.kill()
+    process.wait()
+    assert look_for(watch, 1) is None
+
+
+def test_other_dead_children_are_not_taken_for_stubs():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    watch = StubWatch(os.getpid())
+    try:
+        assert look_for(watch, 1) is None
+        assert any(child.pid == process.pid for child in children_of(os.getpid()))
+    finally:
+        process.wait()

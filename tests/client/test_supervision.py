@@ -1,0 +1,147 @@
+"""`nereid serve` starts again what died, and finishes what runs before it stops."""
+
+import json
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+from fakes.live_frontend import wait_for
+from fakes.live_server import serve
+
+pytestmark = pytest.mark.triton
+
+
+def ask(running, text, stream=False, timeout=30):
+    """Status and text of one chat; status None when the connection failed."""
+    body = {"messages": [{"role": "user", "content": text}], "stream": stream}
+    url = f"http://127.0.0.1:{running.ports['openai']}/v1/chat/completions"
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code if "Retry-After" in error.headers else 0, error.read().decode()
+    except OSError:
+        return None, ""
+
+
+class Asking(threading.Thread):
+    """One request in the background."""
+
+    def __init__(self, running, text, stream=False):
+        super().__init__(daemon=True)
+        self._arguments = (running, text, stream)
+        self.start()
+        time.sleep(0.5)  # until it is in work
+
+    def run(self):
+        self.status, self.text = ask(*self._arguments)
+        self.ended = time.monotonic()
+
+
+def kill(running, word):
+    """Kill it by force; when that was."""
+    running.descendants = psutil.Process(running._process.pid).children(recursive=True)
+    running.child(word).kill()
+    return time.monotonic()
+
+
+def answers_again(running):
+    status, _ = ask(running, "hi")
+    assert status in (200, 503, None)
+    return status == 200
+
+
+ENDLESS = "a " + "<pause 0.05>b " * 2000
+
+
+@pytest.mark.parametrize("word", ["bin/tritonserver", "backend_stub"])
+def test_a_server_or_stub_that_is_killed_is_started_again_and_nobody_waits_for_ever(tmp_path, word):
+    with serve(tmp_path) as running:
+        running.wait_until_ready()
+        stream, whole = Asking(running, ENDLESS, stream=True), Asking(running, ENDLESS)
+        died = kill(running, word)
+        for asking in (stream, whole):
+            asking.join(10)
+            assert asking.ended - died < 5
+        assert stream.status == 200
+        last = stream.text.strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert whole.status == 503
+        wait_for(lambda: answers_again(running), timeout_s=40)
+        wait_for(lambda: any("answers again" in line for line in running.lines))
+        told = "\n".join(running.lines)
+        assert "it is started again now (restart 1 of 5)" in told
+        assert ("the process of llm died" in told) == (word == "backend_stub")
+        assert len([p for p in running.left() if "stub" in p.name()]) == 0
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0
+        assert running.shared_memory() == []
+
+
+def test_a_frontend_that_is_killed_is_started_again_and_the_server_goes_on(tmp_path):
+    with serve(tmp_path) as running:
+        running.wait_until_ready()
+        server = running.child("bin/tritonserver")
+        kill(running, "-m nereid_client")
+        wait_for(lambda: answers_again(running), timeout_s=40)
+        assert server.is_running()
+        assert "the OpenAI frontend was ended by SIGKILL" in "\n".join(running.lines)
+
+
+def test_what_dies_too_often_ends_it_all_with_exit_code_1(tmp_path):
+    with serve(tmp_path, "--max-restarts=1") as running:
+        running.wait_until_ready()
+        for number in range(2):
+            kill(running, "bin/tritonserver")
+            if number == 0:
+                wait_for(lambda: answers_again(running), timeout_s=40)
+        assert running.wait() == 1
+        assert "it was started again 1 times in a row" in "\n".join(running.lines)
+        assert running.left() == []
+
+
+def test_a_stop_lets_running_requests_finish_and_takes_no_new_ones(tmp_path):
+    with serve(tmp_path) as running:
+        running.wait_until_ready()
+        asking = Asking(running, "a " + "<pause 0.05>b " * 60, stream=True)
+        running.signal(signal.SIGTERM)
+        wait_for(lambda: any("finish first" in line for line in running.lines))
+        status, text = ask(running, "new")
+        assert status == 503
+        assert "the server is stopping" in text
+        assert running.wait() == 0
+        asking.join(5)
+        assert asking.text.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"stop"' in asking.text
+
+
+def test_a_stop_has_a_limit(tmp_path):
+    with serve(tmp_path, "--drain-timeout=1") as running:
+        running.wait_until_ready()
+        asking = Asking(running, ENDLESS)
+        started = time.monotonic()
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0
+        assert 1 < time.monotonic() - started < 20
+        assert "1 requests did not finish within 1 s" in "\n".join(running.lines)
+        asking.join(5)
+        assert asking.status in (503, 500, None)
+
+
+def test_the_second_signal_does_not_wait(tmp_path):
+    with serve(tmp_path) as running:
+        running.wait_until_ready()
+        Asking(running, ENDLESS)
+        running.signal(signal.SIGTERM)
+        wait_for(lambda: any("finish first" in line for line in running.lines))
+        started = time.monotonic()
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0
+        assert time.monotonic() - started < 5

@@ -22,11 +22,14 @@ OTHER_NAMES = POOLING_NAMES | frozenset(
         "grpc_url",
         "log_level",
         "max_body_bytes",
+        "max_concurrent_requests",
         "max_prompts",
         "openai_host",
         "openai_port",
         "python",
+        "request_timeout_s",
         "served_model_name",
+        "unread_timeout_s",
     }
 )
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from nereid_backend import EngineConfig
-from nereid_backend.serving.settings import ServingSettings
+from nereid_backend.serving.settings import OTHER_NAMES, ServingSettings
 from nereid_client.settings import Settings
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
@@ -19,7 +19,9 @@ def test_the_tables_of_settings_are_complete():
         for field in fields(config)
     }
     known |= {field.metadata["env"] for field in fields(Settings)}
-    assert named - {"NEREID_"} == known
+    pooling = {name for name in named if re.match("NEREID_(EMBEDDING|RERANK)_", name)}
+    assert {name.removeprefix("NEREID_").lower() for name in pooling} <= OTHER_NAMES
+    assert named - {"NEREID_"} - pooling == known
 
 
 def test_every_file_on_the_path_of_a_request_exists():

@@ -25,6 +25,8 @@ RUN pip install --no-cache-dir --break-system-packages --constraint constraints.
 
 COPY model_repository/ model_repository/
 COPY demo/chat/ demo/chat/
+COPY demo/embed/ demo/embed/
+COPY demo/rerank/ demo/rerank/
 
 # The image's own user triton-server; neither the server nor the engine needs more.
 USER 1000

@@ -64,10 +64,11 @@ type: setup ## Types (mypy, strict)
 deps: setup ## Import rules between the rooms (import-linter)
 	@$(BIN)/lint-imports
 
-demo-train: setup ## Train the demo chat model again from its seed (under an hour on two cores)
+demo-train: setup ## Train the demo models again from their seeds (under an hour on two cores)
 	@$(BIN)/python demo/train.py $(ARGS)
+	@$(BIN)/python demo/train_pooling.py
 
-demo-eval: setup ## The demo chat model's accuracy per skill on held-out prompts
+demo-eval: setup ## The demo models on held-out prompts: accuracy per skill, nDCG@10
 	@$(BIN)/python demo/evaluate.py $(ARGS)
 
 archs: setup ## Every causal-LM architecture of transformers on tiny random weights: exact, refused, or wrong

@@ -58,6 +58,11 @@ class ModularGuide:
         row[:] = np.packbits(bits, bitorder="little").view(np.int32)
         return True
 
+    @staticmethod
+    def fill_all(guides: list["ModularGuide"], rows: np.ndarray, places: list[int]) -> list[bool]:
+        """See MaskingGuide.fill_all."""
+        return [guide.fill(rows[place]) for guide, place in zip(guides, places, strict=True)]
+
     def forced(self) -> list[int]:
         """See MaskingGuide.forced."""
         return list(self._pending)

@@ -4,9 +4,10 @@
 A matcher knows nothing of the end of an answer: which tokens stop it is the guide's business.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, Self
 
-from nereid_backend.constraints.vocabulary import Row
+from nereid_backend.constraints.vocabulary import Row, Rows
 
 
 class Matcher(Protocol):
@@ -20,6 +21,15 @@ class Matcher(Protocol):
 
     def fill(self, row: Row) -> None:
         """Set the bits of the tokens that may follow and clear all others. Mutates: row."""
+
+    @staticmethod
+    def fill_all(matchers: "Sequence[Matcher]", rows: Rows, places: Sequence[int]) -> None:
+        """Fill the rows at some places, one for each of these matchers of this class.
+
+        One after another with little between them: after the forward pass the processor's caches
+        are cold, and going to and fro between Python and the library costs more than the masks do.
+        Mutates: rows.
+        """
 
     def is_complete(self) -> bool:
         """Whether the text so far is a whole sentence of the grammar."""

@@ -13,13 +13,16 @@ budget forces the end marker.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import numpy as np
+
 from nereid_backend.constraints.backend import Matcher
 from nereid_backend.constraints.thinking import Thinking
-from nereid_backend.constraints.vocabulary import Row, Vocabulary, row_of
+from nereid_backend.constraints.vocabulary import Row, Rows, Vocabulary, row_of
 from nereid_backend.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -48,6 +51,7 @@ class Rules:
         free_row: bits of every token but those.
         grammar_row: bits of the tokens that the grammar may choose from: no stop token, and markup
             only where the grammar itself names it.
+        grammar_bits: the same as bytes, which are the quickest to look one token up in.
         blank_row: bits of the tokens that are blanks.
         marker: text behind which the grammar begins, without blanks around it; b"" is at once.
         spanning: tokens that end the marker and say more, by how much of it stands before them;
@@ -59,6 +63,7 @@ class Rules:
     stop_row: Row
     free_row: Row
     grammar_row: Row
+    grammar_bits: bytes
     blank_row: Row
     marker: bytes
     spanning: Mapping[int, list[tuple[int, bytes]]]
@@ -76,13 +81,15 @@ def rules_for(
     every = row_of(range(size), size)
     special = vocabulary.special_ids - frozenset(allowed_special_ids)
     barred = row_of(special | vocabulary.unusable_ids, size)
+    grammar_row = every & ~stop_row & ~barred
     marker = after.strip().encode()
     return Rules(
         vocabulary=vocabulary,
         stop_ids=stop_ids,
         stop_row=stop_row,
         free_row=every & ~stop_row,
-        grammar_row=every & ~stop_row & ~barred,
+        grammar_row=grammar_row,
+        grammar_bits=grammar_row.tobytes(),
         blank_row=row_of(vocabulary.blank_ids - stop_ids, size),
         marker=marker,
         spanning=_spanning(vocabulary, marker),
@@ -117,7 +124,7 @@ class TokenGuide:
         self._phase = Phase.GATED if rules.marker else Phase.GRAMMAR
         self._tail = b""  # of the text while GATED: what may be the marker's beginning
         self._num_blanks = 0
-        self._recent: list[int] = []
+        self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
 
     # ---- tokens that came ------------------------------------------------------------------------
 
@@ -139,7 +146,7 @@ class TokenGuide:
             self._check(token_id, self._take(self._matcher, token_id, data))
         if self._thinking is not None and token_id not in rules.stop_ids:
             self._thinking.feed(token_id, data)
-        self._recent = [*self._recent[1 - _NUM_RECENT :], token_id]
+        self._recent.append(token_id)
 
     def _check(self, token_id: int, is_taken: bool) -> None:
         if not is_taken:
@@ -162,7 +169,7 @@ class TokenGuide:
                 self._num_blanks += len(data)
                 return True
             self._phase = Phase.GRAMMAR
-        if self._phase is Phase.ENDED or not _has(self._rules.grammar_row, token_id):
+        if self._phase is Phase.ENDED or not _has(self._rules.grammar_bits, token_id):
             return False
         return matcher.accept(token_id)
 
@@ -189,18 +196,46 @@ class TokenGuide:
         Shapes: row [ceil(vocab_size / 32)] int32, contiguous.
         Mutates: row; not where nothing is limited, and then the answer is False.
         """
+        return self.fill_all([self], row[None], [0])[0]
+
+    @staticmethod
+    def fill_all(guides: Sequence["TokenGuide"], rows: Rows, places: Sequence[int]) -> list[bool]:
+        """What fill does, for some guides and the rows at as many places.
+
+        Shapes: rows [n, ceil(vocab_size / 32)] int32, contiguous.
+        Mutates: rows.
+        """
+        is_limited = []
+        of_class: dict[type[Matcher], list[tuple[TokenGuide, Matcher, int]]] = {}
+        for guide, place in zip(guides, places, strict=True):
+            matcher = guide._deciding_matcher()
+            if matcher is None:
+                is_limited.append(guide._fill_otherwise(rows[place]))
+            else:
+                is_limited.append(True)
+                of_class.setdefault(type(matcher), []).append((guide, matcher, place))
+        for kind, entries in of_class.items():
+            kind.fill_all([one[1] for one in entries], rows, [one[2] for one in entries])
+            for guide, matcher, place in entries:
+                guide._finish_row(matcher, rows[place])
+        return is_limited
+
+    def _deciding_matcher(self) -> Matcher | None:
+        """The matcher if the grammar alone says what may come next."""
+        is_forced = self._thinking is not None and self._thinking.forced
+        decides = self._phase is Phase.GRAMMAR or self._phase is Phase.BLANKS
+        return self._matcher if decides and not is_forced else None
+
+    def _fill_otherwise(self, row: Row) -> bool:
         if self._thinking is not None and self._thinking.forced:
             row[:] = row_of(self._thinking.forced[:1], self._rules.vocabulary.size)
             return True
-        matcher = self._matcher
-        if matcher is None:
+        if self._matcher is None:
             return False
         if self._phase is Phase.ENDED:
             row[:] = self._rules.stop_row
-        elif self._phase is Phase.GATED:
-            self._fill_gated(matcher, row)
         else:
-            self._fill_grammar(matcher, row)
+            self._fill_gated(self._matcher, row)
         return True
 
     def _fill_gated(self, matcher: Matcher, row: Row) -> None:
@@ -214,14 +249,13 @@ class TokenGuide:
                 if not matcher.fork().accept_bytes(rest):
                     row[token_id >> 5] &= ~_bit(token_id)
 
-    def _fill_grammar(self, matcher: Matcher, row: Row) -> None:
+    def _finish_row(self, matcher: Matcher, row: Row) -> None:
+        """Add what the grammar's library does not know to what it filled in."""
         rules = self._rules
-        matcher.fill(row)
-        row &= rules.grammar_row
-        is_complete = matcher.is_complete()
-        if is_complete:
+        np.bitwise_and(row, rules.grammar_row, out=row)
+        if matcher.is_complete():
             row |= rules.stop_row
-        elif not row.any():
+        elif not np.count_nonzero(row):
             # Nothing may follow and nothing is complete: the library gave up (its limits), or the
             # vocabulary lacks what the grammar needs. The answer ends; who checks it will tell.
             log.error("a grammar leaves no token to choose from; the answer ends unfinished")
@@ -242,8 +276,8 @@ class TokenGuide:
         if self._matcher is None or self._phase is not Phase.GRAMMAR:
             return []
         data = self._matcher.forced()
-        tokens = tokens_of(self._rules.vocabulary, self._recent, data) if len(data) > 1 else []
-        usable = self._rules.grammar_row
+        tokens = tokens_of(self._rules.vocabulary, [*self._recent], data) if len(data) > 1 else []
+        usable = self._rules.grammar_bits
         return tokens if all(_has(usable, token_id) for token_id in tokens) else []
 
     def fork(self) -> "TokenGuide":
@@ -252,7 +286,7 @@ class TokenGuide:
         thinking = self._thinking.fork() if self._thinking is not None else None
         twin = TokenGuide(self._rules, matcher, thinking)
         twin._phase, twin._tail = self._phase, self._tail
-        twin._num_blanks, twin._recent = self._num_blanks, self._recent
+        twin._num_blanks, twin._recent = self._num_blanks, self._recent.copy()
         return twin
 
 
@@ -284,8 +318,8 @@ def _decoded(data: bytes) -> str:
         return data[: error.start].decode()
 
 
-def _has(row: Row, token_id: int) -> bool:
-    return bool(int(row[token_id >> 5]) >> (token_id & 31) & 1)
+def _has(bits: bytes, token_id: int) -> bool:
+    return bool(bits[token_id >> 3] >> (token_id & 7) & 1)
 
 
 def _bit(token_id: int) -> int:

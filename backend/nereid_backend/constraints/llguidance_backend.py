@@ -3,14 +3,15 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard, cast
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
+from nereid_backend.constraints.backend import Matcher
 from nereid_backend.constraints.cost import depth_of, subschemas
-from nereid_backend.constraints.vocabulary import Row, Vocabulary
+from nereid_backend.constraints.vocabulary import Row, Rows, Vocabulary
 from nereid_backend.errors import RequestError
 
 # One blank, or a line's end and its indentation: unbounded white space may never end when sampled.
@@ -144,10 +145,17 @@ class LLGuidanceMatcher:
 
     def fill(self, row: Row) -> None:
         """See Matcher.fill."""
-        if self._matcher.is_stopped():
-            row[:] = 0
-            return
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.fill_all([self], row[None], [0])
+
+    @staticmethod
+    def fill_all(matchers: Sequence[Matcher], rows: Rows, places: Sequence[int]) -> None:
+        """See Matcher.fill_all."""
+        address, row_bytes = rows.ctypes.data, rows.nbytes // len(rows)
+        for matcher, place in zip(cast(Sequence[LLGuidanceMatcher], matchers), places, strict=True):
+            if matcher._matcher.is_stopped():
+                rows[place] = 0
+            else:
+                matcher._matcher.unsafe_compute_mask_ptr(address + place * row_bytes, row_bytes)
 
     def is_complete(self) -> bool:
         """See Matcher.is_complete."""

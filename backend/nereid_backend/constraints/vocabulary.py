@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from nereid_backend.errors import RequestError
 
 Row = NDArray[np.int32]  # one bit a token, ceil(size / 32) words
+Rows = NDArray[np.int32]  # [n, ceil(size / 32)], contiguous
 
 
 def row_width(vocab_size: int) -> int:

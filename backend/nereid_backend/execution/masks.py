@@ -35,12 +35,15 @@ _WORTH_A_THREAD_S = 5e-4
 # A thread takes at least so many requests: handing over costs about as much as filling a few masks.
 _REQUESTS_PER_JOB = 8
 
-# [256, 8] float32: what each byte of a mask adds to its 8 logits.
-_BIAS_OF_BYTE = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
-    np.float32(0),
-    np.float32(-np.inf),
-)
+# What each byte of a mask adds to its 8 logits, as [256] items of 8 float32, which numpy copies
+# whole.
+_BIAS_OF_BYTE = np.ascontiguousarray(
+    np.where(
+        np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+        np.float32(0),
+        np.float32(-np.inf),
+    )
+).view("V32")[:, 0]
 
 
 class MaskingGuide(Guide, Protocol):
@@ -52,6 +55,12 @@ class MaskingGuide(Guide, Protocol):
         Returns:
             False if nothing is limited here; the row was not written then.
         """
+
+    @staticmethod
+    def fill_all(
+        guides: "Sequence[MaskingGuide]", rows: Words, places: Sequence[int]
+    ) -> list[bool]:
+        """What fill does, for guides of this class and the rows at as many places."""
 
     def forced(self) -> list[int]:
         """Tokens that are the only ones possible from here on; empty if there is a choice."""
@@ -84,6 +93,13 @@ class Job(Protocol):
         """Wait for them."""
 
 
+class _Rows(NamedTuple):
+    """Where masks are written: [n, words] int32, and which row each position has."""
+
+    buffer: Words
+    places: dict[int, int]
+
+
 class _Deferred(NamedTuple):
     work: Callable[[], StepMasks]
 
@@ -114,7 +130,7 @@ class MaskFiller:
         if len(guided) > len(self._buffer) or self._buffer.shape[1] != width:
             self._buffer = np.zeros((max(len(guided), 2 * len(self._buffer)), width), np.int32)
         groups = _by_request(guided, positions)
-        rows = dict(zip(guided, self._buffer, strict=False))
+        rows = _Rows(self._buffer, dict(zip(guided, range(len(guided)), strict=True)))
         if len(guided) * self._seconds_per_mask < _WORTH_A_THREAD_S:
             return [_Deferred(partial(_fill, groups, positions, rows))]
         num_jobs = max(1, min(self._max_jobs, len(groups) // _REQUESTS_PER_JOB))
@@ -152,15 +168,15 @@ def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
     rows = [i for i, row in enumerate(words) if row is not None]
     if not rows:
         return logits.clone()
-    packed = np.stack([row for row in words if row is not None])
+    packed = np.concatenate([row for row in words if row is not None]).reshape(len(rows), -1)
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
         # Adding is free of branches, so that it takes as long for any mask: several times faster
         # than to select.
-        bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), axis=0, mode="clip")
-        added = torch.from_numpy(bias.reshape(len(rows), -1)[:, :vocab_size])
+        bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
+        added = torch.from_numpy(bias[:, :vocab_size])
         if len(rows) == len(logits):
-            return logits + added
+            return added.add_(logits)
         logits = logits.clone()
         for index, row in enumerate(rows):
             logits[row] += added[index]
@@ -191,47 +207,83 @@ def _by_request(guided: Sequence[int], positions: Sequence[Position]) -> list[li
     return groups
 
 
-def _fill(
-    groups: Sequence[Sequence[int]], positions: Sequence[Position], rows: dict[int, Words]
-) -> StepMasks:
+def _fill(groups: Sequence[Sequence[int]], positions: Sequence[Position], rows: _Rows) -> StepMasks:
     masks = StepMasks()
     started = time.thread_time()
-    for group in groups:
-        request = positions[group[0]].request
+    of_class: dict[type[MaskingGuide], list[int]] = {}
+    for first, *_ in groups:
+        guide = guide_of(positions[first].request)
+        assert guide is not None
+        of_class.setdefault(type(guide), []).append(first)
+    for kind, indices in of_class.items():
         try:
-            _fill_request(request, group, positions, rows, masks)
-        except Exception as error:
-            logger.exception("the guide of request %s failed", request.request_id)
-            masks.errors[group[0]] = f"its grammar failed: {type(error).__name__}: {error}"
+            _fill_first(kind, indices, positions, rows, masks)
+        except Exception:  # noqa: BLE001 - told below, of the one that fails
+            # To fill a row again does no harm.
+            for index in indices:
+                _fill_alone(kind, index, positions, rows, masks)
+    for group in groups:
+        if len(group) > 1 and group[0] not in masks.errors:
+            _fill_guessed(group, positions, rows, masks)
     return replace(masks, seconds=time.thread_time() - started)
 
 
-def _fill_request(
-    request: Request,
-    group: Sequence[int],
+def _fill_first(
+    kind: type[MaskingGuide],
+    indices: Sequence[int],
     positions: Sequence[Position],
-    rows: dict[int, Words],
+    rows: _Rows,
     masks: StepMasks,
 ) -> None:
-    """Fill the masks of one request's positions, as far as its guesses are allowed.
+    """Fill the masks of positions that have no guesses before them. Mutates: rows, masks."""
+    guides = [cast(MaskingGuide, positions[index].request.guide) for index in indices]
+    places = [rows.places[index] for index in indices]
+    is_limited = kind.fill_all(guides, rows.buffer, places)
+    for index, place, limited in zip(indices, places, is_limited, strict=True):
+        if limited:
+            masks.words[index] = rows.buffer[place]
+
+
+def _fill_alone(
+    kind: type[MaskingGuide],
+    index: int,
+    positions: Sequence[Position],
+    rows: _Rows,
+    masks: StepMasks,
+) -> None:
+    try:
+        _fill_first(kind, [index], positions, rows, masks)
+    except Exception as error:
+        logger.exception("the guide of request %s failed", positions[index].request.request_id)
+        masks.errors[index] = _failure(error)
+
+
+def _fill_guessed(
+    group: Sequence[int], positions: Sequence[Position], rows: _Rows, masks: StepMasks
+) -> None:
+    """Fill the masks behind one request's guesses, as far as these are allowed.
 
     Behind a guess that is not allowed nothing is needed: the mask before it keeps it from being
     chosen, so that what comes after it is not looked at.
     """
-    guide = guide_of(request)
-    assert guide is not None
-    if guide.fill(rows[group[0]]):
-        masks.words[group[0]] = rows[group[0]]
-    if len(group) == 1:
-        return
-    ahead = cast(MaskingGuide, guide.fork())
-    for index in group[1:]:
-        guess = positions[index].guessed[-1]
-        if guess in request.stop_token_ids:
-            return
-        try:
-            ahead.accept([guess])
-        except EngineError:
-            return
-        if ahead.fill(rows[index]):
-            masks.words[index] = rows[index]
+    request = positions[group[0]].request
+    try:
+        ahead = cast(MaskingGuide, cast(Guide, request.guide).fork())
+        for index in group[1:]:
+            guess = positions[index].guessed[-1]
+            if guess in request.stop_token_ids:
+                return
+            try:
+                ahead.accept([guess])
+            except EngineError:
+                return
+            row = rows.buffer[rows.places[index]]
+            if ahead.fill(row):
+                masks.words[index] = row
+    except Exception as error:
+        logger.exception("the guide of request %s failed", request.request_id)
+        masks.errors[group[0]] = _failure(error)
+
+
+def _failure(error: Exception) -> str:
+    return f"its grammar failed: {type(error).__name__}: {error}"

@@ -118,6 +118,7 @@ class AttentionBatch:
         decodes: these, in groups of similar length, because a group is padded to its longest.
         prefills: what follows the decodes, in order.
         block_size: tokens in one block.
+        device_rows: the same as a device's kernels want it, kept here by their own code.
     """
 
     slots: Tensor
@@ -125,6 +126,7 @@ class AttentionBatch:
     decodes: list[Decodes]
     prefills: list[Prefill]
     block_size: int
+    device_rows: object | None = None
     _store_rows: dict[int, Tensor] = field(default_factory=dict)
     _prefill_masks: dict[tuple[int, Span], Tensor] = field(default_factory=dict)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from nereid_backend.attention import cpu, reference
+from nereid_backend.attention import cpu, gpu, reference
 from nereid_backend.attention.batch import AttentionBatch
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -102,6 +102,9 @@ class PagedForward:
         scale, sinks = scale_of(module, query, kwargs), sinks_of(kwargs)
         if isinstance(self._cache, cpu.CpuKVCache):
             out = cpu.attend(inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks)
+            return out.unsqueeze(0)
+        if isinstance(self._cache, gpu.GpuKVCache):
+            out = gpu.attend(inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks)
             return out.unsqueeze(0)
         number, spec = layer
         rows = self._batch.store_rows(spec.num_kv_heads)

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.cpu import cache_type
+from nereid_backend.attention.choose import attention_name, cache_type
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
+from nereid_backend.core.sight import Sight
 from nereid_backend.execution.limits import (
     MemoryPlan,
     describe_memory,
     kv_cache_budget,
     plan_memory,
+    sight_of,
     usable_cpus,
 )
 from nereid_backend.execution.loader import Checkpoint, choose_device, load_checkpoint
@@ -51,12 +52,14 @@ class Loaded:
             with the same tokens may serve several sequences, and tokens may be taken back. False
             where there is state besides: then no prefix cache, no blocks shared between sequences.
         whole_prefill: whether a prompt must go through the model in one forward pass.
+        sight: how far back the model looks; None: to the beginning.
     """
 
     runner: Runner
     info: EngineInfo
     shares_blocks: bool = True
     whole_prefill: bool = False
+    sight: Sight | None = None
 
 
 def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loaded:
@@ -93,20 +96,29 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         num_seqs=config.max_num_seqs,
         block_size=config.block_size,
     )
+    sight = sight_of(tier.layers)
+    # A prompt that goes whole needs all its blocks at once.
+    most_blocks = None
+    if sight is not None and not tier.whole_prefill:
+        most_blocks = sight.most_blocks(num_tokens, config.block_size)
     memory = plan_memory(
         config,
         bytes_per_token,
         tier.bytes_per_sequence,
         choice.limit,
         kv_cache_budget(config, device, activations or 0),
+        most_blocks,
     )
-    progress(describe_memory(config, memory, checkpoint.weights_bytes, activations, num_tokens))
+    weights_bytes = checkpoint.weights_bytes
+    progress(
+        describe_memory(config, memory, weights_bytes, activations, num_tokens, tier.layers)
+    )
     path = tier.build(
         Sizes(memory.num_blocks, config.block_size, memory.max_num_seqs, memory.max_model_len)
     )
     marks.append(time.monotonic())
     info = _describe(config, checkpoint, memory, choice, marks, num_tokens)
-    return Loaded(Runner(path), info, tier.shares_blocks, tier.whole_prefill)
+    return Loaded(Runner(path), info, tier.shares_blocks, tier.whole_prefill, sight)
 
 
 def _load_weights(
@@ -187,4 +199,4 @@ def _attention_name(config: EngineConfig, checkpoint: Checkpoint, choice: Choice
     if choice.tier.name not in ("packed", "rows"):
         return "eager"
     kind = cache_type(config.block_size, checkpoint.model.dtype, checkpoint.device)
-    return "reference" if kind is KVCache else "native"
+    return attention_name(kind)

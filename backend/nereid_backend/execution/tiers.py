@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AttentionMaskInterface
 
-from nereid_backend.attention.cpu import cache_type
+from nereid_backend.attention.choose import cache_type
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kind of KV cache, and with it which attention, serves a device."""
+
+import logging
+from importlib.util import find_spec
+
+import torch
+
+from nereid_backend.attention import cpu, gpu
+from nereid_backend.attention.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
+
+_NAMES: dict[type[KVCache], str] = {
+    KVCache: "reference",
+    cpu.CpuKVCache: "native",
+    gpu.GpuKVCache: "triton-language",
+}
+# The first GPUs with asynchronous copies and bfloat16 products, which the kernels count on.
+_CAPABILITY = (8, 0)
+
+
+def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
+    """The kind of cache that is fastest here: the kernels' own where they can serve it."""
+    if device.type != "cuda":
+        return cpu.cache_type(block_size, dtype, device)
+    reason = gpu_refusal(dtype, device)
+    if reason is None:
+        return gpu.GpuKVCache
+    logger.warning("attention without GPU kernels, several times slower: %s", reason)
+    return KVCache
+
+
+def attention_name(kind: type[KVCache]) -> str:
+    """What attention over a kind of cache is called in reports."""
+    return _NAMES[kind]
+
+
+def gpu_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the GPU kernels cannot serve a cache of this dtype there; None: they can."""
+    if dtype not in gpu.DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"{name} keys and values; the kernels take float32, bfloat16 and float16"
+    if find_spec("triton") is None:
+        return "the package triton is not installed; torch's builds for CUDA bring it along"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _CAPABILITY:
+        found = ".".join(map(str, capability))
+        return f"compute capability {found}; the kernels need {'.'.join(map(str, _CAPABILITY))}"
+    return None

@@ -1,0 +1,70 @@
+"""Without a GPU the kernels run in the interpreter of the Triton language.
+
+It is chosen when the package `triton` is first imported, by an environment variable. Other tests
+may have imported it already (torch's compiler does), so its Python modules are then loaded anew.
+"""
+
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+
+
+def _load_interpreter():
+    # The compiled part stays: it can be loaded into a process once.
+    for name in [n for n in sys.modules if n == "triton" or n.startswith("triton.")]:
+        if not name.startswith("triton._C"):
+            del sys.modules[name]
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        knobs = importlib.import_module("triton").knobs
+    finally:
+        # Processes that other tests start are not to inherit it.
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+    knobs.propagate_env = False
+    knobs.runtime.interpret = True
+    _teach_bfloat16()
+
+
+def _teach_bfloat16():
+    """Products of bfloat16 as what they are; the interpreter takes their bits for integers."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = importlib.import_module("triton.language")
+    builder = interpreter.InterpreterBuilder
+    plain = builder.create_dot
+
+    def create_dot(self, a, b, *rest):
+        wide = [
+            self.cast_impl(x, language.float32) if x.dtype == language.bfloat16 else x
+            for x in (a, b)
+        ]
+        return plain(self, *wide, *rest)
+
+    builder.create_dot = create_dot
+
+
+if not HAS_GPU:
+    pytest.importorskip("triton")
+    _load_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def few_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where kernels are tested: a GPU, or the interpreter on this machine's processor."""
+    return torch.device("cuda:0" if HAS_GPU else "cpu")

@@ -1,0 +1,116 @@
+"""Steps over a paged cache for comparing kinds of attention."""
+
+import itertools
+import random
+
+import torch
+from nereid_backend.attention.interface import PagedForward
+from nereid_backend.attention.kv_cache import store_rows
+from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.request import Request
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.execution.batch import BatchBuilder
+
+# (cached, new) tokens of each sequence: decodes short and long, prompts with and without a start.
+SMALL = [(0, 1), (15, 1), (16, 1), (70, 1), (0, 23), (37, 9)]
+
+SPECS = {
+    "one head": LayerSpec(1, 1, 32, 32),
+    "as many key heads as query heads": LayerSpec(4, 4, 64, 64),
+    "three query heads a key head": LayerSpec(6, 2, 16, 16),
+    "eleven query heads a key head": LayerSpec(11, 1, 16, 16),
+    "forty query heads a key head": LayerSpec(40, 1, 16, 16),
+    "heads of 80": LayerSpec(2, 1, 80, 80),
+    "heads of 96": LayerSpec(2, 1, 96, 96),
+    "heads of 128": LayerSpec(2, 1, 128, 128),
+    "heads of 256": LayerSpec(2, 1, 256, 256),
+    "keys and values of 192 and 128": LayerSpec(2, 2, 192, 128),
+    "keys and values of 24 and 10": LayerSpec(4, 2, 24, 10),
+    "window": LayerSpec(4, 2, 16, 16, Span(window=21)),
+    "window of one token": LayerSpec(4, 2, 16, 16, Span(window=1)),
+    "chunks": LayerSpec(4, 2, 16, 16, Span(chunk=32)),
+    "window and chunks": LayerSpec(4, 2, 16, 16, Span(window=20, chunk=32)),
+    "softcap": LayerSpec(4, 2, 16, 16, softcap=3.0),
+    "sinks": LayerSpec(4, 2, 16, 16, has_sinks=True),
+    "window, softcap and sinks": LayerSpec(4, 2, 16, 16, Span(window=21), 3.0, True),
+}
+
+
+class Steps:
+    """Sequences over one cache: first what is cached already, then the step under test."""
+
+    def __init__(
+        self, cache_type, spec, dtype, device, *, shapes=None, block=16, seed=0, rounded=None
+    ):
+        self.shapes = SMALL if shapes is None else shapes
+        self.spec, self.dtype, self.device = spec, dtype, device
+        needed = [-(-(cached + new) // block) for cached, new in self.shapes]
+        num_blocks = sum(needed) + 5
+        self.cache = cache_type(
+            [spec], num_blocks=num_blocks, block_size=block, dtype=dtype, device=device
+        )
+        longest = max(cached + new for cached, new in self.shapes)
+        self._builder = BatchBuilder(
+            max_num_seqs=len(self.shapes),
+            max_model_len=longest + block,
+            block_size=block,
+            null_block=self.cache.null_block,
+        )
+        blocks = list(range(num_blocks))
+        random.Random(seed).shuffle(blocks)
+        free = iter(blocks)
+        self._requests = []
+        for row, ((cached, new), count) in enumerate(zip(self.shapes, needed, strict=True)):
+            request = Request(
+                str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=10**9
+            )
+            request.row = row
+            request.block_table = list(itertools.islice(free, count))
+            self._requests.append(request)
+        # What numbers are rounded to before they become dtype.
+        self._rounded = rounded or dtype
+        self._random = torch.Generator().manual_seed(seed)
+        self._sinks = self._randn(spec.num_heads).to(device) if spec.has_sinks else None
+
+    def fill(self, *, poison=()):
+        """Store what is cached already; NaN at (sequence, first position, end)."""
+        spec, size = self.spec, self.cache.values[0].shape[2]
+        for row, (request, (cached, _)) in enumerate(zip(self._requests, self.shapes, strict=True)):
+            if not cached:
+                continue
+            key = self._randn(cached, spec.num_kv_heads, spec.key_dim)
+            value = self._randn(cached, spec.num_kv_heads, spec.value_dim)
+            for sequence, start, end in poison:
+                if sequence == row:
+                    key[start:end] = value[start:end] = float("nan")
+            places = torch.arange(cached)
+            slots = torch.tensor(request.block_table)[places // size] * size + places % size
+            rows = store_rows(slots, spec.num_kv_heads, size).to(self.device)
+            new = [tensor.to(self.device, self.dtype) for tensor in (key, value)]
+            self.cache.store(0, *new, rows)
+        return self
+
+    def run(self):
+        """Attention of the step under test, [num_tokens, num_heads, value_dim] on the host."""
+        chunks = [
+            Chunk(request, cached, new, True, True, 1)
+            for request, (cached, new) in zip(self._requests, self.shapes, strict=True)
+        ]
+        return self._step(chunks).squeeze(0).cpu()
+
+    def _randn(self, *shape):
+        return torch.randn(*shape, generator=self._random).to(self._rounded)
+
+    def _step(self, chunks):
+        spec, num_tokens = self.spec, sum(chunk.num_tokens for chunk in chunks)
+        batch = self._builder.build(StepPlan(chunks, num_tokens), self.device)
+        # As models leave them: views with the heads moved to the front.
+        query = self._randn(1, num_tokens, spec.num_heads, spec.key_dim)
+        key = self._randn(1, num_tokens, spec.num_kv_heads, spec.key_dim)
+        value = self._randn(1, num_tokens, spec.num_kv_heads, spec.value_dim)
+        query, key, value = (
+            tensor.to(self.device, self.dtype).transpose(1, 2) for tensor in (query, key, value)
+        )
+        forward = PagedForward([spec], self.cache, batch.attention)
+        return forward(torch.nn.Module(), query, key, value, scaling=0.3, s_aux=self._sinks)

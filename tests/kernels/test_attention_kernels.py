@@ -1,0 +1,146 @@
+import pytest
+import torch
+from kernels.steps import SPECS, Steps
+from nereid_backend.attention import gpu
+from nereid_backend.attention.gpu import GpuKVCache, Step
+from nereid_backend.attention.kv_cache import KVCache, gather_rows
+from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.tuning import KERNELS, Device, Entry, Tuning
+
+TOLERANCE = {
+    torch.float32: {"atol": 5e-6, "rtol": 1e-5},
+    torch.float16: {"atol": 4e-3, "rtol": 4e-3},
+    torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2},
+}
+
+
+def both(spec, dtype, device, **options):
+    """Attention by the kernels, and by the reference in float32 on the same numbers."""
+    return [
+        Steps(kind, spec, used, device, rounded=dtype, **options).fill().run().float()
+        for kind, used in ((GpuKVCache, dtype), (KVCache, torch.float32))
+    ]
+
+
+def check(spec, device, dtype=torch.float32, **options):
+    found, expected = both(spec, dtype, device, **options)
+    torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_float32_attention_equals_the_reference(spec, device):
+    check(spec, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["three query heads a key head", "keys and values of 192 and 128"])
+def test_attention_in_half_precision_equals_the_reference_within_its_rounding(name, dtype, device):
+    check(SPECS[name], device, dtype)
+
+
+@pytest.mark.parametrize("name", ["as many key heads as query heads", "sinks", "softcap"])
+def test_a_long_sequence_is_cut_into_parts_that_add_up(name, device):
+    check(SPECS[name], device, shapes=[(700, 1), (3, 1)])
+
+
+def test_parts_of_a_long_sequence_begin_at_its_window(device):
+    spec = LayerSpec(2, 1, 16, 16, Span(window=200), has_sinks=True)
+    check(spec, device, shapes=[(700, 1), (150, 1)])
+
+
+def test_decodes_of_very_different_lengths_go_in_one_launch(device):
+    check(LayerSpec(2, 1, 16, 16), device, shapes=[(400, 1), (5, 1), (3, 1), (0, 1), (2, 1)])
+
+
+@pytest.mark.parametrize("block", [1, 5, 32])
+def test_blocks_may_have_any_size(block, device):
+    check(LayerSpec(2, 1, 16, 16), device, shapes=[(40, 1), (7, 1), (11, 9)], block=block)
+
+
+def test_many_prompts_go_in_one_launch_and_long_tiles_come_first(device, monkeypatch):
+    launches = []
+    plain = gpu.prefill
+
+    def counted(query, step, rows, out, tuning):
+        launches.append(rows.tiles(4, step.spec.span))
+        plain(query, step, rows, out, tuning)
+
+    monkeypatch.setattr(gpu, "prefill", counted)
+    check(LayerSpec(2, 1, 16, 16), device, shapes=[(0, 3), (20, 2), (0, 6), (3, 5)])
+    tiles = launches[0].tolist()
+    assert len(launches) == 1
+    assert tiles == [[1, 0], [3, 4], [2, 4], [3, 0], [0, 0], [2, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+def test_what_is_not_a_number_shows_in_its_own_sequence_only(device):
+    steps = Steps(GpuKVCache, SPECS["three query heads a key head"], torch.float32, device)
+    clean = Steps(GpuKVCache, SPECS["three query heads a key head"], torch.float32, device)
+    found = steps.fill(poison=[(1, 2, 3), (5, 0, 1)]).run()
+    expected = clean.fill().run()
+    is_hit = torch.zeros(len(found), dtype=torch.bool)
+    is_hit[1] = is_hit[-9:] = True
+    assert found[is_hit].isnan().all()
+    torch.testing.assert_close(found[~is_hit], expected[~is_hit], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("span", [Span(window=21), Span(chunk=40)], ids=["window", "chunk"])
+def test_what_no_token_sees_any_more_is_not_read(span, device):
+    shapes, spec = [(70, 1), (70, 6)], LayerSpec(4, 2, 16, 16, span)
+    first = 50 if span.window else 40
+    steps = Steps(GpuKVCache, spec, torch.float32, device, shapes=shapes)
+    found = steps.fill(poison=[(0, 0, first), (1, 0, first)]).run()
+    clean = Steps(GpuKVCache, spec, torch.float32, device, shapes=shapes).fill().run()
+    torch.testing.assert_close(found, clean, atol=0, rtol=0)
+
+
+def test_the_null_block_stays_zero(device):
+    steps = Steps(GpuKVCache, SPECS["three query heads a key head"], torch.float32, device)
+    steps.fill().run()
+    assert not steps.cache.keys[0][steps.cache.null_block].any()
+    assert not steps.cache.values[0][steps.cache.null_block].any()
+
+
+@pytest.mark.parametrize("heads", [3, 130])
+def test_a_write_puts_every_head_where_a_gather_finds_it_and_skips_negative_slots(heads, device):
+    spec = LayerSpec(heads, heads, 24, 10)
+    cache = GpuKVCache([spec], num_blocks=3, block_size=4, dtype=torch.float32, device=device)
+    key = torch.randn(5, heads, 24, device=device).transpose(0, 1)
+    value = torch.randn(heads, 5, 10, device=device)
+    slots = torch.tensor([4, 5, -1, 7, 8], device=device)
+    gpu.store(key, value, Step(spec, cache.keys[0], cache.values[0], 1.0, None), slots)
+    rows = gather_rows(torch.tensor([[1, 2]], device=device), heads)
+    keys, values = cache.gather(0, rows)
+    kept = [0, 1, 3, 4]
+    torch.testing.assert_close(keys[0, :, kept], key[:, kept], atol=0, rtol=0)
+    torch.testing.assert_close(values[0, :, kept], value[:, kept], atol=0, rtol=0)
+    assert not keys[0, :, [2, 5, 6, 7]].any()
+    assert not cache.keys[0][0].any()
+
+
+@pytest.mark.parametrize("tuning", [Tuning(16, 16, 4, 2), Tuning(64, 128, 4, 2)], ids=str)
+def test_any_tuning_gives_the_same(tuning, device, monkeypatch):
+    device_with_table = Device({name: [Entry(256, 4, tuning)] for name in KERNELS})
+    monkeypatch.setattr(gpu, "device_of", lambda device: device_with_table)
+    check(LayerSpec(6, 2, 16, 16, Span(window=21), has_sinks=True), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LayerSpec(32, 8, 128, 128),
+        LayerSpec(64, 8, 64, 64, Span(window=128), None, True),
+        LayerSpec(16, 8, 256, 256, Span(window=4096), 50.0),
+        LayerSpec(16, 16, 192, 128),
+        LayerSpec(32, 32, 96, 96),
+        LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
+    ],
+    ids=["gqa", "window and sinks", "softcap", "mla", "heads of 96", "chunks"],
+)
+def test_real_shapes_equal_the_reference_on_a_gpu(spec, dtype, device):
+    if device.type != "cuda":
+        pytest.skip("no GPU")
+    shapes = [(9000, 1), (20000, 1), (17, 1), *[(100 * i, 1) for i in range(20)]]
+    check(spec, device, dtype, shapes=[*shapes, (0, 2000), (5000, 300), (0, 17)])

@@ -1,0 +1,51 @@
+"""The interpreter takes more than the compiler does; compiling for a GPU needs none."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "loadtest" / "compile_kernels.py"
+# What a program may have: 163 KiB on an A100 (compute capability 8.0), 227 on an H100 (9.0).
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+KERNELS = {"store_kernel", "decode_kernel", "reduce_kernel", "prefill_kernel"}
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--specs", "128", "192-128"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_compiles_for_ampere_and_hopper(lines):
+    assert {(line["kernel"], line["capability"]) for line in lines} == {
+        (kernel, capability) for kernel in KERNELS for capability in SHARED_BYTES
+    }
+
+
+def test_no_kernel_takes_more_than_the_device_has_or_runs_out_of_registers(lines):
+    for line in lines:
+        assert line["shared_bytes"] <= SHARED_BYTES[line["capability"]], line
+        assert line["stack_bytes"] == 0, line
+
+
+def test_attention_multiplies_on_tensor_cores_and_copies_ahead(lines):
+    for line in lines:
+        if line["kernel"] in ("decode_kernel", "prefill_kernel"):
+            is_hopper_prefill = line["capability"] == 90 and line["kernel"] == "prefill_kernel"
+            expected = "wgmma.mma_async" if is_hopper_prefill else "mma.sync"
+            assert expected in line["products"], line
+            assert line["num_async_copies"] > 0, line

@@ -1,0 +1,114 @@
+import json
+
+import pytest
+import torch
+from nereid_backend.attention import choose, gpu
+from nereid_backend.attention.batch import AttentionBatch
+from nereid_backend.attention.gpu_batch import DecodeRows, GpuBatch
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import Span
+from nereid_backend.attention.tuning import (
+    KERNELS,
+    Device,
+    Entry,
+    Tuning,
+    default_tuning,
+    slug,
+    table_of,
+    write_table,
+)
+from nereid_backend.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def rows_of(*bounds):
+    nothing = torch.zeros(1, dtype=torch.int64)
+    return DecodeRows(sum(c for c, _ in bounds), list(bounds), *[nothing] * 4)
+
+
+def test_every_kind_of_cache_has_a_name_for_its_attention():
+    for kind in (KVCache, *KVCache.__subclasses__()):
+        assert choose.attention_name(kind)
+
+
+def test_a_gpu_without_kernels_for_its_dtype_gets_the_plain_cache_and_the_log_says_why(caplog):
+    kind = choose.cache_type(16, torch.float8_e4m3fn, torch.device("cuda:0"))
+    assert kind is KVCache
+    assert "float8_e4m3fn" in caplog.text
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_the_kernels_need_a_gpu_with_asynchronous_copies(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = choose.gpu_refusal(torch.bfloat16, torch.device("cuda:0"))
+    assert (reason is None) == (capability >= (8, 0))
+
+
+def test_few_long_sequences_are_cut_into_parts_and_many_are_not(monkeypatch):
+    monkeypatch.setattr(gpu, "num_processors", lambda device: 132)
+    tokens, parts = gpu.split(rows_of((1, 32768)), Span(), 8, 64, CPU)
+    assert parts > 30
+    assert tokens * parts >= 32768
+    assert gpu.split(rows_of((256, 1024)), Span(), 8, 64, CPU)[1] <= 2
+
+
+def test_a_window_bounds_the_number_of_parts(monkeypatch):
+    monkeypatch.setattr(gpu, "num_processors", lambda device: 132)
+    tokens, parts = gpu.split(rows_of((1, 100_000)), Span(window=512), 8, 64, CPU)
+    # The window's first token may lie anywhere in its tile.
+    assert 512 + 64 <= tokens * parts <= 1024
+
+
+def test_a_sequence_never_has_more_parts_than_the_reduction_takes(monkeypatch):
+    monkeypatch.setattr(gpu, "num_processors", lambda device: 10_000)
+    assert gpu.split(rows_of((1, 1_000_000)), Span(), 1, 16, CPU)[1] <= 128
+
+
+def test_a_step_without_tokens_of_a_kind_has_no_rows_for_it():
+    batch = AttentionBatch(torch.zeros(0, dtype=torch.int64), 0, [], [], 16)
+    assert GpuBatch.of(batch) == GpuBatch(None, None)
+
+
+def test_a_table_that_was_written_is_read_again(tmp_path):
+    table = {
+        "decode": [Entry(128, 2, Tuning(16, 128, 8, 5))],
+        "prefill": [Entry(256, 2, Tuning(64, 32, 4, 2)), Entry(64, 2, Tuning(128, 128, 8, 3))],
+    }
+    path = write_table("NVIDIA H200", table, {"date": "today"}, tmp_path)
+    assert path.name == "nvidia-h200.json"
+    device = Device(table_of("NVIDIA H200", tmp_path))
+    assert device.tuning("decode", 100, 2) == Tuning(16, 128, 8, 5)
+    assert device.tuning("prefill", 64, 2) == Tuning(128, 128, 8, 3)
+    assert device.tuning("prefill", 80, 2) == Tuning(64, 32, 4, 2)
+    assert device.tuning("decode", 192, 2) == default_tuning("decode", 192, 2)
+    assert device.tuning("decode", 128, 4) == default_tuning("decode", 128, 4)
+
+
+def test_a_device_without_a_table_has_the_defaults(tmp_path):
+    assert table_of("NVIDIA Unheard Of", tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"kernels": {"decode": [{"max_dim": 64}]}}'],
+)
+def test_a_broken_table_is_an_error_that_names_the_file(tmp_path, content):
+    (tmp_path / "broken.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"broken\.json"):
+        table_of("Broken", tmp_path)
+
+
+@pytest.mark.parametrize("values", [(17, 64, 4, 3), (16, 60, 4, 3), (16, 64, 3, 3), (16, 64, 4, 9)])
+def test_a_tuning_that_no_kernel_can_have_is_refused(values):
+    with pytest.raises(ConfigError):
+        Tuning(*values)
+
+
+def test_tables_in_the_repository_can_be_read():
+    from nereid_backend.attention.tuning import FOLDER
+
+    for path in FOLDER.glob("*.json"):
+        device = json.loads(path.read_text())["device"]
+        assert slug(device) == path.stem
+        assert set(table_of(device)) <= set(KERNELS)

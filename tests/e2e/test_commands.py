@@ -18,6 +18,7 @@ pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+ALONE = ("--embedding-model=none", "--rerank-model=none")
 
 
 def test_sigterm_stops_everything_and_exits_0():
@@ -78,7 +79,7 @@ def wait_ready(server, port, log):
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exits_2(variable, value, said):
-    served = Served(environment={variable: value})
+    served = Served(environment={variable: value}, arguments=ALONE)
     with pytest.raises(RuntimeError) as caught, served:
         pass
     (line,) = [line for line in str(caught.value).splitlines() if line.startswith("nereid serve:")]
@@ -90,7 +91,8 @@ def test_a_checkpoint_that_cannot_be_loaded_is_told(tmp_path):
     shutil.copytree(ROOT / "demo" / "chat", tmp_path / "broken")
     weights = tmp_path / "broken" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(RuntimeError, match="broken"), Served(tmp_path / "broken"):
+    served = Served(tmp_path / "broken", arguments=ALONE)
+    with pytest.raises(RuntimeError, match="broken"), served:
         pass
 
 

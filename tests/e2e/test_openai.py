@@ -52,8 +52,8 @@ def test_a_completion_answers_each_prompt(client, model):
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"n": 3}, "n"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 65}, "n"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
     ],
 )
 def test_a_wrong_field_is_a_400_that_names_it(client, model, fields, param):

@@ -16,6 +16,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
@@ -85,8 +87,14 @@ def _openmp() -> list[str]:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
         return []
-    found = re.search(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
-    return [found[1]] if found else []
+    loaded = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
+    # Other packages bring one of their own, too; torch's lies with torch, or is the system's.
+    beside = Path(torch.__file__).parent.parent
+    of_torch = [
+        path for path in loaded if path.startswith((f"{beside}/torch/", f"{beside}/torch."))
+    ]
+    of_system = [path for path in loaded if not path.startswith(str(beside))]
+    return (of_torch or of_system)[:1]
 
 
 def _fingerprint(compiler: str) -> str:

@@ -72,6 +72,7 @@ class Engine:
             shares_blocks=loaded.shares_blocks,
             whole_prefill=loaded.whole_prefill,
             num_speculative_tokens=config.num_speculative_tokens,
+            sight=loaded.sight,
         )
         if config.num_speculative_tokens > 0 and self._scheduler.lookup is None:
             (progress or logger.info)(

@@ -4,6 +4,7 @@ import random
 
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
+from nereid_backend.core.sight import Sight
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 
 BLOCK = 4
@@ -32,13 +33,20 @@ class ScriptedModel:
 
     Every token it gives depends on the whole sequence as read from the cache, and that must be the
     request's own: a wrong block table, a block lost or shared wrongly, a chunk that was skipped or
-    a copy not made raises.
+    a copy not made raises. With limited sight it reads what that covers, and nothing before it.
     """
 
     def __init__(
-        self, num_blocks: int, rng: random.Random | None = None, *, forced=0.0, broken=0.0
+        self,
+        num_blocks: int,
+        rng: random.Random | None = None,
+        *,
+        forced=0.0,
+        broken=0.0,
+        sight: Sight | None = None,
     ):
         """Answer with several tokens in a share of the steps, and fail in a share of them."""
+        self._sight = sight
         self.slots: list[int | None] = [None] * (num_blocks * BLOCK)
         self.num_computed = 0
         self.num_copied = 0
@@ -70,16 +78,21 @@ class ScriptedModel:
         return StepResult(sampled, prompts)
 
     def clear(self, request: Request) -> None:
-        for block in request.block_table:
+        for block in request.block_table[request.num_dropped_blocks :]:
             self.slots[block * BLOCK : (block + 1) * BLOCK] = [None] * BLOCK
 
     def _store(self, chunk: Chunk) -> None:
         request, start, num_tokens = chunk[:3]
         known = request.token_ids + request.draft_token_ids
         assert start + num_tokens <= len(known)
+        before = None
+        if self._sight is not None:
+            before = self._check(request, known[:start], self._sight.first_seen(start))
         for position in range(start, start + num_tokens):
-            before = self._read(request, position - 1)
-            self.slots[self._slot(request, position)] = hash((before, known[position]))
+            if self._sight is None:
+                before = self._read(request, position - 1)
+            before = hash((before, known[position]))
+            self.slots[self._slot(request, position)] = before
         self.num_computed += num_tokens
 
     def _followers(self, chunk: Chunk) -> list[int]:
@@ -92,11 +105,8 @@ class ScriptedModel:
         if self._rng.random() < self._broken:
             return Sampled([], [], "not finite")
         tokens = list(request.token_ids)
-        expected = self._read(request, -1)
-        for position, token in enumerate(tokens):
-            expected = hash((expected, token))
-            found = self._read(request, position)
-            assert found == expected, f"{request}: the cache holds something else at {position}"
+        sight = self._sight
+        self._check(request, tokens, sight.first_seen(len(tokens) - 1) if sight else 0)
         assert chunk.num_logits in (len(request.draft_token_ids) + 1, chunk.num_tokens)
         new = [next_token(tokens, request.index)]
         for draft in request.draft_token_ids:
@@ -107,6 +117,16 @@ class ScriptedModel:
             new.append(next_token(tokens + new, request.index))
         return Sampled(new, [-0.5] * len(new))
 
+    def _check(self, request: Request, tokens: list[int], first: int) -> int:
+        """What these tokens should have left behind; the cache has it from the first one on."""
+        expected = hash(request.params.cache_salt)
+        for position, token in enumerate(tokens):
+            expected = hash((expected, token))
+            if position >= first:
+                found = self._read(request, position)
+                assert found == expected, f"{request}: the cache holds something else at {position}"
+        return expected
+
     def _read(self, request: Request, position: int) -> int | None:
         if position < 0:
             return hash(request.params.cache_salt)
@@ -114,4 +134,5 @@ class ScriptedModel:
 
     @staticmethod
     def _slot(request: Request, position: int) -> int:
+        assert position // BLOCK >= request.num_dropped_blocks, "given back already"
         return request.block_table[position // BLOCK] * BLOCK + position % BLOCK

@@ -9,6 +9,7 @@ from nereid_backend import SamplingParams
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sight import Sight
 
 NUM_REQUESTS = int(os.environ.get("NEREID_WORKLOAD_REQUESTS", "120"))
 
@@ -18,6 +19,11 @@ KINDS = {
     "guesses": {"num_speculative_tokens": 3},
     "nothing shared": {"shares_blocks": False},
     "whole prompts": {"whole_prefill": True},
+    "windows": {"sight": Sight(((7, None), (None, 8)))},
+    "windows and guesses": {"sight": Sight(((5, None),)), "num_speculative_tokens": 3},
+    "chunks": {"sight": Sight(((None, 8), (None, 4)))},
+    "windows, nothing shared": {"sight": Sight(((5, 12),)), "shares_blocks": False},
+    "windows, whole prompts": {"sight": Sight(((3, None),)), "whole_prefill": True},
 }
 
 
@@ -28,7 +34,9 @@ class Workload:
         self.rng = random.Random(seed)
         self.scheduler = scheduler
         self.longest = longest
-        self.model = ScriptedModel(scheduler.pool.num_blocks, self.rng, forced=0.1, broken=broken)
+        self.model = ScriptedModel(
+            scheduler.pool.num_blocks, self.rng, forced=0.1, broken=broken, sight=scheduler.sight
+        )
         # Two of them hold the same blocks, behind different ones.
         self.stems = [self.tokens(longest // 2) for _ in range(3)]
         self.stems.append(self.stems[0][BLOCK:])
@@ -133,13 +141,16 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
         max_num_batched_tokens=13,
         **KINDS[kind],
     )
-    workload = Workload(num_blocks, scheduler, min(num_blocks * BLOCK, 80), broken=0.02)
+    # Where blocks are given back, sequences may be longer than the pool.
+    grows = scheduler.sight is None or "whole" in kind
+    longest = min(num_blocks * BLOCK, 80) if grows else 80
+    workload = Workload(num_blocks, scheduler, longest, broken=0.02)
     workload.run(NUM_REQUESTS, cancelled=0.04)
     workload.check()
     assert {"abort", "error", "length", "stop"} <= set(workload.ends.values())
-    assert scheduler.num_preemptions > 0 or num_blocks == 60
+    assert scheduler.num_preemptions > 0 or num_blocks == 60 or scheduler.sight is not None
     if scheduler.cache is not None:
         assert scheduler.cache.num_hit_tokens > 0
-    assert (workload.model.num_copied > 0) == (kind not in ("nothing shared", "whole prompts"))
+    assert (workload.model.num_copied > 0) == ("nothing" not in kind and "whole" not in kind)
     if scheduler.lookup is not None:
         assert scheduler.lookup.num_accepted > 0

@@ -28,6 +28,11 @@ class BlockPool:
         self._on_reuse: Callable[[int], None] = _ignore
 
     @property
+    def null_block(self) -> int:
+        """Stands in tables for a block that was given back; one behind the last, never held."""
+        return self.num_blocks
+
+    @property
     def num_free(self) -> int:
         """Blocks that nobody holds."""
         return len(self._free) + len(self._idle)
@@ -105,7 +110,8 @@ class BlockPool:
         """Verify that every block is either free, idle or held, once each.
 
         Args:
-            block_tables: all tables there are; then the counts are compared with them, too.
+            block_tables: all tables there are; then the counts are compared with them, too. The
+                null block may be in them.
 
         Raises:
             AssertionError: a block is lost, free twice, or counted wrongly.
@@ -122,7 +128,8 @@ class BlockPool:
         held = [0] * self.num_blocks
         for table in block_tables:
             for block in table:
-                held[block] += 1
+                if block != self.null_block:
+                    held[block] += 1
         assert held == self._ref_counts, "the counts differ from the block tables"
 
 

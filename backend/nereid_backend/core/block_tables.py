@@ -9,6 +9,9 @@ Two sequences of one request with a prompt of 2.5 blocks, some steps after the p
 
 A full block is never written to, so it may be in any number of tables. A request never shares the
 block that its next token goes into.
+
+Where the model does not look back to the beginning (sight.py), what it will not see again is given
+back after every step, and in place of blocks for all its tokens a request gets enough to go on.
 """
 
 from collections.abc import Iterator
@@ -16,27 +19,42 @@ from collections.abc import Iterator
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.request import Group, Request
+from nereid_backend.core.sight import Sight
 
 
 class BlockTables:
     """Fills the block tables of requests and groups from one pool."""
 
-    def __init__(self, pool: BlockPool, block_size: int, cache: PrefixCache | None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        cache: PrefixCache | None,
+        *,
+        sight: Sight | None = None,
+        most_step_tokens: int | None = None,
+    ) -> None:
         """Begin with empty tables.
 
         Args:
             pool: where blocks come from.
             block_size: tokens in one block.
             cache: finds blocks that were computed already; None computes everything.
+            sight: how far back the model looks; None: to the beginning.
+            most_step_tokens: most tokens of a request in one step; None: all may come in one.
         """
         self.cache = cache
         self._pool = pool
         self._block_size = block_size
+        self._sight = sight
+        self._most_step_tokens = most_step_tokens
         self._holding: dict[int, Group] = {}
         self._copies: list[tuple[int, int]] = []
 
     def try_admit(self, request: Request, group: Group) -> bool:
         """Give a request without blocks enough for all its known tokens, if there is room.
+
+        Where blocks are given back, it is enough for as many as it ever needs at once.
 
         Mutates: on success the request's table and what is computed of it; a copy may be due.
         """
@@ -45,12 +63,14 @@ class BlockTables:
         found: list[int] = []
         if self.cache is not None and not request.wants_prompt_logprobs:
             found = self.cache.find(request)
-        num_new = self._num_blocks(len(request.token_ids)) - len(found)
-        if num_new > self._pool.num_free - self._pool.count_idle(found):
+        num_new = self._num_blocks(self._num_wanted(request, len(found))) - len(found)
+        num_dropped = self._num_null(found)
+        held = found[num_dropped:]
+        if num_new > self._pool.num_free - self._pool.count_idle(held):
             return False
-        self._pool.hold(found)
+        self._pool.hold(held)
         request.block_table = found + self._pool.allocate(num_new)
-        self._begin(request, len(found) * self._block_size)
+        self._begin(request, len(found) * self._block_size, num_dropped)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_reused_tokens
             if self.cache is not None:
@@ -72,16 +92,43 @@ class BlockTables:
         if self.cache is not None:
             self.cache.add(request)
 
+    def drop_unseen(self, request: Request) -> None:
+        """Give back those of a running request's blocks that its next token does not look at."""
+        if self._sight is None:
+            return
+        first = self._sight.first_seen(request.num_computed_tokens) // self._block_size
+        old = request.num_dropped_blocks
+        # The next token's block is there only once it is planned.
+        first = min(first, len(request.block_table))
+        if first > old:
+            self._pool.release(request.block_table[old:first])
+            request.block_table[old:first] = [self._pool.null_block] * (first - old)
+            request.num_dropped_blocks = first
+
+    def blocks_of(self, request: Request) -> set[int]:
+        """Blocks that it holds, and those that it has given back but that can still be found."""
+        blocks = set(request.block_table[request.num_dropped_blocks :])
+        if self.cache is not None and request.num_dropped_blocks:
+            blocks |= self.cache.blocks_named(request.block_digests)
+        return blocks
+
     def release(self, request: Request) -> None:
         """Take a request's blocks away, and with them what is computed of it."""
-        self._pool.release(request.block_table)
+        self._pool.release(request.block_table[request.num_dropped_blocks :])
         request.block_table = []
         self._begin(request, 0)
 
     def hold_prompt(self, group: Group, leader: Request) -> None:
         """Keep the prompt that one sequence has computed for the others."""
-        group.block_table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
-        self._pool.hold(group.block_table)
+        table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
+        first = leader.num_dropped_blocks
+        if self._sight is not None:
+            # The prompt's last token is computed again.
+            seen = self._sight.first_seen(leader.num_prompt_tokens - 1) // self._block_size
+            table[first:seen] = [self._pool.null_block] * (seen - first)
+            first = seen
+        self._pool.hold(table[first:])
+        group.block_table = table
         self._holding[id(group)] = group
         full = leader.num_prompt_tokens // self._block_size
         for follower in group.followers:
@@ -91,7 +138,7 @@ class BlockTables:
     def drop_prompt(self, group: Group) -> None:
         """Give up a group's hold on its prompt, if it has one."""
         if self._holding.pop(id(group), None) is not None:
-            self._pool.release(group.block_table)
+            self._pool.release(group.block_table[self._num_null(group.block_table) :])
             group.block_table = []
 
     def drop_oldest_prompt(self) -> bool:
@@ -130,18 +177,32 @@ class BlockTables:
         if num_new > self._pool.num_free:
             return False
         shared = group.block_table[:num_shared]
-        self._pool.hold(shared)
+        num_dropped = self._num_null(shared)
+        self._pool.hold(shared[num_dropped:])
         own = self._pool.allocate(num_new)
         if num_reused % self._block_size:
             self._copies.append((group.block_table[num_shared], own[0]))
         request.block_table = shared + own
-        self._begin(request, num_reused)
+        self._begin(request, num_reused, num_dropped)
         return True
 
-    def _begin(self, request: Request, num_reused: int) -> None:
+    def _begin(self, request: Request, num_reused: int, num_dropped: int = 0) -> None:
         request.num_computed_tokens = num_reused
         request.num_reused_tokens = num_reused
         request.num_findable_blocks = num_reused // self._block_size
+        request.num_dropped_blocks = num_dropped
+
+    def _num_wanted(self, request: Request, num_found: int) -> int:
+        """Tokens for which a request wants blocks, those that were found included."""
+        num_known = len(request.token_ids)
+        if self._sight is None or self._most_step_tokens is None:
+            return num_known
+        # What is seen from the first of its tokens on, until the first blocks come back.
+        first = self._sight.first_seen(num_found * self._block_size)
+        return min(num_known, first + self._sight.most_seen + self._most_step_tokens)
+
+    def _num_null(self, table: list[int]) -> int:
+        return 0 if self._sight is None else table.count(self._pool.null_block)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -16,6 +16,7 @@ from array import array
 
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
+from nereid_backend.core.sight import Sight
 
 # Long enough that nobody can make two prompts meet: requests of several users share the cache.
 _DIGEST_BYTES = 16
@@ -29,11 +30,13 @@ class PrefixCache:
         num_hit_tokens: how many of these were found.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, sight: Sight | None = None) -> None:
+        """Begin with nothing known; where there is sight, nothing before it has to be there."""
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._pool = pool
         self._block_size = block_size
+        self._sight = sight
         self._blocks: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
         pool.on_reuse(self._drop)
@@ -42,14 +45,22 @@ class PrefixCache:
         """The blocks that hold the beginning of a request's tokens, as far as they are known.
 
         Never all tokens: the last one is left to compute, because a token comes of its logits.
+        Where the model does not look back to the beginning, the null block stands first.
         """
+        digests = self._digests(request, (len(request.token_ids) - 1) // self._block_size)
+        if self._sight is not None:
+            return self._find_seen(digests, self._sight)
         found: list[int] = []
-        for digest in self._digests(request, (len(request.token_ids) - 1) // self._block_size):
+        for digest in digests:
             block = self._blocks.get(digest)
             if block is None:
                 break
             found.append(block)
         return found
+
+    def blocks_named(self, digests: list[bytes]) -> set[int]:
+        """Those of the blocks with these names that there are."""
+        return {self._blocks[digest] for digest in digests if digest in self._blocks}
 
     def add(self, request: Request) -> None:
         """Make a request's full blocks findable, as far as they are computed."""
@@ -79,6 +90,21 @@ class PrefixCache:
         """
         assert len(self._blocks) == len(self._hashes) == self._pool.num_kept
         assert all(self._hashes[block] == digest for digest, block in self._blocks.items())
+
+    def _find_seen(self, digests: list[bytes], sight: Sight) -> list[int]:
+        """The longest beginning of which all is there that the token behind it sees."""
+        null = self._pool.null_block
+        found: list[int] = []
+        best, num_hidden, begin = 0, 0, 0
+        for index, digest in enumerate(digests):
+            block = self._blocks.get(digest, null)
+            found.append(block)
+            if block == null:
+                begin = index + 1
+            first = sight.first_seen((index + 1) * self._block_size) // self._block_size
+            if begin <= first and block != null:
+                best, num_hidden = index + 1, first
+        return [null] * num_hidden + found[num_hidden:best]
 
     def _drop(self, block: int) -> None:
         digest = self._hashes.pop(block, None)

@@ -37,6 +37,8 @@ class Request:
         num_reused_tokens: how many of these were found.
         num_cached_tokens: how many of the prompt's were found when it first got a row; None before.
         block_table: its blocks in order.
+        num_dropped_blocks: how many of the first were given back, since nothing will look at them
+            again; the null block stands for each in the table.
         block_digests: names of its full blocks, as far as they were asked for.
         num_findable_blocks: how many of its blocks the prefix cache has seen.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are known.
@@ -54,6 +56,7 @@ class Request:
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_dropped_blocks",
         "num_findable_blocks",
         "num_prompt_tokens",
         "num_reused_tokens",
@@ -95,6 +98,7 @@ class Request:
         self.num_reused_tokens = 0
         self.num_cached_tokens: int | None = None
         self.block_table: list[int] = []
+        self.num_dropped_blocks = 0
         self.block_digests: list[bytes] = []
         self.num_findable_blocks = 0
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -27,6 +27,7 @@ from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.progress import append_sampled, make_update, num_equal
 from nereid_backend.core.ranked import RankedRequests
 from nereid_backend.core.request import Group, Request
+from nereid_backend.core.sight import Sight
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 
 # A level of priority is worth so many steps of waiting, some seconds with a model worth scheduling
@@ -52,6 +53,7 @@ class Scheduler:
         shares_blocks: bool = True,
         whole_prefill: bool = False,
         num_speculative_tokens: int = 0,
+        sight: Sight | None = None,
     ) -> None:
         """Begin with no requests.
 
@@ -67,19 +69,28 @@ class Scheduler:
                 larger than a step's budget goes in a step of its own, and after that a request
                 computes one token a step.
             num_speculative_tokens: guess so many next tokens a step and request.
+            sight: how far back the model looks; blocks before that are given back. None: to the
+                beginning.
         """
         self.pool = pool
+        self.sight = sight
         self.num_preemptions = 0
         self._shares = shares_blocks and not whole_prefill
         self._whole_prefill = whole_prefill
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         caches = enable_prefix_caching and self._shares
-        self.cache = PrefixCache(pool, block_size) if caches else None
+        self.cache = PrefixCache(pool, block_size, sight) if caches else None
         self.lookup = None
         if num_speculative_tokens > 0 and self._shares:
             self.lookup = PromptLookup(num_speculative_tokens)
-        self._tables = BlockTables(pool, block_size, self.cache)
+        self._tables = BlockTables(
+            pool,
+            block_size,
+            self.cache,
+            sight=sight,
+            most_step_tokens=None if whole_prefill else max_num_batched_tokens,
+        )
         self._groups: dict[str, Group] = {}
         self._num_sequences = 0
         self._num_added = 0
@@ -196,18 +207,20 @@ class Scheduler:
             request.prompt_logprobs += result.prompt_logprobs.get(index, ())
             if not chunk.samples:
                 self._tables.remember(request)
+                self._tables.drop_unseen(request)
                 continue
             outcome = next(sampled)
             if outcome.error is not None:
-                tainted.update(request.block_table)
+                tainted |= self._tables.blocks_of(request)
             updates.append(self._take(request, outcome))
+            self._tables.drop_unseen(request)
         self._purge(tainted)
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """End every sequence of a plan whose step failed, and report that."""
         updates, self._ended = self._ended, []
-        tainted = {block for chunk in plan.chunks for block in chunk.request.block_table}
+        tainted = {b for chunk in plan.chunks for b in self._tables.blocks_of(chunk.request)}
         updates += [self._end(chunk.request, "error", error=error) for chunk in plan.chunks]
         self._purge(tainted)
         return updates
@@ -412,7 +425,7 @@ class Scheduler:
         self._tables.drop_prompts_with(blocks)
         for request in list(self._running):
             if not blocks.isdisjoint(request.block_table):
-                self._tables.forget(set(request.block_table))
+                self._tables.forget(self._tables.blocks_of(request))
                 self._preempt(request)
         self._tables.forget(blocks)
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.attention.batch import AttentionBatch, Decodes, Prefill
+from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
 
 Integers = NDArray[np.int64]
@@ -69,6 +70,7 @@ class BatchBuilder:
         width = -(-max_model_len // block_size)
         self._tables: Integers = np.full((max_num_seqs, width), null_block, dtype=np.int64)
         self._num_filled = [0] * max_num_seqs
+        self._num_dropped = [0] * max_num_seqs
 
     def build(self, plan: StepPlan, device: torch.device) -> StepBatch:
         """Tensors of a plan that has at least one chunk.
@@ -84,7 +86,7 @@ class BatchBuilder:
             request, start, num_tokens, _, is_first, num_logits = chunk
             row = request.row
             assert row is not None
-            self._fill_row(row, request.block_table, is_first)
+            self._fill_row(row, request, is_first)
             if num_tokens == 1:
                 token_ids.append(request.token_ids[start])
             else:
@@ -139,11 +141,18 @@ class BatchBuilder:
             num_logits=len(wanted),
         )
 
-    def _fill_row(self, row: int, block_table: list[int], is_first: bool) -> None:
+    def _fill_row(self, row: int, request: Request, is_first: bool) -> None:
+        block_table = request.block_table
         filled = self._num_filled[row]
         if is_first:
             self._tables[row, :filled] = self._null_block
-            filled = 0
+            filled = self._num_dropped[row] = 0
+        elif request.num_dropped_blocks > self._num_dropped[row]:
+            # They are another request's by now.
+            self._tables[row, self._num_dropped[row] : request.num_dropped_blocks] = (
+                self._null_block
+            )
+            self._num_dropped[row] = request.num_dropped_blocks
         if len(block_table) > filled:
             self._tables[row, filled : len(block_table)] = block_table[filled:]
             self._num_filled[row] = len(block_table)

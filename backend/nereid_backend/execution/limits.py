@@ -2,13 +2,16 @@
 """How long a request may be: what the model is exact for, and what the memory holds."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
+from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.config import EngineConfig
+from nereid_backend.core.sight import Sight
 from nereid_backend.errors import ConfigError
 
 _DEFAULT_CPU_SHARE = 0.25
@@ -83,12 +86,21 @@ def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
     return None
 
 
+def sight_of(layers: Sequence[LayerSpec]) -> Sight | None:
+    """How far back a model with these attention layers looks; None: some see the beginning."""
+    if not layers or any(layer.span.is_full for layer in layers):
+        return None
+    spans = dict.fromkeys(layer.span for layer in layers)
+    return Sight(tuple((span.window, span.chunk) for span in spans))
+
+
 def plan_memory(
     config: EngineConfig,
     bytes_per_token: int,
     bytes_per_sequence: int,
     limit: LengthLimit,
     num_bytes: int,
+    most_blocks: int | None = None,
 ) -> MemoryPlan:
     """Divide memory into blocks.
 
@@ -98,6 +110,7 @@ def plan_memory(
         bytes_per_sequence: what each running sequence keeps besides.
         limit: the model's longest sequence.
         num_bytes: memory for both.
+        most_blocks: a sequence holds at most so many at once, however long; None: no such bound.
 
     Raises:
         ConfigError: the asked max_model_len is beyond the model or the memory, or nothing fits.
@@ -123,9 +136,12 @@ def plan_memory(
     # One block is kept aside as padding.
     num_blocks = num_bytes // bytes_per_block - 1
     fitting = max(0, num_blocks) * config.block_size
+    if most_blocks is not None and num_blocks >= most_blocks:
+        fitting = max(fitting, limit.num_tokens)
     asked = _asked_len(config, limit)
     if fitting < (asked or min(config.block_size, limit.num_tokens)):
-        needed = (-(-(asked or 1) // config.block_size) + 1) * bytes_per_block
+        needed = -(-(asked or 1) // config.block_size)
+        needed = (min(needed, most_blocks or needed) + 1) * bytes_per_block
         raise ConfigError(
             f"kv_cache_memory: {format_bytes(num_bytes)} holds {fitting} tokens; a max_model_len "
             f"of {asked or config.block_size} needs {format_bytes(needed)}; raise kv_cache_memory"
@@ -152,14 +168,28 @@ def describe_memory(
     weights_bytes: int,
     activations: int | None,
     num_tokens: int,
+    layers: Sequence[LayerSpec],
 ) -> str:
-    """One line: where the memory goes, and how much fits."""
+    """One line: where the memory goes, how much fits, and whether blocks come back early."""
     step = "an unknown size" if activations is None else format_bytes(activations)
     return (
         f"memory: weights {format_bytes(weights_bytes)}, a step of {num_tokens} tokens {step}, "
         f"KV cache {format_bytes(memory.num_bytes)} for {memory.num_blocks * config.block_size} "
         f"tokens; a request may have {memory.max_model_len}, {memory.max_num_seqs} run at once"
+        + _describe_windows(layers)
     )
+
+
+def _describe_windows(layers: Sequence[LayerSpec]) -> str:
+    num_full = sum(layer.span.is_full for layer in layers)
+    if num_full == len(layers):
+        return ""
+    if num_full:
+        return (
+            f"; {len(layers) - num_full} of {len(layers)} attention layers have windows, but "
+            "blocks are kept to the end, because the others see everything"
+        )
+    return "; no layer sees everything, so blocks are given back as they leave the windows"
 
 
 def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:

@@ -1,0 +1,178 @@
+"""Blocks that no layer looks at any more are given back while a sequence runs."""
+
+import random
+
+import pytest
+import torch
+from backend.exactness import bytes_for, open_engine
+from backend.scripted_model import BLOCK, ScriptedModel, next_token
+from backend.tiny_models import BY_NAME, VOCAB_SIZE
+from nereid_backend import Engine, EngineConfig, SamplingParams
+from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.request import Request
+from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sight import Sight
+from nereid_backend.errors import ConfigError
+from nereid_backend.execution.limits import sight_of
+from transformers import AutoModelForCausalLM
+
+WINDOW_OF_5 = Sight(((5, None),))
+NUM_TOKENS = 100
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+def test_a_token_sees_what_its_widest_layer_sees():
+    sight = Sight(((5, None), (None, 8)))
+    assert [sight.first_seen(p) for p in (0, 4, 5, 7, 8, 13, 15)] == [0, 0, 0, 0, 4, 8, 8]
+    assert sight.most_seen == 8
+
+
+def test_sight_never_goes_back_and_sees_no_more_than_it_says():
+    for limits in [((1, None),), ((None, 6),), ((9, 4), (3, None)), ((5, 12), (None, 7))]:
+        sight = Sight(limits)
+        firsts = [sight.first_seen(position) for position in range(60)]
+        assert firsts == sorted(firsts)
+        assert max(p + 1 - first for p, first in enumerate(firsts)) <= sight.most_seen
+
+
+def test_one_layer_that_sees_everything_keeps_every_block():
+    narrow = LayerSpec(1, 1, 8, 8, Span(window=4))
+    assert sight_of([narrow, narrow]) == Sight(((4, None),))
+    assert sight_of([narrow, LayerSpec(1, 1, 8, 8)]) is None
+    assert sight_of([]) is None
+
+
+def run(scheduler, model, requests):
+    answers = {request.request_id: [] for request in requests}
+    most = 0
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work():
+        plan = scheduler.plan()
+        assert plan.chunks
+        for update in scheduler.commit(plan, model.run(plan)):
+            answers[update.request_id] += update.new_token_ids
+        scheduler.check()
+        most = max(most, scheduler.pool.num_used)
+    return answers, most
+
+
+def expected(prompt, max_tokens):
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens, 0))
+    return tokens[len(prompt) :]
+
+
+def make_request(name, prompt, max_tokens):
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(name, prompt, params, max_total_tokens=len(prompt) + max_tokens)
+
+
+def make_scheduler(num_blocks, *, sight=WINDOW_OF_5, budget=8, **settings):
+    return Scheduler(
+        BlockPool(num_blocks),
+        block_size=BLOCK,
+        max_num_seqs=4,
+        max_num_batched_tokens=budget,
+        sight=sight,
+        **settings,
+    )
+
+
+def test_a_sequence_never_holds_more_blocks_than_it_sees_and_computes_at_once():
+    most_blocks = WINDOW_OF_5.most_blocks(8, BLOCK)
+    scheduler = make_scheduler(most_blocks)
+    model = ScriptedModel(most_blocks, sight=WINDOW_OF_5)
+    prompt = [random.Random(0).randrange(2, 40) for _ in range(50)]
+    answers, most = run(scheduler, model, [make_request("a", prompt, 60)])
+    assert answers["a"] == expected(prompt, 60)
+    assert most <= most_blocks
+    assert scheduler.num_preemptions == 0
+
+
+def test_what_is_behind_the_beginning_is_found_though_the_beginning_is_gone():
+    scheduler = make_scheduler(7)
+    model = ScriptedModel(7, sight=WINDOW_OF_5)
+    prompt = [random.Random(1).randrange(2, 40) for _ in range(50)]
+    run(scheduler, model, [make_request("a", prompt, 1)])
+    before = model.num_computed
+    second = make_request("b", prompt, 3)
+    answers, _ = run(scheduler, model, [second])
+    assert second.num_cached_tokens == 48
+    assert answers["b"] == expected(prompt, 3)
+    assert model.num_computed - before == 2 + 2
+
+
+def test_several_at_once_share_a_pool_that_none_of_them_would_fit_if_blocks_were_kept():
+    scheduler = make_scheduler(8)
+    model = ScriptedModel(8, sight=WINDOW_OF_5)
+    rng = random.Random(2)
+    prompts = {str(n): [rng.randrange(2, 40) for _ in range(40 + n)] for n in range(5)}
+    requests = [make_request(name, prompt, 30) for name, prompt in prompts.items()]
+    answers, most = run(scheduler, model, requests)
+    for name, prompt in prompts.items():
+        assert answers[name] == expected(prompt, 30)
+    assert most > WINDOW_OF_5.most_blocks(8, BLOCK), "never two at once"
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory):
+    return BY_NAME["mistral, sliding window"].save(tmp_path_factory.mktemp("mistral"))
+
+
+@pytest.mark.parametrize("block_size", [4, 16], ids=["plain torch", "native kernels"])
+@pytest.mark.parametrize("settings", [{}, {"num_speculative_tokens": 3}], ids=["plain", "guessing"])
+def test_a_windowed_model_answers_exactly_from_a_pool_much_smaller_than_the_sequence(
+    mistral, block_size, settings
+):
+    settings |= {"block_size": block_size, "max_num_batched_tokens": 16}
+    probe = open_engine(mistral, **settings)
+    # Window 12 and 16 tokens a step; the sequences have 160.
+    memory = bytes_for(probe, 28 + 2 * block_size)
+    probe.close()
+    engine = open_engine(mistral, kv_cache_memory=memory, **settings)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(60)] for _ in range(3)]
+    answers: dict[str, list[int]] = {str(number): [] for number in range(3)}
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, GREEDY)
+    while engine.has_work():
+        for update in engine.step():
+            answers[update.request_id] += update.new_token_ids
+        engine.check()
+    assert engine.info.num_blocks * block_size < 160 / 2
+    assert engine.info.max_model_len == 256
+    model = AutoModelForCausalLM.from_pretrained(mistral)
+    for number, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert answers[str(number)] == found[0, 60:].tolist()
+    engine.close()
+
+
+def test_the_memory_plan_says_whether_blocks_come_back(mistral, tmp_path):
+    lines: list[str] = []
+
+    def plan_of(folder):
+        lines.clear()
+        Engine(EngineConfig(str(folder), num_threads=1), lines.append).close()
+        return next(line for line in lines if line.startswith("memory:"))
+
+    assert "blocks are given back as they leave the windows" in plan_of(mistral)
+    mixed = BY_NAME["cohere2"].save(tmp_path / "mixed")
+    assert "1 of 2 attention layers have windows, but blocks are kept" in plan_of(mixed)
+    full = BY_NAME["llama"].save(tmp_path / "full")
+    assert "windows" not in plan_of(full)
+
+
+def test_a_pool_that_does_not_hold_a_window_and_a_step_is_refused_by_name(mistral):
+    with pytest.raises(ConfigError, match=r"kv_cache_memory.*raise kv_cache_memory or lower"):
+        open_engine(mistral, kv_cache_memory="8KiB", max_model_len=200)

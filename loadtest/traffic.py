@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of every kind, and clients that check what comes back, cancel, and read slowly.
+
+At temperature 0 an answer is a fact of the model: each request is asked once of a server at rest,
+and every later answer to it must be the same, whatever runs beside it.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+
+Json = dict[str, Any]
+Kind = Literal["ok", "cancelled", "refused", "failed", "lost", "wrong", "hung"]
+
+_TOLERANCE = 1e-3
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog", "turtle"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a place",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Pinemark", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+_QUESTIONS = (
+    "Hello! Who are you?",
+    "Where does Hugo live?",
+    "What is the weather in Paris?",
+    "Tell me a story about a turtle.",
+    "What is 3 + 4?",
+    "Say the days of the week.",
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request.
+
+    Attributes:
+        kind: for the report.
+        path: of the OpenAI API, or of the Triton server's HTTP door.
+        body: JSON.
+        is_direct: whether it goes to the Triton server's door.
+    """
+
+    kind: str
+    path: str
+    body: Json
+    is_direct: bool = False
+
+    @property
+    def key(self) -> str:
+        """What the expected answer is found by."""
+        body = {k: v for k, v in self.body.items() if k not in ("stream", "stream_options")}
+        return f"{self.path} {json.dumps(body, sort_keys=True)}"
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer comes as events."""
+        return bool(self.body.get("stream"))
+
+
+@dataclass
+class Outcome:
+    """What became of a request; times are those of time.monotonic.
+
+    `failed` came with an error's text, `lost` with none: the connection broke. `refused` is a 429
+    or 503 before anything was answered.
+    """
+
+    ask: Ask
+    kind: Kind
+    started: float
+    ended: float
+    detail: str = ""
+    answer: str = ""
+    first: float | None = None
+    gaps: list[float] = field(default_factory=list)
+
+
+def asks(rng: random.Random, model: str, poolers: dict[str, str]) -> list[Ask]:
+    """A set of different requests, each with one right answer.
+
+    Args:
+        rng: which lengths are chosen.
+        model: the language model's name.
+        poolers: kind ("embedding", "rerank") -> name of the model served for it.
+    """
+    made = []
+    for question in _QUESTIONS:
+        messages = [{"role": "user", "content": question}]
+        chat = {"model": model, "messages": messages, "temperature": 0, "stream": True}
+        long = {"max_tokens": rng.choice((40, 80, 160)), "ignore_eos": True}
+        made.append(Ask("chat", "/v1/chat/completions", chat | long))
+        made.append(Ask("whole chat", "/v1/chat/completions", chat | {"stream": False}))
+        plain = {"model": model, "prompt": question, "temperature": 0, "max_tokens": 32}
+        made.append(Ask("completion", "/v1/completions", plain | {"stream": True}))
+        made.append(Ask("structured", "/v1/chat/completions", chat | _structured()))
+        made.append(Ask("tools", "/v1/chat/completions", chat | _tools()))
+        made.append(_direct(question, rng.choice((20, 60))))
+        if "embedding" in poolers:
+            body = {"model": poolers["embedding"], "input": [question, question[::-1]]}
+            made.append(Ask("embedding", "/v1/embeddings", body))
+        if "rerank" in poolers:
+            texts = {"query": question, "documents": list(_QUESTIONS[:3])}
+            made.append(Ask("rerank", "/v1/rerank", {"model": poolers["rerank"], **texts}))
+    return made
+
+
+def _structured() -> Json:
+    schema = {"name": "pet", "schema": _SCHEMA, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}, "max_tokens": 80}
+
+
+def _tools() -> Json:
+    return {"tools": [_TOOL], "tool_choice": "required", "max_tokens": 80}
+
+
+def _direct(question: str, max_tokens: int) -> Ask:
+    fields = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+    body = {"text_input": question, "stream": True, "sampling_parameters": json.dumps(fields)}
+    return Ask("generate_stream", "/v2/models/llm/generate_stream", body, is_direct=True)
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a client behaves.
+
+    Attributes:
+        cancel_after_s: it goes away then; None stays.
+        pause_s: it waits so long after each event that it reads.
+    """
+
+    cancel_after_s: float | None = None
+    pause_s: float = 0.0
+
+
+_PATIENT = Manner()
+
+
+class Asker:
+    """Sends requests to one server.
+
+    Args:
+        openai_url: the frontend, without /v1.
+        triton_url: the Triton server's HTTP door.
+        limit_s: a request that takes longer hangs.
+    """
+
+    def __init__(self, openai_url: str, triton_url: str, limit_s: float = 60.0) -> None:
+        self._urls = (openai_url, triton_url)
+        self._limit_s = limit_s
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+        self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+
+    async def close(self) -> None:
+        """Give up the connections."""
+        await self._client.aclose()
+
+    async def ask(
+        self, ask: Ask, manner: Manner = _PATIENT, expected: str | None = None
+    ) -> Outcome:
+        """What became of a request; its answer must be `expected`, where that is known."""
+        outcome = Outcome(ask, "ok", time.monotonic(), 0.0)
+        limit_s = min(self._limit_s, manner.cancel_after_s or self._limit_s)
+        try:
+            async with asyncio.timeout(limit_s) as running:
+                await self._run(outcome, manner)
+        except TimeoutError:
+            if not running.expired():
+                raise
+            outcome.kind = "hung" if manner.cancel_after_s is None else "cancelled"
+        except httpx.HTTPError as error:
+            outcome.kind, outcome.detail = "lost", f"{type(error).__name__}: {error}"
+        outcome.ended = time.monotonic()
+        if outcome.kind == "ok" and expected is not None and not _same(outcome, expected):
+            outcome.kind = "wrong"
+            outcome.detail = f"expected {expected!r}, got {outcome.answer!r}"
+        return outcome
+
+    async def _run(self, outcome: Outcome, manner: Manner) -> None:
+        ask = outcome.ask
+        url = self._urls[ask.is_direct] + ask.path
+        async with self._client.stream("POST", url, json=ask.body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                outcome.kind = "refused" if response.status_code in (429, 503) else "failed"
+                outcome.detail = f"{response.status_code} {response.text[:300]}"
+                return
+            if not ask.is_stream:
+                await response.aread()
+                outcome.first = time.monotonic() - outcome.started
+                outcome.answer = _whole(ask, response.json())
+                return
+            await self._read(outcome, response, manner)
+
+    async def _read(self, outcome: Outcome, response: httpx.Response, manner: Manner) -> None:
+        told = _Told()
+        last = outcome.started
+        async for event in _events(response):
+            now = time.monotonic()
+            if outcome.first is None:
+                outcome.first = now - outcome.started
+            else:
+                outcome.gaps.append(now - last)
+            last = now
+            if "error" in event:
+                outcome.kind, outcome.detail = "failed", json.dumps(event["error"])[:300]
+                return
+            told.add(event)
+            if manner.pause_s:
+                await asyncio.sleep(manner.pause_s)
+        outcome.answer = told.text()
+        if not told.has_ended and not outcome.ask.is_direct:
+            outcome.kind, outcome.detail = "failed", "the stream ended without a finish reason"
+
+
+def _same(outcome: Outcome, expected: str) -> bool:
+    """Whether the answer is the expected one; numbers may differ in what float32 rounds away."""
+    if outcome.ask.kind not in ("embedding", "rerank"):
+        return outcome.answer == expected
+    numbers, others = json.loads(outcome.answer), json.loads(expected)
+    return len(numbers) == len(others) and all(
+        abs(a - b) < _TOLERANCE for a, b in zip(numbers, others, strict=True)
+    )
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[Json]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
+
+
+class _Told:
+    """What a stream has said."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, list[str]] = {}
+        self.has_ended = False
+
+    def add(self, event: Json) -> None:
+        if "text_output" in event:
+            self._content.append(event["text_output"])
+            return
+        for choice in event["choices"]:
+            delta = choice.get("delta", choice)
+            self._content.append(delta.get("content") or delta.get("text") or "")
+            self._reasoning.append(delta.get("reasoning") or "")
+            for call in delta.get("tool_calls") or ():
+                function = call["function"]
+                pieces = self._calls.setdefault(call["index"], [])
+                pieces += [function.get("name", ""), function.get("arguments", "")]
+            self.has_ended |= bool(choice.get("finish_reason"))
+
+    def text(self) -> str:
+        calls = ["".join(self._calls[index]) for index in sorted(self._calls)]
+        return "\x1f".join(["".join(self._reasoning), "".join(self._content), *calls])
+
+
+def _whole(ask: Ask, answer: Json) -> str:
+    """The same text of an answer in one piece."""
+    if ask.kind == "embedding":
+        return json.dumps([number for row in answer["data"] for number in row["embedding"]])
+    if ask.kind == "rerank":
+        rows = sorted(answer["results"], key=lambda row: row["index"])
+        return json.dumps([row["relevance_score"] for row in rows])
+    message = answer["choices"][0]["message"]
+    calls = [
+        call["function"]["name"] + call["function"]["arguments"]
+        for call in message.get("tool_calls") or ()
+    ]
+    return "\x1f".join([message.get("reasoning") or "", message.get("content") or "", *calls])

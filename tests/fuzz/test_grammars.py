@@ -1,0 +1,101 @@
+"""Schemas, regular expressions and grammars that nobody meant: 200 or 400, in time."""
+
+import json
+
+import httpx
+import pytest
+from fuzz.values import odd
+
+pytestmark = pytest.mark.triton
+
+_HEADERS = {"Content-Type": "application/json"}
+_KEYS = (
+    *("type", "properties", "items", "required", "enum", "const", "anyOf", "allOf", "oneOf"),
+    *("additionalProperties", "pattern", "minLength", "maxLength", "minItems", "maxItems", "$ref"),
+    *("minimum", "maximum", "exclusiveMinimum", "multipleOf", "format", "patternProperties", "not"),
+    *("$defs", "prefixItems", "uniqueItems", "minProperties", "if", "then", "propertyNames"),
+)
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null", "pet", ["string"])
+_ATOMS = (
+    "a",
+    "b+",
+    "[a-z]",
+    "[^x]",
+    ".",
+    "\\d{2}",
+    "(",
+    ")",
+    "|",
+    "*",
+    "?",
+    "{3,1}",
+    "{1000}",
+    "$",
+)
+_RULES = ("root", "x", "::=", '"a"', '"', "|", "(", ")", "*", "\n", "[a-z]", "/", "#", "start:")
+
+
+def schema(rng, depth=0):
+    """Something like a JSON schema."""
+    if depth > 3 or rng.random() < 0.1:
+        return rng.choice((True, False, {}, {"type": rng.choice(_TYPES)}, odd(rng)))
+    made = {"type": rng.choice(_TYPES)} if rng.random() < 0.6 else {}
+    for _ in range(rng.randrange(4)):
+        made[rng.choice(_KEYS)] = _value(rng, depth)
+    return made
+
+
+def _value(rng, depth):
+    kind = rng.randrange(6)
+    if kind == 0:
+        return schema(rng, depth + 1)
+    if kind == 1:
+        return {name: schema(rng, depth + 1) for name in rng.sample("abcd", 2)}
+    if kind == 2:
+        return [schema(rng, depth + 1) for _ in range(rng.randrange(3))]
+    if kind == 3:
+        return rng.choice(("#", "#/$defs/a", "http://example.com", "^a+$", "(", "date", "uuid"))
+    if kind == 4:
+        return rng.choice((0, 1, 3, -1, 2.5, 10**9))
+    return odd(rng)
+
+
+def pattern(rng):
+    """Something like a regular expression."""
+    return "".join(rng.choice(_ATOMS) for _ in range(rng.randrange(8)))
+
+
+def grammar(rng):
+    """Something like a grammar, in GBNF or Lark's form."""
+    return " ".join(rng.choice(_RULES) for _ in range(rng.randrange(12)))
+
+
+def constraint(rng):
+    """Fields of a request that constrain its answer."""
+    kind = rng.randrange(6)
+    if kind <= 1:
+        wrapped = {"name": "s", "schema": schema(rng), "strict": rng.random() < 0.5}
+        return {"response_format": {"type": "json_schema", "json_schema": wrapped}}
+    if kind == 2:
+        function = {"name": "f", "parameters": schema(rng), "strict": rng.random() < 0.5}
+        tools = [{"type": "function", "function": function}]
+        return {"tools": tools, "tool_choice": rng.choice(("required", "auto"))}
+    made = {"regex": pattern(rng), "grammar": grammar(rng), "json": schema(rng)}
+    name = ("regex", "grammar", "json")[kind - 3]
+    value = odd(rng) if rng.random() < 0.1 else made[name]
+    return {"structured_outputs": {name: value}}
+
+
+def test_any_constraint_is_kept_or_refused(server, rounds, goes_on):
+    url = f"{server.openai_url}/chat/completions"
+    base = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+    with httpx.Client(timeout=15, trust_env=False) as client:
+        for number, rng in rounds("constraint", 120):
+            fields = constraint(rng)
+            try:
+                response = client.post(url, content=json.dumps(base | fields), headers=_HEADERS)
+            except httpx.HTTPError as error:
+                pytest.fail(f"case {number}: {error!r} after {fields!r}")
+            told = f"case {number}: {response.status_code} {response.text} after {fields!r}"
+            assert response.status_code in (200, 400), told
+    goes_on()

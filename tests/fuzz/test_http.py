@@ -1,0 +1,98 @@
+"""Bodies of every route of the OpenAI frontend: refused by name or answered, never a 500."""
+
+import json
+
+import httpx
+import pytest
+from fuzz.values import ODD_NAMES, json_bytes, mutated, odd
+
+pytestmark = pytest.mark.triton
+
+_WORDS = ["Hello there", "Where does Hugo live?"]
+_CHAT = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello!"}]},
+    ],
+    "max_tokens": 3,
+    "temperature": 0.5,
+}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
+BODIES = {
+    "/v1/chat/completions": _CHAT | {"tools": [_TOOL], "tool_choice": "auto", "stop": ["x"]},
+    "/v1/completions": {"prompt": _WORDS, "max_tokens": 3, "logprobs": 2, "echo": True, "n": 2},
+    "/v1/embeddings": {"input": _WORDS, "encoding_format": "float", "dimensions": 8},
+    "/pooling": {"input": _WORDS, "task": "embed"},
+    "/embed": {"inputs": _WORDS, "truncate": True},
+    "/embed_all": {"inputs": _WORDS},
+    "/embed_sparse": {"inputs": _WORDS},
+    "/v1/rerank": {"query": "Hugo?", "documents": _WORDS, "top_n": 1, "return_documents": True},
+    "/v2/rerank": {"query": "Hugo?", "documents": _WORDS},
+    "/rerank": {"query": "Hugo?", "texts": _WORDS},
+    "/score": {"text_1": "Hugo", "text_2": _WORDS},
+    "/classify": {"input": _WORDS},
+    "/tokenize": {"prompt": "Hello"},
+}
+_FIELDS = (
+    *ODD_NAMES,
+    *(
+        "max_tokens",
+        "top_p",
+        "top_k",
+        "logit_bias",
+        "response_format",
+        "stream_options",
+        "logprobs",
+    ),
+    *("top_logprobs", "best_of", "suffix", "user", "model", "prompt_logprobs", "min_tokens"),
+    *("presence_penalty", "repetition_penalty", "structured_outputs", "chat_template_kwargs"),
+    *("allowed_token_ids", "bad_words", "stop_token_ids", "priority", "truncate_prompt_tokens"),
+)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    url = f"http://127.0.0.1:{server.openai_port}"
+    with httpx.Client(base_url=url, timeout=20, trust_env=False) as made:
+        yield made
+
+
+def broken(response):
+    """What is wrong with an answer, None when nothing is."""
+    if response.status_code >= 500:
+        return f"{response.status_code} {response.text}"
+    if response.headers.get("content-type", "").startswith("text/event-stream"):
+        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        errors = [json.loads(event) for event in events if event.startswith('{"error"')]
+        faults = [e for e in errors if e["error"].get("code") == "internal_error"]
+        return str(faults[0]) if faults else None
+    answer = response.json()
+    if response.status_code >= 400 and not answer["error"]["message"]:
+        return f"{response.status_code} without a message"
+    return None
+
+
+@pytest.mark.parametrize("path", list(BODIES))
+def test_a_body_of_any_kind_is_answered_or_refused(client, rounds, goes_on, path):
+    for number, rng in rounds(path, 24):
+        whole = odd(rng) if rng.random() < 0.05 else mutated(rng, BODIES[path], _FIELDS)
+        data = json_bytes(rng, whole)
+        headers = {"Content-Type": "application/json"}
+        try:
+            response = client.post(path, content=data, headers=headers)
+        except httpx.HTTPError as error:
+            pytest.fail(f"case {number}: {error!r} after {data!r}")
+        trouble = broken(response)
+        assert trouble is None, f"case {number}: {trouble} after {data!r}"
+    goes_on()
+
+
+@pytest.mark.parametrize("path", ["/v1/models/x", "/nothing", "/v1/chat/completions", "/%00"])
+@pytest.mark.parametrize("method", ["GET", "DELETE", "PUT", "POST"])
+def test_any_method_on_any_path_is_answered(client, method, path):
+    response = client.request(method, path)
+    assert 400 <= response.status_code < 500
+    assert response.json()["error"]["message"]

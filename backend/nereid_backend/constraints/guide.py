@@ -134,8 +134,20 @@ class TokenGuide:
         Raises:
             EngineError: one of them is not allowed here; those before it are taken in.
         """
+        rules, matcher = self._rules, self._matcher
         for token_id in token_ids:
-            self._accept(token_id)
+            # Nearly always: a token in the middle of what the grammar says.
+            if (
+                self._phase is Phase.GRAMMAR
+                and matcher is not None
+                and self._thinking is None
+                and 0 <= token_id < rules.vocabulary.size
+                and _has(rules.grammar_bits, token_id)
+            ):
+                self._check(token_id, matcher.accept(token_id))
+                self._recent.append(token_id)
+            else:
+                self._accept(token_id)
 
     def _accept(self, token_id: int) -> None:
         rules = self._rules

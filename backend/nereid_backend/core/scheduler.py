@@ -204,7 +204,8 @@ class Scheduler:
             request = chunk.request
             num_known = len(request.token_ids)
             request.num_computed_tokens = min(chunk.start + chunk.num_tokens, num_known)
-            request.prompt_logprobs += result.prompt_logprobs.get(index, ())
+            if index in result.prompt_logprobs:
+                request.prompt_logprobs += result.prompt_logprobs[index]
             if not chunk.samples:
                 self._tables.remember(request)
                 self._tables.drop_unseen(request)

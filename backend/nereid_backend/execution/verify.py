@@ -61,6 +61,11 @@ def sampling_of(plan: StepPlan) -> Sampling:
         end += chunk.num_logits
         if not chunk.samples:
             continue
+        if chunk.num_logits == 1:  # nearly all
+            positions.append(Position(chunk.request, []))
+            rows.append(end - 1)
+            counts.append(1)
+            continue
         guessed = guesses_of(chunk)
         count = len(guessed) + 1
         positions.append(Position(chunk.request, []))

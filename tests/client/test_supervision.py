@@ -95,6 +95,30 @@ def test_a_frontend_that_is_killed_is_started_again_and_the_server_goes_on(tmp_p
         assert "the OpenAI frontend was ended by SIGKILL" in "\n".join(running.lines)
 
 
+def test_a_server_that_hangs_is_started_again(tmp_path):
+    with serve(tmp_path, "--hang-timeout=4") as running:
+        running.wait_until_ready()
+        running.child("bin/tritonserver").suspend()
+        started = time.monotonic()
+        asking = Asking(running, "hi")
+        asking.join(30)
+        assert not asking.is_alive()
+        assert asking.status == 503
+        assert 4 < asking.ended - started < 20
+        wait_for(lambda: answers_again(running), timeout_s=40)
+        assert "tritonserver hangs" in "\n".join(running.lines)
+
+
+def test_a_server_at_rest_is_not_taken_for_one_that_hangs(tmp_path):
+    with serve(tmp_path, "--hang-timeout=1") as running:
+        running.wait_until_ready()
+        time.sleep(2.5)
+        asking = Asking(running, "a <pause 2.5> b")  # nothing moves, but the server answers others
+        asking.join(10)
+        assert asking.status == 200
+        assert "hangs" not in "\n".join(running.lines)
+
+
 def test_what_dies_too_often_ends_it_all_with_exit_code_1(tmp_path):
     with serve(tmp_path, "--max-restarts=1") as running:
         running.wait_until_ready()

@@ -129,6 +129,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "(default: %(default)s)",
     )
     server.add_argument(
+        "--hang-timeout",
+        type=_at_least_0(float),
+        default=300.0,
+        metavar="S",
+        help="a server that lives but answers nothing for so long is started again; 0: never "
+        "(default: %(default)s)",
+    )
+    server.add_argument(
         "--drain-timeout",
         type=_at_least_0(float),
         default=30.0,
@@ -196,6 +204,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
             ("metrics", metrics_url),
         ],
         metrics_url=metrics_url,
+        generate_url=f"http://{near}:{args.http_port}/v2/models/llm/generate",
+        hang_timeout_s=args.hang_timeout,
         restarts=RestartPolicy(args.max_restarts, args.restart_backoff),
         drain_timeout_s=args.drain_timeout,
     )

@@ -13,6 +13,7 @@ from typing import IO
 from nereid_client.cli.children import Child, adopt_orphans, end_descendants
 from nereid_client.cli.console import CliError, complain, say
 from nereid_client.cli.drain import num_unfinished
+from nereid_client.cli.hang import HangWatch
 from nereid_client.cli.poolers import Pooler, PoolerWarmUp
 from nereid_client.cli.restarts import RestartPolicy, Restarts
 from nereid_client.cli.stubs import StubWatch
@@ -49,6 +50,8 @@ class Plan:
         frontend: where the OpenAI API will be.
         doors: name and address of each door, for people.
         metrics_url: the server's page of metrics.
+        generate_url: where the Triton server takes a request by HTTP.
+        hang_timeout_s: a server that does nothing for so long is started again; 0: never.
         restarts: how often what died is started again.
         drain_timeout_s: what runs at a stop may take this long to finish.
     """
@@ -62,6 +65,8 @@ class Plan:
     frontend: Frontend
     doors: list[tuple[str, str]]
     metrics_url: str
+    generate_url: str
+    hang_timeout_s: float
     restarts: RestartPolicy
     drain_timeout_s: float
 
@@ -109,6 +114,7 @@ class Supervisor:
         self._started = time.monotonic()
         self._next_progress_s = _PROGRESS_EVERY_S
         self._is_announced = False
+        self._hang: HangWatch | None = None
 
     def run(self) -> int:
         """0 after a signal, 1 after a failure, 2 for a refused setting; nothing is left."""
@@ -144,6 +150,16 @@ class Supervisor:
         self._warming.start()
         self._beside.start()
 
+    def _watch_for_hangs(self) -> None:
+        plan = self._plan
+        if self._hang is not None:
+            self._hang.stop()
+        if plan.hang_timeout_s > 0:
+            self._hang = HangWatch(
+                plan.frontend, plan.metrics_url, plan.generate_url, plan.hang_timeout_s
+            )
+            self._hang.start()
+
     def _tell_progress(self) -> None:
         warming, beside = self._warming, self._beside
         if warming is None:
@@ -155,6 +171,7 @@ class Supervisor:
                 say(f"nereid: everything answers again after {elapsed_s:.1f} s")
             else:
                 self._is_announced = True
+                self._watch_for_hangs()
                 self._announce([warming.curl, *beside.curls], elapsed_s)
         elif elapsed_s >= self._next_progress_s:
             self._next_progress_s += _PROGRESS_EVERY_S
@@ -166,8 +183,8 @@ class Supervisor:
             if part.due is not None:
                 continue
             what = part.failure()
-            if what is None and part is self._parts[0] and self._warming is not None:
-                what = self._warming.failure or self._beside.failure
+            if what is None and part is self._parts[0]:
+                what = self._failure_of_server()
             if what is None:
                 continue
             wait_s = part.restarts.next_wait_s() if self._is_announced else None
@@ -178,6 +195,12 @@ class Supervisor:
             self._clear(part)
             part.due = time.monotonic() + wait_s
         return None
+
+    def _failure_of_server(self) -> str | None:
+        """What is wrong with a server whose processes all live."""
+        if self._warming is not None and (self._warming.failure or self._beside.failure):
+            return self._warming.failure or self._beside.failure
+        return self._hang.finding if self._hang is not None else None
 
     def _clear(self, part: Part) -> None:
         """End what is left of a part, so that it can start afresh."""
@@ -192,6 +215,8 @@ class Supervisor:
             if part.due is None or time.monotonic() < part.due:
                 continue
             part.start()
+            if part is self._parts[0]:
+                self._watch_for_hangs()
             if self._warming is None or self._warming.failure or self._beside.failure:
                 self._started = time.monotonic()
                 self._next_progress_s = _PROGRESS_EVERY_S

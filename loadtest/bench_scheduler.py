@@ -1,37 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs the scheduler: plan and commit, by running and by waiting requests.
+"""What a step costs outside the model: plan, batch building, sampling and commit.
 
-python loadtest/bench_scheduler.py [--steps 300]
+    python loadtest/bench_scheduler.py [--steps 300]
+
+The model is a tensor of random logits, which is not counted. Its vocabulary is small and all choose
+greedily, so that "sample" is mostly what the sampler keeps count of.
 """
 
 import argparse
+import random
 import statistics
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
+import torch
 from nereid_backend import SamplingParams
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
-from nereid_backend.core.step import Sampled, StepPlan, StepResult
+from nereid_backend.core.step import StepPlan
+from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.execution.runner import Runner
+from torch import Tensor
 
+T = TypeVar("T")
+
+PARTS = ("plan", "build", "sample", "commit")
 _BLOCK_SIZE = 16
 _PROMPT = 64
+_VOCAB = 256
 
 
 def main() -> None:
     """Print one row for each number of running and waiting requests."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300, help="steps measured in each row")
     steps = parser.parse_args().steps
-    print("milliseconds a step, median and 99th percentile")
-    print(f"{'running':>8} {'waiting':>8} {'plan':>14} {'commit':>14}")
-    for num_running, num_waiting in ((10, 0), (100, 0), (1000, 0), (1000, 10_000), (2000, 10_000)):
-        plans, commits = measure(num_running, num_waiting, steps)
-        print(f"{num_running:8} {num_waiting:8} {_spread(plans):>14} {_spread(commits):>14}")
+    torch.set_num_threads(1)
+    print("milliseconds of CPU time a step, median and 99th percentile")
+    print(f"{'running':>8} {'waiting':>8}" + "".join(f"{part:>14}" for part in PARTS))
+    for num_running, num_waiting in ((1, 0), (16, 0), (64, 0), (1000, 0), (1000, 10_000)):
+        found = measure(num_running, num_waiting, steps)
+        spreads = "".join(f"{_spread(found[part]):>14}" for part in PARTS)
+        print(f"{num_running:8} {num_waiting:8}{spreads}")
 
 
-def measure(num_running: int, num_waiting: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each plan() and of each commit() while all running requests decode."""
+class _RandomPath:
+    """Builds each step's batch as the real paths do; random logits stand for the model."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self._builder = BatchBuilder(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=_BLOCK_SIZE,
+            null_block=0,
+        )
+        self.build_s = 0.0
+        self.model_s = 0.0
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """See ForwardPath."""
+        batch, self.build_s = timed(lambda: self._builder.build(plan, torch.device("cpu")))
+        logits, self.model_s = timed(lambda: torch.rand(batch.num_logits, _VOCAB))
+        return logits
+
+    def clear(self, request: Request) -> None:
+        """See ForwardPath."""
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """A call's result and its seconds of this thread's CPU time."""
+    started = time.thread_time()
+    result = work()
+    return result, time.thread_time() - started
+
+
+def measure(num_running: int, num_waiting: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of each part of each step, by name, while all running requests decode."""
     blocks = num_running * (-(-(_PROMPT + steps) // _BLOCK_SIZE) + 2)
     scheduler = Scheduler(
         BlockPool(blocks),
@@ -39,31 +87,27 @@ def measure(num_running: int, num_waiting: int, steps: int) -> tuple[list[float]
         max_num_seqs=num_running,
         max_num_batched_tokens=max(4096, num_running),
     )
+    length = _PROMPT + 10 * steps
+    rng = random.Random(0)
     for number in range(num_running + num_waiting):
-        prompt = [number % 997] * _PROMPT
-        scheduler.add(
-            Request(str(number), prompt, SamplingParams(), max_total_tokens=_PROMPT + 10 * steps)
-        )
-    while scheduler.num_running < num_running or scheduler.plan().num_tokens > num_running:
-        plan = scheduler.plan()
-        scheduler.commit(plan, _answers(plan))
-    plans, commits = [], []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        plan = scheduler.plan()
-        planned = time.perf_counter()
-        assert len(plan.chunks) == num_running
-        result = _answers(plan)
-        sampled = time.perf_counter()
-        scheduler.commit(plan, result)
-        plans.append(planned - begin)
-        commits.append(time.perf_counter() - sampled)
+        prompt = [rng.randrange(_VOCAB) for _ in range(_PROMPT)]
+        params = SamplingParams(temperature=0.0)
+        scheduler.add(Request(str(number), prompt, params, max_total_tokens=length))
+    path = _RandomPath(num_running, length)
+    runner = Runner(path)
+    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    while len(found["plan"]) < steps:
+        plan, plan_s = timed(scheduler.plan)
+        result, run_s = timed(lambda: runner.run(plan))  # noqa: B023 - called at once
+        _, commit_s = timed(lambda: scheduler.commit(plan, result))  # noqa: B023 - the same
+        if plan.num_tokens == len(plan.chunks) == num_running:
+            sample_s = run_s - path.build_s - path.model_s
+            for part, seconds in zip(
+                PARTS, (plan_s, path.build_s, sample_s, commit_s), strict=True
+            ):
+                found[part].append(seconds)
     assert scheduler.num_waiting == num_waiting
-    return plans, commits
-
-
-def _answers(plan: StepPlan) -> StepResult:
-    return StepResult([Sampled([7], [-0.5]) for chunk in plan.chunks if chunk.samples])
+    return found
 
 
 def _spread(seconds: list[float]) -> str:

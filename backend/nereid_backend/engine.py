@@ -4,6 +4,7 @@
 import logging
 import operator
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.preparation import Preparation
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
-from nereid_backend.core.step import StepResult
-from nereid_backend.errors import CapacityError, RequestError
+from nereid_backend.core.step import StepPlan, StepResult
+from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.execution.logits import check_token_ids
 from nereid_backend.execution.startup import load
 from nereid_backend.execution.text import load_decoder
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # How long a step without work waits for a grammar: new requests are not looked at meanwhile.
 _GUIDE_WAIT_S = 0.02
+# What errors say after which a process cannot use its GPU any more.
+_LOST_DEVICE = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "AcceleratorError")
 
 
 class Engine:
@@ -38,6 +41,8 @@ class Engine:
 
     Attributes:
         info: what was loaded and how it runs.
+        begun: requests of which the last step computed the first tokens (again, after a
+            preemption before its first token), and when, by time.monotonic().
     """
 
     info: EngineInfo
@@ -83,6 +88,8 @@ class Engine:
         self._guides: Guides | None = None
         self._preparation = Preparation()
         self._decode: Callable[[list[int]], str] | None = None
+        self.begun: list[tuple[str, float]] = []
+        self._num_failed_steps = 0
 
     def step(self) -> list[RequestUpdate]:
         """Compute the next tokens of the requests whose turn it is.
@@ -91,16 +98,25 @@ class Engine:
             What is new, one update for each sequence that got tokens or ended. A step that fails
             ends all sequences that took part in it with an error, and the engine goes on. While
             there is nothing to do but to wait for grammars, it returns after some milliseconds.
+
+        Raises:
+            EngineError: the device is lost, or max_step_failures steps in a row have failed; this
+                engine is of no more use.
         """
         self._start_prepared()
         plan = self._scheduler.plan()
+        self._note_begun(plan)
         if not plan.chunks:
             return self._scheduler.commit(plan, StepResult()) or self._wait_for_guides()
         try:
             result = self._runner.run(plan)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(plan.chunks))
-            return self._scheduler.fail(plan, f"the engine failed: {type(error).__name__}: {error}")
+            message = f"the engine failed: {type(error).__name__}: {error}"
+            self._num_failed_steps += 1
+            self._give_up_if_hopeless(error, message)
+            return self._scheduler.fail(plan, message)
+        self._num_failed_steps = 0
         return self._scheduler.commit(plan, result)
 
     def add_request(
@@ -239,6 +255,24 @@ class Engine:
             AssertionError: something leaked.
         """
         self._scheduler.check()
+
+    def _note_begun(self, plan: StepPlan) -> None:
+        now = time.monotonic()
+        self.begun = [
+            (chunk.request.request_id, now)
+            for chunk in plan.chunks
+            if chunk.is_first and not chunk.request.was_reported
+        ]
+
+    def _give_up_if_hopeless(self, error: Exception, message: str) -> None:
+        limit = self._config.max_step_failures
+        if any(sign in message for sign in _LOST_DEVICE):
+            # The driver's context is broken: every later call would fail, too.
+            raise EngineError(f"{message}; the device is lost") from error
+        if self._num_failed_steps >= limit:
+            raise EngineError(
+                f"{message}; {limit} steps in a row have failed (max_step_failures)"
+            ) from error
 
     def _load_guides(self) -> "Guides":
         if self._guides is None:

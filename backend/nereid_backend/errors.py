@@ -4,6 +4,7 @@
 NereidError
 ├── RequestError          the caller's fault: a bad parameter, a prompt that is too long
 ├── CapacityError         try again later: the queue is full
+├── DeadlineError         the request's time is over
 ├── ConfigError           the operator's fault: a setting that is unknown, wrong or impossible here
 ├── ModelError            the checkpoint: missing, broken, or nothing this engine can run
 │   └── UnsupportedModelError   the architecture is refused by name, with the reason
@@ -24,6 +25,10 @@ class RequestError(NereidError):
 
 class CapacityError(NereidError):
     """There is no room now; the same request may succeed later."""
+
+
+class DeadlineError(NereidError):
+    """A request took longer than it was allowed to; what it has generated is lost."""
 
 
 class ConfigError(NereidError):

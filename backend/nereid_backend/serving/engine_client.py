@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +21,13 @@ from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.params import SamplingParams
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving.channel import Channel, ChannelClosedError
+from nereid_backend.serving.outbox import Outbox
 from nereid_backend.serving.wire import unpack_update
 
 _STOP_TIMEOUT_S = 5.0
 _START_POLL_S = 0.2
+# A pause of this process counts as no more than this: the engine may have paused with it.
+_LONGEST_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,14 @@ class Refusal:
 
     request_id: str
     error: NereidError
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The engine computes a request that has waited until then, by time.monotonic()."""
+
+    request_id: str
+    at: float
 
 
 class EngineDiedError(EngineError):
@@ -48,6 +58,7 @@ class EngineClient:
     Attributes:
         info: what was loaded, the fields of EngineInfo.
         stats: how busy the engine was when it last said so.
+        load_s: how long the last start took.
     """
 
     def __init__(
@@ -61,9 +72,13 @@ class EngineClient:
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
-        self._sending = threading.Lock()
+        self._outbox: Outbox | None = None
+        self._last_words = ""
+        self._silent_s = 0.0
+        self._last_look = 0.0
         self.info: dict[str, Any] = {}
         self.stats: dict[str, int] = {}
+        self.load_s = 0.0
 
     def start(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Start the process and wait until its model is loaded.
@@ -85,9 +100,13 @@ class EngineClient:
         )
         theirs.close()
         self._channel = Channel(ours)
+        self._outbox = Outbox(self._channel)
+        self._last_words, self._silent_s, self.stats = "", 0.0, {}
+        started = time.monotonic()
         try:
             self._send(dataclasses.asdict(self._config))
             self._await_ready(timeout_s, meanwhile)
+            self.load_s = time.monotonic() - started
         except NereidError:
             self.stop()
             raise
@@ -124,40 +143,61 @@ class EngineClient:
         """Ask the engine to end a request, or one of its sequences; last updates follow."""
         self._send(["abort", request_id, index])
 
-    def receive(self, timeout_s: float) -> list[RequestUpdate | Refusal]:
+    def receive(self, timeout_s: float) -> list[RequestUpdate | Refusal | Begun]:
         """What the engine has said, waiting at most `timeout_s`.
 
         Raises:
             EngineDiedError: the process has gone.
         """
-        answers: list[RequestUpdate | Refusal] = []
+        answers: list[RequestUpdate | Refusal | Begun] = []
         for kind, *rest in self._receive(timeout_s):
             if kind == "updates":
                 answers.extend(map(unpack_update, rest[0]))
             elif kind == "stats":
                 self.stats = rest[0]
+            elif kind == "begun":
+                answers.extend(Begun(*row) for row in rest[0])
             elif kind == "refused":
                 request_id, name, message = rest
-                error = CapacityError if name == CapacityError.__name__ else RequestError
-                answers.append(Refusal(request_id, error(message)))
+                answers.append(Refusal(request_id, _REFUSALS.get(name, EngineError)(message)))
+            elif kind == "fatal":
+                self._last_words = rest[0]
         return answers
+
+    def check_pulse(self, timeout_s: float, *, is_working: bool) -> None:
+        """Kill an engine that hangs; call it after each `receive`.
+
+        Args:
+            timeout_s: an engine with work says something at least this often; 0 is no limit.
+            is_working: whether it has work.
+
+        Raises:
+            EngineDiedError: it was silent for too long and was killed.
+        """
+        now = time.monotonic()
+        passed_s, self._last_look = min(now - self._last_look, _LONGEST_LOOK_S), now
+        self._silent_s = self._silent_s + passed_s if is_working else 0.0
+        if timeout_s and self._silent_s > timeout_s and self._process is not None:
+            self._process.kill()
+            self._process.wait(_STOP_TIMEOUT_S)
+            raise EngineDiedError(
+                f"the engine was at one step for {timeout_s:g} s without a sign of life "
+                "(engine_hang_timeout_s); it was killed"
+            )
 
     def stop(self) -> None:
         """End the process: ask, then terminate, then kill."""
-        process, channel = self._process, self._channel
-        self._process = self._channel = None
-        if channel is not None:
+        process, channel, outbox = self._process, self._channel, self._outbox
+        self._process = self._channel = self._outbox = None
+        if outbox is not None:
             with contextlib.suppress(ChannelClosedError):
-                channel.send(["stop"])
+                outbox.put(["stop"])
+            outbox.finish()
+        if process is not None:
+            _end(process)
+        if channel is not None and outbox is not None:
             channel.close()
-        if process is None:
-            return
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if number is not None:
-                process.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_TIMEOUT_S)
-                return
+            outbox.join(_STOP_TIMEOUT_S)
 
     @property
     def pid(self) -> int | None:
@@ -165,12 +205,11 @@ class EngineClient:
         return None if self._process is None else self._process.pid
 
     def _send(self, message: object) -> None:
-        channel = self._channel
+        outbox = self._outbox
         try:
-            if channel is None:
+            if outbox is None:
                 raise ChannelClosedError("it is not running")
-            with self._sending:
-                channel.send(message)
+            outbox.put(message)
         except ChannelClosedError as error:
             raise EngineDiedError(self._obituary()) from error
 
@@ -178,9 +217,12 @@ class EngineClient:
         try:
             if self._channel is None:
                 raise ChannelClosedError("it is not running")
-            return self._channel.receive(timeout_s)
+            messages = self._channel.receive(timeout_s)
         except ChannelClosedError as error:
             raise EngineDiedError(self._obituary()) from error
+        if messages:
+            self._silent_s = 0.0
+        return messages
 
     def _obituary(self) -> str:
         if self._process is None:
@@ -188,5 +230,22 @@ class EngineClient:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(1.0)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            if self._last_words:
+                return f"{self._last_words}; the engine process ended ({how})"
             return f"the engine process ended ({how}); the server's log says why"
         return "the engine process closed its connection"
+
+
+_REFUSALS: dict[str, type[NereidError]] = {
+    kind.__name__: kind for kind in (CapacityError, RequestError)
+}
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Wait until it ends, then terminate, then kill."""
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_TIMEOUT_S)
+            return

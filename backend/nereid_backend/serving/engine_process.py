@@ -10,12 +10,15 @@ FD is the inherited end of a socket pair. The first message is the settings; fro
     engine -> stub    ["progress", line]  ["ready", info]  ["failed", kind, message]
                       ["refused", id, kind, message]
                       ["updates", [row, ...]], the fields of RequestUpdate in their order
+                      ["begun", [[id, monotonic time], ...]], requests that left the queue
                       ["stats", {name: number}], while working every 0.1 s and when work ends
+                      ["fatal", message]: the process ends because of this
 """
 
 import contextlib
 import dataclasses
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -30,11 +33,13 @@ import numpy as np
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo, RequestUpdate
 from nereid_backend.core.params import SamplingParams
-from nereid_backend.errors import CapacityError, NereidError, RequestError
+from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving.channel import Channel, ChannelClosedError
 from nereid_backend.serving.wire import pack_update
 
 _STATS_INTERVAL_S = 0.1
+
+log = logging.getLogger("nereid")
 
 
 class StepEngine(Protocol):
@@ -86,8 +91,8 @@ def serve(argv: Sequence[str], make: MakeEngine) -> int:
     with contextlib.suppress(ChannelClosedError):
         engine = _load(channel, make)
         if engine is not None:
-            _serve(engine, channel)
-            return 0
+            _warm_up(engine)
+            return _serve(engine, channel)
     return 1
 
 
@@ -113,16 +118,37 @@ def _load(channel: Channel, make: MakeEngine) -> StepEngine | None:
     return engine
 
 
-def _serve(engine: StepEngine, channel: Channel) -> None:
+def _warm_up(engine: StepEngine) -> None:
+    """Let what the first grammar needs be loaded now, beside the first requests."""
+    warm_up = getattr(engine, "warm_up", None)
+    if warm_up is not None:
+        try:
+            warm_up()
+        except Exception:  # the request that needs it will say what is wrong
+            log.exception("what grammars need could not be loaded ahead")
+
+
+def _serve(engine: StepEngine, channel: Channel) -> int:
+    """Work until told to stop; the process's exit code."""
+    channel.send(["stats", _stats(engine)])
     stats_due = 0.0
     while True:
         # With work to do, only look for messages; without, wait for one.
         for message in channel.receive(0 if engine.has_work() else None):
             if message[0] == "stop":
-                return
+                return 0
             _handle(engine, channel, message)
         if engine.has_work():
-            updates = engine.step()
+            try:
+                updates = engine.step()
+            except Exception as error:
+                log.exception("the engine gives up")
+                told = isinstance(error, NereidError)
+                channel.send(["fatal", str(error) if told else f"{type(error).__name__}: {error}"])
+                return 1
+            begun = getattr(engine, "begun", None)
+            if begun:
+                channel.send(["begun", begun])
             if updates:
                 channel.send(["updates", [pack_update(update) for update in updates]])
             now = time.monotonic()
@@ -162,6 +188,11 @@ def _handle(engine: StepEngine, channel: Channel, message: list[Any]) -> None:
         engine.add_request(request_id, prompt, SamplingParams(**params))
     except (RequestError, CapacityError) as error:
         channel.send(["refused", request_id, type(error).__name__, str(error)])
+    except Exception as error:
+        # Whatever is wrong with this request, the others are not affected.
+        log.exception("request %s could not be added", request_id)
+        told = f"{type(error).__name__}: {error}"
+        channel.send(["refused", request_id, EngineError.__name__, told])
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:

@@ -10,6 +10,7 @@ All responses are sent by the loop: a stub of server 2.51 that sends from severa
 
 import contextlib
 import itertools
+import math
 import queue
 import threading
 import time
@@ -19,12 +20,15 @@ from typing import Any
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import names, tensors
+from nereid_backend.serving.admission import Admission
 from nereid_backend.serving.delivery import Delivery
-from nereid_backend.serving.engine_client import EngineClient, EngineDiedError, Refusal
+from nereid_backend.serving.engine_client import Begun, EngineClient, EngineDiedError, Refusal
 from nereid_backend.serving.feedback import FeedbackReader, Signal
-from nereid_backend.serving.metrics import Gauges
+from nereid_backend.serving.metrics import Metrics
 from nereid_backend.serving.settings import read_settings
+from nereid_backend.serving.statistics import Statistics
 from nereid_backend.serving.streams import Pacer, Sequence, Stream
+from nereid_backend.serving.timing import Timing, limit_of
 from nereid_backend.serving.wire import Opening, RequestEnvelope
 
 _IDLE_POLL_S = 0.05
@@ -45,14 +49,18 @@ class ExecutorModel:
             raise tensors.load_error(error) from error
         self._pacer = Pacer(self._settings.responses_per_second)
         self._delivery = Delivery(self._feedback, self._settings.stale_after_ms / 1000)
-        self._gauges = Gauges()
+        self._admission = Admission(config.max_num_waiting, self._settings.max_waiting_tokens)
+        self._metrics = Metrics()
+        self._statistics = Statistics()
         self._publish_due = 0.0
         self._num_restarts = 0
+        # Engine processes that died since the last request that was answered to its end.
+        self._num_deaths = 0
+        self._outage = ""
         self._serials = itertools.count(1)
         self._arrivals: queue.SimpleQueue[Stream] = queue.SimpleQueue()
         self._refused: queue.SimpleQueue[tuple[Any, Exception]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
-        self._available = True
         self._stopping = threading.Event()
         self._loop_thread = threading.Thread(target=self._loop, name="executor-loop")
         self._loop_thread.start()
@@ -77,27 +85,43 @@ class ExecutorModel:
         self._feedback.close()
 
     def _accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        if not self._available:
-            raise CapacityError("the engine is being started again; try again in a few seconds")
+        if self._outage:
+            raise CapacityError(self._outage)
         envelope = RequestEnvelope.unpack(tensors.array(request, names.ENVELOPE))
+        token_ids = tensors.array(request, names.PROMPT_TOKEN_IDS)
+        stream = self._admit(envelope, len(token_ids), sender)
+        # Queued before the engine knows of it, so that the loop has the stream when updates come.
+        self._arrivals.put(stream)
+        # Should the engine have died by now, the loop ends this stream like all the others.
+        with contextlib.suppress(EngineDiedError):
+            self._engine.submit(stream.request_id, token_ids, envelope.params)
+
+    def _admit(self, envelope: RequestEnvelope, num_tokens: int, sender: Any) -> Stream:  # noqa: ANN401
+        settings, now = self._settings, time.monotonic()
+        timing = Timing(
+            now,
+            num_tokens,
+            limit_of(envelope.queue_timeout_s, settings.default_queue_timeout_s),
+            limit_of(envelope.timeout_s, settings.default_timeout_s),
+        )
+        self._admission.enter(timing)
         slots = self._feedback.acquire(envelope.params.n)
         if slots is None:
+            self._admission.leave(timing, None)
             raise CapacityError(
-                f"this request's {envelope.params.n} answers do not fit beside those in the "
-                f"executor; the limit is {self._settings.max_streams} (max_streams); "
-                "try again later"
+                self._admission.with_hint(
+                    f"this request's {envelope.params.n} answers do not fit beside those in the "
+                    f"executor; the limit is {settings.max_streams} (max_streams); "
+                    "try again later"
+                )
             )
-        serial, now = next(self._serials), time.monotonic()
+        serial = next(self._serials)
         sequences = [Sequence(index, slot) for index, slot in enumerate(slots)]
         opening = Opening(envelope.context, self._feedback.path, slots)
         field = envelope.grammar_field
         stream = Stream(str(serial), sender, serial, sequences, opening, now, field)
-        # Queued before the engine knows of it, so that the loop has the stream when updates come.
-        self._arrivals.put(stream)
-        token_ids = tensors.array(request, names.PROMPT_TOKEN_IDS)
-        # Should the engine have died by now, the loop ends this stream like all the others.
-        with contextlib.suppress(EngineDiedError):
-            self._engine.submit(stream.request_id, token_ids, envelope.params)
+        stream.timing = timing
+        return stream
 
     # From here on: the loop's thread only.
 
@@ -106,6 +130,8 @@ class ExecutorModel:
         while not self._stopping.is_set():
             try:
                 answers = self._engine.receive(wait_s)
+                limit_s = self._settings.engine_hang_timeout_s
+                self._engine.check_pulse(limit_s, is_working=bool(self._streams))
                 self._adopt()
                 self._refuse()
                 for answer in answers:
@@ -125,13 +151,19 @@ class ExecutorModel:
         with contextlib.suppress(queue.Empty):
             while True:
                 sender, error = self._refused.get_nowait()
+                self._note_refusal(error)
                 tensors.send(sender, tensors.error_response(error), final=True)
 
-    def _take(self, answer: RequestUpdate | Refusal) -> None:
+    def _take(self, answer: RequestUpdate | Refusal | Begun) -> None:
         stream = self._streams.get(answer.request_id)
         if stream is None:
+            if isinstance(answer, RequestUpdate) and answer.finish_reason is None:
+                # Nobody waits for it any more; should the engine not know, it does now.
+                self._engine.abort(answer.request_id)
             return
-        if isinstance(answer, Refusal):
+        if isinstance(answer, Begun):
+            self._begin(stream, answer.at)
+        elif isinstance(answer, Refusal):
             self._end(stream, answer.error)
         elif answer.error is not None:
             if len(stream.sequences) > 1:
@@ -142,7 +174,27 @@ class ExecutorModel:
                 stream, RequestError(stream.refusal(message)) if refused else EngineError(message)
             )
         else:
+            now = time.monotonic()
+            if answer.new_token_ids:
+                self._begin(stream, now)
+            self._statistics.note_update(stream, answer, now)
             stream.add(answer)
+            if stream.num_pending > self._settings.max_pending_tokens:
+                self._engine.abort(stream.request_id)
+                limit = self._settings.max_pending_tokens
+                self._end(
+                    stream,
+                    EngineError(
+                        f"{stream.num_pending} tokens of this answer could not be sent on; the "
+                        f"limit is {limit} (max_pending_tokens); the postprocessor is too slow"
+                    ),
+                )
+
+    def _begin(self, stream: Stream, begun: float) -> None:
+        if stream.timing.begun is None:
+            stream.timing.begun = begun
+            self._admission.leave(stream.timing, begun)
+            self._statistics.note_begun(stream, begun)
 
     def _serve_streams(self) -> float:
         """Send what is due; seconds until something is due again."""
@@ -154,6 +206,9 @@ class ExecutorModel:
         self._delivery.observe(streams, now)
         for stream in streams:
             self._end_unwanted(stream)
+            if self._end_overdue(stream, now):
+                continue
+            wake = min(wake, stream.timing.next_deadline)
             due = stream.due_at(interval_s, heartbeat_s)
             if due <= now and stream.may_send():
                 self._send_step(stream, now)
@@ -165,8 +220,26 @@ class ExecutorModel:
     def _publish(self, now: float) -> None:
         if now >= self._publish_due:
             self._publish_due = now + _PUBLISH_INTERVAL_S
-            own = {"num_requests": len(self._streams), "num_engine_restarts": self._num_restarts}
-            self._gauges.publish(self._engine.stats | own)
+            own = {
+                "num_requests": len(self._streams),
+                "num_engine_restarts": self._num_restarts,
+                "engine_up": int(not self._outage),
+            }
+            self._metrics.publish(self._engine.stats, own, self._statistics)
+
+    def _end_overdue(self, stream: Stream, now: float) -> bool:
+        """End a request whose time is over; whether it was."""
+        if now < stream.timing.next_deadline or stream.has_ended:
+            return False
+        error = stream.timing.overdue(now)
+        if error is None:
+            return False
+        self._statistics.counts["requests_timed_out_total"] += 1
+        self._engine.abort(stream.request_id)
+        if isinstance(error, CapacityError):
+            error = CapacityError(self._admission.with_hint(str(error)))
+        self._end(stream, error, is_counted=True)
+        return True
 
     def _end_unwanted(self, stream: Stream) -> None:
         """Ask the engine to end what nobody waits for: the client has gone, or a stop was met."""
@@ -175,6 +248,7 @@ class ExecutorModel:
         signals = [self._feedback.signal(slot, stream.serial) for slot in stream.slots]
         if Signal.CANCELLED in signals or self._delivery.was_dropped(stream):
             stream.is_aborting = True
+            self._statistics.counts["requests_disconnected_total"] += 1
             self._engine.abort(stream.request_id)
             return
         is_alone = len(stream.sequences) == 1
@@ -186,18 +260,31 @@ class ExecutorModel:
 
     def _send_step(self, stream: Stream, now: float) -> None:
         token_ids, state = stream.take_step(now)
+        self._statistics.note_step(has_news=bool(state.parts))
         self._delivery.record(stream)
         reply = tensors.response({names.TOKEN_IDS: token_ids, names.STATE: state.pack()})
         tensors.send(stream.sender, reply, final=state.is_last)
         if state.is_last:
+            if any(one.ending.finish_reason != "abort" for one in stream.sequences if one.ending):
+                self._num_deaths = 0
             self._forget(stream)
 
-    def _end(self, stream: Stream, error: NereidError) -> None:
+    def _end(self, stream: Stream, error: NereidError, *, is_counted: bool = False) -> None:
+        if not is_counted:
+            self._note_refusal(error)
+            self._statistics.finished["error"] += not isinstance(error, CapacityError)
         tensors.send(stream.sender, tensors.error_response(error), final=True)
         self._forget(stream)
 
+    def _note_refusal(self, error: Exception) -> None:
+        if isinstance(error, CapacityError):
+            self._statistics.counts["requests_refused_total"] += 1
+
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.request_id]
+        if stream.timing.begun is None:
+            self._admission.leave(stream.timing, None)
+        self._statistics.note_end(stream, time.monotonic())
         self._feedback.release(stream.slots)
 
     def _end_all(self, error: NereidError) -> None:
@@ -208,20 +295,35 @@ class ExecutorModel:
 
     def _restart(self, error: EngineDiedError) -> None:
         """The engine has died: end its requests with the reason, then start another."""
-        self._available = False
+        hint_s = min(max(math.ceil(self._engine.load_s), 1), 60)
+        self._outage = f"the engine is being started again; try again in {hint_s} s"
         tensors.log.error("%s", error)
-        for attempt in range(1, self._settings.max_engine_restarts + 1):
-            self._end_all(error)
-            tensors.progress(f"{error}; starting it again (attempt {attempt})")
+        limit = self._settings.max_engine_restarts
+        while self._num_deaths < limit:
+            self._num_deaths += 1
+            self._while_down(error)
+            tensors.progress(f"{error}; starting it again (attempt {self._num_deaths} of {limit})")
             try:
-                self._engine.start(self._settings.engine_start_timeout_s, self._refuse)
+                self._engine.start(
+                    self._settings.engine_start_timeout_s, lambda: self._while_down(error)
+                )
             except NereidError as failure:
                 tensors.log.error("the engine did not start again: %s", failure)
                 continue
+            # One that came when the outage was not yet told of was sent to the old engine.
             self._end_all(error)
             self._num_restarts += 1
-            self._available = True
+            self._outage = ""
             return
-        tensors.log.error("the engine cannot be started again; every request is refused")
+        self._outage = (
+            f"the engine has died {limit + 1} times in a row (max_engine_restarts) and is not "
+            f"started again, the last time because: {error}; restart the server"
+        )
+        tensors.progress(f"error: {self._outage}")
         while not self._stopping.wait(_IDLE_POLL_S):
-            self._end_all(error)
+            self._while_down(error)
+
+    def _while_down(self, error: NereidError) -> None:
+        """Nobody waits for an engine that is not there."""
+        self._end_all(error)
+        self._publish(time.monotonic())

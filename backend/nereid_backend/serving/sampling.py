@@ -6,6 +6,7 @@ The names are those of vLLM's SamplingParams and of the OpenAI API, which mostly
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,8 @@ _OTHER_FIELDS = (
     "thinking_token_budget",
     "reasoning_budget_tokens",
     "custom_params",
+    "timeout",
+    "queue_timeout",
 )
 
 _SPOKEN = {
@@ -162,6 +165,28 @@ def read_sampling(
     params = SamplingParams(**engine | parts)
     _check_best_of(fields.get("best_of"), params.n)
     return params, _text_options(text, fields)
+
+
+def read_timeouts(fields: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """How long a request may take in all, and how long it may wait; seconds, None for unsaid.
+
+    Raises:
+        RequestError: no number of seconds.
+    """
+    return _seconds("timeout", fields.get("timeout")), _seconds(
+        "queue_timeout", fields.get("queue_timeout")
+    )
+
+
+def _seconds(name: str, value: Any) -> float | None:  # noqa: ANN401 - any JSON value
+    seconds = _typed(name, value, float)
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise RequestError(f"{name}: must be a number of seconds, got {value!r}")
+    if not 0 <= seconds < math.inf:
+        raise RequestError(f"{name}: must be at least 0 seconds (0 is no limit), got {value!r}")
+    return float(seconds)
 
 
 def refuse_unknown(fields: Mapping[str, Any]) -> None:

@@ -11,9 +11,11 @@ the first one whose `when` stands in its prompt:
      "tokens_per_step": 1,         how many tokens one step adds
      "delay_ms": 0,                how long one step takes
      "num_cached_tokens": 0,       what is reported of the prefix cache
-     "error": "", "is_refused": false}     ends in this error instead
+     "error": "", "is_refused": false,     ends in this error instead
+     "fault": ""}                  the whole engine fails with this message, as on a lost device
 
 Behind the script comes the end-of-sequence token, or with `"ends": false` the same again and again.
+At most max_num_seqs sequences run; further requests wait in the order in which they came.
 Stop tokens, min_tokens, ignore_eos, max_tokens, n and aborts are honoured as the engine does. Every
 token has log-probability -0.5 and rank 1; the likeliest ones beside it are the next ids, each 1
 lower. Sampling and grammars are not looked at.
@@ -31,7 +33,7 @@ from typing import Any
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo, FinishReason, RequestUpdate, TokenLogprobs
 from nereid_backend.core.params import SamplingParams
-from nereid_backend.errors import ConfigError, RequestError
+from nereid_backend.errors import ConfigError, EngineError, RequestError
 from nereid_backend.serving.engine_process import serve
 from nereid_backend.serving.prompts import load_tokenizer
 
@@ -54,6 +56,7 @@ class Rule:
     ends: bool = True
     error: str = ""
     is_refused: bool = False
+    fault: str = ""
 
 
 def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
@@ -128,6 +131,8 @@ class ScriptedEngine:
         progress(f"engine: scripted, a test tool; {len(self._rules)} rules from {path}")
         eos = tokenizer.eos_token_id
         self._requests: dict[str, _Request] = {}
+        self._queue: dict[str, _Request] = {}
+        self.begun: list[tuple[str, float]] = []
         self.info = _info(config, len(tokenizer), () if eos is None else (int(eos),))
         self.num_running = self.num_waiting = self.num_preemptions = 0
 
@@ -156,23 +161,24 @@ class ScriptedEngine:
         if rule is None:
             raise RequestError(f"script: no rule's `when` stands in the prompt {text[-80:]!r}")
         limit = min(room, params.max_tokens or room)
-        self._requests[request_id] = _Request(prompt, params, rule, limit, self.info.eos_token_ids)
-        self.num_running = len(self._requests)
+        self._queue[request_id] = _Request(prompt, params, rule, limit, self.info.eos_token_ids)
+        self._count()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences; the next step reports it."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(request_id) or self._queue.get(request_id)
         for sequence in () if request is None else request.sequences.values():
             if index in (None, sequence.index):
                 sequence.is_aborted = True
 
     def has_work(self) -> bool:
         """Whether a request is on its way."""
-        return bool(self._requests)
+        return bool(self._requests or self._queue)
 
     def step(self) -> list[RequestUpdate]:
         """The next tokens of the sequences whose time has come."""
         now = time.monotonic()
+        self._start_waiting(now)
         updates = [
             self._advance(request_id, request, sequence, now)
             for request_id, request in list(self._requests.items())
@@ -180,15 +186,33 @@ class ScriptedEngine:
             if sequence.is_aborted or sequence.due <= now
         ]
         self._requests = {name: one for name, one in self._requests.items() if one.sequences}
-        self.num_running = len(self._requests)
+        self._count()
         if not updates and self._requests:
             time.sleep(_LONGEST_NAP_S / 4)
         return updates
+
+    def _start_waiting(self, now: float) -> None:
+        """Let requests run while there is room; one that was aborted needs none."""
+        self.begun = []
+        room = self.info.max_num_seqs - sum(len(r.sequences) for r in self._requests.values())
+        for request_id, request in list(self._queue.items()):
+            is_aborted = all(one.is_aborted for one in request.sequences.values())
+            if not is_aborted:
+                if room < min(len(request.sequences), self.info.max_num_seqs):
+                    continue
+                room -= len(request.sequences)
+                self.begun.append((request_id, now))
+            self._requests[request_id] = self._queue.pop(request_id)
+
+    def _count(self) -> None:
+        self.num_running, self.num_waiting = len(self._requests), len(self._queue)
 
     def _advance(
         self, request_id: str, request: _Request, sequence: _Sequence, now: float
     ) -> RequestUpdate:
         rule = sequence.rule
+        if rule.fault and not sequence.is_aborted:
+            raise EngineError(rule.fault)
         sequence.due = now + rule.delay_ms / 1000
         is_first = sequence.num_tokens == 0
         token_ids: list[int] = []

@@ -55,7 +55,15 @@ class ServingSettings:
             the server drops a cancelled stream's steps without a word.
         max_streams: at most so many requests in the executor at once, waiting ones included.
         engine_start_timeout_s: loading a checkpoint may take this long.
-        max_engine_restarts: engine processes that may die in a row before the executor gives up.
+        max_engine_restarts: engine processes that may die in a row, without one finished request
+            between, before the executor gives up.
+        engine_hang_timeout_s: an engine that is at one step for so long hangs and is killed; 0 is
+            no limit.
+        max_waiting_tokens: prompts that wait have at most so many tokens together; 0 is no limit.
+        max_pending_tokens: a stream for which more tokens wait to be sent is ended.
+        default_queue_timeout_s: how long a request that does not say so (queue_timeout) waits for
+            its turn; 0 is no limit.
+        default_timeout_s: the same for all of its time (timeout).
         engine: "scripted" is a test tool that writes what a script says in place of a model; see
             scripted_engine.py.
         script: path of that script.
@@ -71,6 +79,11 @@ class ServingSettings:
     max_streams: int = 4096
     engine_start_timeout_s: int = 3600
     max_engine_restarts: int = 3
+    engine_hang_timeout_s: int = 60
+    max_waiting_tokens: int = 0
+    max_pending_tokens: int = 65_536
+    default_queue_timeout_s: float = 0.0
+    default_timeout_s: float = 0.0
     engine: str = ""
     script: str = ""
 
@@ -81,10 +94,10 @@ class ServingSettings:
             raise ConfigError(
                 f'parser_policy: must be lenient or strict, got "{self.parser_policy}"'
             )
-        for name in ("heartbeat_ms", "stale_after_ms", "max_streams", "engine_start_timeout_s"):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("responses_per_second", "max_engine_restarts"):
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must be at least 0, got {getattr(self, name)}")
 
@@ -94,6 +107,21 @@ class ServingSettings:
         return _ENGINES[self.engine]
 
 
+_POSITIVE = (
+    "heartbeat_ms",
+    "stale_after_ms",
+    "max_streams",
+    "max_pending_tokens",
+    "engine_start_timeout_s",
+)
+_NOT_NEGATIVE = (
+    "responses_per_second",
+    "max_engine_restarts",
+    "engine_hang_timeout_s",
+    "max_waiting_tokens",
+    "default_queue_timeout_s",
+    "default_timeout_s",
+)
 _ENGINES = {
     "": "nereid_backend.serving.engine_process",
     "scripted": "nereid_backend.serving.scripted_engine",

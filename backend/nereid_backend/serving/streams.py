@@ -15,6 +15,7 @@ import numpy as np
 
 from nereid_backend.core.guide import KINDS
 from nereid_backend.core.outputs import RequestUpdate, TokenLogprobs
+from nereid_backend.serving.timing import Timing
 from nereid_backend.serving.wire import Ending, Opening, Part, StepState
 
 # Unconsumed steps of one stream; two keep the postprocessor busy while the next is on its way.
@@ -52,6 +53,7 @@ class Sequence:
         ending: known once the engine has finished it.
         is_sent: its ending was sent.
         is_aborting: the engine was asked to end it.
+        last_token: when tokens came from the engine last, by time.monotonic(); 0 for never.
     """
 
     index: int
@@ -64,6 +66,7 @@ class Sequence:
     ending: Ending | None = None
     is_sent: bool = False
     is_aborting: bool = False
+    last_token: float = 0.0
 
     @property
     def has_news(self) -> bool:
@@ -117,6 +120,7 @@ class Stream:
         waited_s: how long the oldest of them has been on its way.
         last_sent: when, by time.monotonic().
         is_aborting: the engine was asked to end all of it.
+        timing: its times.
     """
 
     request_id: str
@@ -130,6 +134,7 @@ class Stream:
     unconsumed: deque[int] = field(default_factory=deque)
     waited_s: float = 0.0
     is_aborting: bool = False
+    timing: Timing = field(default_factory=Timing)
 
     @property
     def slot(self) -> int:
@@ -150,6 +155,11 @@ class Stream:
     def has_news(self) -> bool:
         """Whether the next step is more than a heartbeat."""
         return any(sequence.has_news for sequence in self.sequences)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that wait for the next step."""
+        return sum(len(sequence.pending) for sequence in self.sequences)
 
     def add(self, update: RequestUpdate) -> None:
         """Take in what the engine says of one of the sequences."""

@@ -12,6 +12,7 @@ import triton_python_backend_utils as pb_utils
 from nereid_backend.errors import (
     CapacityError,
     ConfigError,
+    DeadlineError,
     ModelError,
     NereidError,
     RequestError,
@@ -121,6 +122,9 @@ def _error_code(error: Exception) -> tuple[str, Any]:
         return "INVALID_ARGUMENT", pb_utils.TritonError.INVALID_ARG
     if isinstance(error, CapacityError):
         return "UNAVAILABLE", pb_utils.TritonError.UNAVAILABLE
+    if isinstance(error, DeadlineError):
+        # The server has no such code; this one is the nearest that HTTP tells from a failure.
+        return "DEADLINE_EXCEEDED", pb_utils.TritonError.UNAVAILABLE
     return "INTERNAL", pb_utils.TritonError.INTERNAL
 
 

@@ -22,6 +22,7 @@ from nereid_backend.serving.prompts import (
 from nereid_backend.serving.sampling import (
     read_generation_defaults,
     read_sampling,
+    read_timeouts,
     refuse_unknown,
 )
 from nereid_backend.serving.settings import read_settings
@@ -107,7 +108,9 @@ class TokenizerModel:
         return tensors.response(
             {
                 names.PROMPT_TOKEN_IDS: np.array(prompt.token_ids, dtype=np.int32),
-                names.ENVELOPE: RequestEnvelope(params, context.pack(), grammar.field).pack(),
+                names.ENVELOPE: RequestEnvelope(
+                    params, context.pack(), grammar.field, *read_timeouts(fields)
+                ).pack(),
             }
         )
 

@@ -85,16 +85,21 @@ class RequestEnvelope:
         params: how to sample.
         context: passed on unread.
         grammar_field: the request's field that made the grammar, for messages about it.
+        timeout_s: how long it may take in all; 0 for no limit, None for the server's default.
+        queue_timeout_s: how long it may wait for its turn.
     """
 
     params: SamplingParams
     context: bytes
     grammar_field: str = ""
+    timeout_s: float | None = None
+    queue_timeout_s: float | None = None
 
     def pack(self) -> UInt8Array:
         """As a UINT8 tensor [num_bytes]."""
         params = {field.name: getattr(self.params, field.name) for field in fields(SamplingParams)}
-        return np.frombuffer(_pack([params, self.context, self.grammar_field]), dtype=np.uint8)
+        rest = (self.context, self.grammar_field, self.timeout_s, self.queue_timeout_s)
+        return np.frombuffer(_pack([params, *rest]), dtype=np.uint8)
 
     @classmethod
     def unpack(cls, data: UInt8Array) -> Self:

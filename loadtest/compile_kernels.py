@@ -151,6 +151,8 @@ def compile_launch(
     for index, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
         if isinstance(arg, float):
             signature[name] = "fp32"
+        elif kernel.params[index].do_not_specialize:
+            signature[name] = "i32"
         elif isinstance(arg, int) and arg == 1:
             signature[name], constants[name] = "constexpr", 1
         else:

@@ -91,17 +91,25 @@ def attend(
     query, key, value = (_rows(tensor) for tensor in inputs)
     number, spec = layer
     step = Step(spec, cache.keys[number], cache.values[number], scale, sinks)
-    rows = gpu_batch(batch)
-    store(key, value, step, batch.slots)
     out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
-    device, dim = device_of(query.device), max(spec.key_dim, spec.value_dim)
+    # Kernels go to the current device, which need not be the cache's.
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        _launch(query, key, value, step, batch, out)
+    return out
+
+
+def _launch(
+    query: Tensor, key: Tensor, value: Tensor, step: Step, batch: AttentionBatch, out: Tensor
+) -> None:
+    store(key, value, step, batch.slots)
+    rows, device = gpu_batch(batch), device_of(query.device)
+    dim = max(step.spec.key_dim, step.spec.value_dim)
     if rows.decodes is not None:
         tuning = device.tuning("decode", dim, step.keys.itemsize)
         decode(query, step, rows.decodes, out, tuning)
     if rows.prefills is not None:
         tuning = device.tuning("prefill", dim, step.keys.itemsize)
         prefill(query, step, rows.prefills, out, tuning)
-    return out
 
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
@@ -191,8 +199,8 @@ def decode(query: Tensor, step: Step, rows: DecodeRows, out: Tensor, tuning: Tun
             *(out, parts, logs, sinks, rows.tokens, rows.lens),
             *(window, chunk, split_tokens, num_splits),
             NUM_HEADS=spec.num_heads,
-            SPLITS_PADDED=_power(num_splits),
-            STEP=min(16, _power(num_splits)),
+            SPLITS_PADDED=_MAX_SPLITS,
+            STEP=16,
             **shared,
             num_warps=2,
             **_FUSED,

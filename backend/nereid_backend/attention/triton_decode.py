@@ -21,7 +21,8 @@ def seen_from(
     return first, first // TILE * TILE
 
 
-@triton.jit
+# What differs from step to step must not be compiled in.
+@triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
 def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
     query, keys, values, out, parts, weights_log, sinks,
     table, table_starts, tokens, lens,
@@ -99,7 +100,7 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
         tl.store(out + cells, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
 def reduce_kernel(
     out, parts, weights_log, sinks, tokens, lens,
     window, chunk, split_tokens, max_splits,
@@ -127,10 +128,10 @@ def reduce_kernel(
     for begin in tl.range(0, num_splits, STEP):
         some = begin + tl.arange(0, STEP)
         is_some = some < num_splits
-        logs = tl.load(weights_log + place + some, mask=is_some, other=float("-inf"))
+        some_logs = tl.load(weights_log + place + some, mask=is_some, other=float("-inf"))
         pointers = parts + (place + some)[:, None] * VALUE_DIM + columns[None, :]
         tile = tl.load(pointers, mask=is_some[:, None] & is_column[None, :], other=0.0)
-        acc += tl.sum(tile * tl.exp2(logs - top)[:, None], 0)
+        acc += tl.sum(tile * tl.exp2(some_logs - top)[:, None], 0)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         total += tl.exp2(sink * 1.4426950408889634 - top)

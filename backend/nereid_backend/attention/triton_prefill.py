@@ -44,7 +44,7 @@ def walk_tiles(
     return top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "chunk"])
 def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
     query, keys, values, out, sinks,
     table, sequences, tiles,
@@ -126,6 +126,8 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         total += tl.exp2(sink * 1.4426950408889634 - top)
+    # Rows that stand for no token may have seen nothing.
+    total = tl.where(is_row, total, 1.0)
     columns = tl.arange(0, VALUE_PADDED)
     num_heads: tl.constexpr = GROUP * NUM_KV_HEADS
     cells = (tokens * num_heads + heads)[:, None] * VALUE_DIM + columns[None, :]

@@ -132,7 +132,7 @@ def default_tuning(kernel: str, dim: int, itemsize: int, generation: int = 9) ->
     """
     if itemsize == 4:
         # Exact float32 products run without tensor cores, so small tiles lose nothing.
-        return Tuning(16, 32, 4, 2) if kernel == "decode" else Tuning(32, 32, 4, 2)
+        return Tuning(16, 32, 8, 2) if kernel == "decode" else Tuning(32, 16, 8, 2)
     if kernel == "decode":
         return Tuning(16, 64, 4, 3) if dim <= 128 else Tuning(16, 32, 4, 3)
     if generation < 9:

@@ -160,13 +160,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def long_requests(model: str, poolers: dict[str, str]) -> list[Ask]:
     """Eight requests that run for some seconds on the demo's model, of every kind of door."""
-    endless = {"max_tokens": 1500, "ignore_eos": True}
+    endless = {"max_tokens": 800, "ignore_eos": True}
     made: list[Ask] = []
     for ask in asks(random.Random(0), model, poolers):
         if ask.kind in ("chat", "whole chat", "completion") and len(made) < 6:
             made.append(Ask(ask.kind, ask.path, ask.body | endless))
         elif ask.is_direct and len(made) < 8:
-            fields = '{"temperature": 0, "max_tokens": 1500, "ignore_eos": true}'
+            fields = '{"temperature": 0, "max_tokens": 800, "ignore_eos": true}'
             body = ask.body | {"sampling_parameters": fields}
             made.append(Ask(ask.kind, ask.path, body, is_direct=True))
     return made

@@ -49,11 +49,12 @@ def kernels() -> ctypes.CDLL:
     library = load_library()
     pointer, size = c_void_p, c_int64
     library.nereid_decode.argtypes = [
-        *(pointer, c_int, pointer, pointer, pointer, size, size, pointer),
+        *(pointer, c_int, pointer, pointer, pointer, pointer, size, size, pointer),
         *(pointer, size, pointer, size, pointer, pointer, c_int),
     ]
     library.nereid_store.argtypes = [
-        *(pointer, c_int, pointer, pointer, pointer, pointer, pointer, pointer, size, c_int)
+        *(pointer, c_int, pointer, pointer, pointer),
+        *(pointer, pointer, pointer, pointer, size, c_int),
     ]
     library.nereid_decode.restype = library.nereid_store.restype = None
     return library
@@ -84,10 +85,16 @@ class CpuKVCache(KVCache):
 
     Attributes:
         keys: per layer [num_blocks + 1, num_kv_heads, key_dim, block_size].
+        key_scales: per layer, where the cache holds integers (int8_cache.py); empty elsewhere.
+        value_scales: the same for values.
     """
+
+    key_scales: list[Tensor]
+    value_scales: list[Tensor]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - KVCache's own
         super().__init__(*args, **kwargs)
+        self.key_scales, self.value_scales = [], []
         # All zero so far, so that another shape over the same memory is another layout.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
 
@@ -141,17 +148,26 @@ def attend(
         *(spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, batch.block_size),
         *(spec.span.window or 0, spec.span.chunk or 0, scale, spec.softcap or 0.0),
     )
-    _store(shape, (key, value), (cache.keys[number], cache.values[number]), batch)
+    _store(shape, (key, value), (cache, number), batch)
     if not batch.num_decodes:
         return reference.attend_prefills((query, key, value), layer, cache, batch, scale, sinks)
     out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
     sinks_float = None if sinks is None else sinks.float().contiguous()
     for group in batch.decodes:
-        _decode(shape, query, group, (cache.keys[number], cache.values[number]), sinks_float, out)
+        _decode(shape, query, group, (cache, number), sinks_float, out)
     if not batch.prefills:
         return out
     rest = reference.attend_prefills((query, key, value), layer, cache, batch, scale, sinks)
     return torch.cat([out, rest])
+
+
+def _pointers(cache: CpuKVCache, layer: int) -> tuple[Any, ...]:
+    """Keys, values and, where they are integers, both scales of one layer, as the kernels want."""
+    scales = None
+    if cache.key_scales:
+        found = (cache.key_scales[layer].data_ptr(), cache.value_scales[layer].data_ptr())
+        scales = (c_void_p * 2)(*found)
+    return cache.keys[layer].data_ptr(), cache.values[layer].data_ptr(), scales
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -160,15 +176,14 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _store(
-    shape: _Shape, new: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], batch: AttentionBatch
+    shape: _Shape, new: tuple[Tensor, Tensor], place: tuple[CpuKVCache, int], batch: AttentionBatch
 ) -> None:
-    (key, value), (keys, values) = new, caches
+    key, value = new
     strides = (c_int64 * 4)(key.stride(0), key.stride(1), value.stride(0), value.stride(1))
     kernels().nereid_store(
         ctypes.byref(shape),
-        int(keys.dtype == torch.bfloat16),
-        keys.data_ptr(),
-        values.data_ptr(),
+        int(key.dtype == torch.bfloat16),
+        *_pointers(*place),
         key.data_ptr(),
         value.data_ptr(),
         strides,
@@ -182,17 +197,15 @@ def _decode(
     shape: _Shape,
     query: Tensor,
     group: Decodes,
-    caches: tuple[Tensor, Tensor],
+    place: tuple[CpuKVCache, int],
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
     """Attention of one group of decodes. Mutates: their rows of out."""
-    keys, values = caches
     kernels().nereid_decode(
         ctypes.byref(shape),
-        int(keys.dtype == torch.bfloat16),
-        keys.data_ptr(),
-        values.data_ptr(),
+        int(query.dtype == torch.bfloat16),
+        *_pointers(*place),
         query.data_ptr(),
         query.stride(0),
         query.stride(1),

@@ -9,12 +9,14 @@
 //
 // A task is one sequence, one key-value head and one segment of its tokens. Query heads that share
 // the key-value head are computed together, so each key and value is read from memory once.
-// Scores and sums are float32 whatever the cache holds.
+// Scores and sums are float32 whatever the cache holds. A cache of 8-bit integers has a scale for each
+// key and value vector, [b][h][block_size]; scores and weights are multiplied by it, not the vectors.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #ifdef _OPENMP
@@ -31,6 +33,7 @@ constexpr int kMaxGroup = 8;  // query heads computed together: as many sums as 
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 
 struct Bfloat16 {
@@ -65,6 +68,12 @@ inline Floats load(const Bfloat16* at) {
   return result;
 }
 
+inline float to_float(int8_t value) { return static_cast<float>(value); }
+inline Floats load(const int8_t* at) {
+  const Bytes bytes = *reinterpret_cast<const Bytes*>(at);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+}
+
 inline Floats fill(float value) { return Floats{} + value; }
 
 // exp for arguments up to 88: 2^n * e^f with |f| <= ln(2) / 2, the latter by its Taylor series.
@@ -93,6 +102,13 @@ struct Shape {
   int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
   int64_t window, chunk;  // 0: no limit
   float scale, softcap;   // softcap 0: none
+};
+
+// One layer's cache; scales are null unless T is int8_t.
+template <typename T>
+struct Cache {
+  const T *keys, *values;
+  const float *key_scales, *value_scales;
 };
 
 struct Sums {  // of one query head over one segment
@@ -160,8 +176,10 @@ inline void weigh(const T* values, const float* weights, int64_t dim, int count,
 
 // Attention of G query heads over tokens [first, last) of one sequence; out is not normalised.
 template <typename T, int G>
-void attend(const Shape& shape, const T* keys, const T* values, const int64_t* blocks, int64_t head,
-            const float* query, int64_t first, int64_t last, Sums* state, float* out) {
+void attend(const Shape& shape, const Cache<T>& cache, const int64_t* blocks, int64_t head, const float* query,
+            int64_t first, int64_t last, Sums* state, float* out) {
+  constexpr bool kScaled = std::is_same<T, int8_t>::value;
+  const T *keys = cache.keys, *values = cache.values;
   alignas(64) float scores[G * kTile];
   const int64_t size = shape.block_size;
   for (int g = 0; g < G; ++g) state[g] = {-INFINITY, 0.0f};
@@ -178,6 +196,10 @@ void attend(const Shape& shape, const T* keys, const T* values, const int64_t* b
         fetch(keys + (next * shape.num_kv_heads + head) * shape.key_dim * size, shape.key_dim * size * sizeof(T));
       }
       score<T, G>(from, size, query, shape.key_dim, scores + t);
+      if (kScaled) {
+        const Floats scale = load(cache.key_scales + (block * shape.num_kv_heads + head) * size + (start + t) % size);
+        for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(scores + g * kTile + t) *= scale;
+      }
     }
     for (int g = 0; g < G; ++g) {
       float* row = scores + g * kTile;
@@ -219,14 +241,18 @@ void attend(const Shape& shape, const T* keys, const T* values, const int64_t* b
         fetch(values + (next * shape.num_kv_heads + head) * size * shape.value_dim, shape.value_dim * size * sizeof(T));
       }
       const int count = static_cast<int>(std::min<int64_t>(kLanes, end - start - t));
+      if (kScaled) {
+        const Floats scale = load(cache.value_scales + (block * shape.num_kv_heads + head) * size + (start + t) % size);
+        for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(scores + g * kTile + t) *= scale;
+      }
       weigh<T, G>(from, scores + t, shape.value_dim, count, out);
     }
   }
 }
 
 template <typename T>
-void attend_group(const Shape& shape, int64_t group, const T* keys, const T* values, const int64_t* blocks,
-                  int64_t head, const float* query, int64_t first, int64_t last, Sums* state, float* out) {
+void attend_group(const Shape& shape, int64_t group, const Cache<T>& cache, const int64_t* blocks, int64_t head,
+                  const float* query, int64_t first, int64_t last, Sums* state, float* out) {
   int64_t g = 0;
   while (g < group) {
     const float* q = query + g * shape.key_dim;
@@ -234,7 +260,7 @@ void attend_group(const Shape& shape, int64_t group, const T* keys, const T* val
     const int64_t left = std::min<int64_t>(kMaxGroup, group - g);
 #define NEREID_HEADS(G)                                                             \
   case G:                                                                           \
-    attend<T, G>(shape, keys, values, blocks, head, q, first, last, state + g, o); \
+    attend<T, G>(shape, cache, blocks, head, q, first, last, state + g, o);         \
     break
     switch (left) {
       NEREID_HEADS(1);
@@ -258,10 +284,9 @@ int64_t first_seen(const Shape& shape, int64_t position) {
   return first;
 }
 
-template <typename T>
-void decode(const Shape& shape, const T* keys, const T* values, const T* query, int64_t query_head_stride,
-            int64_t query_token_stride, const int64_t* tokens, const int64_t* blocks, int64_t blocks_stride,
-            const int64_t* lens, int64_t num_seqs, const float* sinks, T* out, int num_threads) {
+template <typename T, typename Q>
+void decode(const Shape& shape, const Cache<T>& cache, const Q* query, int64_t query_head_stride, int64_t query_token_stride, const int64_t* tokens, const int64_t* blocks, int64_t blocks_stride,
+            const int64_t* lens, int64_t num_seqs, const float* sinks, Q* out, int num_threads) {
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   const int64_t tasks = num_seqs * shape.num_kv_heads;
   int64_t longest = 0;
@@ -288,11 +313,10 @@ void decode(const Shape& shape, const T* keys, const T* values, const T* query, 
     }
     std::vector<float> rows(group * shape.key_dim);
     for (int64_t g = 0; g < group; ++g) {
-      const T* from = query + (head * group + g) * query_head_stride + token * query_token_stride;
+      const Q* from = query + (head * group + g) * query_head_stride + token * query_token_stride;
       for (int64_t d = 0; d < shape.key_dim; ++d) rows[g * shape.key_dim + d] = to_float(from[d]);
     }
-    attend_group<T>(shape, group, keys, values, blocks + seq * blocks_stride, head, rows.data(), first, last,
-                    state, result);
+    attend_group<T>(shape, group, cache, blocks + seq * blocks_stride, head, rows.data(), first, last, state, result);
   }
   for (int64_t task = 0; task < tasks; ++task) {
     const int64_t head = task % shape.num_kv_heads, seq = task / shape.num_kv_heads;
@@ -310,7 +334,7 @@ void decode(const Shape& shape, const T* keys, const T* values, const T* query, 
         factors[s] = state.largest == -INFINITY ? 0.0f : std::exp(state.largest - largest);
         total += factors[s] * state.total;
       }
-      T* to = out + (token * shape.num_heads + query_head) * shape.value_dim;
+      Q* to = out + (token * shape.num_heads + query_head) * shape.value_dim;
       for (int64_t c = 0; c < shape.value_dim; ++c) {
         float value = 0.0f;
         for (int64_t s = 0; s < splits; ++s)
@@ -340,38 +364,87 @@ void store(const Shape& shape, T* keys, T* values, const T* new_keys, const T* n
   }
 }
 
+// One vector as integers, `step` apart, and the factor that restores it; NaN if a number is not finite.
+template <typename T>
+float quantise(const T* from, int64_t dim, int8_t* to, int64_t step) {
+  float largest = 0.0f, finite = 0.0f;
+  for (int64_t d = 0; d < dim; ++d) {
+    const float value = to_float(from[d]);
+    largest = std::max(largest, std::fabs(value));
+    finite += value * 0.0f;  // NaN as soon as one is not finite
+  }
+  const bool usable = largest > 0.0f && finite == 0.0f;
+  const float factor = usable ? 127.0f / largest : 0.0f;
+  for (int64_t d = 0; d < dim; ++d)
+    to[d * step] = usable ? static_cast<int8_t>(std::nearbyint(to_float(from[d]) * factor)) : 0;
+  return finite == 0.0f ? largest / 127.0f : NAN;
+}
+
+template <typename T>
+void store_int8(const Shape& shape, int8_t* keys, int8_t* values, float* key_scales, float* value_scales,
+                const T* new_keys, const T* new_values, const int64_t* strides, const int64_t* slots,
+                int64_t num_tokens, int num_threads) {
+  const int64_t size = shape.block_size;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens > 64)
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    const int64_t block = slots[i] / size, place = slots[i] % size;
+    for (int64_t h = 0; h < shape.num_kv_heads; ++h) {
+      const int64_t cell = block * shape.num_kv_heads + h;
+      key_scales[cell * size + place] = quantise(new_keys + h * strides[0] + i * strides[1], shape.key_dim,
+                                                 keys + cell * shape.key_dim * size + place, size);
+      value_scales[cell * size + place] = quantise(new_values + h * strides[2] + i * strides[3], shape.value_dim,
+                                                   values + (cell * size + place) * shape.value_dim, 1);
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
-// is_bfloat16: what query, cache and out hold; otherwise float32. Strides count elements.
-void nereid_decode(const Shape* shape, int is_bfloat16, const void* keys, const void* values, const void* query,
-                   int64_t query_head_stride, int64_t query_token_stride, const int64_t* tokens,
+// is_bfloat16: what query and out hold, and the cache where scales are null; otherwise float32. With scales
+// [key, value] the cache holds 8-bit integers. Strides count elements.
+void nereid_decode(const Shape* shape, int is_bfloat16, const void* keys, const void* values, const float* const* scales,
+                   const void* query, int64_t query_head_stride, int64_t query_token_stride, const int64_t* tokens,
                    const int64_t* blocks, int64_t blocks_stride, const int64_t* lens, int64_t num_seqs,
                    const float* sinks, void* out, int num_threads) {
-  if (is_bfloat16) {
-    decode<Bfloat16>(*shape, static_cast<const Bfloat16*>(keys), static_cast<const Bfloat16*>(values),
-                     static_cast<const Bfloat16*>(query), query_head_stride, query_token_stride, tokens, blocks,
-                     blocks_stride, lens, num_seqs, sinks, static_cast<Bfloat16*>(out), num_threads);
+#define NEREID_DECODE(T, Q)                                                                                       \
+  decode<T, Q>(*shape,                                                                                            \
+               {static_cast<const T*>(keys), static_cast<const T*>(values), scales ? scales[0] : nullptr,         \
+                scales ? scales[1] : nullptr},                                                                    \
+               static_cast<const Q*>(query), query_head_stride, query_token_stride, tokens, blocks, blocks_stride, \
+               lens, num_seqs, sinks, static_cast<Q*>(out), num_threads)
+  if (scales && is_bfloat16) {
+    NEREID_DECODE(int8_t, Bfloat16);
+  } else if (scales) {
+    NEREID_DECODE(int8_t, float);
+  } else if (is_bfloat16) {
+    NEREID_DECODE(Bfloat16, Bfloat16);
   } else {
-    decode<float>(*shape, static_cast<const float*>(keys), static_cast<const float*>(values),
-                  static_cast<const float*>(query), query_head_stride, query_token_stride, tokens, blocks,
-                  blocks_stride, lens, num_seqs, sinks, static_cast<float*>(out), num_threads);
+    NEREID_DECODE(float, float);
   }
+#undef NEREID_DECODE
 }
 
-// strides: of the new keys [head, token], then of the new values [head, token].
-void nereid_store(const Shape* shape, int is_bfloat16, void* keys, void* values, const void* new_keys,
-                  const void* new_values, const int64_t* strides, const int64_t* slots, int64_t num_tokens,
-                  int num_threads) {
-  if (is_bfloat16) {
-    store<Bfloat16>(*shape, static_cast<Bfloat16*>(keys), static_cast<Bfloat16*>(values),
-                    static_cast<const Bfloat16*>(new_keys), static_cast<const Bfloat16*>(new_values), strides, slots,
-                    num_tokens, num_threads);
+// strides: of the new keys [head, token], then of the new values [head, token]. scales: as above.
+void nereid_store(const Shape* shape, int is_bfloat16, void* keys, void* values, float* const* scales,
+                  const void* new_keys, const void* new_values, const int64_t* strides, const int64_t* slots,
+                  int64_t num_tokens, int num_threads) {
+#define NEREID_STORE(FUNCTION, T, Q, ...)                                                                        \
+  FUNCTION<Q>(*shape, static_cast<T*>(keys), static_cast<T*>(values), __VA_ARGS__ static_cast<const Q*>(new_keys), \
+              static_cast<const Q*>(new_values), strides, slots, num_tokens, num_threads)
+#define NEREID_SCALES scales[0], scales[1],
+  if (scales && is_bfloat16) {
+    NEREID_STORE(store_int8, int8_t, Bfloat16, NEREID_SCALES);
+  } else if (scales) {
+    NEREID_STORE(store_int8, int8_t, float, NEREID_SCALES);
+  } else if (is_bfloat16) {
+    NEREID_STORE(store, Bfloat16, Bfloat16, );
   } else {
-    store<float>(*shape, static_cast<float*>(keys), static_cast<float*>(values), static_cast<const float*>(new_keys),
-                 static_cast<const float*>(new_values), strides, slots, num_tokens, num_threads);
+    NEREID_STORE(store, float, float, );
   }
+#undef NEREID_SCALES
+#undef NEREID_STORE
 }
 
 }  // extern "C"

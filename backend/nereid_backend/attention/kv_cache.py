@@ -62,6 +62,10 @@ class KVCache:
         """
         return _gather(self.keys[layer], rows), _gather(self.values[layer], rows)
 
+    def tensors(self) -> list[Tensor]:
+        """All that is kept, each tensor [num_blocks + 1, ...]."""
+        return [*self.keys, *self.values]
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as pairs (from, to); all are read before any is written.
 
@@ -70,13 +74,13 @@ class KVCache:
         if not copies:
             return
         pairs = torch.tensor(copies, dtype=torch.int64, device=self.device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors():
             tensor.index_copy_(0, pairs[:, 1], tensor.index_select(0, pairs[:, 0]))
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero some blocks. Mutates: this cache."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors():
             tensor.index_fill_(0, index, 0)
 
 

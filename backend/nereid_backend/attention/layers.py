@@ -51,6 +51,11 @@ class LayerSpec:
     softcap: float | None = None
     has_sinks: bool = False
 
-    def bytes_per_token(self, itemsize: int) -> int:
-        """Memory that one token takes in this layer's KV cache."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * itemsize
+    def bytes_per_token(self, itemsize: int, scale_bytes: int = 0) -> int:
+        """Memory that one token takes in this layer's KV cache.
+
+        Args:
+            itemsize: bytes of one number.
+            scale_bytes: of what is kept beside each key and each value vector.
+        """
+        return self.num_kv_heads * ((self.key_dim + self.value_dim) * itemsize + 2 * scale_bytes)

@@ -27,12 +27,14 @@ class Sizes:
         block_size: tokens in one block.
         max_num_seqs: requests that run at once; their rows are below that.
         max_model_len: longest request in tokens.
+        stored: how keys and values are kept, as in the setting kv_cache_dtype.
     """
 
     num_blocks: int
     block_size: int
     max_num_seqs: int
     max_model_len: int
+    stored: str = "auto"
 
 
 class ModelCall:

@@ -17,6 +17,7 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.sight import Sight
+from nereid_backend.errors import ConfigError
 from nereid_backend.execution.limits import (
     MemoryPlan,
     describe_memory,
@@ -77,15 +78,18 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
     marks = [time.monotonic()]
     torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
     device = choose_device(config.device)
+    _check_cpu_only(config, device)
     checkpoint = _load_weights(config, device, hook, progress)
     marks.append(time.monotonic())
     progress("comparing the engine's steps with the model alone")
     choice = choose_tier(checkpoint, hook, config, progress)
     tier = choice.tier
     marks.append(time.monotonic())
-    itemsize = checkpoint.model.dtype.itemsize
+    sizes = (checkpoint.model.dtype.itemsize, 0)
+    if config.kv_cache_dtype == "int8":
+        sizes = (1, torch.float32.itemsize)
     bytes_per_token = tier.bytes_per_token + sum(
-        layer.bytes_per_token(itemsize) for layer in tier.layers
+        layer.bytes_per_token(*sizes) for layer in tier.layers
     )
     default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
     num_tokens = config.max_num_batched_tokens or max(config.max_num_seqs, default)
@@ -110,15 +114,27 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         most_blocks,
     )
     weights_bytes = checkpoint.weights_bytes
-    progress(
-        describe_memory(config, memory, weights_bytes, activations, num_tokens, tier.layers)
-    )
+    progress(describe_memory(config, memory, weights_bytes, activations, num_tokens, tier.layers))
     path = tier.build(
-        Sizes(memory.num_blocks, config.block_size, memory.max_num_seqs, memory.max_model_len)
+        Sizes(
+            memory.num_blocks,
+            config.block_size,
+            memory.max_num_seqs,
+            memory.max_model_len,
+            config.kv_cache_dtype,
+        )
     )
     marks.append(time.monotonic())
     info = _describe(config, checkpoint, memory, choice, marks, num_tokens)
     return Loaded(Runner(path), info, tier.shares_blocks, tier.whole_prefill, sight)
+
+
+def _check_cpu_only(config: EngineConfig, device: torch.device) -> None:
+    if config.kv_cache_dtype != "auto" and device.type != "cpu":
+        raise ConfigError(
+            f"kv_cache_dtype: {config.kv_cache_dtype} is only made for CPUs so far, and the device "
+            f"is {device}; use auto"
+        )
 
 
 def _load_weights(

@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionMaskInterface
 
 from nereid_backend.attention.choose import cache_type
+from nereid_backend.attention.int8_cache import stored_type
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -129,6 +130,7 @@ class _Trials:
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self._checkpoint = checkpoint
         self._block_size = config.block_size
+        self.stored = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
         self._made: dict[bool, Trial | UnfitError] = {}
@@ -197,7 +199,12 @@ def _try(checkpoint: Checkpoint, candidates: Candidates, trials: _Trials) -> tup
             trial = trials.get(tier.layers, is_generated=tier.is_generated)
             with_own_attention(checkpoint, hook)
             path = tier.build(trial.sizes)
-            difference = check_path(path, trial, checkpoint.model.dtype)
+            dtype = checkpoint.model.dtype
+            difference = check_path(path, trial, dtype)
+            if trials.stored != "auto" and tier.layers:
+                # What is wrong with the path shows above; this is about the rounding alone.
+                rounded = tier.build(replace(trial.sizes, stored=trials.stored))
+                difference = check_path(rounded, trial, dtype, is_rounded=True)
             return _measured(tier, path, trial), difference
         except Exception as error:  # noqa: BLE001 - as above
             last = error
@@ -268,7 +275,8 @@ def _padded(checkpoint: Checkpoint, *, together: bool) -> Candidates:
     layout = probe_cache(checkpoint, plain_token_ids(checkpoint)[0])
 
     def build(sizes: Sizes) -> ForwardPath:
-        cache = make_cache(KVCache, checkpoint, layout.layers, sizes)
+        kind = stored_type(KVCache, sizes.stored)
+        cache = make_cache(kind, checkpoint, layout.layers, sizes)
         return PaddedPath(checkpoint, layout, cache, together=together)
 
     if together:
@@ -309,6 +317,7 @@ def make_blocks(
 ) -> tuple[KVCache, BatchBuilder]:
     """Empty blocks for these layers, and the tables that name them."""
     kind = cache_type(sizes.block_size, checkpoint.model.dtype, checkpoint.device)
+    kind = stored_type(kind, sizes.stored)
     cache = make_cache(kind, checkpoint, layers, sizes)
     builder = BatchBuilder(
         max_num_seqs=sizes.max_num_seqs,

@@ -1,0 +1,152 @@
+"""Keys and values of 8 bits: close to what they stand for, and a fraction of the memory."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from backend.exactness import PROMPTS, open_engine, run_staggered
+from backend.test_cpu_attention import BLOCK, SPECS, attention_of
+from backend.tiny_models import BY_NAME
+from nereid_backend import EngineConfig
+from nereid_backend.attention.int8_cache import (
+    CpuInt8KVCache,
+    Int8KVCache,
+    quantise,
+    stored_type,
+)
+from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.errors import ConfigError
+from nereid_backend.execution import startup, tiers
+
+CPU = torch.device("cpu")
+HAS_COMPILER = bool(shutil.which("g++") or shutil.which("c++"))
+KINDS = [
+    Int8KVCache,
+    pytest.param(
+        CpuInt8KVCache, marks=pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+    ),
+]
+
+
+def test_a_number_is_off_by_at_most_half_a_127th_of_its_vectors_largest():
+    torch.manual_seed(0)
+    numbers = torch.randn(50, 3, 64) * torch.logspace(-6, 4, 50)[:, None, None]
+    integers, scales = quantise(numbers)
+    error = (integers.float() * scales.unsqueeze(-1) - numbers).abs().amax(-1)
+    assert (error <= numbers.abs().amax(-1) / 127 * 0.501).all()
+
+
+def test_zeros_stay_zero_and_what_is_not_finite_shows():
+    integers, scales = quantise(torch.tensor([[0.0, 0.0], [1.0, float("inf")]]))
+    assert not integers[0].any()
+    assert scales[0] == 0
+    assert scales[1].isnan()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_near_that_over_unrounded_keys_and_values(kind, spec, dtype):
+    exact = attention_of(KVCache, spec, torch.float32)
+    found = attention_of(kind, spec, dtype).float()
+    assert found.shape == exact.shape
+    assert (found - exact).abs().max() < 0.06
+    assert (found - exact).square().mean().sqrt() < 0.012 * exact.square().mean().sqrt()
+    # As far as that is from equal: it did go through integers.
+    assert (found - exact).abs().max() > 1e-4
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_native_kernel_equals_the_reference_over_the_same_integers(spec, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = attention_of(CpuInt8KVCache, spec, torch.float32)
+    finally:
+        torch.set_num_threads(before)
+    expected = attention_of(Int8KVCache, spec, torch.float32)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+def test_what_is_not_a_number_shows_in_its_own_sequence_only():
+    spec = SPECS["three query heads a key head"]
+    clean = attention_of(CpuInt8KVCache, spec, torch.float32)
+    found = attention_of(CpuInt8KVCache, spec, torch.float32, poison=2)
+    assert found[0, 2].isnan().all()
+    torch.testing.assert_close(found[0, 3], clean[0, 3])
+
+
+@pytest.mark.parametrize("kind", [Int8KVCache, CpuInt8KVCache])
+def test_blocks_are_copied_and_cleared_with_their_scales(kind):
+    spec = LayerSpec(4, 2, 8, 6)
+    cache = kind([spec], num_blocks=4, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    torch.manual_seed(0)
+    key, value = torch.randn(BLOCK, 2, 8), torch.randn(BLOCK, 2, 6)
+    cache.store(0, key, value, store_rows(torch.arange(BLOCK) + BLOCK, 2, BLOCK))
+    cache.copy_blocks([(1, 3)])
+    first, copy = (cache.gather(0, gather_rows(torch.tensor([[number]]), 2)) for number in (1, 3))
+    torch.testing.assert_close(first, copy, atol=0, rtol=0)
+    torch.testing.assert_close(first[0][0], key.transpose(0, 1), atol=0.02, rtol=0)
+    cache.clear([1])
+    assert not any(tensor[1].any() for tensor in cache.tensors())
+    assert all(tensor[3].any() for tensor in cache.tensors())
+
+
+def test_one_setting_chooses_what_is_stored_in_either_layout():
+    assert stored_type(KVCache, "auto") is KVCache
+    assert stored_type(KVCache, "int8") is Int8KVCache
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3, k and v of different sizes", "gemma2"])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_an_engine_answers_mostly_the_same_from_less_memory(name, block_size, tmp_path):
+    folder = BY_NAME[name].save(tmp_path / "model")
+    answers, memory = [], []
+    for setting in ("auto", "int8"):
+        engine = open_engine(folder, block_size=block_size, kv_cache_dtype=setting)
+        answers.append(run_staggered(engine))
+        info = engine.info
+        memory.append(info.kv_cache_bytes / (info.num_blocks + 1) / block_size)
+        engine.close()
+    equal = [
+        a == b for one, two in zip(*answers, strict=True) for a, b in zip(one, two, strict=True)
+    ]
+    assert len(answers[0]) == len(PROMPTS)
+    # Weights of random models give logits that lie close together.
+    assert sum(equal) > 0.5 * len(equal)
+    assert memory[1] < 0.4 * memory[0]
+
+
+def test_the_self_check_still_notices_a_window_that_is_off_by_one(tmp_path, monkeypatch):
+    folder = BY_NAME["mistral, sliding window"].save(tmp_path / "model")
+    engine = open_engine(folder, kv_cache_dtype="int8")
+    assert engine.info.path == "packed"
+    assert engine.info.self_check_difference < 0.05
+    engine.close()
+    probe = tiers.probe_layers
+
+    def wrong(*arguments):
+        layers = probe(*arguments)
+        window = layers[0].span.window - 1
+        return [
+            dataclasses.replace(layer, span=dataclasses.replace(layer.span, window=window))
+            for layer in layers
+        ]
+
+    monkeypatch.setattr(tiers, "probe_layers", wrong)
+    engine = open_engine(folder, kv_cache_dtype="int8")
+    assert engine.info.path != "packed"
+    engine.close()
+
+
+def test_what_cannot_be_stored_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: must be one of auto, int8.*'fp8'"):
+        EngineConfig("/model", kv_cache_dtype="fp8")
+    config = EngineConfig("/model", kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="kv_cache_dtype: int8 is only made for CPUs"):
+        startup._check_cpu_only(config, torch.device("cuda:0"))

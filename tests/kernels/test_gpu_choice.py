@@ -4,6 +4,7 @@ import pytest
 import torch
 from nereid_backend.attention import choose, gpu
 from nereid_backend.attention.batch import AttentionBatch
+from nereid_backend.attention.cpu import CpuKVCache
 from nereid_backend.attention.gpu_batch import DecodeRows, GpuBatch
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import Span
@@ -27,9 +28,12 @@ def rows_of(*bounds):
     return DecodeRows(sum(c for c, _ in bounds), list(bounds), *[nothing] * 4)
 
 
-def test_every_kind_of_cache_has_a_name_for_its_attention():
-    for kind in (KVCache, *KVCache.__subclasses__()):
-        assert choose.attention_name(kind)
+def test_attention_has_the_name_of_the_kind_of_cache_and_variants_have_that_of_theirs():
+    class Variant(gpu.GpuKVCache):
+        pass
+
+    names = [choose.attention_name(kind) for kind in (KVCache, CpuKVCache, gpu.GpuKVCache, Variant)]
+    assert names == ["reference", "native", "triton-language", "triton-language"]
 
 
 def test_a_gpu_without_kernels_for_its_dtype_gets_the_plain_cache_and_the_log_says_why(caplog):

@@ -32,8 +32,8 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 
 
 def attention_name(kind: type[KVCache]) -> str:
-    """What attention over a kind of cache is called in reports."""
-    return _NAMES[kind]
+    """What attention over a kind of cache, or over a variant of it, is called in reports."""
+    return next(_NAMES[base] for base in kind.__mro__ if base in _NAMES)
 
 
 def gpu_refusal(dtype: torch.dtype, device: torch.device) -> str | None:

@@ -84,7 +84,7 @@ _STATUS = {
 }
 """gRPC status -> HTTP status and OpenAI error code; every other status is a 500."""
 
-_RETRY_AFTER = {"Retry-After": "1"}
+_RETRY_AFTER = re.compile(r"try again in (\d+) s\b")  # the executor's guess, docs/overload.md
 _UNION_MEMBERS = {"str", "list[str]", "list[dict[str,any]]", "dict[str,any]"}  # pydantic's words
 _OPENING = re.compile(r"^(Input|String) should ")  # of pydantic's messages
 _TENSOR_NAME = re.compile(r"^(text_input|input_ids): ")  # the ensemble's names of `prompt`
@@ -105,8 +105,14 @@ def to_api_error(error: FrontendError) -> ApiError:
         message,
         param=blamed[1] if blamed else None,
         code=code,
-        headers=_RETRY_AFTER if status in (429, 503) else None,
+        headers=_retry_after(message) if status in (429, 503) else None,
     )
+
+
+def _retry_after(message: str) -> dict[str, str]:
+    """When to come back: as the message says, else soon."""
+    told = _RETRY_AFTER.search(message)
+    return {"Retry-After": told[1] if told else "1"}
 
 
 def from_validation(error: ValidationError) -> ApiError:

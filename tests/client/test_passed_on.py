@@ -41,6 +41,8 @@ PASSED_ON = {
     "ebnf": 'root ::= "a"',
     "thinking_token_budget": 10,
     "priority": -1,
+    "timeout": 2.5,
+    "queue_timeout": 1,
     "cache_salt": "mine",
     "extra_key": "me",
     "add_special_tokens": False,

@@ -81,6 +81,8 @@ class GenerationRequest(BaseModel):
     thinking_token_budget: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
     reasoning_budget_tokens: Annotated[int, Field(lt=_INT64)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    queue_timeout: Annotated[float, Field(ge=0)] | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
     add_special_tokens: bool | None = None
@@ -278,6 +280,7 @@ SAMPLING_FIELDS = frozenset(
         *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "bad_words"),
         *("allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens"),
         *("logprobs", "prompt_logprobs", "return_token_ids", "priority", "cache_salt"),
+        *("timeout", "queue_timeout"),
         *("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "grammar"),
         *("no_stop_trim", "thinking_token_budget", "reasoning_budget_tokens", "custom_params"),
         *("add_special_tokens", "return_prompt_token_ids", "extra_key"),

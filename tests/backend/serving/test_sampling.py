@@ -5,6 +5,7 @@ from nereid_backend import RequestError, SamplingParams
 from nereid_backend.serving.sampling import (
     read_generation_defaults,
     read_sampling,
+    read_timeouts,
     refuse_unknown,
 )
 
@@ -153,3 +154,11 @@ def test_do_sample_false_means_greedy_and_silence_does_not(tmp_path):
     assert read_generation_defaults(tmp_path) == {"repetition_penalty": 1.1, "max_tokens": 9}
     path.write_text(json.dumps({"top_p": 0.9}))
     assert read_generation_defaults(tmp_path) == {"top_p": 0.9}
+
+
+def test_timeouts_are_seconds():
+    assert read_timeouts({}) == (None, None)
+    assert read_timeouts({"timeout": 2, "queue_timeout": "0.5"}) == (2.0, 0.5)
+    for value in (-1, True, "soon", [1], float("inf"), float("nan")):
+        with pytest.raises(RequestError, match="queue_timeout: must be"):
+            read_timeouts({"queue_timeout": value})

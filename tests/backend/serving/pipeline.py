@@ -8,6 +8,7 @@ import json
 import sys
 import types
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch  # noqa: F401 - load_tokenizer keeps it out of processes that have not loaded it
@@ -36,11 +37,45 @@ class InferenceResponse:
     error: TritonError | None = None
 
 
+class MetricFamily:
+    GAUGE, COUNTER, HISTOGRAM = range(3)
+
+    values: ClassVar = {}
+
+    def __init__(self, name, description, kind):
+        self.name = name
+
+    def Metric(self, labels, buckets=None):
+        return Metric(self.name, {**labels})
+
+
+@dataclass
+class Metric:
+    name: str
+    labels: dict
+
+    @property
+    def key(self):
+        extra = [value for label, value in self.labels.items() if label != "model_name"]
+        return "/".join([self.name.removeprefix("nereid:"), *extra])
+
+    def set(self, value):
+        MetricFamily.values[self.key] = value
+
+    def increment(self, value):
+        assert value > 0
+        MetricFamily.values[self.key] = MetricFamily.values.get(self.key, 0) + value
+
+    def observe(self, value):
+        MetricFamily.values.setdefault(self.key, []).append(value)
+
+
 def _install():
     made = types.ModuleType("triton_python_backend_utils")
     made.Tensor, made.InferenceResponse, made.TritonError = Tensor, InferenceResponse, TritonError
     made.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
     made.TritonModelException = RuntimeError
+    made.MetricFamily = MetricFamily
     made.get_input_tensor_by_name = lambda request, name: request.inputs.get(name)
     sys.modules.setdefault("triton_python_backend_utils", made)
 

@@ -1,0 +1,206 @@
+"""The executor on a scripted engine process, with the server's Python API replaced."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from backend.serving.pipeline import MetricFamily, Tensor
+from nereid_backend import SamplingParams
+from nereid_backend.serving import names
+from nereid_backend.serving.executor import ExecutorModel
+from nereid_backend.serving.feedback import FeedbackWriter
+from nereid_backend.serving.scripted_engine import SCRIPT_VARIABLE
+from nereid_backend.serving.wire import RequestEnvelope, StepState
+
+DEMO = Path(__file__).resolve().parents[3] / "demo" / "chat"
+ENDLESS = {"when": "", "token_ids": [10], "ends": False, "delay_ms": 10}
+LETTERS = {"a": 5, "b": 6}
+
+
+class Sender:
+    """One request and everything that is sent for it; a postprocessor that consumes at once."""
+
+    def __init__(self, num_tokens=3, consumes=True, params=None, **limits):
+        envelope = RequestEnvelope(params or SamplingParams(max_tokens=5), b"", **limits)
+        self.inputs = {
+            names.ENVELOPE: Tensor(names.ENVELOPE, envelope.pack()),
+            names.PROMPT_TOKEN_IDS: Tensor("", np.full(num_tokens, 7, dtype=np.int32)),
+        }
+        self.token_ids, self.error, self.began = [], None, threading.Event()
+        self.ended = threading.Event()
+        self.started = self.elapsed_s = time.monotonic()
+        self._consumes = consumes
+        self._feedback = FeedbackWriter()
+
+    def get_response_sender(self):
+        return self
+
+    def send(self, reply=None, flags=0):
+        if reply is not None and reply.error is not None:
+            self.error = reply.error.text
+        elif reply is not None:
+            found = {tensor.name: tensor.as_numpy() for tensor in reply.tensors}
+            self._consume(StepState.unpack(found[names.STATE]))
+            self.token_ids += found[names.TOKEN_IDS].tolist()
+        if self.token_ids:
+            self.began.set()
+        if flags:
+            self.elapsed_s = time.monotonic() - self.started
+            self.ended.set()
+
+    def _consume(self, state):
+        if state.opening is not None:
+            self._feedback.attach(state.opening.feedback_path)
+        if self._consumes:
+            self._feedback.report(state.slot, state.serial, state.step)
+
+    def wait(self, limit_s=20.0):
+        assert self.ended.wait(limit_s), "the request hangs"
+        return self
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    models = []
+
+    def make(*rules, **settings):
+        path = tmp_path / "script.json"
+        path.write_text(json.dumps([{"when": ""} | rule for rule in rules]))
+        monkeypatch.setenv(SCRIPT_VARIABLE, str(path))
+        monkeypatch.setattr(MetricFamily, "values", {})
+        values = {"model": str(DEMO), "engine": "scripted", **settings}
+        config = {"parameters": {n: {"string_value": str(v)} for n, v in values.items()}}
+        model = ExecutorModel()
+        model.initialize(
+            {"model_config": json.dumps(config), "model_repository": str(tmp_path / "llm")}
+        )
+        models.append(model)
+        return model
+
+    yield make
+    for model in models:
+        model.finalize()
+
+
+def ask(model, **given):
+    sender = Sender(**given)
+    model.execute([sender])
+    return sender
+
+
+def metric(name, wanted, limit_s=3.0):
+    deadline = time.monotonic() + limit_s
+    while MetricFamily.values.get(name) != wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return MetricFamily.values.get(name)
+
+
+LONG = SamplingParams(max_tokens=2000)
+
+
+def test_times_tokens_and_outcomes_are_counted(start):
+    model = start({"token_ids": [10], "ends": False, "delay_ms": 5})
+    for _ in range(2):
+        assert ask(model, num_tokens=4).wait().token_ids == [10] * 5
+    assert metric("request_success_total/length", 2) == 2
+    values = MetricFamily.values
+    assert (values["prompt_tokens_total"], values["generation_tokens_total"]) == (8, 10)
+    assert len(values["time_to_first_token_seconds"]) == 2
+    assert len(values["request_queue_time_seconds"]) == 2
+    assert all(0.02 < s < 5 for s in values["e2e_request_latency_seconds"])
+    assert values["inter_token_latency_seconds_count"] == 8
+    assert values["inter_token_latency_seconds_bucket/+Inf"] == 8
+    assert values["engine_up"] == 1
+    assert metric("num_requests", 0) == 0
+
+
+def test_a_request_that_waits_too_long_ends_and_may_come_again(start):
+    model = start(ENDLESS, max_num_seqs=1)
+    first = ask(model, params=LONG)
+    assert first.began.wait(10)
+    late = ask(model, queue_timeout_s=0.5).wait()
+    assert late.error.startswith("[UNAVAILABLE] the request waited 0.5 s for its turn")
+    assert late.error.endswith("(queue_timeout); try again in 1 s")
+    assert 0.4 < late.elapsed_s < 1.5
+    assert metric("num_requests_waiting", 0) == 0
+    assert metric("requests_timed_out_total", 1) == 1
+    assert not first.ended.is_set()
+
+
+def test_a_request_that_runs_too_long_ends_and_its_sequence_with_it(start):
+    model = start(ENDLESS)
+    late = ask(model, params=LONG, timeout_s=0.5).wait()
+    assert late.error.startswith("[DEADLINE_EXCEEDED] the request was not finished after 0.5 s")
+    assert late.token_ids
+    assert metric("kv_cache_blocks_used", 0) == 0
+    assert metric("num_requests", 0) == 0
+
+
+def test_a_full_queue_refuses_at_once_and_by_number_and_tokens(start):
+    model = start(ENDLESS, max_num_seqs=1, max_num_waiting=2, max_waiting_tokens=10)
+    assert ask(model, params=LONG).began.wait(10)
+    ask(model, num_tokens=6)
+    refused = ask(model, num_tokens=6).wait()
+    assert "6 prompt tokens wait, and this request brings 6; the limit is 10" in refused.error
+    ask(model, num_tokens=3)
+    refused = ask(model, num_tokens=1).wait()
+    assert "[UNAVAILABLE] 2 requests wait; the limit is 2 (max_num_waiting)" in refused.error
+    assert refused.elapsed_s < 0.5
+    assert metric("requests_refused_total", 2) == 2
+
+
+def test_a_stream_that_is_not_consumed_costs_bounded_memory_and_ends(start):
+    model = start(
+        {"token_ids": [10], "ends": False, "tokens_per_step": 500},
+        max_pending_tokens=1000,
+        max_model_len=100_000,
+    )
+    stuck = ask(model, params=SamplingParams(), consumes=False)
+    other = ask(model)
+    assert "limit is 1000 (max_pending_tokens)" in stuck.wait().error
+    assert other.wait().token_ids == [10] * 5
+    assert metric("kv_cache_blocks_used", 0) == 0
+
+
+def test_a_hung_engine_is_killed_and_its_requests_end(start):
+    model = start(ENDLESS, engine_hang_timeout_s=1)
+    running = ask(model, params=LONG)
+    assert running.began.wait(10)
+    os.kill(model._engine.pid, signal.SIGSTOP)
+    hung = time.monotonic()
+    assert "(engine_hang_timeout_s); it was killed" in running.wait().error
+    assert time.monotonic() - hung < 5
+    assert metric("num_engine_restarts", 1, limit_s=20) == 1
+    assert ask(model).wait().token_ids == [10] * 5
+
+
+def test_requests_are_refused_at_once_while_the_engine_starts_again(start):
+    model = start(ENDLESS)
+    running = ask(model, params=LONG)
+    assert running.began.wait(10)
+    os.kill(model._engine.pid, signal.SIGKILL)
+    assert "ended (signal 9)" in running.wait(5).error
+    refused = ask(model).wait()
+    assert "[UNAVAILABLE] the engine is being started again; try again in" in refused.error
+    assert refused.elapsed_s < 1.0
+    assert metric("engine_up", 0) == 0
+    assert metric("engine_up", 1, limit_s=20) == 1
+
+
+def test_an_engine_that_dies_again_and_again_is_given_up(start):
+    model = start({"token_ids": [10], "fault": "CUDA error: gone"}, max_engine_restarts=1)
+    for number in range(2):
+        assert metric("num_engine_restarts", number, limit_s=20) == number
+        assert metric("engine_up", 1) == 1
+        assert "CUDA error: gone" in ask(model).wait().error
+    deadline = time.monotonic() + 10
+    while "not started again" not in (refused := ask(model).wait().error):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "[UNAVAILABLE] the engine has died 2 times in a row (max_engine_restarts)" in refused
+    assert metric("engine_up", 0) == 0

@@ -47,6 +47,9 @@ def test_nobody_waits_for_what_died_and_service_comes_back(stack, fault):
     row = with_asker(stack, lambda asker: measure(stack, asker, fault, requests))
     assert not is_broken(row), row.cells()
     assert any(outcome.kind != "ok" for outcome in row.outcomes)
+    deadline = time.monotonic() + 10
+    while processes.what_is_busy(stack) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not processes.what_is_busy(stack)
 
 

@@ -4,7 +4,8 @@
     python loadtest/bench_attention.py --batch 16 --contexts 1024 8192
 
 Prints, for float32 and bfloat16, milliseconds a layer and the rate at which keys and values were
-read, beside the rate at which this machine reads memory in the same run.
+read, beside the rate at which this machine reads memory in the same run, and how many times as fast
+a cache of 8-bit integers is under a model of that dtype.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 from nereid_backend.attention.cpu import CpuKVCache
+from nereid_backend.attention.int8_cache import CpuInt8KVCache
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -52,8 +54,11 @@ def decode_call(
     cache = cache_type(
         [spec], num_blocks=args.batch * width, block_size=BLOCK, dtype=dtype, device=device
     )
-    for tensor in (cache.keys[0], cache.values[0]):
-        tensor.normal_()
+    for tensor in cache.tensors():
+        if tensor.dtype == torch.int8:
+            tensor.random_(-127, 128)
+        else:
+            tensor.normal_()
     builder = BatchBuilder(
         max_num_seqs=args.batch,
         max_model_len=context,
@@ -92,19 +97,24 @@ def main() -> None:
     print(
         f"batch {args.batch}, {args.heads}/{args.kv_heads} heads of {args.dim}, blocks of {BLOCK}\n"
     )
-    print("| context | dtype | kernel ms | GB/s | share of memory | reference ms | ratio |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| context | dtype | kernel ms | GB/s | share of memory | reference ms | ratio "
+        "| int8 ms | ratio |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for context in args.contexts:
         for dtype in (torch.float32, torch.bfloat16):
             size = 2 * args.batch * context * args.kv_heads * args.dim * dtype.itemsize
             ours = seconds(decode_call(CpuKVCache, args, context, dtype), args.repeat)
+            integers = seconds(decode_call(CpuInt8KVCache, args, context, dtype), args.repeat)
             reference = seconds(
                 decode_call(KVCache, args, context, dtype), max(3, args.repeat // 3)
             )
             print(
                 f"| {context} | {str(dtype).removeprefix('torch.')} | {ours * 1e3:.2f} "
                 f"| {size / ours / 1e9:.0f} | {size / ours / rate:.0%} "
-                f"| {reference * 1e3:.1f} | {reference / ours:.1f} |",
+                f"| {reference * 1e3:.1f} | {reference / ours:.1f} "
+                f"| {integers * 1e3:.2f} | {ours / integers:.2f} |",
                 flush=True,
             )
 

@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import tritonclient.grpc.aio as triton_grpc
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 
-from nereid_client.backends import decode_strings
+from nereid_client.backends import connect, decode_strings
 from nereid_client.errors import BackendError
 
 EMBEDDING = "embedding"
@@ -87,7 +86,7 @@ class TritonPooling:
     async def infer(self, call: PoolingCall) -> PoolingReply:
         """See `PoolingBackend.infer`."""
         if self._client is None:
-            self._client = triton_grpc.InferenceServerClient(self._url)
+            self._client = connect(self._url)
         try:
             result = await self._client.infer(call.model, _inputs(call), request_id=call.request_id)
         except InferenceServerException as error:

@@ -33,7 +33,7 @@ _SETTINGS = {"NEREID_MAX_NUM_SEQS": "1", "NEREID_MAX_NUM_BATCHED_TOKENS": "4"}
 _NAME = "demo"
 _PREFILL_S = 0.1
 _LIMIT_S = 20.0
-_ENDLESS: Json = {"temperature": 0, "max_tokens": 1000, "ignore_eos": True}
+_ENDLESS: Json = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
 # Thousands of states, so that compiling it takes longer than the test needs.
 _SLOW_REGEX = "|".join(
     f"(a{{{n},{n + 400}}}b{{1,200}}[c-m]{{{n},{n + 300}}})" for n in range(3, 40)
@@ -45,7 +45,7 @@ def fields_of(state: str) -> Json:
     """A request that stays in this state: prompt and sampling fields."""
     name = f"{random.random()} "
     if state == "prefilling":
-        return {"prompt": name + "again and " * 900, **_ENDLESS}
+        return {"prompt": name + "again and " * 400, **_ENDLESS}
     if state == "compiling":
         return {"prompt": name, **_ENDLESS, "regex": _SLOW_REGEX + name[:1]}
     return {"prompt": name + "For ever and", **_ENDLESS}
@@ -74,7 +74,8 @@ def _tensor(name: str, value: str | bool) -> Any:  # noqa: ANN401 - untyped libr
     return made
 
 
-async def _grpc(url: str, fields: Json, stream: bool) -> tuple[Any, Any]:
+async def open_grpc(url: str, fields: Json, stream: bool) -> tuple[Any, Any]:
+    """Send a request; the client, the call, and the task that reads it."""
     body = dict(fields)
     prompt = body.pop("prompt")
     inputs = [
@@ -100,7 +101,7 @@ async def _grpc(url: str, fields: Json, stream: bool) -> tuple[Any, Any]:
 
 async def grpc_cancel(served: Served, fields: Json, stream: bool = True) -> Close:
     """A gRPC stream that is cancelled."""
-    client, (answers, task) = await _grpc(served.grpc_url, fields, stream)
+    client, (answers, task) = await open_grpc(served.grpc_url, fields, stream)
 
     async def close() -> None:
         answers.cancel()
@@ -132,7 +133,7 @@ async def grpc_loss(served: Served, fields: Json) -> Close:
 
     server = await asyncio.start_server(relay, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    client, (_, task) = await _grpc(f"127.0.0.1:{port}", fields, stream=True)
+    client, (_, task) = await open_grpc(f"127.0.0.1:{port}", fields, stream=True)
 
     async def close() -> None:
         server.close()

@@ -2,7 +2,7 @@
 """The engine and its requests on the Triton server's own /metrics page, as `nereid:NAME`.
 
 docs/metrics.md explains each. Every number that changed costs the stub a message to the server and
-back (about 0.1 ms), so few are published often, the rest once a second, and durations between
+back, so few are published often, the rest once a second, and durations between
 tokens, of which there are thousands a second, as counters that read like a histogram's.
 """
 

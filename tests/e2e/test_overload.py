@@ -1,0 +1,55 @@
+"""Far more requests than a server can answer, and requests whose time is over."""
+
+import asyncio
+import time
+
+import httpx
+import pytest
+from overload import CAPACITY_PER_S, judge, offer, serve
+
+pytestmark = pytest.mark.triton
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("overload")) as running:
+        yield running
+
+
+def post(served, **fields):
+    body = {"model": "scripted", "prompt": "Go", "max_tokens": 2000, "ignore_eos": True}
+    with httpx.Client(timeout=30, trust_env=False) as client:
+        return client.post(served.openai_url + "/completions", json=body | fields)
+
+
+def test_overload_costs_neither_throughput_nor_the_times_of_what_is_accepted(crowded):
+    async def phases():
+        return {
+            "peak": await offer(crowded, 1.3 * CAPACITY_PER_S, 5.0),
+            "overload": await offer(crowded, 10 * CAPACITY_PER_S, 5.0),
+        }
+
+    found = asyncio.run(phases())
+    assert judge(found) == []
+
+
+def test_a_request_that_takes_too_long_ends_with_504(crowded):
+    started = time.monotonic()
+    answer = post(crowded, timeout=1.0)
+    assert time.monotonic() - started < 3.0
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "timeout"
+    assert "the limit is 1 s (timeout)" in answer.json()["error"]["message"]
+
+
+def test_a_stream_that_takes_too_long_ends_with_the_error(crowded):
+    answer = post(crowded, timeout=1.0, stream=True)
+    assert answer.status_code == 200
+    assert "the limit is 1 s (timeout)" in answer.text
+    assert '"finish_reason": "length"' not in answer.text
+
+
+def test_a_wrong_limit_is_refused_by_name(crowded):
+    answer = post(crowded, timeout=-1)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "timeout"

@@ -97,10 +97,14 @@ class Soak:
         served: the server.
         rng: all chance comes from it.
         num_users: requests under way at a time.
+        pause_s: a user waits so long on average between two requests.
     """
 
-    def __init__(self, served: Served, rng: random.Random, num_users: int) -> None:
+    def __init__(
+        self, served: Served, rng: random.Random, num_users: int, pause_s: float = 0.0
+    ) -> None:
         self._served = served
+        self._pause_s = pause_s
         self._rng = rng
         self._num_users = num_users
         self.book = Book()
@@ -108,7 +112,6 @@ class Soak:
         self._asker = Asker(url, served.http_url)
         self._asks = asks(rng, "chat", {"embedding": "embed", "rerank": "rerank"})
         self._expected: dict[str, str] = {}
-        self._pause = asyncio.Event()
         self._num_shm = 0
 
     async def run(self, minutes: float, faults: Sequence[Fault], every_s: float) -> None:
@@ -173,6 +176,7 @@ class Soak:
                 manner = Manner(pause_s=rng.uniform(0.02, 0.2))
             outcome = await self._asker.ask(ask, manner, self._expected[ask.key])
             self.book.take(outcome)
+            await asyncio.sleep(rng.uniform(0.0, 2 * self._pause_s))
             if outcome.kind not in ("ok", "cancelled"):
                 await asyncio.sleep(0.2)  # as a client with manners would
 
@@ -273,6 +277,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--users", type=int, default=8, help="requests under way at a time")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="between requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=60.0, metavar="S", help="between faults")
     parser.add_argument("--faults", default="all", metavar="WORD", help="all, none, or a word")
@@ -283,7 +288,7 @@ def main() -> int:
     flags = ["--max-restarts=1000", "--restart-backoff=0", "--served-model-name=chat"]
     rng = random.Random(args.seed)
     with Served(args.model, arguments=[*flags, "--log-level=warning"]) as served:
-        soak = Soak(served, rng, args.users)
+        soak = Soak(served, rng, args.users, args.pause)
         asyncio.run(soak.run(args.minutes, faults, args.every))
         if served.stop() != 0:
             soak.book.broken.append(f"nereid serve ended with {served.process}")

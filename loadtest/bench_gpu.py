@@ -145,6 +145,10 @@ def checks(device: torch.device, args: argparse.Namespace) -> list[Report]:
             kind = str(dtype).removeprefix("torch.")
             found.append({"name": name, "dtype": kind, "difference": difference})
             print(f"right: {name}, {kind}, within {difference:.2g}", flush=True)
+        used = torch.float16 if args.rehearse else torch.bfloat16
+        difference = check(name, spec, shapes, used, device, gpu.GpuInt8KVCache)
+        found.append({"name": name, "dtype": "int8", "difference": difference})
+        print(f"right: {name}, int8, within {difference:.2g}", flush=True)
     return found
 
 
@@ -175,6 +179,7 @@ def kernels(device: torch.device, args: argparse.Namespace) -> Report:
             "prefill": [line(prefill_rate("tiny", small, [(0, 20)], device))],
         }
     limit = copy_rate(device, 2**31)
+    integers = gpu.GpuInt8KVCache
     spec = LayerSpec(32, 8, 128, 128)
     window = LayerSpec(64, 8, 64, 64, Span(window=128), None, True)
     decodes = [
@@ -198,7 +203,10 @@ def kernels(device: torch.device, args: argparse.Namespace) -> Report:
     ]
     report: Report = {
         "copy_bytes_per_s": limit,
-        "decode": [line(decode_rate(*case, device, limit)) for case in decodes],
+        "decode": [
+            *[line(decode_rate(*case, device, limit)) for case in decodes],
+            line(decode_rate("64 of 8192 as int8", *decodes[2][1:], device, limit, integers)),
+        ],
         "prefill": [line(prefill_rate(*case, device)) for case in prefills],
     }
     full = decode_rate("", dataclasses.replace(window, span=Span()), [(32767, 1)] * 32, device, 1.0)

@@ -39,12 +39,19 @@ SPECS = {
     "192-128": LayerSpec(16, 16, 192, 128),
     "128-chunk": LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
 }
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# A cache of int8 stands for bfloat16 kept as integers.
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+}
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int64: "*i64",
+    torch.int8: "*i8",
 }
 _MODULES = (triton_store, triton_decode, triton_prefill)
 
@@ -105,8 +112,11 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device) -> None:
     """Call everything that gpu.attend calls, on tensors without memory."""
     num_tokens, block_size = 80, 16
 
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    is_integer = dtype == torch.int8
+    model_dtype = torch.bfloat16 if is_integer else dtype
+
+    def empty(*shape: int, of: torch.dtype = model_dtype) -> Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
 
     def packed(heads: int, dim: int) -> Tensor:
         return empty(num_tokens, heads, dim).transpose(0, 1)
@@ -114,12 +124,14 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device) -> None:
     def numbers(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
+    scales = empty(65, spec.num_kv_heads, block_size, of=torch.float32)
     step = Step(
         spec,
-        empty(65, spec.num_kv_heads, block_size, spec.key_dim),
-        empty(65, spec.num_kv_heads, block_size, spec.value_dim),
+        empty(65, spec.num_kv_heads, block_size, spec.key_dim, of=dtype),
+        empty(65, spec.num_kv_heads, block_size, spec.value_dim, of=dtype),
         spec.key_dim**-0.5,
         empty(spec.num_heads) if spec.has_sinks else None,
+        (scales, scales) if is_integer else None,
     )
     query = packed(spec.num_heads, spec.key_dim)
     out = empty(num_tokens, spec.num_heads, spec.value_dim)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from nereid_backend.attention import gpu, reference
-from nereid_backend.attention.gpu import GpuKVCache
+from nereid_backend.attention.gpu import GpuInt8KVCache, GpuKVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.attention.tuning import Entry, Table, Tuning
@@ -90,15 +90,19 @@ class LayerStep:
     """One layer of one packed step over a cache of random numbers."""
 
     def __init__(
-        self, spec: LayerSpec, shapes: Shapes, dtype: torch.dtype, device: torch.device
+        self,
+        spec: LayerSpec,
+        shapes: Shapes,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: type[GpuKVCache] = GpuKVCache,
     ) -> None:
         """Lay out sequences, given as (cached, new) tokens, in blocks in random order."""
         self.spec, self.shapes, self.dtype, self.device = spec, shapes, dtype, device
         self.shapes = sorted(shapes, key=lambda shape: shape[1] > 1)
         counts = [-(-(cached + new) // BLOCK) for cached, new in self.shapes]
-        self.cache = self._make_cache(GpuKVCache, sum(counts), dtype)
-        for tensor in (self.cache.keys[0], self.cache.values[0]):
-            tensor[:-1].normal_()
+        self.cache = self._make_cache(kind, sum(counts), dtype)
+        self._fill()
         free = iter(torch.randperm(sum(counts)).tolist())
         builder = BatchBuilder(
             max_num_seqs=len(self.shapes),
@@ -139,13 +143,19 @@ class LayerStep:
         )
 
     def expected(self) -> tuple[Tensor, KVCache]:
-        """The twin's answer in float32, and the cache that it read, both with the step's keys."""
+        """The twin's answer in float32, and the cache that it read, both with the step's keys.
+
+        Before the kernels have run; over a cache of integers, after: it reads what they wrote.
+        """
         cache = self._make_cache(KVCache, self.cache.null_block, torch.float32)
-        cache.keys[0].copy_(self.cache.keys[0])
-        cache.values[0].copy_(self.cache.values[0])
         query, key, value = (tensor.float() for tensor in self.inputs)
         rows = self.batch.store_rows(self.spec.num_kv_heads)
-        cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
+        if isinstance(self.cache, GpuInt8KVCache):
+            key, value = self._restore(cache, rows)
+        else:
+            cache.keys[0].copy_(self.cache.keys[0])
+            cache.values[0].copy_(self.cache.values[0])
+            cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
         out = reference.attend(
             (query, key, value),
             (0, self.spec),
@@ -160,6 +170,8 @@ class LayerStep:
     def decode_bytes(self) -> int:
         """Keys and values that the decodes read."""
         lens = [cached + 1 for cached, new in self.shapes if new == 1]
+        if isinstance(self.cache, GpuInt8KVCache):
+            return sum(lens) * self.spec.bytes_per_token(1, torch.float32.itemsize)
         return sum(lens) * self.spec.bytes_per_token(self.dtype.itemsize)
 
     @property
@@ -168,6 +180,38 @@ class LayerStep:
         pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in self.shapes if new > 1)
         return 2 * pairs * self.spec.num_heads * (self.spec.key_dim + self.spec.value_dim)
 
+    def _restore(self, cache: KVCache, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill a plain cache from integers; returns the step's own keys and values as inputs."""
+        found = []
+        pairs = (
+            (cache.keys[0], self.cache.keys[0], self.cache.key_scales[0], self.inputs[1]),
+            (cache.values[0], self.cache.values[0], self.cache.value_scales[0], self.inputs[2]),
+        )
+        for target, integers, scales, given in pairs:
+            torch.mul(integers.float(), scales[..., None], out=target)
+            stored = target.view(-1, target.shape[3])[rows].view(
+                given.shape[1], -1, target.shape[3]
+            )
+            stored = stored.transpose(0, 1)
+            # Half a step of the integers, and some for numbers halfway between two.
+            allowed = given.float().abs().amax(-1, keepdim=True) * (0.51 / 127)
+            if not bool(((stored - given.float()).abs() <= allowed).all()):
+                raise KernelError("the write of integers is off by more than their rounding")
+            found.append(stored)
+        return found[0], found[1]
+
+    def _fill(self) -> None:
+        """Random keys and values, but for the null block."""
+        cache = self.cache
+        for tensor in (cache.keys[0], cache.values[0]):
+            if isinstance(cache, GpuInt8KVCache):
+                tensor[:-1].random_(-127, 128)
+            else:
+                tensor[:-1].normal_()
+        if isinstance(cache, GpuInt8KVCache):
+            for scales in (cache.key_scales[0], cache.value_scales[0]):
+                scales[:-1].uniform_(0.5 / 127, 2 / 127)
+
     def _make_cache(self, kind: type[Any], num_blocks: int, dtype: torch.dtype) -> Any:  # noqa: ANN401
         return kind(
             [self.spec], num_blocks=num_blocks, block_size=BLOCK, dtype=dtype, device=self.device
@@ -175,19 +219,28 @@ class LayerStep:
 
 
 def check(
-    name: str, spec: LayerSpec, shapes: Shapes, dtype: torch.dtype, device: torch.device
+    name: str,
+    spec: LayerSpec,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: type[GpuKVCache] = GpuKVCache,
 ) -> float:
     """The greatest difference of a step from its twin.
 
     Raises:
         KernelError: it is more than rounding explains.
     """
-    step = LayerStep(spec, shapes, dtype, device)
-    expected, cache = step.expected()
-    found = step.attend()
-    for ours, theirs in ((step.cache.keys, cache.keys), (step.cache.values, cache.values)):
-        if not torch.equal(ours[0].float(), theirs[0]):
-            raise KernelError(f"{name}, {dtype}: the cache write differs from its twin")
+    step = LayerStep(spec, shapes, dtype, device, kind)
+    if kind is GpuKVCache:
+        expected, cache = step.expected()
+        found = step.attend()
+        for ours, theirs in ((step.cache.keys, cache.keys), (step.cache.values, cache.values)):
+            if not torch.equal(ours[0].float(), theirs[0]):
+                raise KernelError(f"{name}, {dtype}: the cache write differs from its twin")
+    else:
+        found = step.attend()
+        expected, _ = step.expected()
     difference = (found.float() - expected).abs()
     allowed = TOLERANCE[dtype] * (1 + expected.abs())
     if not bool((difference <= allowed).all()):
@@ -221,10 +274,15 @@ def copy_rate(device: torch.device, num_bytes: int) -> float:
 
 
 def decode_rate(
-    name: str, spec: LayerSpec, shapes: Shapes, device: torch.device, limit: float
+    name: str,
+    spec: LayerSpec,
+    shapes: Shapes,
+    device: torch.device,
+    limit: float,
+    kind: type[GpuKVCache] = GpuKVCache,
 ) -> Measured:
     """Bytes per second of a decode step, the cache write and the reduction included."""
-    step = LayerStep(spec, shapes, torch.bfloat16, device)
+    step = LayerStep(spec, shapes, torch.bfloat16, device, kind)
     spent = milliseconds(step.attend, device)
     return Measured(name, spent, step.decode_bytes / (spent / 1e3), limit)
 

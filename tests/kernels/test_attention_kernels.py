@@ -2,8 +2,9 @@ import pytest
 import torch
 from kernels.steps import SPECS, Steps
 from nereid_backend.attention import gpu
-from nereid_backend.attention.gpu import GpuKVCache, Step
-from nereid_backend.attention.kv_cache import KVCache, gather_rows
+from nereid_backend.attention.gpu import GpuInt8KVCache, GpuKVCache, Step
+from nereid_backend.attention.int8_cache import Int8KVCache
+from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.attention.tuning import KERNELS, Device, Entry, Tuning
 
@@ -144,3 +145,38 @@ def test_real_shapes_equal_the_reference_on_a_gpu(spec, dtype, device):
         pytest.skip("no GPU")
     shapes = [(9000, 1), (20000, 1), (17, 1), *[(100 * i, 1) for i in range(20)]]
     check(spec, device, dtype, shapes=[*shapes, (0, 2000), (5000, 300), (0, 17)])
+
+
+@pytest.mark.parametrize("name", ["window, softcap and sinks", "keys and values of 192 and 128"])
+def test_attention_over_integers_equals_the_reference_within_their_rounding(name, device):
+    found, expected = [
+        Steps(kind, SPECS[name], torch.float32, device).fill().run()
+        for kind in (GpuInt8KVCache, Int8KVCache)
+    ]
+    # The reference takes a new prompt's own keys before they are rounded.
+    torch.testing.assert_close(found[:4], expected[:4], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=5e-2, rtol=5e-2)
+
+
+def test_integers_are_written_as_the_reference_writes_them_and_odd_numbers_show(device):
+    spec = LayerSpec(3, 3, 24, 10)
+    key = torch.randn(5, 3, 24, device=device).transpose(0, 1)
+    value = torch.randn(3, 5, 10, device=device)
+    key[0, 1, 3], value[1, 2, 0], key[2, 3] = float("nan"), float("inf"), 0.0
+    slots = torch.tensor([4, 5, 6, 7, 8], device=device)
+    caches = [
+        kind([spec], num_blocks=3, block_size=4, dtype=torch.float32, device=device)
+        for kind in (GpuInt8KVCache, Int8KVCache)
+    ]
+    ours, theirs = caches
+    scales = ours.key_scales[0], ours.value_scales[0]
+    gpu.store(key, value, Step(spec, ours.keys[0], ours.values[0], 1.0, None, scales), slots)
+    theirs.store(0, key.transpose(0, 1), value.transpose(0, 1), store_rows(slots, 3, 4))
+    for name in ("key_scales", "value_scales"):
+        found, expected = getattr(ours, name)[0], getattr(theirs, name)[0]
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        assert found.isnan().sum() == 1
+    for name, factors in (("keys", theirs.key_scales), ("values", theirs.value_scales)):
+        is_plain = ~factors[0].isnan()[..., None]
+        difference = getattr(ours, name)[0].int() - getattr(theirs, name)[0].int()
+        assert (difference.abs() * is_plain).max() <= 1

@@ -59,6 +59,28 @@ def test_a_kernel_that_differs_from_its_twin_stops_it(device, monkeypatch):
         )
 
 
+def test_integers_that_are_off_by_more_than_their_rounding_stop_it(device, monkeypatch):
+    import gpu_kernels
+    from nereid_backend.attention import gpu
+    from nereid_backend.attention.layers import LayerSpec
+
+    plain = gpu.store
+
+    def wrong(key, value, step, slots):
+        plain(key * 1.01, value, step, slots)
+
+    monkeypatch.setattr(gpu, "store", wrong)
+    with pytest.raises(gpu_kernels.KernelError, match="more than their rounding"):
+        gpu_kernels.check(
+            "small",
+            LayerSpec(2, 1, 16, 16),
+            [(20, 1), (0, 3)],
+            torch.float32,
+            device,
+            gpu.GpuInt8KVCache,
+        )
+
+
 def test_a_cache_write_that_differs_from_its_twin_stops_it(device, monkeypatch):
     import gpu_kernels
     from nereid_backend.attention import gpu

@@ -20,7 +20,7 @@ def lines(tmp_path_factory):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--specs", "128", "192-128"],
+        [sys.executable, str(SCRIPT), "--specs", "128", "--dtypes", "bfloat16", "int8"],
         capture_output=True,
         text=True,
         env=environment,

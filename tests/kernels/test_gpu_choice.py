@@ -6,6 +6,7 @@ from nereid_backend.attention import choose, gpu
 from nereid_backend.attention.batch import AttentionBatch
 from nereid_backend.attention.cpu import CpuKVCache
 from nereid_backend.attention.gpu_batch import DecodeRows, GpuBatch
+from nereid_backend.attention.int8_cache import CpuInt8KVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import Span
 from nereid_backend.attention.tuning import (
@@ -34,6 +35,12 @@ def test_attention_has_the_name_of_the_kind_of_cache_and_variants_have_that_of_t
 
     names = [choose.attention_name(kind) for kind in (KVCache, CpuKVCache, gpu.GpuKVCache, Variant)]
     assert names == ["reference", "native", "triton-language", "triton-language"]
+
+
+def test_integers_on_a_gpu_have_a_cache_of_their_own_and_elsewhere_the_one_of_that_place():
+    assert choose.stored_type(gpu.GpuKVCache, "int8") is gpu.GpuInt8KVCache
+    assert choose.stored_type(gpu.GpuKVCache, "auto") is gpu.GpuKVCache
+    assert choose.stored_type(CpuKVCache, "int8") is CpuInt8KVCache
 
 
 def test_a_gpu_without_kernels_for_its_dtype_gets_the_plain_cache_and_the_log_says_why(caplog):

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from nereid_backend.attention import cpu, gpu
+from nereid_backend.attention import cpu, gpu, int8_cache
 from nereid_backend.attention.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,13 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
         return gpu.GpuKVCache
     logger.warning("attention without GPU kernels, several times slower: %s", reason)
     return KVCache
+
+
+def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
+    """The kind of cache that stores what the setting says and is laid out as this kind is."""
+    if kv_cache_dtype == "int8" and issubclass(kind, gpu.GpuKVCache):
+        return gpu.GpuInt8KVCache
+    return int8_cache.stored_type(kind, kv_cache_dtype)
 
 
 def attention_name(kind: type[KVCache]) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nereid_backend.attention.batch import AttentionBatch
 from nereid_backend.attention.gpu_batch import DecodeRows, GpuBatch, PrefillRows
+from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.attention.tuning import Device, Tuning, table_of
@@ -46,6 +47,10 @@ class GpuKVCache(KVCache):
     """
 
 
+class GpuInt8KVCache(Int8KVCache, GpuKVCache):
+    """The same as 8-bit integers, each vector with its factor; see `Int8KVCache`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One attention call.
@@ -56,6 +61,8 @@ class Step:
         values: likewise.
         scale: factor on the scores.
         sinks: [num_heads], or None.
+        scales: of keys and values that are integers, each [num_blocks + 1, num_kv_heads,
+            block_size] float32; None: they are numbers as they are.
     """
 
     spec: LayerSpec
@@ -63,6 +70,7 @@ class Step:
     values: Tensor
     scale: float
     sinks: Tensor | None
+    scales: tuple[Tensor, Tensor] | None = None
 
 
 def attend(
@@ -90,7 +98,10 @@ def attend(
     """
     query, key, value = (_rows(tensor) for tensor in inputs)
     number, spec = layer
-    step = Step(spec, cache.keys[number], cache.values[number], scale, sinks)
+    scales = None
+    if isinstance(cache, GpuInt8KVCache):
+        scales = cache.key_scales[number], cache.value_scales[number]
+    step = Step(spec, cache.keys[number], cache.values[number], scale, sinks, scales)
     out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
     # Kernels go to the current device, which need not be the cache's.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
@@ -136,7 +147,7 @@ def store(key: Tensor, value: Tensor, step: Step, slots: Tensor) -> None:
     if num_tokens == 0:
         return
     store_kernel[(num_tokens, -(-num_kv_heads // heads))](
-        *(key, value, step.keys, step.values, slots),
+        *(key, value, *_cache(step), slots),
         *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
         NUM_KV_HEADS=num_kv_heads,
         KEY_DIM=key_dim,
@@ -145,6 +156,7 @@ def store(key: Tensor, value: Tensor, step: Step, slots: Tensor) -> None:
         HEADS=heads,
         KEY_PADDED=_power(key_dim),
         VALUE_PADDED=_power(value_dim),
+        HAS_SCALES=step.scales is not None,
         num_warps=4,
         **_FUSED,
     )
@@ -180,13 +192,14 @@ def decode(query: Tensor, step: Step, rows: DecodeRows, out: Tensor, tuning: Tun
         "HAS_SINKS": step.sinks is not None,
     }
     decode_kernel[(rows.count, parts_of_heads, num_splits)](
-        *(query, step.keys, step.values, out, parts, logs, sinks),
+        *(query, *_cache(step), out, parts, logs, sinks),
         *(rows.table, rows.table_starts, rows.tokens, rows.lens),
         *(query.stride(0), query.stride(1), *_factors(step), window, chunk),
         *(split_tokens, num_splits),
         GROUP=group,
         ROWS=height,
         IS_SPLIT=is_split,
+        HAS_SCALES=step.scales is not None,
         **_sizes(step),
         **shared,
         HAS_CAP=spec.softcap is not None,
@@ -221,7 +234,7 @@ def prefill(query: Tensor, step: Step, rows: PrefillRows, out: Tensor, tuning: T
     tiles = rows.tiles(tuning.rows // heads, spec.span)
     num_parts = spec.num_kv_heads * -(-group // heads)
     prefill_kernel[(tiles.shape[0] * num_parts,)](
-        *(query, step.keys, step.values, out, out if step.sinks is None else step.sinks),
+        *(query, *_cache(step), out, out if step.sinks is None else step.sinks),
         *(rows.table, rows.sequences, tiles),
         *(query.stride(0), query.stride(1), *_factors(step)),
         *(spec.span.window or 0, spec.span.chunk or 0),
@@ -235,6 +248,7 @@ def prefill(query: Tensor, step: Step, rows: PrefillRows, out: Tensor, tuning: T
         **_span_flags(spec.span),
         HAS_CAP=spec.softcap is not None,
         HAS_SINKS=step.sinks is not None,
+        HAS_SCALES=step.scales is not None,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **_FUSED,
@@ -275,6 +289,11 @@ def device_of(device: torch.device) -> Device:
         return Device({})
     generation, _ = torch.cuda.get_device_capability(device)
     return Device(table_of(torch.cuda.get_device_name(device)), generation)
+
+
+def _cache(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values and their scales; where there are none, pointers that nothing goes through."""
+    return step.keys, step.values, *(step.scales or (step.keys, step.values))
 
 
 def _rows(tensor: Tensor) -> Tensor:

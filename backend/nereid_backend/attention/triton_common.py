@@ -50,22 +50,36 @@ def load_rows(
 
 
 @triton.jit
+def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr):
+    """The factors of some rows of a cache of integers, [n] float32."""
+    if IS_MASKED:
+        found = tl.load(scales + cells, mask=is_real, other=0.0)
+    else:
+        found = tl.load(scales + cells)
+    return found
+
+
+@triton.jit
 def tile_scores(
-    query, query_rest, keys, cells, is_real, scale, cap,
+    query, query_rest, keys, key_scales, cells, is_real, scale, cap,
     KEY_DIM: tl.constexpr, MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
     REST_PADDED: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile, [rows, n] float32 in base 2.
 
     A head whose size is no power of two is cut in two parts (192 is 128 and 64), so that products
     are not padded to the next power: MAIN columns padded to DIM, then REST of them, or none. With a
-    cap, scale is the scores' scale over the softcap, and cap is the softcap in base 2.
+    cap, scale is the scores' scale over the softcap, and cap is the softcap in base 2. Keys that
+    are integers come with a factor each, by which the scores are multiplied.
     """
     key = load_rows(keys, cells, is_real, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
     if REST > 0:
         rest = load_rows(keys, cells, is_real, DIM, REST, REST_PADDED, KEY_DIM, IS_MASKED)
-        scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision="ieee")
+        scores = tl.dot(query_rest, tl.trans(rest.to(query.dtype)), scores, input_precision="ieee")
+    if HAS_SCALES:
+        scores *= load_scales(key_scales, cells, is_real, IS_MASKED)[None, :]
     scores *= scale
     if HAS_CAP:
         # tanh, by an exponential that overflows to the right answer.
@@ -74,16 +88,23 @@ def tile_scores(
 
 
 @triton.jit
-def add_tile(top, total, acc, scores, value):
+def add_tile(
+    top, total, acc, scores, value, value_scales, cells, is_real,
+    IS_MASKED: tl.constexpr, HAS_SCALES: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """Take a tile into a running softmax.
 
     top [rows] is the greatest score so far, total [rows] the sum of powers above it and acc
-    [rows, dim] the weighted values. A row that has seen nothing yet has top -inf, total 0.
+    [rows, dim] the weighted values. A row that has seen nothing yet has top -inf, total 0. Values
+    that are integers come with a factor each, by which the weights are multiplied. Products are of
+    numbers of dtype.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+    if HAS_SCALES:
+        weights *= load_scales(value_scales, cells, is_real, IS_MASKED)[None, :]
+    acc = tl.dot(weights.to(dtype), value.to(dtype), acc * decay[:, None], input_precision="ieee")
     return new_top, total, acc

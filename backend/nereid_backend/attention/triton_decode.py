@@ -24,7 +24,7 @@ def seen_from(
 # What differs from step to step must not be compiled in.
 @triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
 def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
-    query, keys, values, out, parts, weights_log, sinks,
+    query, keys, values, key_scales, value_scales, out, parts, weights_log, sinks,
     table, table_starts, tokens, lens,
     query_head_stride, query_token_stride,
     scale, cap, window, chunk, split_tokens, max_splits,
@@ -34,7 +34,7 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     VALUE_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, IS_SPLIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS query heads that share a key head, over one part of a sequence.
 
@@ -64,11 +64,12 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     rows = query + token * query_token_stride
     query_cells = heads.to(tl.int64) * query_head_stride
     query_tile = load_rows(rows, query_cells, is_member, 0, MAIN, DIM, 1, True)
-    query_tile = query_tile.to(keys.dtype.element_ty)
+    if not HAS_SCALES:
+        query_tile = query_tile.to(keys.dtype.element_ty)
     query_rest = query_tile
     if REST > 0:
         query_rest = load_rows(rows, query_cells, is_member, DIM, REST, REST_PADDED, 1, True)
-        query_rest = query_rest.to(keys.dtype.element_ty)
+        query_rest = query_rest.to(query_tile.dtype)
     blocks = table + tl.load(table_starts + sequence)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -78,12 +79,15 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
         is_seen = (places >= first) & (places < end)
         cells = key_cells(blocks, places, is_seen, kv_head, NUM_KV_HEADS, BLOCK_SIZE, True)
         scores = tile_scores(
-            query_tile, query_rest, keys, cells, is_seen, scale, cap,
-            KEY_DIM, MAIN, DIM, REST, REST_PADDED, True, HAS_CAP,
+            query_tile, query_rest, keys, key_scales, cells, is_seen, scale, cap,
+            KEY_DIM, MAIN, DIM, REST, REST_PADDED, True, HAS_CAP, HAS_SCALES,
         )  # fmt: skip
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         value = load_rows(values, cells, is_seen, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, True)
-        top, total, acc = add_tile(top, total, acc, scores, value)
+        top, total, acc = add_tile(
+            top, total, acc, scores, value, value_scales, cells, is_seen,
+            True, HAS_SCALES, query_tile.dtype,
+        )  # fmt: skip
     columns = tl.arange(0, VALUE_PADDED)
     mask = is_member[:, None] & (columns < VALUE_DIM)[None, :]
     num_heads: tl.constexpr = GROUP * NUM_KV_HEADS

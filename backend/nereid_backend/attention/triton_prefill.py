@@ -11,13 +11,14 @@ from nereid_backend.attention.triton_common import add_tile, key_cells, load_row
 @triton.jit
 def walk_tiles(
     begin, end, top, total, acc, query_tile, query_rest, positions,
-    keys, values, blocks, kv_head, first, length, scale, cap, window, chunk,
+    keys, values, key_scales, value_scales, blocks, kv_head, first, length,
+    scale, cap, window, chunk,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    HAS_SCALES: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys from begin to end, TILE at a time, into the rows' running softmax.
 
@@ -29,8 +30,8 @@ def walk_tiles(
         is_real = (places >= first) & (places < length)
         cells = key_cells(blocks, places, is_real, kv_head, NUM_KV_HEADS, BLOCK_SIZE, IS_MASKED)
         scores = tile_scores(
-            query_tile, query_rest, keys, cells, is_real, scale, cap,
-            KEY_DIM, MAIN, DIM, REST, REST_PADDED, IS_MASKED, HAS_CAP,
+            query_tile, query_rest, keys, key_scales, cells, is_real, scale, cap,
+            KEY_DIM, MAIN, DIM, REST, REST_PADDED, IS_MASKED, HAS_CAP, HAS_SCALES,
         )  # fmt: skip
         if IS_MASKED:
             is_seen = places[None, :] <= positions[:, None]
@@ -40,13 +41,16 @@ def walk_tiles(
                 is_seen &= places[None, :] >= (positions // chunk * chunk)[:, None]
             scores = tl.where(is_seen, scores, float("-inf"))
         value = load_rows(values, cells, is_real, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, IS_MASKED)
-        top, total, acc = add_tile(top, total, acc, scores, value)
+        top, total, acc = add_tile(
+            top, total, acc, scores, value, value_scales, cells, is_real,
+            IS_MASKED, HAS_SCALES, query_tile.dtype,
+        )  # fmt: skip
     return top, total, acc
 
 
 @triton.jit(do_not_specialize=["window", "chunk"])
 def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
-    query, keys, values, out, sinks,
+    query, keys, values, key_scales, value_scales, out, sinks,
     table, sequences, tiles,
     query_head_stride, query_token_stride,
     scale, cap, window, chunk,
@@ -56,7 +60,7 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     VALUE_PADDED: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS // HEADS tokens of one sequence, for HEADS heads that share a key head.
 
@@ -89,11 +93,12 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     positions = num_cached + numbers
     query_cells = tokens * query_token_stride + heads.to(tl.int64) * query_head_stride
     query_tile = load_rows(query, query_cells, is_row, 0, MAIN, DIM, 1, True)
-    query_tile = query_tile.to(keys.dtype.element_ty)
+    if not HAS_SCALES:
+        query_tile = query_tile.to(keys.dtype.element_ty)
     query_rest = query_tile
     if REST > 0:
         query_rest = load_rows(query, query_cells, is_row, DIM, REST, REST_PADDED, 1, True)
-        query_rest = query_rest.to(keys.dtype.element_ty)
+        query_rest = query_rest.to(query_tile.dtype)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -112,15 +117,17 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
         middle = (oldest + 1) // TILE * TILE
         top, total, acc = walk_tiles(
             low, middle, top, total, acc, query_tile, query_rest, positions,
-            keys, values, blocks, kv_head, first, length, scale, cap, window, chunk,
+            keys, values, key_scales, value_scales, blocks, kv_head, first, length,
+        scale, cap, window, chunk,
             NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, DIM, REST, REST_PADDED,
-            VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, False,
+            VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, False,
         )  # fmt: skip
     top, total, acc = walk_tiles(
         middle, length, top, total, acc, query_tile, query_rest, positions,
-        keys, values, blocks, kv_head, first, length, scale, cap, window, chunk,
+        keys, values, key_scales, value_scales, blocks, kv_head, first, length,
+        scale, cap, window, chunk,
         NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, DIM, REST, REST_PADDED,
-        VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, True,
+        VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, True,
     )  # fmt: skip
 
     if HAS_SINKS:

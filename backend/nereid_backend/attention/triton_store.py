@@ -7,33 +7,59 @@ import triton.language as tl
 
 
 @triton.jit
+def store_rows(
+    source, cache, scales, cells, is_head, head_stride,
+    DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Copy some heads of one token into rows of a cache seen as [..., DIM].
+
+    Where HAS_SCALES they become integers, the largest of each head 127, and its factor is stored,
+    too; NaN for a head that is not finite, so that it shows.
+    """
+    columns = tl.arange(0, PADDED)
+    mask = is_head[:, None] & (columns < DIM)[None, :]
+    heads = tl.arange(0, cells.shape[0])
+    new = tl.load(source + heads[:, None] * head_stride + columns[None, :], mask=mask, other=0.0)
+    if HAS_SCALES:
+        wide = new.to(tl.float32)
+        is_odd = (wide != wide) | (tl.abs(wide) == float("inf"))
+        largest = tl.max(tl.abs(tl.where(is_odd, 0.0, wide)), 1)
+        whole = tl.max(is_odd.to(tl.int32), 1) == 0
+        tl.store(scales + cells, tl.where(whole, largest / 127.0, float("nan")), mask=is_head)
+        factor = tl.where(largest > 0.0, 127.0 / tl.where(largest > 0.0, largest, 1.0), 0.0)
+        # Adding this leaves no room behind the point, so it rounds, halves to even.
+        rounded = tl.where(is_odd, 0.0, wide) * factor[:, None] + 12582912.0
+        tl.store(cache + cells[:, None] * DIM + columns[None, :],
+                 (rounded - 12582912.0).to(tl.int8), mask=mask)  # fmt: skip
+    else:
+        tl.store(cache + cells[:, None] * DIM + columns[None, :], new, mask=mask)
+
+
+@triton.jit
 def store_kernel(
-    key, value, keys, values, slots,
+    key, value, keys, values, key_scales, value_scales, slots,
     key_head_stride, key_token_stride, value_head_stride, value_token_stride,
     NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
-    KEY_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    KEY_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Copy HEADS heads of one token. Grid: (num_tokens, cdiv(NUM_KV_HEADS, HEADS)).
 
     A token whose slot is negative is skipped. Last dimensions are contiguous.
     """
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    first = tl.program_id(1).to(tl.int64) * HEADS
+    heads = first + tl.arange(0, HEADS)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
         return
     is_head = heads < NUM_KV_HEADS
     cells = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
-    columns = tl.arange(0, KEY_PADDED)
-    mask = is_head[:, None] & (columns < KEY_DIM)[None, :]
-    source = key + token * key_token_stride + heads[:, None] * key_head_stride + columns[None, :]
-    new = tl.load(source, mask=mask)
-    tl.store(keys + cells[:, None] * KEY_DIM + columns[None, :], new, mask=mask)
-    columns = tl.arange(0, VALUE_PADDED)
-    mask = is_head[:, None] & (columns < VALUE_DIM)[None, :]
-    source = (
-        value + token * value_token_stride + heads[:, None] * value_head_stride + columns[None, :]
-    )
-    new = tl.load(source, mask=mask)
-    tl.store(values + cells[:, None] * VALUE_DIM + columns[None, :], new, mask=mask)
+    store_rows(
+        key + token * key_token_stride + first * key_head_stride, keys, key_scales, cells,
+        is_head, key_head_stride, KEY_DIM, KEY_PADDED, HAS_SCALES,
+    )  # fmt: skip
+    store_rows(
+        value + token * value_token_stride + first * value_head_stride, values, value_scales, cells,
+        is_head, value_head_stride, VALUE_DIM, VALUE_PADDED, HAS_SCALES,
+    )  # fmt: skip

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AttentionMaskInterface
 
-from nereid_backend.attention.choose import cache_type
-from nereid_backend.attention.int8_cache import stored_type
+from nereid_backend.attention.choose import cache_type, stored_type
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec

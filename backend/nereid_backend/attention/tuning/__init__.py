@@ -133,6 +133,8 @@ def default_tuning(kernel: str, dim: int, itemsize: int, generation: int = 9) ->
     if itemsize == 4:
         # Exact float32 products run without tensor cores, so small tiles lose nothing.
         return Tuning(16, 32, 8, 2) if kernel == "decode" else Tuning(32, 16, 8, 2)
+    if itemsize == 1:
+        return _integer_tuning(kernel, dim, generation)
     if kernel == "decode":
         return Tuning(16, 64, 4, 3) if dim <= 128 else Tuning(16, 32, 4, 3)
     if generation < 9:
@@ -142,6 +144,15 @@ def default_tuning(kernel: str, dim: int, itemsize: int, generation: int = 9) ->
     if dim <= 128:
         return Tuning(128, 64, 8 if dim > 64 else 4, 3)
     return Tuning(64, 64, 4, 2) if dim <= 192 else Tuning(64, 32, 4, 2)
+
+
+def _integer_tuning(kernel: str, dim: int, generation: int) -> Tuning:
+    """Tiles are made numbers again in registers, so there are more warps to hold them."""
+    if kernel == "decode":
+        return Tuning(16, 64 if dim <= 128 else 32, 8, 3)
+    if generation < 9:
+        return Tuning(64, 32, 8, 3)
+    return Tuning(128 if dim <= 128 else 64, 64 if dim <= 128 else 32, 8, 3)
 
 
 def _entry(line: dict[str, int]) -> Entry:

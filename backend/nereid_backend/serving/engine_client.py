@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import signal
 import socket
@@ -28,6 +29,9 @@ _STOP_TIMEOUT_S = 5.0
 _START_POLL_S = 0.2
 # A pause of this process counts as no more than this: the engine may have paused with it.
 _LONGEST_LOOK_S = 0.5
+# An engine on the CPU that uses at least so much of one computes, and may take so much longer.
+_MIN_LOAD = 0.1
+_MOST_PATIENCE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class EngineClient:
         self._last_words = ""
         self._silent_s = 0.0
         self._last_look = 0.0
+        self._cpu_before_s: float | None = None
         self.info: dict[str, Any] = {}
         self.stats: dict[str, int] = {}
         self.load_s = 0.0
@@ -177,13 +182,28 @@ class EngineClient:
         now = time.monotonic()
         passed_s, self._last_look = min(now - self._last_look, _LONGEST_LOOK_S), now
         self._silent_s = self._silent_s + passed_s if is_working else 0.0
-        if timeout_s and self._silent_s > timeout_s and self._process is not None:
+        if timeout_s and self._process is not None and self._hangs(self._process, timeout_s):
             self._process.kill()
             self._process.wait(_STOP_TIMEOUT_S)
             raise EngineDiedError(
-                f"the engine was at one step for {timeout_s:g} s without a sign of life "
-                "(engine_hang_timeout_s); it was killed"
+                f"the engine was at one step for {self._silent_s:.0f} s without a sign of life; "
+                f"the limit is {timeout_s:g} s (engine_hang_timeout_s); it was killed"
             )
+
+    def _hangs(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
+        if self._silent_s <= timeout_s / 2:
+            self._cpu_before_s = None
+            return False
+        if self._cpu_before_s is None:
+            self._cpu_before_s = _cpu_seconds(process.pid)
+        if self._silent_s <= timeout_s:
+            return False
+        # A large model's step may well take minutes on a CPU, but it computes meanwhile. One that
+        # waits for a GPU may burn a CPU, too, so that says nothing.
+        used_s = _cpu_seconds(process.pid) - self._cpu_before_s
+        computes = used_s > _MIN_LOAD * (self._silent_s - timeout_s / 2)
+        is_on_cpu = self.info.get("device") == "cpu"
+        return not (is_on_cpu and computes) or self._silent_s > _MOST_PATIENCE * timeout_s
 
     def stop(self) -> None:
         """End the process: ask, then terminate, then kill."""
@@ -239,6 +259,17 @@ class EngineClient:
 _REFUSALS: dict[str, type[NereidError]] = {
     kind.__name__: kind for kind in (CapacityError, RequestError)
 }
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used so far; 0 for one that is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The second field, the name, may hold spaces; it ends in the last parenthesis.
+            user, system = file.read().rpartition(")")[2].split()[11:13]
+    except OSError:
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

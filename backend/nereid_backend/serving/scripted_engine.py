@@ -12,7 +12,8 @@ the first one whose `when` stands in its prompt:
      "delay_ms": 0,                how long one step takes
      "num_cached_tokens": 0,       what is reported of the prefix cache
      "error": "", "is_refused": false,     ends in this error instead
-     "fault": ""}                  the whole engine fails with this message, as on a lost device
+     "fault": ""}                  the whole engine fails with this message, as on a lost device;
+                                   "busy 2.5" computes for so many seconds without a word instead
 
 Behind the script comes the end-of-sequence token, or with `"ends": false` the same again and again.
 At most max_num_seqs sequences run; further requests wait in the order in which they came.
@@ -211,7 +212,9 @@ class ScriptedEngine:
         self, request_id: str, request: _Request, sequence: _Sequence, now: float
     ) -> RequestUpdate:
         rule = sequence.rule
-        if rule.fault and not sequence.is_aborted:
+        if rule.fault.startswith("busy ") and sequence.num_tokens == 0:
+            _burn(float(rule.fault.removeprefix("busy ")))
+        elif rule.fault and not sequence.is_aborted and not rule.fault.startswith("busy "):
             raise EngineError(rule.fault)
         sequence.due = now + rule.delay_ms / 1000
         is_first = sequence.num_tokens == 0
@@ -253,6 +256,12 @@ class ScriptedEngine:
             )
             for token_id in token_ids
         ]
+
+
+def _burn(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
 
 
 def _finish(token_id: int, num_tokens: int, request: _Request) -> FinishReason | None:

@@ -10,7 +10,7 @@ import urllib.request
 import psutil
 import pytest
 from fakes.live_frontend import wait_for
-from fakes.live_server import serve
+from fakes.live_server import NEREID, serve
 
 pytestmark = pytest.mark.triton
 
@@ -117,6 +117,19 @@ def test_a_server_at_rest_is_not_taken_for_one_that_hangs(tmp_path):
         asking.join(10)
         assert asking.status == 200
         assert "hangs" not in "\n".join(running.lines)
+
+
+def test_a_server_that_crashes_while_it_starts_is_started_again(tmp_path):
+    flag, program = tmp_path / "crashed", tmp_path / "tritonserver"
+    program.write_text(
+        f"#!/bin/bash\nif [ ! -e {flag} ]; then touch {flag}; kill -ABRT $$; fi\n"
+        f'exec {NEREID.parent / "tritonserver"} "$@"\n'
+    )
+    program.chmod(0o755)
+    with serve(tmp_path, f"--tritonserver={program}") as running:
+        running.wait_until_ready()
+        assert "tritonserver was ended by SIGABRT; it is started again" in "\n".join(running.lines)
+        assert answers_again(running)
 
 
 def test_what_dies_too_often_ends_it_all_with_exit_code_1(tmp_path):

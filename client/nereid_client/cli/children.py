@@ -26,6 +26,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ERROR_LINES = 5
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
+_CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -83,6 +84,11 @@ class Child:
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._process.poll()
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether it ended in a way that no program chooses, and nobody from outside."""
+        return self.exit_code in _CRASHES
 
     def describe_end(self) -> str:
         """How it ended, for a message."""

@@ -187,7 +187,10 @@ class Supervisor:
                 what = self._failure_of_server()
             if what is None:
                 continue
-            wait_s = part.restarts.next_wait_s() if self._is_announced else None
+            # Before the first "ready" it is a wrong setting, unless the program itself broke:
+            # server 2.51 can abort in the start-up of its stubs on a busy machine.
+            is_worth_it = self._is_announced or part.child.has_crashed
+            wait_s = part.restarts.next_wait_s() if is_worth_it else None
             if wait_s is None:
                 return self._report(what, part)
             soon = "now" if wait_s == 0 else f"in {wait_s:g} s"

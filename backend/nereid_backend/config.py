@@ -12,6 +12,7 @@ from nereid_backend.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8")
+WEIGHT_DTYPES = ("auto", "int8")
 
 _UNITS = {
     "": 1,
@@ -35,6 +36,8 @@ class EngineConfig:
         model: folder of a Hugging Face checkpoint with safetensors weights.
         dtype: of weights and KV cache; "auto" is the checkpoint's own (float32 for a float16
             checkpoint on a CPU, where float16 is slow).
+        weight_dtype: "auto" is dtype; "int8" keeps linear layers' weights as 8-bit integers, on
+            CPUs, which changes answers a little.
         device: "auto" is the first GPU if there is one, else "cpu"; or "cuda", "cuda:1".
         max_model_len: longest prompt and answer together, in tokens; None is the most that the
             model and the KV cache's memory allow.
@@ -70,6 +73,7 @@ class EngineConfig:
 
     model: str
     dtype: str = "auto"
+    weight_dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     kv_cache_memory: int | str | None = None
@@ -168,6 +172,11 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_cache_dtype: must be one of {', '.join(KV_CACHE_DTYPES)} (8-bit floating "
                 f"point is not made, on any device), got {self.kv_cache_dtype!r}"
+            )
+        if self.weight_dtype not in WEIGHT_DTYPES:
+            raise ConfigError(
+                f"weight_dtype: must be one of {', '.join(WEIGHT_DTYPES)}, got "
+                f"{self.weight_dtype!r} (a checkpoint that is quantised already is loaded as it is)"
             )
         if not isinstance(self.device, str) or not re.fullmatch(
             r"auto|cpu|cuda(:\d+)?", self.device

@@ -56,6 +56,8 @@ def kernels() -> ctypes.CDLL:
         *(pointer, c_int, pointer, pointer, pointer),
         *(pointer, pointer, pointer, pointer, size, c_int),
     ]
+    library.nereid_linear_int8.argtypes = [*([pointer] * 4), *([size] * 3), c_int]
+    library.nereid_linear_int8.restype = None
     library.nereid_decode.restype = library.nereid_store.restype = None
     return library
 

@@ -413,9 +413,47 @@ void store_int8(const Shape& shape, int8_t* keys, int8_t* values, float* key_sca
   }
 }
 
+// out[row][o] = scales[o] * (weight of o . x[row]) for the 16 outputs of one tile, [dim][16] integers.
+template <int G>
+void linear_tile(const int8_t* tile, const float* scales, const float* x, int64_t dim, float* out, int64_t out_stride) {
+  alignas(64) float sums[G * kTile];
+  score<int8_t, G>(tile, kLanes, x, dim, sums);
+  const Floats scale = load(scales);
+  for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(out + g * out_stride) = load(sums + g * kTile) * scale;
+}
+
 }  // namespace
 
 extern "C" {
+
+// A linear layer with weights [num_tiles][dim][16]: x [num_rows][dim] to out [num_rows][num_tiles * 16].
+void nereid_linear_int8(const int8_t* weight, const float* scales, const float* x, float* out, int64_t num_rows,
+                        int64_t dim, int64_t num_tiles, int num_threads) {
+  const int64_t width = num_tiles * kLanes;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int8_t* from = weight + tile * dim * kLanes;
+    for (int64_t row = 0; row < num_rows; row += kMaxGroup) {
+      const float* rows = x + row * dim;
+      float* to = out + row * width + tile * kLanes;
+      switch (std::min<int64_t>(kMaxGroup, num_rows - row)) {
+#define NEREID_ROWS(G) \
+  case G:              \
+    linear_tile<G>(from, scales + tile * kLanes, rows, dim, to, width); \
+    break
+        NEREID_ROWS(1);
+        NEREID_ROWS(2);
+        NEREID_ROWS(3);
+        NEREID_ROWS(4);
+        NEREID_ROWS(5);
+        NEREID_ROWS(6);
+        NEREID_ROWS(7);
+        NEREID_ROWS(8);
+#undef NEREID_ROWS
+      }
+    }
+  }
+}
 
 // is_bfloat16: what query and out hold, and the cache where scales are null; otherwise float32. With scales
 // [key, value] the cache holds 8-bit integers. Strides count elements.

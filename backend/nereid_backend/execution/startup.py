@@ -7,7 +7,7 @@ weights -> tier (the first path that computes what the model computes alone) -> 
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.sight import Sight
 from nereid_backend.errors import ConfigError
+from nereid_backend.execution.int8_linear import has_kernel, model_bytes, quantise_linears
 from nereid_backend.execution.limits import (
     MemoryPlan,
     describe_memory,
@@ -130,11 +131,13 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
 
 
 def _check_cpu_only(config: EngineConfig, device: torch.device) -> None:
-    if config.kv_cache_dtype != "auto" and device.type != "cpu":
-        raise ConfigError(
-            f"kv_cache_dtype: {config.kv_cache_dtype} is only made for CPUs so far, and the device "
-            f"is {device}; use auto"
-        )
+    for name in ("kv_cache_dtype", "weight_dtype"):
+        value = getattr(config, name)
+        if value != "auto" and device.type != "cpu":
+            raise ConfigError(
+                f"{name}: {value} is only made for CPUs so far, and the device is {device}; use "
+                "auto"
+            )
 
 
 def _load_weights(
@@ -153,6 +156,8 @@ def _load_weights(
         )
 
     checkpoint = read()
+    if config.weight_dtype == "int8":
+        return _quantised(checkpoint, progress)
     if device.type != "cpu" or not config.prepack or not can_prepack():
         return checkpoint
     before = _short_logits(checkpoint)
@@ -164,6 +169,29 @@ def _load_weights(
         return checkpoint
     progress("its code reads weights of linear layers itself, so they stay as loaded")
     return read()
+
+
+def _quantised(checkpoint: Checkpoint, progress: Progress) -> Checkpoint:
+    """The same with weights of 8 bits.
+
+    Raises:
+        ConfigError: the model does not work so.
+    """
+    before = _short_logits(checkpoint)
+    num_layers = quantise_linears(checkpoint.model)
+    after = _short_logits(checkpoint)
+    if not num_layers or after is None or before is None:
+        raise ConfigError(
+            "weight_dtype: int8 needs a model that calls its linear layers plainly, which "
+            f"{checkpoint.architecture} does not; use auto"
+        )
+    difference = ((after - before).square().mean().sqrt() / before.std()).item()
+    slow = "" if has_kernel() else "; slow, because the native kernels cannot be built here"
+    progress(
+        f"weights of {num_layers} linear layers are 8-bit integers: logits differ by "
+        f"{difference:.2g} of their spread{slow}"
+    )
+    return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
 
 
 @torch.inference_mode()

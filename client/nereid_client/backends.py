@@ -225,9 +225,14 @@ def read_error(text: str) -> BackendError:
     tagged = _TAG.match(text)
     if tagged is not None:
         return BackendError(tagged[1], text[tagged.end() :])
-    if text.startswith("Request for unknown model") or _SICK in text or _STOPPING in text:
+    if text.startswith("Request for unknown model") or is_outage(text):
         return BackendError("UNAVAILABLE", text)
     return BackendError("INTERNAL", text)
+
+
+def is_outage(text: str) -> bool:
+    """Whether a message of the server's own says that it must be started again, or is stopping."""
+    return _SICK in text or _STOPPING in text
 
 
 async def _drain(stream: Any) -> None:  # noqa: ANN401 - untyped library

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException
 
-from nereid_client.backends import connect, decode_strings
+from nereid_client.backends import connect, decode_strings, is_outage
 from nereid_client.errors import BackendError
 
 EMBEDDING = "embedding"
@@ -178,4 +178,6 @@ def _backend_error(error: InferenceServerException, model: str, url: str) -> Bac
         return BackendError("NOT_FOUND", f"the Triton server has no model {model!r}")
     if code == "UNAVAILABLE" and "failed to connect" in message:
         return BackendError(code, f"the Triton server at {url} can't be reached; is it running?")
-    return BackendError(code, message.removeprefix(f"[{code}] "))
+    return BackendError(
+        "UNAVAILABLE" if is_outage(message) else code, message.removeprefix(f"[{code}] ")
+    )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All answers of one request: steps of the stream in, one response's pieces out."""
 
+import time
 from collections.abc import Iterable, Sequence
 
 from nereid_backend.serving.answer import Answer, Piece
@@ -27,6 +28,7 @@ class Answers:
         self.context = context
         self.serial = serial
         self.cancel_checked = 0.0
+        self.replied = time.monotonic()
         self.is_cancelled = False
         self._slots = slots
         self._answers = list(answers)

@@ -41,6 +41,7 @@ class PostprocessorModel:
             settings, _ = read_settings(args)
             tokenizer = load_tokenizer(settings.model)
             self._format = choose_format(settings)
+            self._keepalive_s = settings.keepalive_ms / 1000
         except NereidError as error:
             raise tensors.load_error(error) from error
         self._decoders = {
@@ -96,7 +97,20 @@ class PostprocessorModel:
             if not answers.is_cancelled:
                 for slot in answers.stopped_slots():
                     self._feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
-        return self._reply(answers.context, answers.pieces(is_last=state.is_last))
+        reply = self._reply(answers, answers.pieces(is_last=state.is_last))
+        return self._keepalive(answers) if reply is None else reply
+
+    def _keepalive(self, answers: Answers) -> Any:  # noqa: ANN401 - the server's own types
+        """An empty response where a stream has been silent for long, else None."""
+        if not (self._keepalive_s and answers.context.stream):
+            return None
+        now = time.monotonic()
+        if now - answers.replied < self._keepalive_s:
+            return None
+        answers.replied = now
+        return tensors.response(
+            {names.TEXT_OUTPUT: tensors.strings(""), names.DELTA: tensors.strings("{}")}
+        )
 
     def _check_cancel(self, answers: Answers, state: StepState, request: Any) -> None:  # noqa: ANN401
         now = time.monotonic()
@@ -125,15 +139,16 @@ class PostprocessorModel:
             return PlainMessage()
         return ParsedMessage(self._format, context)
 
-    def _reply(self, context: StreamContext, pieces: Sequence[Piece]) -> Any:  # noqa: ANN401
+    def _reply(self, answers: Answers, pieces: Sequence[Piece]) -> Any:  # noqa: ANN401
         if not pieces:
             return None
+        answers.replied = time.monotonic()
         deltas = (json.dumps(piece.delta, ensure_ascii=False) for piece in pieces)
         outputs: dict[str, npt.NDArray[Any]] = {
             names.TEXT_OUTPUT: tensors.strings(*(piece.text for piece in pieces)),
             names.DELTA: tensors.strings(*deltas),
         }
-        for name in context.returns:
+        for name in answers.context.returns:
             outputs[name] = self._returned(name, pieces)
         return tensors.response(outputs)
 

@@ -51,6 +51,8 @@ class ServingSettings:
             tokens are merged until its turn comes; 0 chooses by the number of CPUs.
         heartbeat_ms: a request without responses sends an empty step this often, because only a
             step can find out that its client has gone.
+        keepalive_ms: a stream that has said nothing for so long sends an empty response, by which
+            the server's HTTP door finds out that its client has gone; 0 never does.
         stale_after_ms: a stream whose steps have not been consumed for so long is aborted, where
             the server drops a cancelled stream's steps without a word.
         max_streams: at most so many requests in the executor at once, waiting ones included.
@@ -75,6 +77,7 @@ class ServingSettings:
     parser_policy: str = ""
     responses_per_second: int = 0
     heartbeat_ms: int = 250
+    keepalive_ms: int = 0
     stale_after_ms: int = 5_000
     max_streams: int = 4096
     engine_start_timeout_s: int = 3600
@@ -117,6 +120,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "responses_per_second",
     "max_engine_restarts",
+    "keepalive_ms",
     "engine_hang_timeout_s",
     "max_waiting_tokens",
     "default_queue_timeout_s",

@@ -110,3 +110,15 @@ def test_bytes_of_log_probabilities_join_to_the_text(pipeline):
     ids = [token for delta in deltas for token in delta.get("token_ids", [])]
     assert ids[:-1] == [entry["token_id"] for entry in entries]
     assert deltas[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+def test_a_silent_stream_sends_empty_responses_only_where_it_is_told_to(tmp_path, monkeypatch):
+    script = [{"when": "", "token_ids": [300, 301], "delay_ms": 120}]
+    for keepalive_ms in (0, 30):
+        pipeline = Pipeline(DEMO, script, tmp_path, monkeypatch, keepalive_ms=str(keepalive_ms))
+        replies = pipeline.ask(**completion("x"))
+        empty = [reply for reply in replies if reply["delta"] == [{}]]
+        assert all(reply["text_output"] == [""] for reply in empty)
+        assert (len(empty) >= 3) if keepalive_ms else not empty
+        (whole,) = pipeline.ask(**completion("x", stream=False))
+        assert whole["delta"][0]["finish_reason"] == "stop"

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 16
-# Of a result whose values are about 1 / sqrt(number of keys); the twin computes in float32.
-TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+# Times one plus the value; the twin computes in float32. In float32 what differs is the exponential
+# of the hardware, and a softcap's difference of two numbers near one.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}
 
 Shapes = list[tuple[int, int]]
 

@@ -118,7 +118,7 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
         top, total, acc = walk_tiles(
             low, middle, top, total, acc, query_tile, query_rest, positions,
             keys, values, key_scales, value_scales, blocks, kv_head, first, length,
-        scale, cap, window, chunk,
+            scale, cap, window, chunk,
             NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, DIM, REST, REST_PADDED,
             VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, False,
         )  # fmt: skip

@@ -11,9 +11,10 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 OPENAI_PORT ?= 9000
 ARGS ?=
+MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler clean
+.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu load-test soak clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +105,18 @@ bench-sampler: setup ## Sampling: microseconds a step by what requests ask for
 
 bench-scheduler: setup ## Scheduling: milliseconds a step with many running and waiting requests
 	@$(BIN)/python loadtest/bench_scheduler.py $(ARGS)
+
+bench-growth: setup ## Charts of how a step grows with batch, context, waiting requests and output
+	@$(BIN)/python loadtest/growth.py $(ARGS)
+
+bench-gpu: ## On a machine with an NVIDIA GPU: checks every kernel against its twin, then measures (no network; needs torch with CUDA)
+	@$(PYTHON) loadtest/bench_gpu.py $(ARGS)
+
+load-test: setup ## locust against a served stack: make load-test ARGS='-u 8 -r 4 -t 2m'
+	@$(BIN)/locust -f loadtest/locustfile.py --host http://127.0.0.1:$(OPENAI_PORT) --headless $(ARGS)
+
+soak: setup ## Mixed traffic with a fault a minute, invariants checked all along: make soak MINUTES=30
+	@$(BIN)/python loadtest/soak.py --minutes $(MINUTES) $(ARGS)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

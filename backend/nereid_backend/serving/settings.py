@@ -83,7 +83,7 @@ class ServingSettings:
     engine_start_timeout_s: int = 3600
     max_engine_restarts: int = 3
     engine_hang_timeout_s: int = 60
-    max_waiting_tokens: int = 0
+    max_waiting_tokens: int = 2**22
     max_pending_tokens: int = 65_536
     default_queue_timeout_s: float = 0.0
     default_timeout_s: float = 0.0

@@ -2,6 +2,7 @@
 
     python loadtest/bench_pooling.py                    # random weights, the shape of MiniLM-L6
     python loadtest/bench_pooling.py --threads 1 --texts 128 --lengths log
+    python loadtest/bench_pooling.py --triton           # the texts through `nereid serve`, too
 
 Both compute the same texts with the same weights, dtype and threads, and must agree. Figures are
 the best of --repeat runs, which alternate between the two, so that what else runs on the machine
@@ -10,16 +11,20 @@ does it by itself, and laid out for oneDNN.
 """
 
 import argparse
+import json
 import random
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import torch
 from nereid_backend import Embedder, Reranker
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from served import Served
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -125,19 +130,39 @@ def report(
     what: str, best: dict[str, float], lens: list[int], limits: dict[str, float], flops: float
 ) -> None:
     """Print one comparison."""
-    ours, theirs = best["nereid"], best["sentence-transformers"]
+    theirs = best["sentence-transformers"]
     print(f"\n{what}: {len(lens)}, {sum(lens)} tokens, {min(lens)} to {max(lens)}")
     for name, seconds in best.items():
         share = flops / seconds / limits["laid out"]
         print(
             f"  {name:<22} {len(lens) / seconds:8.1f} /s  {sum(lens) / seconds:9.0f} tokens/s  "
-            f"{flops / seconds / 1e9:6.1f} GFLOP/s = {share:.0%} of the limit"
+            f"{flops / seconds / 1e9:6.1f} GFLOP/s = {share:.0%} of the limit, "
+            f"ratio {theirs / seconds:.2f}"
         )
-    print(f"  ratio {theirs / ours:.2f}")
 
 
-def main() -> None:
-    """Measure and print."""
+def embed_through(server: Served, texts: list[str]) -> np.ndarray:
+    """Embeddings of all texts by one HTTP request."""
+    request = urllib.request.Request(
+        f"{server.openai_url}/embeddings",
+        json.dumps({"input": texts}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        return np.array([each["embedding"] for each in json.load(response)["data"]])
+
+
+def serve(path: str, args: argparse.Namespace) -> Served:
+    """A server of one embedding model, with as many threads as the others get."""
+    settings = {
+        "NEREID_EMBEDDING_MODEL": path,
+        "NEREID_EMBEDDING_NUM_THREADS": str(args.threads),
+    }
+    return Served(environment=settings)
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
@@ -153,7 +178,16 @@ def main() -> None:
         default="wall",
         help="cpu counts this process's CPU time: for one thread on a busy machine",
     )
+    parser.add_argument("--triton", action="store_true", help="the texts through a server, too")
     args = parser.parse_args()
+    if args.triton and args.clock == "cpu":
+        parser.error("--triton: the server's CPU time is not this process's; use --clock wall")
+    return args
+
+
+def main() -> None:
+    """Measure and print."""
+    args = arguments()
     clock = time.perf_counter if args.clock == "wall" else time.process_time
     logging.disable_progress_bar()
     rng = random.Random(1)
@@ -162,7 +196,8 @@ def main() -> None:
     def words(count: int) -> str:
         return " ".join(f"w{rng.randrange(args.vocab - len(_SPECIAL))}" for _ in range(count))
 
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2))
         embedder_path = make_checkpoint(Path(first), args, has_head=False)
         reranker_path = make_checkpoint(Path(second), args, has_head=True)
         embedder = Embedder(embedder_path, num_threads=args.threads)
@@ -181,14 +216,16 @@ def main() -> None:
         found, wanted = embedder.encode(texts), sentences.encode(texts, show_progress_bar=False)
         cosine = (found * wanted).sum(1) / np.linalg.norm(found, axis=1)
         print(f"least cosine {(cosine / np.linalg.norm(wanted, axis=1)).min():.7f}")
-        best = compare(
-            {
-                "nereid": lambda: embedder.encode(texts),
-                "sentence-transformers": lambda: sentences.encode(texts, show_progress_bar=False),
-            },
-            args.repeat,
-            clock,
-        )
+        works: dict[str, Callable[[], object]] = {
+            "nereid": lambda: embedder.encode(texts),
+            "sentence-transformers": lambda: sentences.encode(texts, show_progress_bar=False),
+        }
+        if args.triton:
+            server = stack.enter_context(serve(embedder_path, args))
+            served = embed_through(server, texts)
+            print(f"largest difference through the server {np.abs(served - found).max():.1e}")
+            works["nereid, served"] = lambda: embed_through(server, texts)
+        best = compare(works, args.repeat, clock)
         report("texts", best, lens, limits, flops_of(lens, args))
 
         pairs = [(words(min(8, n - 4)), words(max(1, n - 3 - min(8, n - 4)))) for n in lens]

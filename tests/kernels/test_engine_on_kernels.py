@@ -1,0 +1,50 @@
+"""Whole engines whose attention goes through the kernels, where these run."""
+
+import pytest
+from backend.tiny_models import BY_NAME
+from nereid_backend import Engine, EngineConfig, SamplingParams
+from nereid_backend.attention.gpu import GpuKVCache
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.execution import tiers
+
+PROMPTS = [[3, 5, 7, 9, 11], [4] * 19, [6, 8]]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+def answers(folder, kind, monkeypatch, **settings):
+    monkeypatch.setattr(tiers, "cache_type", lambda *args: kind)
+    config = EngineConfig(
+        str(folder),
+        device="cpu",
+        num_threads=1,
+        block_size=8,
+        kv_cache_memory="4MiB",
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        **settings,
+    )
+    engine = Engine(config)
+    assert engine.info.path == "packed"
+    try:
+        outputs = engine.generate(PROMPTS, PARAMS)
+        return [output.outputs[0].token_ids for output in outputs], engine.info
+    finally:
+        engine.close()
+
+
+def test_an_engine_answers_on_the_kernels_as_on_the_reference(tmp_path, device, monkeypatch):
+    if device.type != "cpu":
+        pytest.skip("on a GPU the engine takes the kernels by itself")
+    folder = BY_NAME["gpt_oss"].save(tmp_path)  # windows and sinks
+    found, info = answers(folder, GpuKVCache, monkeypatch)
+    expected, _ = answers(folder, KVCache, monkeypatch)
+    assert found == expected
+    assert info.self_check_difference < 1e-4
+
+
+def test_an_engine_on_the_kernels_over_integers_answers(tmp_path, device, monkeypatch):
+    if device.type != "cpu":
+        pytest.skip("kv_cache_dtype int8 is refused on a GPU")
+    folder = BY_NAME["llama"].save(tmp_path)
+    found, _ = answers(folder, GpuKVCache, monkeypatch, kv_cache_dtype="int8")
+    assert [len(tokens) for tokens in found] == [4, 4, 4]

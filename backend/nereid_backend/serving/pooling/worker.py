@@ -13,6 +13,7 @@ FD is the inherited end of a socket pair. The first message is the settings; fro
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -20,13 +21,16 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nereid_backend.errors import NereidError
 from nereid_backend.pooling.config import PoolingConfig
-from nereid_backend.pooling.engine import PoolingEngine
 from nereid_backend.serving.channel import Channel, ChannelClosedError
 from nereid_backend.serving.pooling.jobs import Job
 from nereid_backend.serving.pooling.progress import Work
+
+if TYPE_CHECKING:
+    from nereid_backend.pooling.engine import PoolingEngine
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:
@@ -51,9 +55,15 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _load(channel: Channel) -> PoolingEngine | None:
+def _load(channel: Channel) -> "PoolingEngine | None":
     (settings,) = channel.receive(None)
     try:
+        # Modules make some hundred thousand objects and no garbage.
+        gc.disable()
+        from nereid_backend.pooling.engine import PoolingEngine
+
+        gc.freeze()
+        gc.enable()
         config = PoolingConfig(**settings[0])
         engine = PoolingEngine(config, progress=lambda line: channel.send(["progress", line]))
     except NereidError as error:

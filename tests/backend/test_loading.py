@@ -209,7 +209,7 @@ def test_the_probe_sees_each_layers_window_and_heads(checkpoint):
 def test_half_precision_loads_and_passes_the_self_check(checkpoint):
     engine = open_engine(checkpoint("llama"), dtype="bfloat16")
     assert engine.info.dtype == "bfloat16"
-    assert 1e-4 < engine.info.self_check_difference < 0.1
+    assert engine.info.self_check_difference < 0.1
     engine.close()
 
 

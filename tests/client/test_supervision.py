@@ -132,6 +132,19 @@ def test_a_server_that_crashes_while_it_starts_is_started_again(tmp_path):
         assert answers_again(running)
 
 
+def test_a_server_that_hangs_in_its_own_crash_is_started_again(tmp_path):
+    flag, program = tmp_path / "crashed", tmp_path / "tritonserver"
+    program.write_text(
+        f"#!/bin/bash\nif [ ! -e {flag} ]; then touch {flag}; echo 'Signal (11) received.'; "
+        f'exec sleep 600; fi\nexec {NEREID.parent / "tritonserver"} "$@"\n'
+    )
+    program.chmod(0o755)
+    with serve(tmp_path, f"--tritonserver={program}") as running:
+        running.wait_until_ready()
+        assert "tritonserver crashed (Signal (11) received.)" in "\n".join(running.lines)
+        assert answers_again(running)
+
+
 def test_what_dies_too_often_ends_it_all_with_exit_code_1(tmp_path):
     with serve(tmp_path, "--max-restarts=1") as running:
         running.wait_until_ready()

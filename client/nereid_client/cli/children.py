@@ -26,6 +26,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ERROR_LINES = 5
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
+_CRASH_LINE = re.compile(r"Signal \((4|6|7|8|11)\) received")
 _CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -48,6 +49,8 @@ class Child:
         errors: the last lines that a Triton server marks as errors.
         refusals: what our models said of the settings or the checkpoint when they refused them.
         tail: the last lines it wrote, tables left out.
+        crash: the line in which a Triton server tells of its crash. Version 2.51 can hang in its
+            handler of that signal, for ever and with its ports open, instead of ending.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Child:
         self.errors: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.refusals: list[str] = []
+        self.crash: str | None = None
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -88,7 +92,7 @@ class Child:
     @property
     def has_crashed(self) -> bool:
         """Whether it ended in a way that no program chooses, and nobody from outside."""
-        return self.exit_code in _CRASHES
+        return self.crash is not None or self.exit_code in _CRASHES
 
     def describe_end(self) -> str:
         """How it ended, for a message."""
@@ -133,6 +137,8 @@ class Child:
                 self.tail.append(line)
             with contextlib.suppress(ValueError, OSError):  # closed, or the disk is full
                 log.write(line + "\n")
+            if _CRASH_LINE.match(line):
+                self.crash = line
             if line.startswith(REFUSAL_MARK):
                 self._refuse(line.removeprefix(REFUSAL_MARK).strip())
             elif line.startswith(MARK):

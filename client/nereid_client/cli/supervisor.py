@@ -99,6 +99,8 @@ class Part:
         """Why it has to be started again; None while all is well."""
         if self.child.exit_code is not None:
             return self.child.describe_end()
+        if self.child.crash is not None:
+            return f"{self.name} crashed ({self.child.crash})"
         model = self.stubs.dead_model()
         return f"{self.name}: the process of {model} died" if model else None
 

@@ -66,3 +66,9 @@ def test_what_a_wire_brings_as_lists_becomes_specs():
 def test_parameters_can_be_compared_and_hashed():
     assert SamplingParams(stop_token_ids=[1, 2]) == SamplingParams(stop_token_ids=(1, 2))
     assert hash(SamplingParams(stop_token_ids=[1, 2]))
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "temperature", "seed", "top_k", "priority"])
+def test_numbers_beyond_64_bits_are_refused_by_name(name):
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: 10**40})

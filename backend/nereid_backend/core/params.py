@@ -192,6 +192,10 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name}: must be a number, got {value!r}")
+    if isinstance(value, int) and abs(value) > _MAX_SEED:
+        raise RequestError(
+            f"{name}: must be a number below 2**64, got one of {value.bit_length()} bits"
+        )
     if not math.isfinite(value):
         raise RequestError(f"{name}: must be a finite number, got {value}")
 
@@ -201,3 +205,5 @@ def _check_integer(name: str, value: object, *, minimum: int) -> None:
         raise RequestError(f"{name}: must be an integer, got {value!r}")
     if value < minimum:
         raise RequestError(f"{name}: must be at least {minimum}, got {value}")
+    if value > _MAX_SEED:
+        raise RequestError(f"{name}: must be below 2**64, got one of {value.bit_length()} bits")

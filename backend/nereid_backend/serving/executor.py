@@ -11,6 +11,7 @@ All responses are sent by the loop: a stub of server 2.51 that sends from severa
 import contextlib
 import itertools
 import math
+import os
 import queue
 import threading
 import time
@@ -139,7 +140,24 @@ class ExecutorModel:
                 wait_s = self._serve_streams()
             except EngineDiedError as error:
                 self._restart(error)
+            except Exception as error:  # noqa: BLE001 - without this loop nothing is answered
+                tensors.log.exception("the executor's loop failed")
+                self._recover(f"the executor failed: {type(error).__name__}: {error}")
+                wait_s = _IDLE_POLL_S
         self._end_all(EngineError("the server is shutting down"))
+
+    def _recover(self, problem: str) -> None:
+        """A defect: what is in flight ends, and the loop goes on; else this process ends.
+
+        The engine is told to stop what nobody waits for as soon as it speaks of it.
+        """
+        try:
+            self._end_all(EngineError(problem))
+        except Exception:  # noqa: BLE001 - as above
+            tensors.log.exception(
+                "%s; its process ends, for the server to be started again", problem
+            )
+            os._exit(1)
 
     def _adopt(self) -> None:
         with contextlib.suppress(queue.Empty):

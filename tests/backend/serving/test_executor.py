@@ -192,6 +192,24 @@ def test_requests_are_refused_at_once_while_the_engine_starts_again(start):
     assert metric("engine_up", 1, limit_s=20) == 1
 
 
+def test_a_defect_in_the_loop_ends_what_is_in_flight_and_nothing_later(start, monkeypatch):
+    model = start(ENDLESS)
+    stuck = ask(model, params=LONG)
+    assert stuck.began.wait(20)
+    serve = model._serve_streams
+    failures = iter([ValueError("a defect")])
+
+    def fail_once():
+        for error in failures:
+            raise error
+        return serve()
+
+    monkeypatch.setattr(model, "_serve_streams", fail_once)
+    assert "ValueError: a defect" in stuck.wait().error
+    assert ask(model).wait().token_ids == [10] * 5
+    assert metric("num_requests_running", 0) == 0
+
+
 def test_an_engine_that_dies_again_and_again_is_given_up(start):
     model = start({"token_ids": [10], "fault": "CUDA error: gone"}, max_engine_restarts=1)
     for number in range(2):

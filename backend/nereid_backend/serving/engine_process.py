@@ -212,4 +212,8 @@ def main(argv: Sequence[str] = sys.argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    # Nothing is left to be put in order; taking torch apart takes a second, and libraries write
+    # into the log what they find then, in front of the line that says why.
+    os._exit(code)

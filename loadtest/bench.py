@@ -88,11 +88,10 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def make_checkpoint(path: Path, shape: str, dtype: str) -> int:
-    """Save a Qwen3 with random weights; returns how many parameters it has."""
+def config_of(shape: str) -> Qwen3Config:
+    """The configuration of one of SHAPES."""
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocab = SHAPES[shape]
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -105,7 +104,12 @@ def make_checkpoint(path: Path, shape: str, dtype: str) -> int:
         bos_token_id=1,
         eos_token_id=2,
     )
-    model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+
+
+def make_checkpoint(path: Path, shape: str, dtype: str) -> int:
+    """Save a Qwen3 with random weights; returns how many parameters it has."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config_of(shape)).to(getattr(torch, dtype))
     model.save_pretrained(path)
     return sum(parameter.numel() for parameter in model.parameters())
 

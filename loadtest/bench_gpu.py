@@ -32,7 +32,7 @@ if "--rehearse" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from bench import CONTESTANTS, HERE, SHAPES
+from bench import CONTESTANTS, HERE, SHAPES, config_of
 from gpu_kernels import (
     CANDIDATES,
     REAL_SHAPES,
@@ -53,7 +53,7 @@ from gpu_kernels import (
 from nereid_backend.attention import gpu
 from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.attention.tuning import FOLDER, table_of, write_table
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 from transformers.utils import logging
 
 # The command's own limit; what is left of it bounds each contestant.
@@ -277,20 +277,7 @@ def make_model(
     folder: Path, shape: str, dtype: torch.dtype, device: torch.device, prompt: int
 ) -> tuple[int, float]:
     """Save a Qwen3 with random weights; its bytes, and milliseconds of one pass over a prompt."""
-    hidden, intermediate, layers, heads, kv_heads, head_dim, vocab = SHAPES[shape]
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=16384,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = config_of(shape)
     config._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -299,7 +286,7 @@ def make_model(
             model = Qwen3ForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
-    ids = torch.randint(3, vocab, (1, prompt), device=device)
+    ids = torch.randint(3, config.vocab_size, (1, prompt), device=device)
     with torch.inference_mode():
         spent = milliseconds(
             functools.partial(model, input_ids=ids, use_cache=False, logits_to_keep=1),

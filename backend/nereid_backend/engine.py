@@ -17,7 +17,7 @@ from nereid_backend.core.preparation import Preparation
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepPlan, StepResult
-from nereid_backend.errors import CapacityError, EngineError, RequestError
+from nereid_backend.errors import CapacityError, EngineError, RequestError, is_lost_device
 from nereid_backend.execution.logits import check_token_ids
 from nereid_backend.execution.startup import load
 from nereid_backend.execution.text import load_decoder
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 # How long a step without work waits for a grammar: new requests are not looked at meanwhile.
 _GUIDE_WAIT_S = 0.02
-# What errors say after which a process cannot use its GPU any more.
-_LOST_DEVICE = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "AcceleratorError")
 
 
 class Engine:
@@ -266,8 +264,7 @@ class Engine:
 
     def _give_up_if_hopeless(self, error: Exception, message: str) -> None:
         limit = self._config.max_step_failures
-        if any(sign in message for sign in _LOST_DEVICE):
-            # The driver's context is broken: every later call would fail, too.
+        if is_lost_device(message):
             raise EngineError(f"{message}; the device is lost") from error
         if self._num_failed_steps >= limit:
             raise EngineError(

@@ -45,3 +45,12 @@ class UnsupportedModelError(ModelError):
 
 class EngineError(NereidError):
     """A step failed inside the engine."""
+
+
+# What errors say after which a process cannot use its GPU any more.
+_LOST_DEVICE = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "AcceleratorError")
+
+
+def is_lost_device(message: str) -> bool:
+    """Whether an error's text says that the driver's context is broken: later calls fail, too."""
+    return any(sign in message for sign in _LOST_DEVICE)

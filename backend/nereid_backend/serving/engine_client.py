@@ -3,7 +3,6 @@
 
 import contextlib
 import dataclasses
-import os
 import shutil
 import signal
 import socket
@@ -23,15 +22,11 @@ from nereid_backend.core.params import SamplingParams
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving.channel import Channel, ChannelClosedError
 from nereid_backend.serving.outbox import Outbox
+from nereid_backend.serving.pulse import Pulse
 from nereid_backend.serving.wire import unpack_update
 
 _STOP_TIMEOUT_S = 5.0
 _START_POLL_S = 0.2
-# A pause of this process counts as no more than this: the engine may have paused with it.
-_LONGEST_LOOK_S = 0.5
-# An engine on the CPU that uses at least so much of one computes, and may take so much longer.
-_MIN_LOAD = 0.1
-_MOST_PATIENCE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +73,7 @@ class EngineClient:
         self._channel: Channel | None = None
         self._outbox: Outbox | None = None
         self._last_words = ""
-        self._silent_s = 0.0
-        self._last_look = 0.0
-        self._cpu_before_s: float | None = None
+        self._pulse: Pulse | None = None
         self.info: dict[str, Any] = {}
         self.stats: dict[str, int] = {}
         self.load_s = 0.0
@@ -106,7 +99,8 @@ class EngineClient:
         theirs.close()
         self._channel = Channel(ours)
         self._outbox = Outbox(self._channel)
-        self._last_words, self._silent_s, self.stats = "", 0.0, {}
+        self._pulse = Pulse(self._process.pid)
+        self._last_words, self.stats = "", {}
         started = time.monotonic()
         try:
             self._send(dataclasses.asdict(self._config))
@@ -179,31 +173,17 @@ class EngineClient:
         Raises:
             EngineDiedError: it was silent for too long and was killed.
         """
-        now = time.monotonic()
-        passed_s, self._last_look = min(now - self._last_look, _LONGEST_LOOK_S), now
-        self._silent_s = self._silent_s + passed_s if is_working else 0.0
-        if timeout_s and self._process is not None and self._hangs(self._process, timeout_s):
-            self._process.kill()
-            self._process.wait(_STOP_TIMEOUT_S)
+        process, pulse = self._process, self._pulse
+        if process is None or pulse is None:
+            return
+        is_on_cpu = self.info.get("device") == "cpu"
+        if pulse.hangs(timeout_s, is_working=is_working, is_on_cpu=is_on_cpu):
+            process.kill()
+            process.wait(_STOP_TIMEOUT_S)
             raise EngineDiedError(
-                f"the engine was at one step for {self._silent_s:.0f} s without a sign of life; "
+                f"the engine was at one step for {pulse.silent_s:.0f} s without a sign of life; "
                 f"the limit is {timeout_s:g} s (engine_hang_timeout_s); it was killed"
             )
-
-    def _hangs(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
-        if self._silent_s <= timeout_s / 2:
-            self._cpu_before_s = None
-            return False
-        if self._cpu_before_s is None:
-            self._cpu_before_s = _cpu_seconds(process.pid)
-        if self._silent_s <= timeout_s:
-            return False
-        # A large model's step may well take minutes on a CPU, but it computes meanwhile. One that
-        # waits for a GPU may burn a CPU, too, so that says nothing.
-        used_s = _cpu_seconds(process.pid) - self._cpu_before_s
-        computes = used_s > _MIN_LOAD * (self._silent_s - timeout_s / 2)
-        is_on_cpu = self.info.get("device") == "cpu"
-        return not (is_on_cpu and computes) or self._silent_s > _MOST_PATIENCE * timeout_s
 
     def stop(self) -> None:
         """End the process: ask, then terminate, then kill."""
@@ -240,8 +220,8 @@ class EngineClient:
             messages = self._channel.receive(timeout_s)
         except ChannelClosedError as error:
             raise EngineDiedError(self._obituary()) from error
-        if messages:
-            self._silent_s = 0.0
+        if messages and self._pulse is not None:
+            self._pulse.beat()
         return messages
 
     def _obituary(self) -> str:
@@ -259,17 +239,6 @@ class EngineClient:
 _REFUSALS: dict[str, type[NereidError]] = {
     kind.__name__: kind for kind in (CapacityError, RequestError)
 }
-
-
-def _cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used so far; 0 for one that is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The second field, the name, may hold spaces; it ends in the last parenthesis.
-            user, system = file.read().rpartition(")")[2].split()[11:13]
-    except OSError:
-        return 0.0
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -32,7 +32,8 @@ INFO = "info"
 SETTINGS = (
     *("model", "task", "pooling", "dtype", "device", "max_batch_tokens", "max_model_len"),
     *("max_num_waiting", "num_threads"),
-    *("served_model_name", "max_requests", "start_timeout_s", "max_restarts"),
+    *("served_model_name", "max_requests", "start_timeout_s", "hang_timeout_s"),
+    "max_restarts",
 )
 SETTING_NAMES = frozenset(f"{kind}_{name}" for kind in (EMBEDDING, RERANK) for name in SETTINGS)
 """Lower-case names, without NEREID_, of every setting of the two models."""

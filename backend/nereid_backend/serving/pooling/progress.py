@@ -9,6 +9,7 @@ and a job of one text is next in turn however many texts another has left.
 
 import collections
 import itertools
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
+from nereid_backend.errors import (
+    CapacityError,
+    EngineError,
+    NereidError,
+    RequestError,
+    is_lost_device,
+)
 from nereid_backend.pooling.types import PoolingItem, PoolingResult
 from nereid_backend.serving.pooling.jobs import Job, Outcome, Value
 
@@ -27,6 +34,8 @@ _SLICES_AHEAD = 2  # of one job in the engine
 _TURN_S = 0.01  # time for preparing before the engine computes again
 _ELEMENT = re.compile(r"^input (\d+): ")
 _KINDS = {float: "score", dict: "sparse"}
+
+log = logging.getLogger("nereid")
 
 
 class Engine(Protocol):
@@ -150,7 +159,11 @@ class Work:
             self._engine.abort(progress.slice_id(first))
 
     def advance(self) -> None:
-        """Hand inputs over for a while, then compute one batch."""
+        """Hand inputs over for a while, then compute one batch.
+
+        Raises:
+            EngineError: the device is lost; this process is of no more use.
+        """
         deadline = time.monotonic() + _TURN_S
         while self._turns and time.monotonic() < deadline:
             progress = self._turns.popleft()
@@ -170,6 +183,10 @@ class Work:
             self._refuse(progress, RequestError(progress.blame(error, first)))
         except NereidError as error:
             self._refuse(progress, error)
+        except Exception as error:
+            # Whatever is wrong with this job, the others are not affected.
+            log.exception("job %s could not be added", progress.request_id)
+            self._refuse(progress, EngineError(f"{type(error).__name__}: {error}"))
 
     def _take(self, result: PoolingResult) -> None:
         request_id, _, first = result.request_id.rpartition(":")
@@ -177,6 +194,9 @@ class Work:
         if progress is None:
             return
         if result.error is not None:
+            if is_lost_device(result.error):
+                # Every later step would fail, too; the stub starts another process.
+                raise EngineError(f"{result.error}; the device is lost")
             where = f"{progress.job.field}: element {int(first) + result.index}: "
             self._refuse(progress, EngineError(where + result.error))
             return

@@ -23,16 +23,19 @@ class PoolingServing:
         served_model_name: its name in the HTTP API; empty is the checkpoint's folder name.
         max_requests: at most so many requests in the model at once; more are refused.
         start_timeout_s: loading a checkpoint may take this long.
+        hang_timeout_s: a worker that is at one step for so long hangs and is killed; 0 is no limit.
         max_restarts: worker processes that may die in a row before the model gives up.
     """
 
     served_model_name: str = ""
     max_requests: int = 4096
     start_timeout_s: int = 3600
+    hang_timeout_s: int = 60
     max_restarts: int = 3
 
     def __post_init__(self) -> None:
-        for name, least in (("max_requests", 1), ("start_timeout_s", 1), ("max_restarts", 0)):
+        limits = {"max_requests": 1, "start_timeout_s": 1, "hang_timeout_s": 0, "max_restarts": 0}
+        for name, least in limits.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: must be at least {least}, got {getattr(self, name)}")
 

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import itertools
 import json
+import os
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -163,7 +164,23 @@ class PoolingStub(ABC):
                 self._turn()
             except EngineDiedError as error:
                 self._restart(error)
+            except Exception as error:  # noqa: BLE001 - without this loop nothing is answered
+                tensors.log.exception("the loop of %s failed", self.kind)
+                self._recover(f"{self.kind} failed: {type(error).__name__}: {error}")
         self._end_all(EngineError("the server is shutting down"))
+
+    def _recover(self, problem: str) -> None:
+        """A defect: what is in flight ends, and the loop goes on; else this process ends."""
+        try:
+            for request_id in self._waiting:
+                if self._worker is not None:
+                    self._worker.abort(request_id)
+            self._end_all(EngineError(problem))
+        except Exception:  # noqa: BLE001 - as above
+            tensors.log.exception(
+                "%s; its process ends, for the server to be started again", problem
+            )
+            os._exit(1)
 
     def _turn(self) -> None:
         answers: list[Done | Refusal] = []
@@ -171,17 +188,25 @@ class PoolingStub(ABC):
             self._stopping.wait(_POLL_S)
         else:
             answers = self._worker.receive(_POLL_S)
+            limit_s = self._settings.serving.hang_timeout_s
+            self._worker.check_pulse(limit_s, is_working=bool(self._waiting))
         self._adopt()
         self._answer_rest()
         for answer in answers:
             waiting = self._waiting.pop(answer.request_id, None)
             if waiting is None:
                 continue
-            if isinstance(answer, Refusal):
-                _send(waiting.sender, answer.error)
-            else:
-                _send(waiting.sender, self.write(answer.outcome) | self._info(waiting))
+            _send(waiting.sender, self._reply(answer, waiting))
         self._drop_cancelled()
+
+    def _reply(self, answer: Done | Refusal, waiting: _Waiting) -> Tensors | Exception:
+        if isinstance(answer, Refusal):
+            return answer.error
+        try:
+            return self.write(answer.outcome) | self._info(waiting)
+        except Exception as error:  # noqa: BLE001 - the request ends here and must be answered
+            tensors.log.exception("an outcome could not be written in %s", self.kind)
+            return error
 
     def _adopt(self) -> None:
         with contextlib.suppress(queue.Empty):

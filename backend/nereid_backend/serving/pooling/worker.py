@@ -8,12 +8,15 @@ FD is the inherited end of a socket pair. The first message is the settings; fro
     stub -> worker    ["add", id, field, [[name, value], ...], options]  ["abort", id]  ["stop"]
     worker -> stub    ["progress", line]  ["ready", info]  ["failed", message]
                       ["done", id, *outcome]  ["refused", id, kind of error, message]
+                      ["alive"], while working every 0.25 s: a long job has nothing else to say
+                      ["fatal", message]: the process ends because of this
 """
 
 import contextlib
 import dataclasses
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import socket
@@ -32,6 +35,10 @@ from nereid_backend.serving.pooling.progress import Work
 if TYPE_CHECKING:
     from nereid_backend.pooling.engine import PoolingEngine
 
+_ALIVE_INTERVAL_S = 0.25
+
+log = logging.getLogger("nereid")
+
 
 def main(argv: Sequence[str] = sys.argv) -> int:
     """Serve one model over the socket whose descriptor is the first argument."""
@@ -43,8 +50,7 @@ def main(argv: Sequence[str] = sys.argv) -> int:
     with contextlib.suppress(ChannelClosedError):
         engine = _load(channel)
         if engine is not None:
-            _serve(Work(engine, channel.send), channel)
-            return 0
+            return _serve(Work(engine, channel.send), channel)
     return 1
 
 
@@ -76,18 +82,32 @@ def _load(channel: Channel) -> "PoolingEngine | None":
     return engine
 
 
-def _serve(work: Work, channel: Channel) -> None:
+def _serve(work: Work, channel: Channel) -> int:
+    """Work until told to stop; the process's exit code."""
+    alive_due = 0.0
     while True:
         # With work to do, only look for messages; without, wait for one.
         for kind, *rest in channel.receive(0 if work.is_left else None):
             if kind == "stop":
-                return
+                return 0
             if kind == "abort":
                 work.abort(rest[0])
             else:
                 request_id, *row = rest
                 work.add(request_id, Job(*row))
-        work.advance()
+        try:
+            work.advance()
+        except ChannelClosedError:
+            raise
+        except Exception as error:
+            log.exception("the worker gives up")
+            told = isinstance(error, NereidError)
+            channel.send(["fatal", str(error) if told else f"{type(error).__name__}: {error}"])
+            return 1
+        now = time.monotonic()
+        if now >= alive_due:
+            channel.send(["alive"])
+            alive_due = now + _ALIVE_INTERVAL_S
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from nereid_backend.pooling.config import PoolingConfig
 from nereid_backend.serving.channel import Channel, ChannelClosedError
 from nereid_backend.serving.engine_client import EngineDiedError, Refusal
 from nereid_backend.serving.pooling.jobs import Job, Outcome
+from nereid_backend.serving.pulse import Pulse
 
 _STOP_TIMEOUT_S = 5.0
 _START_POLL_S = 0.2
@@ -50,6 +51,8 @@ class WorkerClient:
         self._channel: Channel | None = None
         self._outbox: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
         self._sender: threading.Thread | None = None
+        self._pulse: Pulse | None = None
+        self._last_words = ""
         self.info: dict[str, Any] = {}
 
     def start(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -71,6 +74,7 @@ class WorkerClient:
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
+        self._pulse, self._last_words = Pulse(self._process.pid), ""
         self._channel = Channel(ours)
         self._outbox = queue.SimpleQueue()
         self._sender = threading.Thread(
@@ -106,7 +110,31 @@ class WorkerClient:
             elif kind == "refused":
                 request_id, name, message = rest
                 answers.append(Refusal(request_id, _ERRORS.get(name, EngineError)(message)))
+            elif kind == "fatal":
+                self._last_words = rest[0]
         return answers
+
+    def check_pulse(self, timeout_s: float, *, is_working: bool) -> None:
+        """Kill a worker that hangs; call it after each `receive`.
+
+        Args:
+            timeout_s: a worker with jobs says something at least this often; 0 is no limit.
+            is_working: whether it has jobs.
+
+        Raises:
+            EngineDiedError: it was silent for too long and was killed.
+        """
+        process, pulse = self._process, self._pulse
+        if process is None or pulse is None:
+            return
+        is_on_cpu = self.info.get("device") == "cpu"
+        if pulse.hangs(timeout_s, is_working=is_working, is_on_cpu=is_on_cpu):
+            process.kill()
+            process.wait(_STOP_TIMEOUT_S)
+            raise EngineDiedError(
+                f"the worker was at one step for {pulse.silent_s:.0f} s without a sign of life; "
+                f"the limit is {timeout_s:g} s (hang_timeout_s); it was killed"
+            )
 
     def stop(self) -> None:
         """End the process: ask, then terminate, then kill."""
@@ -152,9 +180,12 @@ class WorkerClient:
         try:
             if self._channel is None:
                 raise ChannelClosedError("it is not running")
-            return self._channel.receive(timeout_s)
+            messages = self._channel.receive(timeout_s)
         except ChannelClosedError as error:
             raise EngineDiedError(self._obituary()) from error
+        if messages and self._pulse is not None:
+            self._pulse.beat()
+        return messages
 
     def _obituary(self) -> str:
         if self._process is None:
@@ -162,6 +193,8 @@ class WorkerClient:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(1.0)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            if self._last_words:
+                return f"{self._last_words}; the worker process ended ({how})"
             return f"the worker process ended ({how}); the server's log says why"
         return "the worker process closed its connection"
 

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from nereid_backend.errors import CapacityError, RequestError
+from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.pooling.types import PoolingResult
 from nereid_backend.serving.pooling import progress
 from nereid_backend.serving.pooling.jobs import Job, Outcome
@@ -158,3 +158,28 @@ def test_an_aborted_job_leaves_nothing_in_the_engine(work, engine, sent):
     assert engine.waiting == {}
     work.abort("a")
     assert sent == []
+
+
+def test_a_lost_device_ends_the_worker_and_not_one_job_after_the_other(work, engine):
+    work.add("a", texts("one"))
+    lost = PoolingResult("a:0", 0, None, 1, "the model failed: CUDA error: an illegal access")
+    engine.step = lambda: [lost]
+    with pytest.raises(EngineError, match="the device is lost"):
+        run(work)
+
+
+def test_an_unforeseen_error_in_preparing_a_job_ends_that_job_alone(work, engine, sent):
+    add = engine.add
+
+    def fragile(request_id, items):
+        if any(item.text == "odd" for item in items):
+            raise ZeroDivisionError("a bug in a tokenizer")
+        add(request_id, items)
+
+    engine.add = fragile
+    work.add("bad", texts("odd"))
+    work.add("good", texts("even"))
+    run(work)
+    refused = next(message for message in sent if message[1] == "bad")
+    assert refused == ["refused", "bad", "EngineError", "ZeroDivisionError: a bug in a tokenizer"]
+    assert outcome(next(message for message in sent if message[1] == "good")).num_tokens == [4]

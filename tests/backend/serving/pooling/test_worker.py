@@ -142,3 +142,17 @@ def test_the_stubs_modules_bring_no_torch():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+def test_a_long_job_gives_signs_of_life():
+    with started(str(DEMO / "embed"), max_batch_tokens=64) as client:
+        client.submit("long", texts(*["Hugo lives in Pinemark."] * 3000))
+        silences, last, is_done = [], time.monotonic(), False
+        while not is_done:
+            messages = client._receive(0.05)
+            is_done = any(kind == "done" for kind, *_ in messages)
+            if messages:
+                silences.append(time.monotonic() - last)
+                last = time.monotonic()
+    assert len(silences) > 2
+    assert max(silences) < 2.0

@@ -1,6 +1,10 @@
 """What `nereid serve` refuses before it starts anything: one line, exit code 2."""
 
 import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from fakes.live_frontend import free_port
@@ -99,3 +103,61 @@ def test_the_command_prints_one_line_and_ends_with_2(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"nereid serve: --model: there is no {nowhere}")
     assert error.count("\n") == 1
+
+
+REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        (["--max-model-len=foo"], {}, 'max_model_len: must be an integer, got "foo"'),
+        (["--dtype=float8"], {}, "dtype: must be one of auto, "),
+        (["--kv-cache-memory=-1GiB"], {}, "kv_cache_memory: must be a positive number"),
+        (["--tool-parser=mine"], {}, "tool_parser: no format is called 'mine'"),
+        (["--max-concurrent-requests=x"], {}, "NEREID_MAX_CONCURRENT_REQUESTS: must be a whole"),
+        ([], {"NEREID_BLOCK_SIZE": "0"}, "block_size: must be an integer of at least 1, got 0"),
+        ([], {"NEREID_BLOKC_SIZE": "8"}, 'unknown setting "blokc_size"; did you mean "block_size"'),
+        ([], {"NEREID_RERANK_DTYPE": "x"}, "rerank_dtype: must be one of"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(
+    checkpoint, capsys, monkeypatch, arguments, variables, said
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ports = [f"--{door}-port={free_port()}" for door in ("http", "grpc", "metrics", "openai")]
+    where = [f"--model={checkpoint}", f"--model-repository={REPOSITORY}"]
+    started = time.monotonic()
+    assert main(["serve", *where, *ports, *arguments, "--tritonserver=/bin/false"]) == 2
+    assert time.monotonic() - started < 5
+    error = capsys.readouterr().err
+    assert error.startswith(f"nereid serve: {said}")
+    assert error.count("\n") == 1
+
+
+def test_a_parameter_in_a_models_file_is_checked_too(tmp_path):
+    (tmp_path / "executor").mkdir()
+    path = tmp_path / "executor" / "config.pbtxt"
+    for line in (
+        '# parameters { key: "block_size" value { string_value: "bad" } }\n'
+        'parameters { key: "model" value { string_value: "x" } }\n'
+        'parameters { key: "num_threads" value { string_value: "0" } }',
+        'parameters: {\n  key: "model"\n  value: {\n    string_value: "x"\n  }\n}\n'
+        'parameters: {\n  key: "num_threads"\n  value: {\n    string_value: "0"\n  }\n}',
+    ):
+        path.write_text(line)
+        with pytest.raises(CliError, match="num_threads: must be an integer of at least 1"):
+            checks.check_model_settings(tmp_path, {})
+
+
+def test_other_models_in_a_repository_are_left_alone(tmp_path):
+    checks.check_model_settings(tmp_path, {"NEREID_MAX_MODEL_LEN": "foo"})
+
+
+def test_the_backends_check_of_settings_brings_no_torch():
+    code = (
+        "import sys\nimport nereid_backend.serving.check_settings\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,14 +1,20 @@
 """What `nereid serve` checks before it starts anything. Each check raises CliError, one line."""
 
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 from nereid_client.cli.console import CliError
+from nereid_client.settings import SettingsError, settings_from_environment
 
 _OLDEST, _NEWEST = (3, 11), (3, 12)
+# The backend's own check, which the client may not import: a program in the same environment.
+_BACKEND_CHECK = "nereid_backend.serving.check_settings"
+_WRONG = 2
+_CHECK_TIMEOUT_S = 20.0
 
 
 def check_python_version(running: tuple[int, int] = sys.version_info[:2]) -> None:
@@ -55,6 +61,32 @@ def check_model_repository(path: Path) -> None:
             f"--model-repository: {path} has no llm/config.pbtxt; give the path of Nereid's "
             "model_repository folder, or run this from the folder that holds it"
         )
+
+
+def check_frontend_settings(environment: Mapping[str, str]) -> None:
+    """Refuse settings that the OpenAI frontend would refuse."""
+    try:
+        settings_from_environment(environment)
+    except SettingsError as error:
+        raise CliError(str(error)) from None
+
+
+def check_model_settings(repository: Path, environment: Mapping[str, str]) -> None:
+    """Refuse settings that the models would refuse; without the backend here, they do it later.
+
+    Args:
+        repository: of the models; those that are not ours are not looked at.
+        environment: what they will be told.
+    """
+    command = [sys.executable, "-m", _BACKEND_CHECK, str(repository)]
+    try:
+        done = subprocess.run(
+            command, env=dict(environment), capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    if done.returncode == _WRONG and done.stdout.strip():
+        raise CliError("; ".join(done.stdout.strip().splitlines()))
 
 
 def check_ports(host: str, ports: Mapping[str, int]) -> None:

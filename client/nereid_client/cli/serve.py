@@ -178,6 +178,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     given_name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
     name = given_name or model.resolve().name
     environment = _environment(args, model, name) | poolers.environment(beside)
+    checks.check_frontend_settings(environment)
+    checks.check_model_settings(
+        repository, {name: text for name, text in environment.items() if name not in _OF_FRONTEND}
+    )
     shm_prefix = f"nereid_{os.getpid()}_"
     near = "127.0.0.1" if args.host in ("0.0.0.0", "") else args.host
     metrics_url = f"http://{near}:{args.metrics_port}/metrics"

@@ -8,6 +8,7 @@ A case is made from its seed, door and number alone, so the number in a failure 
 import os
 import random
 import time
+from contextlib import contextmanager
 
 import httpx
 import processes
@@ -16,6 +17,7 @@ from served import Served
 
 CASES = int(os.environ.get("FUZZ_CASES", "0"))
 SEED = os.environ.get("FUZZ_SEED", "0")
+LIMIT_S = 10.0
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +37,23 @@ def rounds():
     def make(door, usual):
         for number in range(CASES or usual):
             yield number, random.Random(f"{SEED}-{door}-{number}")
+
+    return make
+
+
+@pytest.fixture
+def case():
+    """`with case(number, what):` an error in there tells which case it was."""
+
+    @contextmanager
+    def make(number, what):
+        started = time.monotonic()
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - told with its case
+            pytest.fail(f"case {number}: {error!r} of {what!r}")
+        took_s = time.monotonic() - started
+        assert took_s < LIMIT_S, f"case {number}: {took_s:.1f} s for {what!r}"
 
     return make
 

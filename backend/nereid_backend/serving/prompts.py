@@ -121,8 +121,10 @@ class PromptBuilder:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except TemplateError as error:
             raise RequestError(f"messages: the chat template refuses them: {error}") from error
-        except (TypeError, ValueError, KeyError) as error:
-            raise RequestError(f"messages: cannot be rendered: {error}") from error
+        except Exception as error:
+            # A template may fail in any way a program can, and these messages made it.
+            told = f"{type(error).__name__}: {error}"
+            raise RequestError(f"messages: cannot be rendered: {told}") from error
         assert isinstance(text, str)
         return text
 

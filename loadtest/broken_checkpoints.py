@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that are broken, each in one way, made of a whole one."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+WEIGHTS = "model.safetensors"
+
+
+def parts(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header and the tensors' bytes of a safetensors file."""
+    (size,) = struct.unpack_from("<Q", data)
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def joined(header: Any, tensors: bytes) -> bytes:  # noqa: ANN401 - may be no proper header
+    """A safetensors file of a header and the tensors' bytes."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + tensors
+
+
+def _first(header: dict[str, Any]) -> str:
+    return next(name for name, about in header.items() if len(about.get("shape", ())) == 2)
+
+
+def _cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def _absurd_length(data: bytes) -> bytes:
+    return b"\xff" * 8 + data[8:]
+
+
+def _no_json(data: bytes) -> bytes:
+    _, tensors = parts(data)
+    return joined(b"{this is not JSON", tensors)
+
+
+def _without_a_tensor(data: bytes) -> bytes:
+    header, tensors = parts(data)
+    name = _first(header)
+    begin, end = header.pop(name)["data_offsets"]
+    for about in header.values():
+        if "data_offsets" in about and about["data_offsets"][0] >= end:
+            about["data_offsets"] = [at - (end - begin) for at in about["data_offsets"]]
+    return joined(header, tensors[:begin] + tensors[end:])
+
+
+def _another_shape(data: bytes) -> bytes:
+    header, tensors = parts(data)
+    about = header[_first(header)]
+    rows, columns = about["shape"]
+    about["shape"] = [rows * 2, columns // 2]
+    return joined(header, tensors)
+
+
+def _another_type(data: bytes) -> bytes:
+    header, tensors = parts(data)
+    about = header[_first(header)]
+    about["dtype"] = "F64"  # the bytes are too few for it
+    return joined(header, tensors)
+
+
+def _rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+def _set(name: str, **values: Any) -> Callable[[Path], None]:  # noqa: ANN401 - JSON
+    def apply(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return apply
+
+
+BREAKS: dict[str, Callable[[Path], None]] = {
+    "weights: half of the file": _rewrite(WEIGHTS, _cut),
+    "weights: an empty file": _rewrite(WEIGHTS, lambda _: b""),
+    "weights: header of 2^64 - 1 bytes": _rewrite(WEIGHTS, _absurd_length),
+    "weights: header is no JSON": _rewrite(WEIGHTS, _no_json),
+    "weights: a tensor is missing": _rewrite(WEIGHTS, _without_a_tensor),
+    "weights: a tensor of another shape": _rewrite(WEIGHTS, _another_shape),
+    "weights: a tensor of another type": _rewrite(WEIGHTS, _another_type),
+    "config.json: cut": _rewrite("config.json", _cut),
+    "config.json: a list": _rewrite("config.json", lambda _: b"[]"),
+    "config.json: model_type unknown": _set("config.json", model_type="no_such_model"),
+    "config.json: another hidden size": _set("config.json", hidden_size=136),
+    "tokenizer.json: cut": _rewrite("tokenizer.json", _cut),
+    "tokenizer.json: an empty object": _rewrite("tokenizer.json", lambda _: b"{}"),
+}
+"""What is broken -> how a whole checkpoint, a copy of one, is broken that way."""
+
+
+def make(whole: Path, folder: Path, what: str) -> Path:
+    """A copy of a checkpoint, broken in the way that has this name in `BREAKS`."""
+    shutil.copytree(whole, folder)
+    BREAKS[what](folder)
+    return folder

@@ -1,0 +1,138 @@
+"""Chat templates that nobody should write: read or refused by name, in time, and never a crash."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401 - load_tokenizer keeps it out of processes that have not loaded it
+from fuzz.values import damaged, mutated, odd
+from nereid_backend.errors import RequestError
+from nereid_backend.serving.prompts import PromptBuilder, load_tokenizer
+from nereid_parsers import NereidParsersError
+from nereid_parsers.template import analyze_template
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATES = sorted((ROOT / "tests" / "data" / "templates").glob("*.jinja"))
+_PIECE = re.compile(r"(\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\})", re.DOTALL)
+_PIECES = (
+    *("{{ messages }}", "{{ messages[9].content }}", "{{ 1 // 0 }}", "{{ [][3] }}", "{{ x.y.z }}"),
+    *("{{ messages | tojson | fromjson }}", "{{ ''.__class__.__mro__ }}", "{{ 10 ** 10 ** 6 }}"),
+    *(
+        "{% for a in range(10 ** 9) %}x{% endfor %}",
+        "{{ 'a' * 10 ** 9 }}",
+        "{{ '%99999999d' % 1 }}",
+    ),
+    *("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% include 'x' %}", "{% set a = a.b %}"),
+    *("{{ messages.append(messages) }}", "{{ raise_exception(messages) }}", "{% endif %}", "{%"),
+    *(
+        "{{ messages | sum }}",
+        "{{ none + 1 }}",
+        "{{ messages[0]['content'][10 ** 30] }}",
+        "\0",
+        "}}",
+    ),
+)
+HOSTILE = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "{% for a in range(999) %}{% set x = 'y' * 9999 %}{{ x * 999 }}{% endfor %}",
+    "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 2) }}{% endmacro %}{{ f(0) }}",
+    "{% set ns = namespace(a='x') %}{% for m in range(64) %}{% set ns.a = ns.a * 2 %}{% endfor %}",
+    "{{ messages.__class__.__base__.__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "{{ (1).__class__.__bases__[0].__subclasses__() }}",
+    "{{ 9 ** 9 ** 9 ** 9 }}",
+    "{{ '{0.__class__}'.format(1) }}",
+    "(" * 5000,
+    "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
+    "{% if a %}" * 500 + "{% endif %}" * 500,
+    "{{ " + "-" * 3000 + "1 }}",
+)
+CHATS = (
+    {"messages": [{"role": "user", "content": "Hello!"}]},
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Weather?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "Rain."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        "chat_template_kwargs": {"enable_thinking": True},
+    },
+)
+
+
+def template(rng):
+    """A template of the collection with pieces cut out, doubled, moved or replaced."""
+    source = rng.choice(TEMPLATES).read_text()
+    pieces = _PIECE.split(source)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(pieces))
+        how = rng.randrange(4)
+        if how == 0:
+            pieces[at] = rng.choice(_PIECES)
+        elif how == 1:
+            pieces[at] *= 2
+        elif how == 2:
+            pieces.insert(at, pieces.pop(rng.randrange(len(pieces))))
+        else:
+            pieces[at] = ""
+    text = "".join(pieces)
+    return damaged(rng, text.encode()).decode(errors="replace") if rng.random() < 0.3 else text
+
+
+def refusal(source):
+    """Analyse it; why it is refused, None when it is not."""
+    try:
+        analyze_template(source).explain()
+    except NereidParsersError as error:
+        return str(error)
+    return None
+
+
+def test_any_template_is_analysed_or_refused_in_time(rounds, case):
+    for number, rng in rounds("template", 150):
+        source = template(rng)
+        with case(number, source):
+            assert refusal(source) != ""
+
+
+@pytest.mark.parametrize("source", HOSTILE)
+def test_a_hostile_template_is_refused_or_harmless(case, source):
+    with case(0, source):
+        assert refusal(source) != ""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(ROOT / "demo" / "chat"))
+
+
+def test_any_template_renders_a_chat_or_refuses_it(rounds, case, tokenizer):
+    builder = PromptBuilder(tokenizer)
+    for number, rng in rounds("rendering", 150):
+        tokenizer.chat_template = source = template(rng)
+        if refusal(source) is not None:
+            continue  # a server would not start on it
+        chat = rng.choice(CHATS)
+        if rng.random() < 0.3:
+            chat = mutated(rng, chat, ("tools", "documents", "chat_template_kwargs", "thinking"))
+        if rng.random() < 0.1:
+            chat = chat | {"chat_template_kwargs": {"enable_thinking": odd(rng)}}
+        with case(number, (chat, source)), contextlib.suppress(RequestError):
+            builder.from_chat(chat)
+
+
+def test_a_template_that_fails_in_its_own_way_refuses_the_messages(tokenizer):
+    builder = PromptBuilder(tokenizer)
+    for piece in ("{{ 1 // 0 }}", "{{ [][3].x }}", "{% for a in range(10 ** 7) %}{% endfor %}"):
+        tokenizer.chat_template = piece
+        with pytest.raises(RequestError, match=r"^messages: .*"):
+            builder.from_chat(CHATS[0])

@@ -1,11 +1,29 @@
-"""How many requests may be in work at a time, and whether more are let in at all."""
+"""How many requests may be in work at a time, and whether more are let in at all.
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+A server whose queue is full says so (503), but to be told costs a way through gRPC and the
+tokenizer, and far beyond capacity those become a queue of their own. So the frontend learns from
+the refusals: while many of the requests that it lets through are refused, it refuses most of the
+rest itself, at once.
+"""
+
+import collections
+import contextlib
+import json
+import time
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.errors import ApiError
 from nereid_client.middleware import error_response
 
 _RETRY_AFTER = {"Retry-After": "1"}
+# Short against the time for which a server's queue lasts, so that it does not run empty.
+_WINDOW_S = 0.5
+# So much of what is let through in a window may be refused, and so many requests besides: enough
+# for the queue to be kept full, and for the end of an overload to be seen.
+_SHARE = 0.2
+_FREE_REFUSALS = 4
 
 
 class Gate:
@@ -42,24 +60,85 @@ class Gate:
         return None
 
 
+class Throttle:
+    """What the server's refusals on one path have taught.
+
+    No setting: the rate at which requests are let through follows the one at which the server
+    takes them.
+    """
+
+    def __init__(self) -> None:
+        self._let_in: collections.deque[float] = collections.deque()
+        self._refused: collections.deque[float] = collections.deque()
+        self._last_words = ""
+        self._retry_after = "1"
+
+    def let_in(self, now: float) -> None:
+        """Note a request that goes to the server."""
+        self._let_in.append(now)
+
+    def learn(self, message: str, retry_after: str, now: float) -> None:
+        """Note that the server refused one."""
+        self._refused.append(now)
+        self._last_words, self._retry_after = message, retry_after
+
+    def refusal(self, now: float) -> ApiError | None:
+        """Why a request need not be sent to the server; None when it should be."""
+        for times in (self._let_in, self._refused):
+            while times and times[0] < now - _WINDOW_S:
+                times.popleft()
+        num_refused, num_let_in = len(self._refused), len(self._let_in)
+        if num_refused < _FREE_REFUSALS + _SHARE * num_let_in:
+            return None
+        return ApiError(
+            503,
+            f"{self._last_words} (said of {num_refused} of the last {num_let_in} requests, and of "
+            "this one without asking)",
+            code="unavailable",
+            headers={"Retry-After": self._retry_after},
+        )
+
+
 class Admission:
     """Lets requests with a body through a gate; pages that are only looked at are always let in."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
         self._gate = gate
+        self._throttles: collections.defaultdict[str, Throttle] = collections.defaultdict(Throttle)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, or answer 429 or 503 at once."""
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, send)
             return
-        refusal = self._gate.refusal()
+        now = time.monotonic()
+        throttle = self._throttles.get(scope["path"])
+        refusal = self._gate.refusal() or (throttle.refusal(now) if throttle else None)
         if refusal is not None:
             await error_response(refusal)(scope, receive, send)
             return
+        if throttle:
+            throttle.let_in(now)
         self._gate.num_requests += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, self._listening(scope["path"], send))
         finally:
             self._gate.num_requests -= 1
+
+    def _listening(self, path: str, send: Send) -> Send:
+        """`send`, with an ear for refusals, which only routes to a model give."""
+        retry_after: str | None = None
+
+        async def listen(message: Message) -> None:
+            nonlocal retry_after
+            if message["type"] == "http.response.start" and message["status"] == 503:
+                retry_after = Headers(raw=message["headers"]).get("retry-after")
+            elif message["type"] == "http.response.body" and retry_after is not None:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    told = json.loads(message["body"])["error"]["message"]
+                    self._throttles[path].learn(told, retry_after, time.monotonic())
+                retry_after = None
+            await send(message)
+
+        return listen

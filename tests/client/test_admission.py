@@ -6,6 +6,9 @@ import time
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_client.admission import Admission, Gate, Throttle
 from nereid_client.app import create_app
 from nereid_client.deadlines import Deadlines
 from nereid_client.settings import Settings
@@ -154,3 +157,85 @@ async def test_a_late_stream_nobody_reads_does_not_wait_for_its_last_word():
     started = time.monotonic()
     await Deadlines(silent, limit_s=0.05, unread_s=0)(scope, None, first_only)
     assert time.monotonic() - started < 3
+
+
+class Server:
+    """Takes so many requests a second; its queue holds those of a second, and three at least."""
+
+    def __init__(self, per_second):
+        self.per_second = per_second
+        self._room = self._most = max(per_second, 3.0)
+        self._last = 0.0
+        self.num_asked = self.num_taken = 0
+
+    def takes(self, now):
+        self._room = min(self._room + (now - self._last) * self.per_second, self._most)
+        self._last = now
+        self.num_asked += 1
+        if self._room < 1:
+            return False
+        self._room -= 1
+        self.num_taken += 1
+        return True
+
+
+@settings(max_examples=40, deadline=None)
+@given(capacity=st.floats(0.5, 200), factor=st.floats(0.2, 15))
+def test_beyond_capacity_the_server_is_kept_busy_and_asked_little_more(capacity, factor):
+    server, throttle, offered, seconds = Server(capacity), Throttle(), capacity * factor, 6.0
+    times = [number / offered for number in range(1, int(seconds * offered))]
+    for now in times:
+        if throttle.refusal(now) is None:
+            throttle.let_in(now)
+            if not server.takes(now):
+                throttle.learn("full; try again in 2 s", "2", now)
+    alone = Server(capacity)
+    could = sum(alone.takes(now) for now in times)
+    assert server.num_taken >= 0.9 * could - 2
+    windows = 2 * times[-1] + 1 if times else 1
+    assert server.num_asked - server.num_taken <= 0.3 * server.num_taken + 6 * windows
+    if factor < 0.9:
+        assert server.num_asked == len(times)
+
+
+def test_when_refusals_end_everything_is_let_in_again_within_half_a_second():
+    throttle = Throttle()
+    for number in range(1000):
+        if throttle.refusal(number / 1000) is None:
+            throttle.let_in(number / 1000)
+            throttle.learn("full", "1", number / 1000)
+    assert throttle.refusal(1.0) is not None
+    assert throttle.refusal(1.51) is None
+
+
+async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(connect, backend):
+    full = "<fail UNAVAILABLE 9 requests wait; try again in 7 s>"
+    path = "/v1/chat/completions"
+    async with connect() as client:
+        answers = [await client.post(path, json=body(full)) for _ in range(60)]
+        assert {answer.status_code for answer in answers} == {503}
+        assert {answer.headers["retry-after"] for answer in answers} == {"7"}
+        asked = [a for a in answers if "without asking" not in a.json()["error"]["message"]]
+        assert 4 <= len(asked) < 30
+        assert "9 requests wait; try again in 7 s (said of" in answers[-1].text
+        # Another door's queue is another one, and so are pages.
+        assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+        assert (await client.get("/health/ready")).status_code == 200
+        await asyncio.sleep(0.6)
+        assert (await client.post(path, json=body("hi"))).status_code == 200
+
+
+async def test_a_servers_own_503_without_a_time_teaches_nothing():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 503, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    admission = Admission(app, Gate(10))
+    for _ in range(50):
+        await admission({"type": "http", "method": "POST", "path": "/"}, None, send)
+    assert {message["body"] for message in sent if "body" in message} == {b"{}"}

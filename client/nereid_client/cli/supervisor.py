@@ -186,7 +186,7 @@ class Supervisor:
                 continue
             what = part.failure()
             if what is None and part is self._parts[0]:
-                what = self._failure_of_server()
+                what = self._failure_of_server(part)
             if what is None:
                 continue
             # Before the first "ready" it is a wrong setting, unless the program itself broke:
@@ -201,8 +201,11 @@ class Supervisor:
             part.due = time.monotonic() + wait_s
         return None
 
-    def _failure_of_server(self) -> str | None:
+    def _failure_of_server(self, server: Part) -> str | None:
         """What is wrong with a server whose processes all live."""
+        if self._is_announced and server.child.refusals:
+            # One of its models has given up and refuses every request from now on.
+            return f"{server.name}: {server.child.refusals[0]}"
         if self._warming is not None and (self._warming.failure or self._beside.failure):
             return self._warming.failure or self._beside.failure
         return self._hang.finding if self._hang is not None else None
@@ -228,12 +231,12 @@ class Supervisor:
                 self._warm_up()
 
     def _report(self, what: str, part: Part) -> int:
-        """Say why it ended; 2 where a setting or the checkpoint was refused, else 1."""
+        """Say why it ended; 2 where a setting or the checkpoint was refused at first, else 1."""
         child = part.child
         if child.refusals:
             for reason in child.refusals:
                 complain(f"nereid serve: {reason}")
-            return 2
+            return 1 if self._is_announced else 2
         complain(f"nereid serve: {what}; the end of its output:")
         for line in (*child.tail, *child.errors):
             # The server writes a traceback's line ends as \\n, all in one line.

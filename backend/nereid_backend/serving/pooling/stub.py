@@ -76,7 +76,7 @@ class PoolingStub(ABC):
         self._waiting: dict[str, _Waiting] = {}
         self._watched: collections.deque[str] = collections.deque()
         self._worker: WorkerClient | None = None
-        self._available = False
+        self._outage = ""  # why requests are refused
         self._stopping = threading.Event()
         try:
             self._settings = read_pooling_settings(self.kind, args)
@@ -124,7 +124,7 @@ class PoolingStub(ABC):
                 f"{self._settings.variable}: {config.model} is a model for the task {task!r}; "
                 f"the model {self.kind!r} needs one for {' or '.join(self.tasks)}"
             )
-        self._worker, self._available = worker, True
+        self._worker = worker
 
     def _accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         worker = self._worker
@@ -134,8 +134,8 @@ class PoolingStub(ABC):
                 raise CapacityError(_not_configured(self.kind, self._settings))
             self._answers.put((sender, self._info(waiting)))
             return
-        if not self._available:
-            raise CapacityError("the worker is being started again; try again in a few seconds")
+        if self._outage:
+            raise CapacityError(self._outage)
         limit = self._settings.serving.max_requests
         if len(self._waiting) + self._arrivals.qsize() >= limit:
             raise CapacityError(
@@ -255,7 +255,7 @@ class PoolingStub(ABC):
 
     def _restart(self, error: EngineDiedError) -> None:
         """The worker has died: end its requests with the reason, then start another."""
-        self._available = False
+        self._outage = "the worker is being started again; try again in a few seconds"
         tensors.log.error("%s: %s", self.kind, error)
         worker, serving = self._worker, self._settings.serving
         assert worker is not None  # who else could have died
@@ -268,9 +268,13 @@ class PoolingStub(ABC):
                 tensors.log.error("%s: the worker did not start again: %s", self.kind, failure)
                 continue
             self._end_all(error)
-            self._available = True
+            self._outage = ""
             return
-        tensors.log.error("%s: cannot be started again; every request is refused", self.kind)
+        self._outage = (
+            f"the worker did not start again in {serving.max_restarts} attempts (max_restarts), "
+            f"after: {error}; restart the server"
+        )
+        tensors.progress(f"error: {self.kind}: {self._outage}")
         while not self._stopping.wait(_POLL_S):
             self._end_all(error)
 

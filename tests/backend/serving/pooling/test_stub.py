@@ -5,6 +5,7 @@ Whatever becomes of the worker, every request ends and service comes back.
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -127,3 +128,27 @@ def test_a_defect_in_the_loop_ends_what_is_in_flight_and_no_more(stub, monkeypat
         assert "embedding failed: TypeError" in sender.wait().error
     os.kill(stub._worker.pid, signal.SIGCONT)
     assert ask(stub, "x").wait().rows.shape == (1, 128)
+
+
+def test_a_worker_that_cannot_be_started_again_is_given_up_with_the_reason(
+    tmp_path, monkeypatch, capsys
+):
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model)
+    monkeypatch.setenv("NEREID_EMBEDDING_MODEL", str(model))
+    monkeypatch.setenv("NEREID_EMBEDDING_MAX_RESTARTS", "1")
+    stub = EmbeddingModel()
+    stub.initialize({"model_config": "{}", "model_repository": str(tmp_path / "embedding")})
+    try:
+        weights = model / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+        os.kill(stub._worker.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while "restart the server" not in (error := ask(stub, "x").wait().error):
+            assert time.monotonic() < deadline, error
+            time.sleep(0.1)
+        assert "did not start again in 1 attempts (max_restarts)" in error
+        # By this line `nereid serve` knows that the server has to be started again.
+        assert "nereid: error: embedding: the worker did not start" in capsys.readouterr().out
+    finally:
+        stub.finalize()

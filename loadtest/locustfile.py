@@ -1,257 +1,205 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on a served stack, with locust: people who chat, call tools, embed, rerank, and go away.
+"""The scenarios: people who chat, call tools, search, go away, read slowly, and get things wrong.
 
     nereid serve &
     locust -f loadtest/locustfile.py --host http://127.0.0.1:9000            # with its web page
-    locust -f loadtest/locustfile.py --host http://127.0.0.1:9000 --headless -u 8 -r 4 -t 2m
+    locust -f loadtest/locustfile.py --host http://127.0.0.1:9000 --headless -u 11 -r 11 -t 2m
+    locust -f loadtest/locustfile.py SteadyChat Bursts --host ...            # only these
 
-Beside each request's own line the tables have two more kinds: `TTFT`, the time to the first event
-that says something, and `ITL`, the mean time between two events of a stream. Everything runs at
-temperature 0, so an answer that differs from the first one to the same request is a failure; so is
-a stream without an end. A 429 or 503 counts as a failure by that name, and is waited out.
+Each class is one scenario: `asks` says what it sends, all at the same moment, and `arrivals` when.
+Every user of a class brings the class's rate with it, so `-u` twice the number of classes is twice
+the load. `--arrivals poisson --rate 2` replaces all arrivals: 2 requests a second from each user,
+whatever the answers take; `--arrivals closed` sends one after the other.
 
-Users arrive in a closed loop. `--rate R` makes it an open one: each user sends R requests a second,
-whatever the answers take (as long as there are users left to send them).
+Beside each scenario's own lines locust's tables have `TTFT`, the time to the first piece that says
+something, and `ITL`, the mean time between two pieces of a stream. All is greedy, so each request
+has one right answer: the first one that it got. scenarios/judge.py tells in which ways an answer
+can be wrong. `make loadtest` runs all of this on a server of its own: loadtest/load.py.
 """
 
-import json
-import random
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
-
-from locust import HttpUser, between, constant_throughput, events, task
-from locust.argument_parser import LocustArgumentParser
-from locust.clients import ResponseContextManager
-
-Json = dict[str, Any]
-
-_QUESTIONS = (
-    "Hello! Who are you?",
-    "Where does Hugo live?",
-    "Tell me a story about a turtle.",
-    "What is 3 + 4?",
+from locust import events  # noqa: F401 - locust comes first: it makes sockets and threads gevent's
+from scenarios.arrivals import Closed, Constant, Poisson
+from scenarios.asks import (
+    Ask,
+    bad,
+    chat,
+    chat_at_once,
+    completion,
+    embedding,
+    generate_stream,
+    grpc_chat,
+    grpc_text,
+    rerank,
 )
-_SHARED = "You are a guide to the town of Pinemark and know all of its streets. " * 12
-_TOOL = {
+from scenarios.questions import Question
+from scenarios.user import LoadUser
+
+_GUIDE = "You are a guide to the town of Pinemark and know all of its streets. " * 12
+_LONG = "The road from Pinemark to Korvale is long, and every mile of it has a story. " * 60
+_TEXTS = ["Hugo lives in Pinemark.", "Paris is a city.", "Turtles are slow.", "Korvale is far."]
+_WEATHER = {
     "type": "function",
     "function": {
         "name": "get_weather",
+        "description": "The weather of a place",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Pinemark"]}},
+            "properties": {"city": {"enum": ["Paris", "Pinemark", "Rome"]}},
             "required": ["city"],
             "additionalProperties": False,
         },
     },
 }
-_SCHEMA = {
+_PET = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-_first_answers: dict[str, str] = {}
 
 
-@events.init_command_line_parser.add_listener
-def _options(parser: LocustArgumentParser) -> None:
-    parser.add_argument(
-        "--rate", type=float, default=0.0, help="requests/s of each user; 0: closed"
-    )
-    parser.add_argument("--embedding-model", default="embed", help="its name in the API")
-    parser.add_argument("--rerank-model", default="rerank", help="its name in the API")
-    parser.add_argument("--max-tokens", type=int, default=48, help="of each answer")
+class SteadyChat(LoadUser):
+    """Short questions at random times; a third wants the answer in one piece."""
+
+    arrivals = Poisson(2.0)
+
+    def asks(self) -> list[Ask]:
+        """One chat."""
+        if self.rng.random() < 1 / 3:
+            return [chat_at_once(self.question(), self.options.max_tokens)]
+        return [chat(self.question(), self.options.max_tokens, ignore_eos=True)]
 
 
-class Person(HttpUser):
-    """What all users have in common."""
+class Bursts(LoadUser):
+    """Nothing for five seconds, then a dozen at once."""
 
-    abstract = True
-    _patience = between(0.0, 0.5)
+    arrivals = Constant(0.2)
 
-    def wait_time(self) -> float:
-        """Seconds until the next request."""
-        rate = self.environment.parsed_options.rate
-        chosen = constant_throughput(rate) if rate else type(self)._patience
-        return float(chosen(self))
-
-    def stream(self, name: str, path: str, body: Json, stop_after: int | None = None) -> None:
-        """One streamed answer, read to its end, or given up after so many events."""
-        started = time.perf_counter()
-        times: list[float] = []
-        pieces: list[str] = []
-        with self._post(name, path, {**body, "stream": True}, stream=True) as response:
-            if self._is_refused(response):
-                return
-            has_ended = False
-            for event in _events(response):
-                if "error" in event:
-                    response.failure(f"error event: {event['error']['message'][:100]}")
-                    return
-                for choice in event["choices"]:
-                    delta = choice.get("delta", choice)
-                    pieces.append(_said(delta))
-                    if pieces[-1]:
-                        times.append(time.perf_counter())
-                    has_ended |= bool(choice.get("finish_reason"))
-                if stop_after is not None and len(times) >= stop_after:
-                    response.success()
-                    response.close()
-                    return
-            self._judge(response, path, body, "".join(pieces), has_ended)
-        self._report(name, started, times)
-
-    def whole(self, name: str, path: str, body: Json, read: Callable[[Json], str]) -> None:
-        """One answer in one piece."""
-        with self._post(name, path, body) as response:
-            if not self._is_refused(response):
-                self._judge(response, path, body, read(response.json()), has_ended=True)
-
-    def _post(self, name: str, path: str, body: Json, **options: bool) -> ResponseContextManager:
-        return self.client.post(path, json=body, name=name, catch_response=True, **options)
-
-    def _is_refused(self, response: ResponseContextManager) -> bool:
-        if response.status_code == 200:
-            return False
-        response.failure(f"{response.status_code} {response.text[:100]}")
-        if response.status_code in (429, 503):
-            time.sleep(float(response.headers.get("Retry-After", "1")))
-        return True
-
-    def _judge(
-        self, response: ResponseContextManager, path: str, body: Json, text: str, has_ended: bool
-    ) -> None:
-        expected = _first_answers.setdefault(f"{path} {json.dumps(body, sort_keys=True)}", text)
-        if not has_ended:
-            response.failure("the stream ended without a finish reason")
-        elif text != expected:
-            response.failure("the answer differs from the first one to this request")
-        else:
-            response.success()
-
-    def _report(self, name: str, started: float, times: list[float]) -> None:
-        fire = self.environment.events.request.fire
-        common = {"name": name, "response_length": 0, "exception": None, "context": {}}
-        if times:
-            fire(request_type="TTFT", response_time=(times[0] - started) * 1000, **common)
-        if len(times) > 1:
-            mean = (times[-1] - times[0]) / (len(times) - 1)
-            fire(request_type="ITL", response_time=mean * 1000, **common)
-
-    def _chat(self, question: str, system: str = "", **fields: object) -> Json:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": question})
-        limit = self.environment.parsed_options.max_tokens
-        return {"messages": messages, "temperature": 0, "max_tokens": limit, **fields}
+    def asks(self) -> list[Ask]:
+        """A dozen answers of different lengths."""
+        lengths = [self.rng.choice((8, 32, 64)) for _ in range(12)]
+        return [chat(self.question(), length, ignore_eos=True) for length in lengths]
 
 
-class Chatter(Person):
-    """Chats, sometimes behind a long prompt that others share."""
+class LongPrompts(LoadUser):
+    """A prompt of a thousand tokens and a short answer."""
 
-    weight = 5
+    arrivals = Closed(1.0, 3.0)
 
-    @task(3)
-    def short(self) -> None:
-        """A short question."""
-        body = self._chat(random.choice(_QUESTIONS), ignore_eos=True)
-        self.stream("chat", "/v1/chat/completions", body)
-
-    @task
-    def with_a_shared_prefix(self) -> None:
-        """A question behind a prompt that is the same for all."""
-        body = self._chat(random.choice(_QUESTIONS), _SHARED)
-        self.stream("chat, shared prefix", "/v1/chat/completions", body)
-
-    @task
-    def at_once(self) -> None:
-        """The same without a stream."""
-        body = self._chat(random.choice(_QUESTIONS))
-        self.whole("chat, whole", "/v1/chat/completions", body, _content)
+    def asks(self) -> list[Ask]:
+        """One that no other has asked before it: the number in front leaves no prefix to share."""
+        system = f"{self.rng.randrange(10)}. {_LONG}"
+        return [chat(self.question(), 16, system=system, ignore_eos=True)]
 
 
-class Writer(Person):
-    """Has texts continued."""
+class SharedPrefixes(LoadUser):
+    """Questions behind a prompt that all have in common."""
 
-    weight = 2
+    arrivals = Poisson(1.5)
 
-    @task
-    def complete(self) -> None:
-        """One completion."""
-        limit = self.environment.parsed_options.max_tokens
-        body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": limit}
-        self.stream("completion", "/v1/completions", body)
+    def asks(self) -> list[Ask]:
+        """One chat."""
+        return [chat(self.question(), 24, system=_GUIDE, ignore_eos=True)]
 
 
-class Agent(Person):
-    """Calls tools and wants JSON."""
+class Writers(LoadUser):
+    """Texts continued, at the OpenAI API and at both doors of the Triton server."""
 
-    weight = 2
+    arrivals = Poisson(1.5)
 
-    @task
-    def tool(self) -> None:
-        """A call that must be made."""
-        body = self._chat("Weather in Paris?", tools=[_TOOL], tool_choice="required")
-        self.stream("tools", "/v1/chat/completions", body)
+    def asks(self) -> list[Ask]:
+        """One text."""
+        send = self.rng.choice((completion, generate_stream, grpc_text))
+        return [send(self.question(), self.options.max_tokens, ignore_eos=True)]
 
-    @task
-    def structured(self) -> None:
-        """An answer that fits a schema."""
-        wrapped = {"name": "pet", "schema": _SCHEMA, "strict": True}
+
+class GrpcChat(LoadUser):
+    """Chats on the ensemble itself."""
+
+    arrivals = Poisson(2.0)
+
+    def asks(self) -> list[Ask]:
+        """One chat."""
+        return [grpc_chat(self.question(), self.options.max_tokens, ignore_eos=True)]
+
+
+class Agents(LoadUser):
+    """Calls that must be made and JSON that must fit its schema; needs a model."""
+
+    arrivals = Poisson(1.0)
+
+    def asks(self) -> list[Ask]:
+        """A tool call and a pet, as one agent's two steps."""
+        wrapped = {"name": "pet", "schema": _PET, "strict": True}
         form = {"type": "json_schema", "json_schema": wrapped}
-        body = self._chat("Describe a pet.", response_format=form)
-        self.stream("structured", "/v1/chat/completions", body)
+        weather = Question("What is the weather in Paris?")
+        return [
+            chat(weather, 96, tools=[_WEATHER], tool_choice="required"),
+            chat(Question("Describe a pet."), 96, response_format=form),
+        ]
 
 
-class Searcher(Person):
-    """Embeds and reranks."""
+class Searchers(LoadUser):
+    """Embeds and reranks at the same time; needs both models."""
 
-    weight = 2
+    arrivals = Constant(1.0)
 
-    @task
-    def embed(self) -> None:
-        """Two vectors."""
-        name = self.environment.parsed_options.embedding_model
-        body = {"model": name, "input": list(_QUESTIONS[:2])}
-        self.whole("embedding", "/v1/embeddings", body, lambda answer: f"{len(answer['data'])}")
-
-    @task
-    def rerank(self) -> None:
-        """Four documents in order."""
-        name = self.environment.parsed_options.rerank_model
-        body = {"model": name, "query": "Hugo?", "documents": list(_QUESTIONS)}
-        self.whole("rerank", "/v1/rerank", body, _order)
+    def asks(self) -> list[Ask]:
+        """Vectors and scores, of one query."""
+        query = self.question().text
+        return [
+            embedding(self.options.embedding_model, [query, *_TEXTS]),
+            rerank(self.options.rerank_model, query, _TEXTS),
+        ]
 
 
-class Fickle(Person):
-    """Goes away in the middle of an answer."""
+class Fickle(LoadUser):
+    """Long answers; three clients in ten go away at a random time."""
 
-    weight = 3
-    _patience = between(0.0, 0.2)
-    _fields: ClassVar[Json] = {"max_tokens": 2000, "ignore_eos": True}
+    arrivals = Poisson(2.0)
+    cancel_share = 0.3
 
-    @task
-    def leave(self) -> None:
-        """A long answer, of which only the beginning is read."""
-        body = self._chat(random.choice(_QUESTIONS), **self._fields)
-        self.stream("chat, given up", "/v1/chat/completions", body, random.randrange(1, 30))
+    def asks(self) -> list[Ask]:
+        """One chat, over HTTP or gRPC."""
+        send = self.rng.choice((chat, grpc_chat))
+        return [send(self.question(), 120, ignore_eos=True)]
 
 
-def _events(response: ResponseContextManager) -> Iterator[Json]:
-    for line in response.iter_lines():
-        if line.startswith(b"data: {"):
-            yield json.loads(line[6:])
+class SlowReaders(LoadUser):
+    """Read what has come only now and then, from small buffers."""
+
+    arrivals = Closed(0.5, 1.5)
+
+    def asks(self) -> list[Ask]:
+        """One over each protocol."""
+        asks = [
+            chat(self.question(), 200, ignore_eos=True),
+            grpc_chat(self.question(), 60, ignore_eos=True),
+        ]
+        return [ask.read_slowly(self.rng.uniform(0.02, 0.1)) for ask in asks]
 
 
-def _said(delta: Json) -> str:
-    calls = [call["function"] for call in delta.get("tool_calls") or ()]
-    texts = [delta.get(name) or "" for name in ("reasoning", "content", "text")]
-    return "".join([*texts, *(c.get("name", "") + c.get("arguments", "") for c in calls)])
+class Mistaken(LoadUser):
+    """Requests that must be refused by what is wrong with them, between others that must not."""
 
+    arrivals = Constant(2.0)
 
-def _content(answer: Json) -> str:
-    return str(answer["choices"][0]["message"]["content"])
-
-
-def _order(answer: Json) -> str:
-    return json.dumps([row["index"] for row in answer["results"]])
+    def asks(self) -> list[Ask]:
+        """One bad request and a good one."""
+        question = self.question()
+        good = chat(question, 8, ignore_eos=True)
+        everywhere = [good, chat_at_once(question, 8), completion(question, 8)]
+        wrong = [
+            bad(self.rng.choice(everywhere), temperature=-1),
+            bad(self.rng.choice(everywhere), max_tokens=0),
+            bad(self.rng.choice(everywhere), stop=5),
+            bad(good, messages=[]),
+            bad(good, tool_choice="required"),
+            bad(good, response_format={"type": "json_schema", "json_schema": {"schema": 3}}),
+            bad(good, messages=[{"role": "user", "content": "much too long " * 4000}]),
+            bad(good, status=404, model="no such model"),
+            bad(generate_stream(question, 8), sampling_parameters="{not JSON"),
+            bad(grpc_text(question, 8), sampling_parameters='{"temperature": -1}'),
+            Ask("openai", "/v1/chat/completions", "{not JSON", refused_with=400),
+        ]
+        return [self.rng.choice(wrong), good]

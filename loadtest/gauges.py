@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nereid's numbers from a server's metrics page (docs/metrics.md), once or along a run."""
+
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+Gauges = dict[str, float]
+
+_LINE = re.compile(r"^nereid:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_BUSY = ("num_requests", "num_requests_running", "num_requests_waiting", "kv_cache_blocks_used")
+
+
+def read(url: str) -> Gauges:
+    """Name -> value, summed over labels; histograms by their sum and count.
+
+    Args:
+        url: of the page, such as http://127.0.0.1:8002/metrics.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with urllib.request.urlopen(url, timeout=10) as page:
+        return parse(page.read().decode())
+
+
+def parse(page: str) -> Gauges:
+    """The numbers of a page."""
+    found: Gauges = {}
+    for name, value in _LINE.findall(page):
+        if not name.endswith("_bucket"):
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def what_is_busy(gauges: Gauges) -> str | None:
+    """Which gauges are not 0 although nobody asks; None for a server at rest."""
+    if missing := [name for name in _BUSY if name not in gauges]:
+        return f"the metrics page has no {missing[0]}"
+    busy = [f"{name} {gauges[name]:g}" for name in _BUSY if gauges[name]]
+    return ", ".join(busy) or None
+
+
+def wait_for_rest(url: str, limit_s: float = 15.0) -> str | None:
+    """None once nothing is in use any more; what still is after so long."""
+    ends = time.monotonic() + limit_s
+    while True:
+        time.sleep(0.3)  # gauges are published every tenth of a second
+        busy = _busy_now(url)
+        if busy is None or time.monotonic() > ends:
+            return busy
+
+
+def _busy_now(url: str) -> str | None:
+    try:
+        return what_is_busy(read(url))
+    except OSError as error:
+        return f"the metrics page cannot be read: {error}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The gauges at one time, by time.time."""
+
+    at: float
+    gauges: Gauges
+
+
+class Sampler:
+    """Reads a metrics page over and over, in a thread, while its context lasts.
+
+    Attributes:
+        samples: what it read, in order; a page that could not be read is left out.
+    """
+
+    def __init__(self, url: str, every_s: float = 0.5) -> None:
+        self._url = url
+        self._every_s = every_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.samples: list[Sample] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every_s):
+            try:
+                found = read(self._url)
+            except OSError:
+                continue  # the page is not all: what is at rest is asked again afterwards
+            self.samples.append(Sample(time.time(), found))
+
+
+def rates(
+    samples: Sequence[Sample], name: str, window_s: float = 0.0
+) -> tuple[list[float], list[float]]:
+    """Times and increases a second of a counter, each over `window_s` or a little more."""
+    times, values = [], []
+    last = samples[0] if samples else None
+    for sample in samples[1:]:
+        assert last is not None
+        spent = sample.at - last.at
+        if spent >= window_s:
+            times.append(sample.at)
+            values.append((sample.gauges.get(name, 0.0) - last.gauges.get(name, 0.0)) / spent)
+            last = sample
+    return times, values

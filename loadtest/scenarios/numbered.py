@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbered tokens: answers in which a lost, doubled, strange or swapped token shows.
+
+The scripted engine (NEREID_ENGINE=scripted) recites one of several series, whichever the prompt
+names. Each token of a series is a token of its own in the vocabulary and says which it is: the text
+`03.017,` is token 17 of series 3, and stands for no other.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+NUM_SERIES = 12
+LENGTH = 300
+TOKEN = re.compile(r"\d\d\.\d\d\d,")
+
+# How a series is told: tokens in a step, and ms between two. The first is what an engine of 200
+# tokens/s a sequence does; the others are slow, and come by the handful.
+_PACES = ((1, 5.0), (1, 25.0), (6, 20.0))
+_DEMO = Path(__file__).resolve().parents[2] / "demo" / "chat"
+
+
+def tokens(series: int) -> tuple[str, ...]:
+    """The texts of a series, in order."""
+    return tuple(f"{series:02d}.{number:03d}," for number in range(LENGTH))
+
+
+def prompt(series: int) -> str:
+    """What makes a scripted server recite it."""
+    return f"Recite series {series:02d}."
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A checkpoint without weights: the demo's tokenizer and template, and the numbered tokens."""
+    folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(_DEMO / name, folder)
+    (folder / "model.safetensors").touch()  # nobody reads it, but a checkpoint has one
+    tokenizer = json.loads((_DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    first = _first_free_id(tokenizer)
+    texts = [text for series in range(NUM_SERIES) for text in tokens(series)]
+    tokenizer["added_tokens"] += [
+        {"id": token_id, "content": text, "special": False, **kind}
+        for token_id, text in enumerate(texts, first)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    return folder
+
+
+def make_script(path: Path) -> Path:
+    """The rules of the scripted engine; see nereid_backend/serving/scripted_engine.py."""
+    rules: list[dict[str, Any]] = []
+    for series in range(NUM_SERIES):
+        per_step, delay_ms = _PACES[series % len(_PACES)]
+        rules.append(
+            {
+                "when": prompt(series),
+                "text": "".join(tokens(series)),
+                "tokens_per_step": per_step,
+                "delay_ms": delay_ms,
+            }
+        )
+    # `nereid serve` asks for a few tokens of anything before it says that it is ready.
+    rules.append({"when": "", "text": "ready"})
+    path.write_text(json.dumps(rules), encoding="utf-8")
+    return path
+
+
+def _first_free_id(tokenizer: dict[str, Any]) -> int:
+    taken = [token["id"] for token in tokenizer["added_tokens"]]
+    return max(taken + list(tokenizer["model"]["vocab"].values())) + 1

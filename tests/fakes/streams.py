@@ -1,0 +1,73 @@
+"""An HTTP server that streams what a test tells it to, faults and all."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+def chunk(text="", finish=None, usage=None):
+    """One chunk of a streamed chat completion."""
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+    choices = [choice] if usage is None else []
+    return {"choices": choices, "usage": usage and {"completion_tokens": usage}}
+
+
+def event(data):
+    """As a server-sent event."""
+    return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
+
+
+def stream(texts, *, finish="length", usage=None, done=True):
+    """The events of a whole chat."""
+    events = [event(chunk(text)) for text in texts]
+    events += [event(chunk(finish=finish))] if finish else []
+    events += [event(chunk(usage=usage))] if usage is not None else []
+    return events + ([event("[DONE]")] if done else [])
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        try:
+            self._answer(*self.server.answer(body))
+        except OSError:
+            self.server.num_lost_clients += 1
+
+    def _answer(self, status, parts, ends=True):
+        self.send_response(status)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for part in parts:
+            if isinstance(part, float):
+                self.server.over.wait(part)
+                continue
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+            self.wfile.flush()
+        if ends:
+            self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = not ends
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def play(answer):
+    """A server; `answer(body)` gives the status, the parts of the body (bytes, or seconds to wait),
+    and, where it is not so, that the body is ended."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.answer, server.num_lost_clients = answer, 0
+    server.over = threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,43 @@
+"""When requests come."""
+
+import itertools
+import random
+import statistics
+
+import pytest
+from scenarios.arrivals import Closed, Constant, Poisson, named
+
+
+def gaps(arrivals, count=4000):
+    return list(itertools.islice(arrivals.gaps_s(random.Random(0)), count))
+
+
+def test_constant_arrivals_keep_their_distance():
+    assert set(gaps(Constant(4.0))) == {0.25}
+
+
+def test_poisson_arrivals_keep_their_rate_and_nothing_else():
+    found = gaps(Poisson(4.0))
+    assert statistics.fmean(found) == pytest.approx(0.25, rel=0.05)
+    # The gaps of a Poisson process vary as much as they last.
+    assert statistics.stdev(found) == pytest.approx(0.25, rel=0.1)
+    shares = [sum(gap > limit for gap in found) / len(found) for limit in (0.25, 0.5)]
+    assert shares == pytest.approx([0.368, 0.135], abs=0.03)
+
+
+def test_pauses_of_a_closed_loop_lie_in_their_range():
+    found = gaps(Closed(0.2, 0.6))
+    assert 0.2 <= min(found) < 0.25
+    assert 0.55 < max(found) <= 0.6
+
+
+def test_only_closed_loops_wait_for_answers():
+    assert [one.is_open for one in (Closed(), Poisson(1.0), Constant(1.0))] == [False, True, True]
+
+
+def test_a_command_line_names_them():
+    assert named("poisson", 3.0) == Poisson(3.0)
+    assert named("constant", 3.0) == Constant(3.0)
+    assert named("closed", 0.0) == Closed()
+    with pytest.raises(ValueError, match="--rate"):
+        named("poisson", 0.0)

@@ -72,7 +72,11 @@ FAULTS = (
     _kill("executor stub"),
     _kill("postprocessor stub"),
     _kill("embedding stub"),
+    _kill("rerank stub"),
+    _kill("embedding worker"),
     _kill("tritonserver"),
+    # Server 2.51 prints a stack in the handler of this signal, and may hang there.
+    Fault("tritonserver crashes (SIGSEGV)", "tritonserver", signal.SIGSEGV),
     _kill("frontend"),
     _stop("engine"),
     # Server 2.51 kills a stub that gives no sign of life for about a second.
@@ -169,7 +173,7 @@ def long_requests(model: str, poolers: dict[str, str]) -> list[Ask]:
         elif ask.is_direct and len(made) < 8:
             fields = '{"temperature": 0, "max_tokens": 800, "ignore_eos": true}'
             body = ask.body | {"sampling_parameters": fields}
-            made.append(Ask(ask.kind, ask.path, body, is_direct=True))
+            made.append(Ask(ask.kind, ask.path, body, ask.door))
     return made
 
 

@@ -71,6 +71,11 @@ class Served:
         return self._log.read_text(encoding="utf-8")
 
     @property
+    def server_log(self) -> str:
+        """What the Triton server and the frontend have written so far."""
+        return self._server_log.read_text(encoding="utf-8", errors="replace")
+
+    @property
     def openai_url(self) -> str:
         """Base URL of the OpenAI API."""
         return f"http://127.0.0.1:{self.openai_port}/v1"

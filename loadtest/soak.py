@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A soak: mixed traffic on `nereid serve` for as long as you like, and a fault every minute.
 
-    python loadtest/soak.py --minutes 30 [--users 8] [--seed 0] [--faults none] [--markdown PATH]
+    python loadtest/soak.py --minutes 30                        a fault a minute, each kind in turn
+    python loadtest/soak.py --minutes 10 --every 10 --faults "executor stub"
+    python loadtest/soak.py --minutes 10 --faults none --users 16       is memory flat?
 
 Half of the clients go away at a random moment, some read slowly, the rest are checked: what they
 get must be what the same request got from the server at rest. Between two faults everything must
 come to rest: no request and no block in use, file descriptors and memory of every process where
-they were, shared memory as at the start. One page of Markdown comes out; exit code 1 when something
-of this did not hold.
+they were, shared memory as at the start, no zombie. All along, the memory of every process is
+sampled, and one that lives for some minutes may not keep growing. One page of Markdown comes out;
+exit code 1 when something of this did not hold, or the server broke without a fault of ours.
 """
 
 import argparse
@@ -23,15 +26,31 @@ from pathlib import Path
 
 import processes
 from faults import FAULTS, Fault, recovered, table
-from processes import Size
+from flatness import MAX_SLOPE_MIB_PER_MINUTE
+from rests import Rests
 from served import Served
 from traffic import Asker, Manner, Outcome, asks
+from watch import Watch
 
-_REST_LIMIT_S = 15.0
 _LATE_S = 5.0
 _AFTERMATH_S = 2.0
-_MAX_GROWTH_MIB = 48.0
-_MAX_MORE_FDS = 6
+_LEVELS = (
+    ("num_requests_running", 1, ""),
+    ("num_requests_waiting", 1, ""),
+    ("kv_cache_usage_perc", 100, " %"),
+)
+_COUNTERS = {
+    "prompt_tokens_total": "prompt tokens",
+    "prefix_cache_hits_total": "of them found in the prefix cache",
+    "generation_tokens_total": "tokens generated",
+    "request_success_total stop": "answers that ended by themselves",
+    "request_success_total length": "at their limit",
+    "request_success_total abort": "because their client left",
+    "request_success_total error": "with an error",
+    "requests_refused_total": "refused",
+    "num_preemptions_total": "preempted",
+    "merged_responses_total": "updates merged",
+}
 
 
 @dataclass
@@ -46,9 +65,11 @@ class Wound:
 
     def explains(self, outcome: Outcome) -> bool:
         """Whether a request that failed may have failed because of it."""
-        if self.fault.is_harmless:
-            return False
-        return outcome.ended >= self.happened and outcome.started <= self.healed + _AFTERMATH_S
+        return not self.fault.is_harmless and self.meets(outcome.started, outcome.ended)
+
+    def meets(self, began: float, ended: float) -> bool:
+        """Whether it was felt at some moment of that time."""
+        return ended >= self.happened and began <= self.healed + _AFTERMATH_S
 
 
 @dataclass
@@ -59,16 +80,14 @@ class Book:
         counts: (kind of request, what became of it) -> how often.
         broken: what should not have been, in words.
         wounds: the faults.
-        first, last: role -> what its process held at the first and at the last rest.
+        unexplained: requests that failed without one.
         firsts_s, gaps_s: times to the first event of streams, and between two events.
     """
 
     counts: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     broken: list[str] = field(default_factory=list)
     wounds: list[Wound] = field(default_factory=list)
-    first: dict[str, Size] = field(default_factory=dict)
-    last: dict[str, Size] = field(default_factory=dict)
-    rests: list[float] = field(default_factory=list)
+    unexplained: list[Outcome] = field(default_factory=list)
     firsts_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
 
@@ -82,8 +101,11 @@ class Book:
         if kind in ("ok", "cancelled"):
             return
         wound = next((w for w in reversed(self.wounds) if w.explains(outcome)), None)
-        if kind in ("wrong", "hung") or wound is None:
+        if kind in ("wrong", "hung"):
             self.broken.append(f"{outcome.ask.kind} was {kind}: {outcome.detail[:300]}")
+            return
+        if wound is None:
+            self.unexplained.append(outcome)
             return
         wound.num_hurt += 1
         if outcome.started < wound.happened:
@@ -112,7 +134,7 @@ class Soak:
         self._asker = Asker(url, served.http_url)
         self._asks = asks(rng, "chat", {"embedding": "embed", "rerank": "rerank"})
         self._expected: dict[str, str] = {}
-        self._num_shm = 0
+        self.rests = Rests(served, self._asker)
 
     async def run(self, minutes: float, faults: Sequence[Fault], every_s: float) -> None:
         """Traffic with faults in turn, a rest before each."""
@@ -181,38 +203,7 @@ class Soak:
                 await asyncio.sleep(0.2)  # as a client with manners would
 
     async def _rest(self, when: str) -> None:
-        """Nothing may be in use, and no process may have grown."""
-        book = self.book
-        started = time.monotonic()
-        await asyncio.sleep(0.3)  # the gauges are published every tenth of a second
-        while busy := await asyncio.to_thread(processes.what_is_busy, self._served):
-            if time.monotonic() - started > _REST_LIMIT_S:
-                book.broken.append(f"{when}, not at rest after {_REST_LIMIT_S:g} s: {busy}")
-                break
-            await asyncio.sleep(0.1)
-        book.rests.append(time.monotonic() - started)
-        await asyncio.sleep(0.5)
-        sizes = await asyncio.to_thread(processes.sizes, self._served)
-        self._compare(sizes, when)
-        num_shm = len(processes.shared_memory(self._served))
-        self._num_shm = self._num_shm or num_shm
-        if num_shm > self._num_shm:
-            book.broken.append(f"{when}: {num_shm} shared-memory files, {self._num_shm} at first")
-
-    def _compare(self, sizes: dict[str, Size], when: str) -> None:
-        book = self.book
-        for role, size in sizes.items():
-            first = book.first.get(role)
-            if first is None or first.pid != size.pid:  # its second rest is the first to compare
-                book.first[role] = size
-                continue
-            if size.num_fds > first.num_fds + _MAX_MORE_FDS:
-                told = f"{size.num_fds} file descriptors, {first.num_fds} at first"
-                book.broken.append(f"{when}: {role} has {told}")
-            if size.rss_mib > first.rss_mib + _MAX_GROWTH_MIB:
-                told = f"{size.rss_mib:.0f} MiB, {first.rss_mib:.0f} at first"
-                book.broken.append(f"{when}: {role} holds {told}")
-        book.last = sizes
+        self.book.broken += await self.rests.check(when)
 
     def _line(self, fault: Fault | None) -> str:
         counts = collections.Counter[str]()
@@ -222,16 +213,14 @@ class Soak:
         return f"{fault.name if fault else 'no fault'}: {told}; {len(self.book.broken)} broken"
 
 
-def report(book: Book, title: str) -> str:
+def report(soak: Soak, watch: Watch, title: str) -> str:
     """One page of Markdown."""
+    book = soak.book
     kinds = sorted({kind for _, kind in book.counts})
     names = sorted({name for name, _ in book.counts})
     rows = [[name, *(str(book.counts[name, kind]) for kind in kinds)] for name in names]
     total = [str(sum(book.counts[name, kind] for name in names)) for kind in kinds]
-    late = [w for w in book.wounds if w.last_error_s > _LATE_S]
-    broken = book.broken + [
-        f"{w.fault.name}: a request that ran failed only after {w.last_error_s:.1f} s" for w in late
-    ]
+    broken = [*book.broken, *_late(book), *_unplanned(book, watch), *growing(watch)]
     parts = [
         f"## {title}",
         f"**{'nothing broke' if not broken else f'{len(broken)} things broke'}**",
@@ -239,11 +228,57 @@ def report(book: Book, title: str) -> str:
         table(["Requests", *kinds], [*rows, ["all", *total]]),
         _quantiles("Time to the first event", book.firsts_s),
         _quantiles("Time between two events", book.gaps_s),
-        _quantiles("Time until nothing was in use any more", book.rests),
-        table(["Fault", "Failed requests", "Last error", "Service again"], _wound_rows(book)),
-        table(["Process", "MiB at first", "at last", "Files at first", "at last"], _sizes(book)),
+        _quantiles("Time until nothing was in use any more", soak.rests.took_s),
+        server_side(watch),
     ]
+    if book.wounds:
+        parts.append(
+            table(["Fault", "Failed requests", "Last error", "Service again"], _wound_rows(book))
+        )
+    parts.append(process_table(soak.rests, watch))
     return "\n\n".join(parts) + "\n"
+
+
+def _late(book: Book) -> list[str]:
+    late = [wound for wound in book.wounds if wound.last_error_s > _LATE_S]
+    return [f"{w.fault.name}: a request failed only after {w.last_error_s:.1f} s" for w in late]
+
+
+def _unplanned(book: Book, watch: Watch) -> list[str]:
+    """What broke without a fault of ours, and the requests that failed without anything broken."""
+    outages = [o for o in watch.outages if not any(w.meets(o.began, o.ended) for w in book.wounds)]
+    broken = []
+    failed = book.unexplained
+    for outage in outages:
+        hurt = [one for one in failed if outage.explains(one.started, one.ended)]
+        failed = [one for one in failed if one not in hurt]
+        took = f"{len(hurt)} requests failed, service again within {outage.seconds:.0f} s"
+        broken.append(f"the server broke by itself, {outage.reason}: {took}")
+    return broken + [f"{one.ask.kind} was {one.kind}: {one.detail[:300]}" for one in failed]
+
+
+def growing(watch: Watch) -> list[str]:
+    """Processes whose memory does not stay flat, in words."""
+    return [
+        f"{role} grows by {trend.slope:.2f} MiB a minute; the limit is {MAX_SLOPE_MIB_PER_MINUTE:g}"
+        for role, trend in watch.trends().items()
+        if not trend.is_flat
+    ]
+
+
+def server_side(watch: Watch) -> str:
+    """What the server's own metrics say of the time that was watched."""
+    counted = ", ".join(
+        f"{watch.totals[name]:,.0f} {told}"
+        for name, told in _COUNTERS.items()
+        if watch.totals[name]
+    )
+    running, waiting, cache = (
+        f"{scale * watch.mean(name):.1f}{unit} (peak {scale * watch.peaks.get(name, 0):.0f}{unit})"
+        for name, scale, unit in _LEVELS
+    )
+    told = f"{running} sequences ran at once, {waiting} waited, {cache} of the KV cache was in use"
+    return f"The server's own count: {counted}. On average {told}."
 
 
 def _wound_rows(book: Book) -> list[list[str]]:
@@ -255,13 +290,20 @@ def _wound_rows(book: Book) -> list[list[str]]:
     return rows
 
 
-def _sizes(book: Book) -> list[list[str]]:
+def process_table(rests: Rests, watch: Watch) -> str:
+    """What every process held at its first and at its last rest, and how its memory went."""
+    trends = watch.trends()
     rows = []
-    for role, last in sorted(book.last.items()):
-        first = book.first[role]
-        mib = [f"{first.rss_mib:.0f}", f"{last.rss_mib:.0f}"]
+    for role, last in sorted(rests.last.items()):
+        first, trend = rests.first[role], trends.get(role)
+        slope = "-" if trend is None or trend.slope is None else f"{trend.slope:+.2f}"
+        mib = [f"{first.rss_mib:.0f}", f"{last.rss_mib:.0f}", slope]
         rows.append([role, *mib, str(first.num_fds), str(last.num_fds)])
-    return rows
+    rows.append(
+        ["/dev/shm", f"{rests.shared_mib[0]:.0f}", f"{rests.shared_mib[-1]:.0f}", "-", "", ""]
+    )
+    head = ["Process", "MiB at first", "at last", "MiB a minute", "Files at first", "at last"]
+    return table(head, rows)
 
 
 def _quantiles(name: str, values: Sequence[float]) -> str:
@@ -274,7 +316,9 @@ def _quantiles(name: str, values: Sequence[float]) -> str:
 
 def main() -> int:
     """Run it; 1 when an invariant broke."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--users", type=int, default=8, help="requests under way at a time")
     parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="between requests")
@@ -288,15 +332,16 @@ def main() -> int:
     flags = ["--max-restarts=1000", "--restart-backoff=0", "--served-model-name=chat"]
     rng = random.Random(args.seed)
     with Served(args.model, arguments=[*flags, "--log-level=warning"]) as served:
-        soak = Soak(served, rng, args.users, args.pause)
-        asyncio.run(soak.run(args.minutes, faults, args.every))
+        with Watch(served) as watch:
+            soak = Soak(served, rng, args.users, args.pause)
+            asyncio.run(soak.run(args.minutes, faults, args.every))
         if served.stop() != 0:
             soak.book.broken.append(f"nereid serve ended with {served.process}")
         left = processes.shared_memory(served)
     if left:
         soak.book.broken.append(f"shared memory was left behind: {left}")
     title = f"{args.minutes:g} minutes, {args.users} users, seed {args.seed}"
-    page = report(soak.book, title)
+    page = report(soak, watch, title)
     print(page)
     if args.markdown:
         args.markdown.write_text(page)

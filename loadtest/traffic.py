@@ -9,13 +9,16 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
+from grpc_door import GrpcDoor
 
 Json = dict[str, Any]
+Door = Literal["openai", "http", "grpc"]
 Kind = Literal["ok", "cancelled", "refused", "failed", "lost", "wrong", "hung"]
 
 _TOLERANCE = 1e-3
@@ -58,15 +61,20 @@ class Ask:
 
     Attributes:
         kind: for the report.
-        path: of the OpenAI API, or of the Triton server's HTTP door.
-        body: JSON.
-        is_direct: whether it goes to the Triton server's door.
+        path: of the OpenAI API, or of the Triton server's HTTP door; the gRPC door has none.
+        body: JSON; for the gRPC door what generate_stream would take.
+        door: the frontend's, or one of the Triton server's.
     """
 
     kind: str
     path: str
     body: Json
-    is_direct: bool = False
+    door: Door = "openai"
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it goes to a door of the Triton server's."""
+        return self.door != "openai"
 
     @property
     def key(self) -> str:
@@ -85,7 +93,8 @@ class Outcome:
     """What became of a request; times are those of time.monotonic.
 
     `failed` came with an error's text, `lost` with none: the connection broke. `refused` is a 429
-    or 503 before anything was answered.
+    or 503 before anything was answered. `first` is when the first event came, counted from the
+    start, `gaps` the times between events; `is_cut`: its client left after so many of them.
     """
 
     ask: Ask
@@ -96,6 +105,7 @@ class Outcome:
     answer: str = ""
     first: float | None = None
     gaps: list[float] = field(default_factory=list)
+    is_cut: bool = False
 
 
 def asks(rng: random.Random, model: str, poolers: dict[str, str]) -> list[Ask]:
@@ -138,8 +148,22 @@ def _tools() -> Json:
 
 def _direct(question: str, max_tokens: int) -> Ask:
     fields = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
-    body = {"text_input": question, "stream": True, "sampling_parameters": json.dumps(fields)}
-    return Ask("generate_stream", "/v2/models/llm/generate_stream", body, is_direct=True)
+    return generate_stream("generate_stream", question, fields)
+
+
+def generate_stream(kind: str, prompt: str, fields: Json) -> Ask:
+    """A stream through the Triton server's HTTP door."""
+    path = "/v2/models/llm/generate_stream"
+    return Ask(kind, path, _direct_body(prompt, fields), "http")
+
+
+def grpc_stream(kind: str, prompt: str, fields: Json) -> Ask:
+    """A stream through the Triton server's gRPC door."""
+    return Ask(kind, "", _direct_body(prompt, fields), "grpc")
+
+
+def _direct_body(prompt: str, fields: Json) -> Json:
+    return {"text_input": prompt, "stream": True, "sampling_parameters": json.dumps(fields)}
 
 
 @dataclass(frozen=True)
@@ -148,10 +172,12 @@ class Manner:
 
     Attributes:
         cancel_after_s: it goes away then; None stays.
+        cancel_after_events: it goes away when it has read so many events; None stays.
         pause_s: it waits so long after each event that it reads.
     """
 
     cancel_after_s: float | None = None
+    cancel_after_events: int | None = None
     pause_s: float = 0.0
 
 
@@ -165,17 +191,33 @@ class Asker:
         openai_url: the frontend, without /v1.
         triton_url: the Triton server's HTTP door.
         limit_s: a request that takes longer hangs.
+        make_grpc: a client of the Triton server's gRPC door, where something is asked of it.
     """
 
-    def __init__(self, openai_url: str, triton_url: str, limit_s: float = 60.0) -> None:
-        self._urls = (openai_url, triton_url)
+    def __init__(
+        self,
+        openai_url: str,
+        triton_url: str,
+        limit_s: float = 60.0,
+        make_grpc: Callable[[], GrpcDoor] | None = None,
+    ) -> None:
+        self._urls = {"openai": openai_url, "http": triton_url}
+        self._make_grpc = make_grpc
         self._limit_s = limit_s
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-        self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+        self._client = _http_client()
+        self._grpc: GrpcDoor | None = None
+
+    async def hang_up(self) -> None:
+        """Give up the idle connections, which the server holds descriptors for; new ones follow."""
+        await self.close()
+        self._client = _http_client()
 
     async def close(self) -> None:
         """Give up the connections."""
         await self._client.aclose()
+        if self._grpc is not None:
+            await self._grpc.close()
+        self._grpc = None
 
     async def ask(
         self, ask: Ask, manner: Manner = _PATIENT, expected: str | None = None
@@ -190,17 +232,26 @@ class Asker:
             if not running.expired():
                 raise
             outcome.kind = "hung" if manner.cancel_after_s is None else "cancelled"
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, ConnectionError) as error:
             outcome.kind, outcome.detail = "lost", f"{type(error).__name__}: {error}"
         outcome.ended = time.monotonic()
-        if outcome.kind == "ok" and expected is not None and not _same(outcome, expected):
+        if outcome.is_cut:
+            outcome.kind = "cancelled"
+        elif outcome.kind == "ok" and expected is not None and not _same(outcome, expected):
             outcome.kind = "wrong"
             outcome.detail = f"expected {expected!r}, got {outcome.answer!r}"
         return outcome
 
     async def _run(self, outcome: Outcome, manner: Manner) -> None:
         ask = outcome.ask
-        url = self._urls[ask.is_direct] + ask.path
+        if ask.door == "grpc":
+            if self._grpc is None:
+                assert self._make_grpc is not None
+                self._grpc = self._make_grpc()
+            async with aclosing(self._grpc.events(ask.body)) as events:
+                await _read(outcome, events, manner)
+            return
+        url = self._urls[ask.door] + ask.path
         async with self._client.stream("POST", url, json=ask.body) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -212,27 +263,38 @@ class Asker:
                 outcome.first = time.monotonic() - outcome.started
                 outcome.answer = _whole(ask, response.json())
                 return
-            await self._read(outcome, response, manner)
+            await _read(outcome, _events(response), manner)
 
-    async def _read(self, outcome: Outcome, response: httpx.Response, manner: Manner) -> None:
-        told = _Told()
-        last = outcome.started
-        async for event in _events(response):
-            now = time.monotonic()
-            if outcome.first is None:
-                outcome.first = now - outcome.started
-            else:
-                outcome.gaps.append(now - last)
-            last = now
-            if "error" in event:
-                outcome.kind, outcome.detail = "failed", json.dumps(event["error"])[:300]
-                return
-            told.add(event)
-            if manner.pause_s:
-                await asyncio.sleep(manner.pause_s)
-        outcome.answer = told.text()
-        if not told.has_ended and not outcome.ask.is_direct:
-            outcome.kind, outcome.detail = "failed", "the stream ended without a finish reason"
+
+def _http_client() -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+    return httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+
+
+async def _read(outcome: Outcome, events: AsyncIterator[Json], manner: Manner) -> None:
+    told = _Told()
+    last = outcome.started
+    count = 0
+    async for event in events:
+        now = time.monotonic()
+        if outcome.first is None:
+            outcome.first = now - outcome.started
+        else:
+            outcome.gaps.append(now - last)
+        last = now
+        if "error" in event:
+            outcome.kind, outcome.detail = "failed", json.dumps(event["error"])[:300]
+            return
+        told.add(event)
+        count += 1
+        if manner.cancel_after_events == count and not told.has_ended:
+            outcome.is_cut = True
+            return
+        if manner.pause_s:
+            await asyncio.sleep(manner.pause_s)
+    outcome.answer = told.text()
+    if not told.has_ended and not outcome.ask.is_direct:
+        outcome.kind, outcome.detail = "failed", "the stream ended without a finish reason"
 
 
 def _same(outcome: Outcome, expected: str) -> bool:
@@ -252,31 +314,43 @@ async def _events(response: httpx.Response) -> AsyncIterator[Json]:
 
 
 class _Told:
-    """What a stream has said."""
+    """What a stream has said, choice by choice."""
 
     def __init__(self) -> None:
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: dict[int, list[str]] = {}
+        self._choices: dict[int, _Choice] = {}
         self.has_ended = False
 
     def add(self, event: Json) -> None:
         if "text_output" in event:
-            self._content.append(event["text_output"])
+            self._choice(0).content.append(event["text_output"])
             return
         for choice in event["choices"]:
+            one = self._choice(choice.get("index", 0))
             delta = choice.get("delta", choice)
-            self._content.append(delta.get("content") or delta.get("text") or "")
-            self._reasoning.append(delta.get("reasoning") or "")
+            one.content.append(delta.get("content") or delta.get("text") or "")
+            one.reasoning.append(delta.get("reasoning") or "")
             for call in delta.get("tool_calls") or ():
                 function = call["function"]
-                pieces = self._calls.setdefault(call["index"], [])
+                pieces = one.calls.setdefault(call["index"], [])
                 pieces += [function.get("name", ""), function.get("arguments", "")]
             self.has_ended |= bool(choice.get("finish_reason"))
 
     def text(self) -> str:
-        calls = ["".join(self._calls[index]) for index in sorted(self._calls)]
-        return "\x1f".join(["".join(self._reasoning), "".join(self._content), *calls])
+        return "\x1e".join(self._choices[index].text() for index in sorted(self._choices))
+
+    def _choice(self, index: int) -> "_Choice":
+        return self._choices.setdefault(index, _Choice())
+
+
+@dataclass
+class _Choice:
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, list[str]] = field(default_factory=dict)
+
+    def text(self) -> str:
+        calls = ["".join(self.calls[index]) for index in sorted(self.calls)]
+        return "\x1f".join(["".join(self.reasoning), "".join(self.content), *calls])
 
 
 def _whole(ask: Ask, answer: Json) -> str:
@@ -286,9 +360,11 @@ def _whole(ask: Ask, answer: Json) -> str:
     if ask.kind == "rerank":
         rows = sorted(answer["results"], key=lambda row: row["index"])
         return json.dumps([row["relevance_score"] for row in rows])
-    message = answer["choices"][0]["message"]
-    calls = [
-        call["function"]["name"] + call["function"]["arguments"]
-        for call in message.get("tool_calls") or ()
-    ]
-    return "\x1f".join([message.get("reasoning") or "", message.get("content") or "", *calls])
+    told = _Told()
+    for choice in answer["choices"]:
+        message = choice.get("message") or {"text": choice["text"]}
+        calls = [dict(call, index=at) for at, call in enumerate(message.get("tool_calls") or ())]
+        told.add(
+            {"choices": [{"index": choice["index"], "delta": message | {"tool_calls": calls}}]}
+        )
+    return told.text()

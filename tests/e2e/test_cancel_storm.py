@@ -1,0 +1,43 @@
+"""The storm of cancels of loadtest/cancel_storm.py, as a squall: the real server, a few seconds."""
+
+import asyncio
+import random
+
+import pytest
+import storm_asks
+from cancel_storm import Storm, serve
+from watch import Watch
+
+pytestmark = pytest.mark.triton
+
+SEED = 20
+NUM_REQUESTS = 240
+
+
+def blow(load):
+    with serve(load) as served, Watch(served, every_s=1.0) as watch:
+        storm = Storm(served, load, random.Random(SEED), watch, tell=lambda line: None)
+        asyncio.run(storm.run(NUM_REQUESTS, NUM_REQUESTS // 2))
+        watch.look()
+    return storm, watch
+
+
+def judge(storm, watch):
+    assert storm.broken == []
+    assert sum(storm.counts.values()) == NUM_REQUESTS
+    for door in {door for door, _, _ in storm.counts}:
+        kinds = {kind for at, _, kind in storm.counts if at == door}
+        assert "ok" in kinds, door
+        assert kinds & {"given up", "given up half-way"}, door
+    if not watch.outages:  # server 2.51 can crash; what it had counted is lost then
+        assert watch.totals["requests_disconnected_total"] > NUM_REQUESTS / 20
+
+
+def test_clients_that_leave_at_any_moment_cost_the_engine_and_its_other_answers_nothing():
+    load = storm_asks.demo(random.Random(SEED), variety=1)
+    judge(*blow(load))
+
+
+def test_known_answers_survive_clients_that_leave_at_any_moment(tmp_path):
+    load = storm_asks.scripted(random.Random(SEED), variety=6, folder=tmp_path)
+    judge(*blow(load))

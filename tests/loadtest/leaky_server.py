@@ -1,0 +1,54 @@
+"""A stand-in for a server: the pages that rests are read from, and a way to make it leak.
+
+python leaky_server.py PORT      POST /open, /grow, /zombie, /work
+"""
+
+import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+HELD = []
+STATE = {"num_requests": 0}
+
+
+def leak(what):
+    if what == "/open":
+        HELD.extend(open(os.devnull) for _ in range(10))  # noqa: SIM115 - it is a leak
+    elif what == "/grow":
+        HELD.append(bytes([1]) * (64 << 20))
+    elif what == "/zombie":
+        HELD.append(subprocess.Popen(["true"]))
+    elif what == "/work":
+        STATE["num_requests"] += 1
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections are kept alive
+
+    def do_GET(self):
+        if self.path == "/metrics":
+            gauge = f'nereid:num_requests{{model_name="llm"}} {STATE["num_requests"]}\n'
+            self.answer(gauge + 'nereid:request_success_total{finished_reason="stop"} 3\n')
+        else:
+            self.answer(json.dumps({"num_requests": STATE["num_requests"]}))
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        leak(self.path)
+        self.answer(json.dumps({"choices": [{"index": 0, "text": "done"}]}))
+
+    def answer(self, text):
+        data = text.encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+if __name__ == "__main__":
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

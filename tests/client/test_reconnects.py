@@ -1,0 +1,109 @@
+"""The way to the Triton server when that server dies again and again: nothing is left behind."""
+
+import asyncio
+import os
+from contextlib import suppress
+
+import grpc
+import pytest
+from nereid_client.backends import Generation, TritonBackend
+from nereid_client.errors import BackendError
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+NUM_DEATHS = 15
+NUM_STREAMS = 4
+
+
+class Endless(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers every stream with empty responses until somebody stops it."""
+
+    async def ServerLive(self, request, context):
+        return service_pb2.ServerLiveResponse(live=True)
+
+    async def ModelStreamInfer(self, requests, context):
+        async for _ in requests:
+            while True:
+                yield service_pb2.ModelStreamInferResponse()
+                await asyncio.sleep(0.01)
+
+
+class Door:
+    """A port in front of a server, which can be torn down with all its connections."""
+
+    def __init__(self, target):
+        self._target = target
+        self._writers = set()
+        self._server = None
+        self.port = 0
+
+    async def open(self):
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def tear(self):
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _relay(self, reader, writer):
+        there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        self._writers |= {writer, back}
+        await asyncio.gather(self._pump(reader, back), self._pump(there, writer))
+        self._writers -= {writer, back}
+
+    async def _pump(self, reader, writer):
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+async def use(backend, number):
+    """A stream that runs until the server dies."""
+    with pytest.raises(BackendError) as caught:
+        async for _ in backend.generate(Generation(f"stream-{number}", text_input="Go")):
+            pass
+    assert caught.value.code == "UNAVAILABLE"
+
+
+async def until(holds):
+    async with asyncio.timeout(10):
+        while not await holds():
+            await asyncio.sleep(0.02)
+
+
+def num_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def live_through_deaths():
+    server = grpc.aio.server()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Endless(), server)
+    door = Door(server.add_insecure_port("127.0.0.1:0"))
+    await server.start()
+    await door.open()
+    backend = TritonBackend(f"127.0.0.1:{door.port}", "llm")
+    held = []
+    for death in range(NUM_DEATHS):
+        await until(backend.is_live)
+        held.append(num_files())
+        streams = [asyncio.create_task(use(backend, number)) for number in range(NUM_STREAMS)]
+        await asyncio.sleep(0.05)
+        await door.tear()
+        await asyncio.gather(*streams)
+        assert not await backend.is_live(), death
+        await door.open()
+    await until(backend.is_live)
+
+    async def is_as_before():
+        return num_files() <= held[0]
+
+    await until(is_as_before)
+    await backend.close()
+    await door.tear()
+    await server.stop(None)
+
+
+def test_a_server_that_dies_again_and_again_leaves_no_files_open():
+    asyncio.run(live_through_deaths())

@@ -54,11 +54,15 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # a burst must not find the door shut
+
+
 @contextmanager
 def play(answer):
     """A server; `answer(body)` gives the status, the parts of the body (bytes, or seconds to wait),
     and, where it is not so, that the body is ended."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server = _Server(("127.0.0.1", 0), _Handler)
     server.answer, server.num_lost_clients = answer, 0
     server.over = threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}"

@@ -1,0 +1,133 @@
+"""The load test as a whole: it finds what is wrong with a server, and nothing with a right one."""
+
+import ast
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import load
+import pytest
+from fakes.streams import play, stream
+from scenarios import numbered, records
+
+LOADTEST = Path(load.__file__).parent
+
+
+def locust(url, tmp_path, *scenarios, seconds=2, file=LOADTEST / "locustfile.py"):
+    """Numbered tokens from a fake server: exit code, and what became of the requests."""
+    kept = tmp_path / "records"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "locust", "-f", str(file), *scenarios),
+            *(
+                "--headless",
+                "-u2",
+                "-r2",
+                f"-t{seconds}s",
+                f"--host={url}",
+                "--numbered",
+                "--seed=1",
+            ),
+            *("--arrivals=constant", "--rate=4", f"--records={kept}", "--max-tokens=10"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert kept.exists(), done.stderr
+    return done.returncode, records.read(kept)
+
+
+FAULTS = {
+    "lost": lambda said: [*said[:3], *said[4:]],
+    "doubled": lambda said: [*said[:3], said[2], *said[3:]],
+    "reordered": lambda said: [*said[:2], said[3], said[2], *said[4:]],
+    "truncated": lambda said: said[:-1],
+}
+
+
+def recite(faults=()):
+    """A server that recites what it is asked to, every other stream with the next fault in it."""
+    faults = itertools.cycle([*faults, None]) if faults else itertools.repeat(None)
+    turns = itertools.cycle([None, faults])
+
+    def answer(body):
+        text = body["messages"][-1]["content"]
+        series = int(re.search(r"series (\d\d)", text)[1])
+        said = list(numbered.tokens(series)[: body["max_tokens"]])
+        usage = {"completion_tokens": len(said)}
+        if not body.get("stream"):
+            message = {"message": {"content": "".join(said)}, "finish_reason": "length"}
+            return 200, [json.dumps({"choices": [message], "usage": usage}).encode()]
+        turn = next(turns)
+        fault = turn and next(turn)
+        return 200, stream(FAULTS[fault](said) if fault else said, usage=len(said))
+
+    return answer
+
+
+def test_a_right_server_passes(tmp_path):
+    with play(recite()) as server:
+        code, found = locust(server.url, tmp_path, "SteadyChat")
+    assert code == 0
+    assert {one.outcome for one in found} == {"ok"}
+    assert 4 <= len(found) <= 18
+
+
+def test_a_server_with_wrong_streams_fails_and_each_is_told_by_its_fault(tmp_path):
+    with play(recite(FAULTS)) as server:
+        code, found = locust(server.url, tmp_path, "SteadyChat", "Bursts")
+    assert code == 1
+    assert {one.outcome for one in found} == {"ok", *FAULTS}
+
+
+RAISES = f"""
+import sys
+sys.path.insert(0, {str(LOADTEST)!r})
+from locustfile import SteadyChat
+
+class Raises(SteadyChat):
+    def asks(self):
+        asks = super().asks()
+        return asks if self.rng.random() < 0.5 else asks[1]
+"""
+
+
+def test_a_scenario_that_raises_fails_the_run(tmp_path):
+    file = tmp_path / "raises.py"
+    file.write_text(RAISES)
+    with play(recite()) as server:
+        code, found = locust(server.url, tmp_path, "Raises", file=file)
+    assert code == 2
+    assert {one.outcome for one in found} == {"ok"}
+
+
+def test_every_scenario_belongs_to_a_phase():
+    tree = ast.parse((LOADTEST / "locustfile.py").read_text())
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert classes == {name for names in load.SCENARIOS.values() for name in names}
+
+
+def test_numbered_tokens_tell_series_and_place():
+    texts = [text for series in range(numbered.NUM_SERIES) for text in numbered.tokens(series)]
+    assert len(set(texts)) == len(texts)
+    assert all(numbered.TOKEN.fullmatch(text) for text in texts)
+    assert numbered.TOKEN.findall("".join(texts)) == texts
+
+
+@pytest.mark.triton
+def test_a_few_seconds_of_the_mix_on_the_real_server(tmp_path, monkeypatch, capsys):
+    chosen = ["SteadyChat", "Bursts", "Writers", "GrpcChat", "Fickle", "Mistaken"]
+    command = ["load.py", "--seconds=4", "--phases", "numbered", f"--out={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", [*command, "--scenarios", *chosen])
+    code = load.main()
+    said = capsys.readouterr().out
+    assert code == 0, said
+    found = records.read(tmp_path / "records-numbered.jsonl")
+    assert {one.scenario for one in found} == set(chosen)
+    assert {"ok", "rejected"} <= {one.outcome for one in found} <= {"ok", "rejected", "cancelled"}
+    assert {one.door for one in found} == {"openai", "triton", "grpc"}
+    assert (tmp_path / "report.html").exists()

@@ -24,6 +24,8 @@ _WINDOW_S = 0.5
 # for the queue to be kept full, and for the end of an overload to be seen.
 _SHARE = 0.2
 _FREE_REFUSALS = 4
+_LONGEST_WAY_S = 1.0
+_WAITED = "the request waited"  # how the refusal begins of one that was let into the queue
 
 
 class Gate:
@@ -70,6 +72,7 @@ class Throttle:
     def __init__(self) -> None:
         self._let_in: collections.deque[float] = collections.deque()
         self._refused: collections.deque[float] = collections.deque()
+        self._closed_until = 0.0
         self._last_words = ""
         self._retry_after = "1"
 
@@ -77,18 +80,22 @@ class Throttle:
         """Note a request that goes to the server."""
         self._let_in.append(now)
 
-    def learn(self, message: str, retry_after: str, now: float) -> None:
-        """Note that the server refused one."""
+    def learn(self, message: str, retry_after: str, started: float, now: float) -> None:
+        """Note that the server refused one that was sent to it at `started`."""
         self._refused.append(now)
         self._last_words, self._retry_after = message, retry_after
+        if not message.startswith(_WAITED):
+            # It took the way there and back alone. What was let in meanwhile is still on that way:
+            # until it has arrived nothing follows it, or a server that is slow to refuse would
+            # have ever more to refuse.
+            self._closed_until = now + min(now - started, _LONGEST_WAY_S)
 
     def refusal(self, now: float) -> ApiError | None:
         """Why a request need not be sent to the server; None when it should be."""
-        for times in (self._let_in, self._refused):
-            while times and times[0] < now - _WINDOW_S:
-                times.popleft()
+        self._forget(now)
         num_refused, num_let_in = len(self._refused), len(self._let_in)
-        if num_refused < _FREE_REFUSALS + _SHARE * num_let_in:
+        is_open = now >= self._closed_until
+        if is_open and num_refused < _FREE_REFUSALS + _SHARE * num_let_in:
             return None
         return ApiError(
             503,
@@ -98,9 +105,18 @@ class Throttle:
             headers={"Retry-After": self._retry_after},
         )
 
+    def _forget(self, now: float) -> None:
+        for times in (self._let_in, self._refused):
+            while times and times[0] < now - _WINDOW_S:
+                times.popleft()
+
 
 class Admission:
-    """Lets requests with a body through a gate; pages that are only looked at are always let in."""
+    """Lets requests with a body through a gate.
+
+    What is only looked at is always let in, and so is what ends work: a server at its limit, or one
+    that stops, is where that matters most.
+    """
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
@@ -109,7 +125,7 @@ class Admission:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, or answer 429 or 503 at once."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        if scope["type"] != "http" or _is_always_let_in(scope):
             await self._app(scope, receive, send)
             return
         now = time.monotonic()
@@ -122,11 +138,11 @@ class Admission:
             throttle.let_in(now)
         self._gate.num_requests += 1
         try:
-            await self._app(scope, receive, self._listening(scope["path"], send))
+            await self._app(scope, receive, self._listening(scope["path"], send, now))
         finally:
             self._gate.num_requests -= 1
 
-    def _listening(self, path: str, send: Send) -> Send:
+    def _listening(self, path: str, send: Send, started: float) -> Send:
         """`send`, with an ear for refusals, which only routes to a model give."""
         retry_after: str | None = None
 
@@ -137,8 +153,15 @@ class Admission:
             elif message["type"] == "http.response.body" and retry_after is not None:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     told = json.loads(message["body"])["error"]["message"]
-                    self._throttles[path].learn(told, retry_after, time.monotonic())
+                    now = time.monotonic()
+                    self._throttles[path].learn(told, retry_after, started, now)
                 retry_after = None
             await send(message)
 
         return listen
+
+
+def _is_always_let_in(scope: Scope) -> bool:
+    if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
+        return True
+    return str(scope["path"]).endswith("/cancel")

@@ -4,6 +4,7 @@
 import base64
 import html
 import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from load_report import COLUMNS, LEGEND, Phase, gauge_rows, outcomes, rows
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scenarios.records import Record
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto;
@@ -55,7 +57,7 @@ def page(phases: Sequence[Phase], title: str, facts: Sequence[str]) -> str:
         *(f"<p class=legend>{html.escape(fact)}</p>" for fact in facts),
         f"<p class='verdict {'bad' if failures else 'good'}'>{verdict}</p>",
         f"<ul>{shown}</ul>" if failures else "",
-        *(_section(phase) for phase in phases),
+        *(_section(phase, _colours(phases)) for phase in phases),
     ]
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
@@ -63,9 +65,15 @@ def page(phases: Sequence[Phase], title: str, facts: Sequence[str]) -> str:
     )
 
 
-def _section(phase: Phase) -> str:
+def _colours(phases: Sequence[Phase]) -> dict[str, str]:
+    """Scenario -> its colour, the same in all phases."""
+    names = sorted({one.scenario for phase in phases for one in phase.records})
+    return dict(zip(names, itertools.cycle(_COLOURS), strict=False))
+
+
+def _section(phase: Phase, colours: dict[str, str]) -> str:
     told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(phase))
-    image = base64.b64encode(picture(phase)).decode()
+    image = base64.b64encode(picture(phase, colours)).decode()
     return (
         f"<h2>{html.escape(phase.name)}: {html.escape(phase.told)}</h2><p>{html.escape(told)}</p>"
         f"<div class=wide>{_table(COLUMNS, rows(phase))}</div><p class=legend>{LEGEND}</p>"
@@ -82,17 +90,18 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return f"<table>{line(head, 'th')}{''.join(line(cells, 'td') for cells in body)}</table>"
 
 
-def picture(phase: Phase) -> bytes:
-    """Eight plots of a phase, as PNG."""
+def picture(phase: Phase, colours: dict[str, str]) -> bytes:
+    """Eight plots of a phase, as PNG; `colours` names its scenarios and others."""
+    colours = {name: colour for name, colour in colours.items() if name in _scenarios(phase)}
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(13, 14), layout="constrained")
         axes = figure.subplots(4, 2)
         _throughput(axes[0, 0], phase)
         _gauges(axes[0, 1], phase)
-        _firsts(axes[1, 0], phase)
-        _ends(axes[1, 1], phase)
-        _shares(axes[2, 0], phase, "time to first token, s", "ttft")
-        _shares(axes[2, 1], phase, "inter-token latency, s", "gaps")
+        _firsts(axes[1, 0], phase, colours)
+        _ends(axes[1, 1], phase, colours)
+        _firsts_shares(axes[2, 0], phase, colours)
+        _gaps_shares(axes[2, 1], phase, colours)
         _cache(axes[3, 0], phase)
         _merging(axes[3, 1], phase)
         handles, labels = axes[1, 0].get_legend_handles_labels()
@@ -132,8 +141,8 @@ def _gauges(axes: Axes, phase: Phase) -> None:
     _from_zero(axes)
 
 
-def _firsts(axes: Axes, phase: Phase) -> None:
-    for colour, name in zip(_COLOURS, _scenarios(phase), strict=False):
+def _firsts(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
+    for name, colour in colours.items():
         of_one = [
             (r.started - _zero(phase), r.ttft_s)
             for r in phase.records
@@ -145,26 +154,33 @@ def _firsts(axes: Axes, phase: Phase) -> None:
     axes.set_yscale("log")
 
 
-def _ends(axes: Axes, phase: Phase) -> None:
-    for colour, name in zip(_COLOURS, _scenarios(phase), strict=False):
+def _ends(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
+    for name, colour in colours.items():
         values = sorted(r.e2e_s for r in phase.records if r.scenario == name and r.outcome == "ok")
         _curve(axes, values, colour)
     axes.set(title="end to end, whole answers", xlabel="s", ylabel="share of requests")
     axes.set_xscale("log")
 
 
-def _shares(axes: Axes, phase: Phase, title: str, kind: str) -> None:
-    for colour, name in zip(_COLOURS, _scenarios(phase), strict=False):
-        records = [r for r in phase.records if r.scenario == name and r.is_stream and r.is_fine]
-        if kind == "ttft":
-            values = sorted(r.ttft_s for r in records if r.ttft_s is not None)
-        else:
-            values = sorted(gap for r in records for gap in r.gaps_s)
-        _curve(axes, values, colour)
-    axes.set(title=title, xlabel="s", ylabel="share")
+def _firsts_shares(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
+    for name, colour in colours.items():
+        streams = _streams(phase, name)
+        _curve(axes, sorted(r.ttft_s for r in streams if r.ttft_s is not None), colour)
+    axes.set(title="time to first token", xlabel="s", ylabel="share of streams")
+    axes.set_xscale("log")
+
+
+def _gaps_shares(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
+    for name, colour in colours.items():
+        _curve(axes, sorted(gap for r in _streams(phase, name) for gap in r.gaps_s), colour)
+    axes.set(title="inter-token latency", xlabel="s", ylabel="share of gaps")
     axes.set_xscale("log")
     # Pieces that were read together are no time apart; that is no news.
     axes.set_xlim(left=max(1e-4, axes.get_xlim()[0]))
+
+
+def _streams(phase: Phase, scenario: str) -> list[Record]:
+    return [r for r in phase.records if r.scenario == scenario and r.is_stream and r.is_fine]
 
 
 def _cache(axes: Axes, phase: Phase) -> None:
@@ -208,8 +224,8 @@ def _curve(axes: Axes, values: Sequence[float], colour: str) -> None:
     axes.step(values, shares, where="post", lw=1.2, color=colour)
 
 
-def _scenarios(phase: Phase) -> list[str]:
-    return sorted({one.scenario for one in phase.records})
+def _scenarios(phase: Phase) -> set[str]:
+    return {one.scenario for one in phase.records}
 
 
 def _zero(phase: Phase) -> float:

@@ -20,7 +20,9 @@ from nereid_client.backends import Backend, TritonBackend
 from nereid_client.context import Context
 from nereid_client.deadlines import Deadlines
 from nereid_client.errors import ApiError, FrontendError, to_api_error
-from nereid_client.routes import chat, completions, health, models, pooling, tokenize
+from nereid_client.responses.background import Responses
+from nereid_client.responses.store import Limits
+from nereid_client.routes import chat, completions, health, models, pooling, responses, tokenize
 from nereid_client.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -40,12 +42,22 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
             make_backend() if make_backend else TritonBackend(settings.grpc_url, settings.ensemble)
         )
         app.state.context = Context(settings, backend)
+        app.state.responses = Responses(
+            Limits(
+                count=settings.max_stored_responses,
+                num_bytes=settings.max_stored_response_bytes,
+                age_s=settings.stored_response_age_s,
+            ),
+            app.state.gate,
+            settings.request_timeout_s,
+        )
         yield
+        await app.state.responses.close()
         await backend.close()
 
     app = FastAPI(title="Nereid", version=nereid_client.__version__, lifespan=lifespan)
     app.state.gate = Gate(settings.max_concurrent_requests)
-    for route in (chat, completions, pooling, tokenize, models, health):
+    for route in (chat, completions, responses, pooling, tokenize, models, health):
         app.include_router(route.router)
     app.add_exception_handler(FrontendError, _on_frontend_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -63,7 +75,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )

@@ -1,7 +1,7 @@
 """The postprocessor's deltas: what one response adds, and how several add up."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import NotRequired, TypedDict
 
@@ -128,6 +128,10 @@ def by_choice(deltas: Iterable[Delta]) -> list[Delta]:
     return [choice[0] if len(choice) == 1 else add_up(choice) for choice in choices.values()]
 
 
+Group = Callable[[Iterable[Delta]], list[Delta]]
+"""How deltas that wait are added up, in an order that their reader can take."""
+
+
 def _add_up_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
     calls: dict[int, ToolCallPiece] = {}
     arguments: dict[int, list[str]] = {}
@@ -165,19 +169,23 @@ def unfinished() -> BackendError:
     return BackendError("INTERNAL", "the answer ended without a finish reason")
 
 
-async def merged(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
+async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> AsyncGenerator[Delta]:
     """The same answer in as few deltas as the reader needs: what queued up of a choice is one.
 
     A client that reads slowly thus costs the text it has not read and no more, and the backend is
     never held up by it. Closing this generator closes `deltas`.
 
+    Args:
+        deltas: as they come.
+        group: adds up what queued up.
+
     Raises: BackendError, after everything that came before it.
     """
-    inbox = _Inbox()
+    inbox = _Inbox(group)
     pump = asyncio.create_task(inbox.fill(deltas))
     try:
         while pile := await inbox.take():
-            for delta in by_choice(pile):
+            for delta in group(pile):
                 yield delta
         await pump  # raises what the backend raised
     finally:
@@ -229,7 +237,8 @@ async def _feed(queue: _Queue, index: int, source: AsyncGenerator[Delta]) -> Non
 class _Inbox:
     """Deltas that wait for the reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._pile: list[Delta] = []
         self._ended = False
         self._news = asyncio.Event()
@@ -238,7 +247,7 @@ class _Inbox:
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
-                    _put(self._pile, delta)
+                    _put(self._pile, delta, self._group)
                     self._news.set()
         finally:
             self._ended = True
@@ -253,7 +262,7 @@ class _Inbox:
         return pile
 
 
-def _put(pile: list[Delta], delta: Delta) -> None:
+def _put(pile: list[Delta], delta: Delta, group: Group = by_choice) -> None:
     pile.append(delta)
     if len(pile) >= _PILE_LIMIT:
-        pile[:] = by_choice(pile)
+        pile[:] = group(pile)

@@ -87,6 +87,28 @@ class Settings:
             "0: never",
         },
     )
+    max_stored_responses: int = field(
+        default=1000,
+        metadata={
+            "env": "NEREID_MAX_STORED_RESPONSES",
+            "help": "answers of /v1/responses that can be asked for again; the oldest go first; 0: "
+            "none",
+        },
+    )
+    max_stored_response_bytes: int = field(
+        default=256 * 1024 * 1024,
+        metadata={
+            "env": "NEREID_MAX_STORED_RESPONSE_BYTES",
+            "help": "bytes of all of them, with what they were asked and the conversations before",
+        },
+    )
+    stored_response_age_s: int = field(
+        default=3600,
+        metadata={
+            "env": "NEREID_STORED_RESPONSE_AGE_S",
+            "help": "seconds after which a stored answer is forgotten",
+        },
+    )
     log_level: str = field(
         default="info",
         metadata={"env": "NEREID_LOG_LEVEL", "help": "debug, info, warning or error"},
@@ -97,7 +119,9 @@ class Settings:
         if not 0 <= self.port <= 65535:
             raise SettingsError(f"port: must be between 0 and 65535, got {self.port}")
         least = {"max_body_bytes": 1, "max_prompts": 1, "max_concurrent_requests": 1}
-        for name, limit in {**least, "request_timeout_s": 0, "unread_timeout_s": 0}.items():
+        least |= {"request_timeout_s": 0, "unread_timeout_s": 0, "max_stored_responses": 0}
+        least |= {"max_stored_response_bytes": 1, "stored_response_age_s": 1}
+        for name, limit in least.items():
             if getattr(self, name) < limit:
                 raise SettingsError(f"{name}: must be at least {limit}, got {getattr(self, name)}")
         if self.log_level not in LOG_LEVELS:

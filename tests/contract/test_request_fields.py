@@ -12,6 +12,11 @@ from nereid_client.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
 )
+from nereid_client.protocol.responses import (
+    REFUSED_IN_RESPONSES,
+    REFUSED_IN_TOOLS,
+    ResponsesRequest,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "request-fields.md").read_text()
@@ -45,6 +50,7 @@ def backend_fields():
 def test_every_field_that_the_frontend_knows_is_on_the_page():
     known = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
     assert not known - NAMED
+    assert not ResponsesRequest.model_fields.keys() - NAMED
     assert not PASSED_ON - NAMED
 
 
@@ -74,7 +80,11 @@ def told(name):
 
 
 @pytest.mark.parametrize(
-    "table", [refused.REFUSED, refused.REFUSED_IN_CHAT, refused.REFUSED_IN_COMPLETIONS]
+    "table",
+    [
+        *(refused.REFUSED, refused.REFUSED_IN_CHAT, refused.REFUSED_IN_COMPLETIONS),
+        *(REFUSED_IN_RESPONSES, REFUSED_IN_TOOLS),
+    ],
 )
 def test_the_page_gives_the_frontends_reason_of_each_refusal(table):
     for name, refusal in table.items():

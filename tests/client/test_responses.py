@@ -1,0 +1,465 @@
+"""POST /v1/responses, over the echo model: what is passed on, what comes back, what is refused."""
+
+import json
+
+import pytest
+from fakes.response_events import StreamCheck, text_of
+from nereid_client.protocol.responses import REFUSED_IN_RESPONSES, REFUSED_IN_TOOLS
+
+pytestmark = pytest.mark.anyio
+
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Bern"}}</tool_call>'
+MARKUP = f"<think>it asks</think>let me look{CALL}{CALL}"
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+LOGPROBS = ["message.output_text.logprobs"]
+
+
+@pytest.fixture
+def respond(post):
+    """`await respond(input, **fields)`: the HTTP response."""
+
+    async def send(given, **fields):
+        return await post("/v1/responses", input=given, **fields)
+
+    return send
+
+
+def events_of(response):
+    """The events of a stream, each named as its type says."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for block in response.text.split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def without_ids(items):
+    return [{key: value for key, value in item.items() if key != "id"} for item in items]
+
+
+def passed_on(backend):
+    return json.loads(backend.generations[-1].chat_request)
+
+
+async def test_a_response_has_text_usage_and_repeats_its_request(respond):
+    body = (await respond("one two three", temperature=0.5, metadata={"a": "b"})).json()
+    (item,) = body["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"] == [
+        {"type": "output_text", "text": "one two three", "annotations": [], "logprobs": []}
+    ]
+    assert body["usage"] == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 6,
+    }
+    assert (body["object"], body["model"], body["status"]) == ("response", "echo", "completed")
+    assert (body["temperature"], body["metadata"], body["store"]) == (0.5, {"a": "b"}, True)
+    assert body["completed_at"] >= body["created_at"]
+
+
+async def test_reasoning_text_and_calls_are_items_of_their_own(respond):
+    output = (await respond(MARKUP)).json()["output"]
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [item["type"] for item in output] == kinds
+    assert output[0]["content"] == [{"type": "reasoning_text", "text": "it asks"}]
+    assert output[0]["summary"] == []
+    assert text_of(output[1]) == "let me look"
+    assert [item["name"] for item in output[2:]] == ["get_weather"] * 2
+    assert json.loads(output[2]["arguments"]) == {"city": "Bern"}
+    assert output[2]["call_id"] != output[3]["call_id"]
+    assert len({item["id"] for item in output}) == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MARKUP,
+        "one <hold>two three</hold> four",
+        "é日本 👩‍👩‍👧 \u2028 x",
+        CALL,
+        "<think>a b</think>",
+    ],
+)
+async def test_a_stream_is_well_formed_and_says_what_the_whole_answer_says(respond, text):
+    final = StreamCheck().run(events_of(await respond(text, stream=True)))
+    whole = (await respond(text)).json()
+    assert without_ids(final["output"]) == without_ids(whole["output"])
+    assert final["usage"] == whole["usage"]
+    assert set(final) == set(whole)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_cut_off_is_incomplete(respond, stream):
+    response = await respond("one two three", max_output_tokens=2, stream=stream)
+    body = StreamCheck().run(events_of(response)) if stream else response.json()
+    assert body["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert body["output"][0]["status"] == "incomplete"
+    assert text_of(body["output"][0]) == "one two "
+    assert body["completed_at"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_before_the_first_token_is_a_plain_answer(respond, stream):
+    failing = "<fail INVALID_ARGUMENT reasoning_effort: is unknown>"
+    response = await respond(failing, stream=stream)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["message"]) == (
+        "reasoning.effort",
+        "reasoning.effort: is unknown",
+    )
+    response = await respond("<fail UNAVAILABLE the queue is full; try again in 7 s>")
+    assert (response.status_code, response.headers["retry-after"]) == (503, "7")
+
+
+@pytest.mark.parametrize(
+    ("said", "message", "param"),
+    [
+        ("messages: cannot be rendered", "input: cannot be rendered", "input"),
+        ("max_tokens: must be less", "max_output_tokens: must be less", "max_output_tokens"),
+        ("response_format: bad schema", "text.format: bad schema", "text.format"),
+        ("top_p: messages: no", "top_p: messages: no", "top_p"),
+        ("it has no field", "it has no field", None),
+    ],
+)
+async def test_the_backend_blames_a_field_by_the_name_that_it_has_here(
+    respond, said, message, param
+):
+    error = (await respond(f"<fail INVALID_ARGUMENT {said}>")).json()["error"]
+    assert (error["message"], error["param"]) == (message, param)
+
+
+@pytest.mark.parametrize("trouble", ["<fail INTERNAL it broke>", "<vanish>"])
+async def test_an_error_in_mid_stream_fails_the_response(respond, trouble):
+    final = StreamCheck().run(events_of(await respond(f"one <pause 0.01>{trouble}", stream=True)))
+    assert final["status"] == "failed"
+    assert final["error"]["code"] == "server_error"
+    assert "it broke" in final["error"]["message"] or "finish reason" in final["error"]["message"]
+    assert text_of(final["output"][0]) == "one "
+    assert (await respond(f"one {trouble}")).status_code == 500
+
+
+@pytest.mark.parametrize("asked", [{"include": LOGPROBS}, {"top_logprobs": 2}])
+async def test_logprobs_stand_with_their_text_and_not_with_reasoning(respond, asked):
+    text = "<think>why so</think>one <hold>two three</hold>"
+    events = events_of(await respond(text, stream=True, **asked))
+    StreamCheck().run(events)
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    for delta in deltas:
+        assert "".join(one["token"] for one in delta["logprobs"]) == delta["delta"]
+    (part,) = (await respond(text, **asked)).json()["output"][1]["content"]
+    assert "".join(one["token"] for one in part["logprobs"]) == part["text"] == "one two three"
+    number = asked.get("top_logprobs", 0)
+    assert {len(one["top_logprobs"]) for one in part["logprobs"]} == {number}
+
+
+async def test_the_request_becomes_a_chat_completion(respond, backend):
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+    response = await respond(
+        "hi",
+        model="echo",
+        instructions="be brief",
+        tools=[TOOL | {"strict": True, "description": None}],
+        tool_choice={"type": "function", "name": "f"},
+        parallel_tool_calls=False,
+        text={"format": schema},
+        reasoning={"effort": "low", "summary": "auto"},
+        include=[*LOGPROBS, "reasoning.encrypted_content"],
+        top_logprobs=3,
+        max_output_tokens=7,
+        temperature=0.1,
+        top_k=4,
+        chat_template_kwargs={"a": 1},
+        priority=-1,
+        store=False,
+        seed=None,
+        stream=True,
+        stream_options={"include_obfuscation": False},
+        truncation="disabled",
+    )
+    assert response.status_code == 200, response.text
+    assert passed_on(backend) == {
+        "model": "echo",
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "hi"},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "f", "parameters": {"type": "object"}, "strict": True},
+            }
+        ],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": False,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True},
+        },
+        "reasoning_effort": "low",
+        "logprobs": True,
+        "top_logprobs": 3,
+        "max_completion_tokens": 7,
+        "temperature": 0.1,
+        "top_k": 4,
+        "chat_template_kwargs": {"a": 1},
+        "priority": -1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("choice", "chat"),
+    [
+        ("required", "required"),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                },
+            },
+        ),
+    ],
+)
+async def test_a_tool_choice_is_said_in_a_chats_words(respond, backend, choice, chat):
+    body = (await respond("hi", tools=[TOOL], tool_choice=choice)).json()
+    assert passed_on(backend)["tool_choice"] == chat
+    assert body["tool_choice"] == choice
+
+
+@pytest.mark.parametrize(
+    ("chosen", "chat"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "json_object"}),
+        (None, None),
+    ],
+)
+async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat):
+    body = (await respond("hi", text={"format": chosen, "verbosity": "medium"})).json()
+    assert passed_on(backend).get("response_format") == chat
+    assert body["text"] == {"format": chosen or {"type": "text"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input": ""}, 'input: must not be empty, got ""'),
+        ({"input": []}, "input: must not be empty, got []"),
+        ({"input": 5}, "input: must be a valid string or be a valid list, got 5"),
+        ({"input": None}, "input: must be a valid string or be a valid list, got null"),
+        ({"max_output_tokens": 0}, "max_output_tokens: must be greater than or equal to 1, got 0"),
+        ({"temperature": 3}, "temperature: must be less than or equal to 2, got 3"),
+        ({"top_logprobs": 21}, "top_logprobs: must be less than or equal to 20, got 21"),
+        ({"include": ["x"]}, 'include: "x" is of what is not offered here; use message.output_'),
+        ({"truncation": "some"}, 'truncation: must be auto or disabled, got "some"'),
+        ({"metadata": {"k": "v" * 513}}, "metadata: values have at most 512 characters, got 513"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata: keys have at most 64 characters"),
+        ({"metadata": {str(n): "v" for n in range(17)}}, "metadata: must have at most 16 pairs"),
+        ({"reasoning": {"effort": 5}}, "reasoning.effort: must be a string, got 5"),
+        ({"reasoning": {"summary": "concise"}}, "reasoning.summary: nothing here sums up"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode: there is one mode"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: chat templates know no such switch"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format: type must be one of text, json_obj"),
+        ({"text": {"format": 5}}, "text.format: must be an object, got 5"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format: schema must be a JSON schema, got null",
+        ),
+        ({"tools": [{"type": "web_search"}]}, 'tools[0].type: "web_search" is not offered; only'),
+        ({"tools": [TOOL, {"type": "function"}]}, "tools[1].name: must be a string that is not"),
+        ({"tools": [TOOL | {"parameters": 5}]}, "tools[0].parameters: must be an object, got 5"),
+        ({"tools": [TOOL | {"strict": "yes"}]}, "tools[0].strict: must be true or false"),
+        ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice: must be none, auto"),
+        ({"tool_choice": "required"}, 'tool_choice: "required" needs tools, and there are none'),
+        ({"tool_choice": {"type": "mcp"}, "tools": [TOOL]}, "tool_choice: must be none, auto"),
+        (
+            {"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]},
+            'tool_choice: "g" is not among the tools ["f"]',
+        ),
+        ({"background": True, "store": False}, "background: needs store"),
+        ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.incl"),
+        ({"stream_options": {}}, "stream_options: only allowed when stream is true"),
+    ],
+)
+async def test_a_bad_field_is_named_with_its_value_and_limit(respond, fields, message):
+    response = await respond(**{"given": fields.pop("input", "hi"), **fields})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["message"].startswith(message)
+    assert error["param"] == message.split(":")[0] or error["param"].startswith(message)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_IN_RESPONSES))
+async def test_what_responses_do_not_offer_is_refused_by_name(respond, name):
+    refusal = REFUSED_IN_RESPONSES[name]
+    response = await respond("hi", **{name: "something"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name}: {refusal.reason}")
+    for harmless in (None, *refusal.harmless):
+        assert (await respond("hi", **{name: harmless})).status_code == 200
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_IN_TOOLS))
+async def test_what_is_not_offered_of_a_tool_is_refused_by_name(respond, name):
+    refusal = REFUSED_IN_TOOLS[name]
+    error = (await respond("hi", tools=[TOOL | {name: "something"}])).json()["error"]
+    assert error["param"] == f"tools[0].{name}"
+    for harmless in (None, *refusal.harmless):
+        assert (await respond("hi", tools=[TOOL | {name: harmless}])).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({}, "input[1].type: null is not offered; send message, function_call, function_call_ou"),
+        ({"type": "web_search_call", "id": "x"}, 'input[1].type: "web_search_call" is not offered'),
+        ({"role": "tool", "content": "x"}, "input[1].role: must be one of user, assistant, system"),
+        ({"role": "user", "content": None}, "input[1].content: must be a string or a list of par"),
+        (
+            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            'input[1].content[0].type: the served model reads text only, got "input_image"',
+        ),
+        ({"role": "user", "content": ["x"]}, "input[1].content[0]: must be an object, got"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "input[1].content[0].text: must "),
+        ({"role": "user", "content": "x", "id": 5}, "input[1].id: must be a string, got 5"),
+        ({"role": "user", "content": "x", "status": "odd"}, "input[1].status: must be in_progress"),
+        (
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"},
+            "input[1].arguments: must be JSON",
+        ),
+        (
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": {}},
+            "input[1].arguments: must be a string, got {}",
+        ),
+        (
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+            'input[1].call_id: "c" answers no function_call before it; send the call too',
+        ),
+        (
+            {"type": "function_call_output", "call_id": "c", "output": 5},
+            "input[1].output: must be a string or a list of parts, got 5",
+        ),
+        (
+            {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAA"},
+            "input[1].encrypted_content: was made elsewhere and cannot be read here",
+        ),
+        (
+            {"type": "reasoning", "content": [{"type": "input_text", "text": "x"}]},
+            "input[1].content[0]: must be a part of type reasoning_text",
+        ),
+    ],
+)
+async def test_a_bad_item_is_named_with_its_place(respond, item, message):
+    response = await respond([{"role": "user", "content": "hi"}, item])
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["message"].startswith(message)
+    assert error["param"] == message.split(":")[0]
+
+
+CONVERSATION = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+    {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "look"}],
+    },
+    {
+        "type": "message",
+        "id": "msg_1",
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "let me look", "annotations": []}],
+    },
+    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'},
+    {"type": "function_call", "call_id": "c2", "name": "f", "arguments": ""},
+    {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+    {
+        "type": "function_call_output",
+        "call_id": "c2",
+        "output": [{"type": "input_text", "text": "rain"}],
+    },
+    {"role": "developer", "content": "be brief"},
+    {"role": "user", "content": "and?"},
+]
+
+
+async def test_items_of_one_turn_are_one_message(respond, backend):
+    assert (await respond(CONVERSATION)).status_code == 200
+    assert passed_on(backend)["messages"] == [
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": "let me look",
+            "reasoning": "look",
+            "reasoning_content": "look",
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "f", "arguments": '{"a": 1}'},
+                },
+                {"id": "c2", "type": "function", "function": {"name": "f", "arguments": ""}},
+            ],
+        },
+        {"role": "tool", "content": "sun", "tool_call_id": "c1"},
+        {"role": "tool", "content": "rain", "tool_call_id": "c2"},
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": "and?"},
+    ]
+
+
+async def test_what_opens_the_conversation_is_one_system_message(respond, backend):
+    items = [
+        {"role": "developer", "content": "b"},
+        {"role": "system", "content": "c"},
+        {"role": "user", "content": "hi"},
+    ]
+    await respond(items, instructions="a")
+    assert passed_on(backend)["messages"] == [
+        {"role": "system", "content": "a\n\nb\n\nc"},
+        {"role": "user", "content": "hi"},
+    ]
+    await respond(items[:1] + items[2:])
+    assert passed_on(backend)["messages"][0] == {"role": "developer", "content": "b"}
+
+
+async def test_a_call_that_was_cut_off_is_left_out(respond, backend):
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a'}
+    await respond([{"role": "user", "content": "x"}, call | {"status": "incomplete"}])
+    assert passed_on(backend)["messages"] == [{"role": "user", "content": "x"}]
+
+
+async def test_input_tokens_are_counted_without_generating(post, backend):
+    response = await post("/v1/responses/input_tokens", input="one two three")
+    assert response.json() == {"object": "response.input_tokens", "input_tokens": 3}
+    assert not backend.active
+    error = (await post("/v1/responses/input_tokens", input="a", max_tokens=3)).json()["error"]
+    assert error["message"].startswith("max_tokens: is called max_output_tokens here")
+
+
+async def test_another_model_is_a_404(respond):
+    response = await respond("hi", model="other")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+async def test_the_backend_sees_the_callers_request_id(connect, backend):
+    async with connect() as client:
+        headers = {"X-Request-Id": "trace-7"}
+        response = await client.post("/v1/responses", json={"input": "hi"}, headers=headers)
+    assert response.headers["x-request-id"] == "trace-7"
+    assert backend.generations[0].request_id.startswith("trace-7-")

@@ -1,0 +1,167 @@
+"""Deltas to items and events: well-formed whatever comes, and the same however it is cut."""
+
+import asyncio
+
+import pytest
+from fakes.response_events import StreamCheck
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_client.deltas import merged
+from nereid_client.errors import ApiError, BackendError
+from nereid_client.responses.answer import Answer, by_kind
+from nereid_client.responses.written import Tokens
+
+FRAME = {
+    "id": "resp_1",
+    "object": "response",
+    "created_at": 1,
+    "model": "m",
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
+
+
+def entry(token):
+    return {
+        "token": token,
+        "token_id": 1,
+        "logprob": -0.5,
+        "bytes": list(token.encode()),
+        "rank": 1,
+        "top_logprobs": [],
+    }
+
+
+TEXTS = st.text(min_size=1, max_size=6)
+
+
+@st.composite
+def answers(draw):
+    """Deltas as the postprocessor gives them: kinds in any order, each call's pieces together."""
+    deltas, call = [], -1
+    for kind in draw(st.lists(st.sampled_from(["reasoning", "content", "call", ""]), max_size=8)):
+        if kind == "call":
+            call += 1
+            opened = {"index": call, "id": f"call_{call}", "name": "f", "arguments": ""}
+            pieces = [opened]
+            pieces += [{"index": call, "arguments": text} for text in draw(st.lists(TEXTS))]
+            deltas += [{"tool_calls": [piece]} for piece in pieces]
+        elif kind:
+            for text in draw(st.lists(TEXTS, min_size=1, max_size=4)):
+                deltas.append({kind: text, "logprobs": [entry(letter) for letter in text]})
+        else:
+            deltas.append({"usage": USAGE})
+    reason = draw(st.sampled_from(["stop", "length", "tool_calls", "abort"]))
+    return [*deltas, {"finish_reason": reason, "usage": USAGE}]
+
+
+def written(deltas, **options):
+    answer = Answer(dict(FRAME), **options)
+    events = answer.opening()
+    for delta in deltas:
+        events += answer.take(delta)
+    return answer, events
+
+
+@settings(max_examples=150, deadline=None)
+@given(answers(), st.booleans())
+def test_events_of_any_answer_are_well_formed_and_add_up_to_the_response(deltas, is_queued):
+    answer, events = written(deltas, is_queued=is_queued)
+    final = StreamCheck().run(events)
+    assert final == answer.as_json()
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    begin = ["created", "queued", "in_progress"] if is_queued else ["created", "in_progress"]
+    assert kinds[: len(begin)] == begin
+    status = {"length": "incomplete", "abort": "failed"}.get(deltas[-1]["finish_reason"])
+    assert (kinds[-1], final["status"]) == (status or "completed", status or "completed")
+    for item in final["output"][:-1]:
+        assert item["status"] == "completed"
+    if final["output"]:
+        assert final["output"][-1]["status"] == ("incomplete" if status else "completed")
+
+
+def without_ids(value):
+    if isinstance(value, dict):
+        return {name: without_ids(inner) for name, inner in value.items() if name != "id"}
+    return [without_ids(inner) for inner in value] if isinstance(value, list) else value
+
+
+@settings(max_examples=100, deadline=None)
+@given(answers(), st.lists(st.integers(1, 5), min_size=1))
+def test_an_answer_is_the_same_however_its_deltas_are_added_up(deltas, sizes):
+    whole, _ = written(deltas)
+    piles, at, turn = [], 0, 0
+    while at < len(deltas):
+        size = sizes[turn % len(sizes)]
+        piles += by_kind(deltas[at : at + size])
+        at, turn = at + size, turn + 1
+    merged_answer, events = written(piles)
+    StreamCheck().run(events)
+    assert without_ids(merged_answer.output) == without_ids(whole.output)
+
+
+@settings(max_examples=100, deadline=None)
+@given(answers(), st.integers(0, 20), st.booleans())
+def test_a_stream_that_breaks_off_anywhere_is_well_formed(deltas, at, is_cancelled):
+    answer, events = written(deltas[:-1][:at], is_queued=True)
+    events += answer.cancel() if is_cancelled else answer.fail(ApiError(503, "gone"))
+    final = StreamCheck().run(events)
+    assert final["status"] == ("cancelled" if is_cancelled else "failed")
+    if not is_cancelled:
+        assert final["error"] == {"code": "server_error", "message": "gone"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(answers(), st.integers(0, 20))
+def test_each_texts_tokens_stand_in_its_part_and_no_others(deltas, at):
+    answer, _ = written(deltas)
+    for item in answer.output:
+        if item["type"] == "message":
+            (part,) = item["content"]
+            assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "taken", "left"),
+    [
+        (["<think>", "a", "</think>", "b", "c"], "bc", ["b", "c"], []),
+        (["a", "b", "\n"], "ab", ["a", "b"], ["\n"]),
+        (["ab", "cd"], "bc", ["ab", "cd"], []),
+        (["x"], "yz", ["x"], []),
+        ([], "a", [], []),
+    ],
+)
+def test_a_texts_tokens_are_found_among_those_that_came(tokens, text, taken, left):
+    found = Tokens()
+    found.add([entry(token) for token in tokens])
+    assert [one["token"] for one in found.take(text)] == taken
+    assert [one["token"] for one in found.take("\n" if left else "?")] == left
+
+
+def test_half_characters_stand_with_the_text_that_they_complete():
+    halves = [{**entry(""), "bytes": [0xC3]}, {**entry("é"), "bytes": [0xA9]}]
+    found = Tokens()
+    found.add(halves)
+    assert found.take("é") == halves
+
+
+def test_a_call_that_goes_on_after_its_end_is_an_error():
+    calls = [{"index": at, "id": str(at), "name": "f", "arguments": ""} for at in (0, 1)]
+    answer, _ = written([{"tool_calls": calls}])
+    with pytest.raises(BackendError, match="goes on after its end"):
+        answer.take({"tool_calls": [{"index": 0, "arguments": "x"}]})
+
+
+def test_the_kinds_of_a_merged_stream_keep_their_order():
+    async def source():
+        for kind in ("content", "reasoning", "content", "content"):
+            yield {kind: kind[0]}
+
+    async def read():
+        return [delta async for delta in merged(source(), by_kind)]
+
+    deltas = asyncio.run(read())
+    assert [(*delta,) for delta in by_kind(deltas)] == [("content",), ("reasoning",), ("content",)]
+    assert by_kind(deltas)[-1] == {"content": "cc"}

@@ -1,0 +1,482 @@
+"""Responses that are kept, gone on with, run in the background, and forgotten."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from fakes.fake_backend import FakeBackend
+from fakes.response_events import StreamCheck, text_of
+from nereid_client.app import create_app
+from nereid_client.errors import BackendError
+from nereid_client.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/responses"
+LONG = "one <pause 0.02>" + "word <pause 0.02>" * 400
+CALL = '<think>why</think>ok<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+@asynccontextmanager
+async def frontend(backend, **settings):
+    app = create_app(Settings(served_model_name="echo", **settings), lambda: backend)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
+    ):
+        yield client, app
+
+
+@pytest.fixture
+async def client(connect):
+    async with connect() as client:
+        yield client
+
+
+async def create(client, given="one two", **fields):
+    response = await client.post(PATH, json={"input": given, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def get(client, response_id):
+    response = await client.get(f"{PATH}/{response_id}")
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def until(client, response_id, *statuses):
+    async with asyncio.timeout(5):
+        while (found := await get(client, response_id))["status"] not in statuses:
+            await asyncio.sleep(0.005)
+    return found
+
+
+def events_of(text):
+    return [json.loads(block.split("data: ")[1]) for block in text.split("\n\n")[:-1]]
+
+
+async def is_gone(client, response_id):
+    response = await client.get(f"{PATH}/{response_id}")
+    if response.status_code == 404:
+        assert response.json()["error"]["code"] == "response_not_found"
+    return response.status_code == 404
+
+
+async def test_a_response_is_kept_unless_told_otherwise(client):
+    kept, not_kept = await create(client), await create(client, store=False)
+    assert await get(client, kept["id"]) == kept
+    assert await is_gone(client, not_kept["id"])
+    assert (kept["store"], not_kept["store"]) == (True, False)
+
+
+async def test_a_streamed_response_is_kept_as_its_last_event_says(client):
+    for text in (CALL, "one <pause 0.01><fail INTERNAL broken>"):
+        answer = await client.post(PATH, json={"input": text, "stream": True})
+        final = StreamCheck().run(events_of(answer.text))
+        assert final["store"] is True
+        assert await get(client, final["id"]) == final
+
+
+async def test_a_conversation_goes_on_from_a_response(client, backend):
+    first = await create(client, CALL, instructions="not carried over")
+    call = first["output"][-1]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+    second = await create(client, [output], previous_response_id=first["id"])
+    third = await create(client, "and?", previous_response_id=second["id"])
+    assert third["previous_response_id"] == second["id"]
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    assert json.loads(backend.generations[-1].chat_request)["messages"] == [
+        {"role": "user", "content": CALL},
+        {
+            "role": "assistant",
+            "content": "ok",
+            "reasoning": "why",
+            "reasoning_content": "why",
+            "tool_calls": [{"id": call["call_id"], "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "sun", "tool_call_id": call["call_id"]},
+        {"role": "assistant", "content": "sun"},
+        {"role": "user", "content": "and?"},
+    ]
+
+
+async def test_sending_the_output_back_is_the_same_as_going_on_from_it(client, backend):
+    first = await create(client, CALL)
+    output = {"type": "function_call_output", "call_id": "call_0", "output": "sun"}
+    whole = [{"role": "user", "content": CALL}, *first["output"], output]
+    references = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    ways = [
+        {"given": [output], "previous_response_id": first["id"]},
+        {"given": whole, "store": False},
+        {"given": [whole[0], *references, output]},
+    ]
+    for way in ways:
+        await create(client, **way)
+    said = [json.loads(made.chat_request)["messages"] for made in backend.generations[1:]]
+    assert said[0] == said[1] == said[2]
+
+
+async def test_what_is_not_there_is_a_404_that_says_so(client):
+    for call in (
+        client.get(f"{PATH}/resp_x"),
+        client.delete(f"{PATH}/resp_x"),
+        client.post(f"{PATH}/resp_x/cancel"),
+        client.get(f"{PATH}/resp_x/input_items"),
+        client.post(PATH, json={"input": "a", "previous_response_id": "resp_x"}),
+    ):
+        response = await call
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert error["code"] == "response_not_found"
+        assert '"resp_x"' in error["message"]
+    reference = [{"type": "item_reference", "id": "msg_x"}]
+    response = await client.post(PATH, json={"input": reference})
+    assert response.status_code == 404
+    assert response.json()["error"]["param"] == "input[0].id"
+
+
+async def test_input_items_are_listed_a_page_at_a_time(client):
+    first = await create(client, "one")
+    items = [{"role": "user", "content": "two", "id": "mine"}, {"role": "user", "content": "3"}]
+    second = await create(client, items, previous_response_id=first["id"])
+    path = f"{PATH}/{second['id']}/input_items"
+    page = (await client.get(path, params={"order": "asc"})).json()
+    texts = [item["content"][0]["text"] for item in page["data"]]
+    assert texts == ["one", "one", "two", "3"]
+    assert [item["role"] for item in page["data"]] == ["user", "assistant", "user", "user"]
+    assert not page["has_more"]
+    newest = (await client.get(path, params={"limit": 1})).json()
+    assert newest["data"] == page["data"][-1:]
+    assert (newest["first_id"], newest["has_more"]) == (page["data"][-1]["id"], True)
+    rest = (await client.get(path, params={"after": "mine", "limit": 2})).json()
+    assert rest["data"] == page["data"][1::-1]
+    assert not rest["has_more"]
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "param"),
+    [
+        ("input_items?limit=0", 400, "limit"),
+        ("input_items?limit=101", 400, "limit"),
+        ("input_items?order=up", 400, "order"),
+        ("input_items?after=x", 404, "after"),
+        ("?stream=true", 400, "stream"),
+        ("?stream=true&starting_after=-1", 400, "starting_after"),
+        ("?stream=true&starting_after=x", 400, "starting_after"),
+    ],
+)
+async def test_a_bad_query_is_named(client, query, status, param):
+    made = await create(client)
+    response = await client.get(f"{PATH}/{made['id']}/{query}".replace("/?", "?"))
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["param"] == param
+
+
+async def test_a_deleted_response_is_gone_and_so_are_its_items(client):
+    made = await create(client)
+    response = await client.delete(f"{PATH}/{made['id']}")
+    assert response.json() == {"id": made["id"], "object": "response", "deleted": True}
+    assert await is_gone(client, made["id"])
+    reference = [{"type": "item_reference", "id": made["output"][0]["id"]}]
+    assert (await client.post(PATH, json={"input": reference})).status_code == 404
+
+
+async def test_only_so_many_are_kept_the_oldest_go(backend):
+    async with frontend(backend, max_stored_responses=2) as (client, app):
+        made = [await create(client, f"number {n}") for n in range(4)]
+        gone = [await is_gone(client, response["id"]) for response in made]
+        assert gone == [True, True, False, False]
+        assert len(app.state.responses.store) == 2
+
+
+async def test_only_so_many_bytes_are_kept_and_they_are_counted(backend):
+    limit = 60_000
+    async with frontend(backend, max_stored_response_bytes=limit) as (client, app):
+        made = [await create(client, "word " * 1000) for _ in range(12)]
+        store = app.state.responses.store
+        assert await is_gone(client, made[0]["id"])
+        assert 2 <= len(store) < 12
+        assert limit / 2 < store.num_bytes <= limit
+        too_large = await create(client, "word " * 10_000)
+        assert too_large["store"] is False
+        assert await is_gone(client, too_large["id"])
+        assert not await is_gone(client, made[-1]["id"])
+        for response in made:
+            await client.delete(f"{PATH}/{response['id']}")
+        assert store.num_bytes == len(store) == 0
+
+
+async def test_a_response_is_forgotten_in_time_also_where_nobody_asks(backend):
+    async with frontend(backend, stored_response_age_s=1) as (client, app):
+        made = await create(client)
+        ran = await create(client, background=True, stream=False)
+        await until(client, ran["id"], "completed")
+        store = app.state.responses.store
+        assert len(store) == 2
+        await asyncio.sleep(1.1)
+        assert len(store) == store.num_bytes == 0
+        assert await is_gone(client, made["id"])
+
+
+async def test_where_nothing_is_kept_that_is_said(backend):
+    async with frontend(backend, max_stored_responses=0) as (client, _):
+        made = await create(client)
+        assert made["store"] is False
+        assert await is_gone(client, made["id"])
+        for name in ("store", "background"):
+            response = await client.post(PATH, json={"input": "a", name: True})
+            assert response.status_code == 400
+            assert "max_stored_responses is 0" in response.json()["error"]["message"]
+
+
+async def test_a_background_response_comes_back_at_once_and_can_be_polled(client, backend):
+    made = await create(client, "one <pause 0.05>two <pause 0.05>three", background=True)
+    assert (made["status"], made["output"], made["background"]) == ("queued", [], True)
+    running = await until(client, made["id"], "in_progress")
+    assert text_of(running["output"][0]).startswith("one ")
+    assert running["output"][0]["status"] == "in_progress"
+    final = await until(client, made["id"], "completed")
+    assert text_of(final["output"][0]) == "one two three"
+    assert final["usage"]["output_tokens"] == 3
+
+
+async def test_a_background_response_that_fails_says_why(client):
+    for text in ("<fail INVALID_ARGUMENT messages: are odd>", "one <fail INTERNAL broken>"):
+        made = await create(client, text, background=True)
+        final = await until(client, made["id"], "failed")
+        assert final["error"]["message"] in ("input: are odd", "broken")
+    assert final["error"]["code"] == "server_error"
+
+
+async def test_a_bug_fails_a_background_response_and_not_the_server(backend, monkeypatch):
+    async def broken(generation):
+        raise ZeroDivisionError
+        yield
+
+    backend.generate = broken
+    async with frontend(backend) as (client, app):
+        made = await create(client, background=True)
+        final = await until(client, made["id"], "failed")
+        assert "ZeroDivisionError" in final["error"]["message"]
+        assert app.state.gate.num_requests == 0
+
+
+@pytest.mark.parametrize("text", [LONG, "<pause 60>queued"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cancelling_stops_the_generation(client, backend, text, stream):
+    if stream:
+        followed = asyncio.create_task(
+            client.post(PATH, json={"input": text, "background": True, "stream": True})
+        )
+        while not backend.active:
+            await asyncio.sleep(0.001)
+        (response_id,) = client._transport.app.state.responses._tasks
+    else:
+        response_id = (await create(client, text, background=True))["id"]
+        await asyncio.sleep(0.02)
+        assert backend.active
+    cancelled = (await client.post(f"{PATH}/{response_id}/cancel")).json()
+    assert cancelled["status"] == "cancelled"
+    assert not backend.active
+    assert len(backend.aborted) == 1
+    again = (await client.post(f"{PATH}/{response_id}/cancel")).json()
+    assert again == cancelled == await get(client, response_id)
+    if stream:
+        final = StreamCheck().run(events_of((await followed).text))
+        assert final == cancelled
+
+
+async def test_a_response_cancelled_before_it_began_is_cancelled(backend):
+    async with frontend(backend) as (client, app):
+        responses = app.state.responses
+        await create(client, "never", background=True)
+        (task,) = responses._tasks.values()
+        task.cancel()
+        await asyncio.sleep(0.01)
+        assert app.state.gate.num_requests == 0
+        assert responses.store.running == []
+
+
+async def test_only_background_responses_can_be_cancelled(client):
+    made = await create(client)
+    response = await client.post(f"{PATH}/{made['id']}/cancel")
+    assert response.status_code == 400
+    assert "did not run in the background" in response.json()["error"]["message"]
+    ran = await create(client, background=True)
+    final = await until(client, ran["id"], "completed")
+    assert (await client.post(f"{PATH}/{ran['id']}/cancel")).json() == final
+
+
+async def test_deleting_a_running_response_ends_it(client, backend):
+    made = await create(client, LONG, background=True)
+    await until(client, made["id"], "in_progress")
+    assert (await client.delete(f"{PATH}/{made['id']}")).json()["deleted"]
+    assert not backend.active
+    assert await is_gone(client, made["id"])
+
+
+async def test_nothing_goes_on_from_a_response_that_runs(client):
+    made = await create(client, LONG, background=True)
+    fields = {"input": "and?", "previous_response_id": made["id"]}
+    response = await client.post(PATH, json=fields)
+    assert response.status_code == 400
+    assert "wait for its end" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_background_stream_can_be_read_again_from_anywhere(client, is_over):
+    text = "one <pause 0.03>" * 8 + CALL
+    body = {"input": text, "background": True, "stream": True}
+    whole = asyncio.create_task(client.post(PATH, json=body))
+    responses = client._transport.app.state.responses
+    while not responses._tasks:
+        await asyncio.sleep(0.001)
+    (response_id,) = responses._tasks
+    if is_over:
+        await whole
+
+    async def again(**query):
+        params = {"stream": "true", **query}
+        return await client.get(f"{PATH}/{response_id}", params=params)
+
+    readers = [again(), *(again(starting_after=at) for at in (0, 3, 9))]
+    texts = [response.text for response in await asyncio.gather(*readers)]
+    events = events_of((await whole).text)
+    assert StreamCheck().run(events)["status"] == "completed"
+    for text, after in zip(texts, (-1, 0, 3, 9), strict=True):
+        assert events_of(text) == events[after + 1 :]
+    assert (await again(starting_after=len(events))).text == ""
+
+
+async def test_a_background_stream_goes_on_without_its_client(backend):
+    async with frontend(backend) as (client, app):
+        body = {"input": "one <pause 0.05>two", "background": True, "stream": True}
+        reader = asyncio.create_task(client.post(PATH, json=body))
+        while not backend.active:
+            await asyncio.sleep(0.001)
+        (response_id,) = app.state.responses._tasks
+        reader.cancel()
+        final = await until(client, response_id, "completed")
+        assert text_of(final["output"][0]) == "one two"
+
+
+async def test_the_gate_counts_background_responses_and_lets_their_end_in(backend):
+    async with frontend(backend, max_concurrent_requests=1) as (client, app):
+        made = await create(client, LONG, background=True)
+        assert app.state.gate.num_requests == 1
+        assert (await client.post(PATH, json={"input": "one"})).status_code == 429
+        app.state.gate.is_draining = True
+        response = await client.post(PATH, json={"input": "one"})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        ready = (await client.get("/health/ready")).json()
+        assert ready["num_requests"] == 1
+        cancelled = await client.post(f"{PATH}/{made['id']}/cancel")
+        assert cancelled.json()["status"] == "cancelled"
+        assert app.state.gate.num_requests == 0
+
+
+async def test_the_end_of_the_server_ends_background_responses(backend):
+    async with frontend(backend) as (client, app):
+        await create(client, LONG, background=True)
+        await create(client, "<pause 60>queued", background=True)
+        while len(backend.active) < 2:
+            await asyncio.sleep(0.001)
+    assert not backend.active
+    assert len(backend.aborted) == 2
+    assert app.state.gate.num_requests == 0
+
+
+async def test_a_background_response_that_takes_too_long_fails(backend):
+    async with frontend(backend, request_timeout_s=1) as (client, _):
+        made = await create(client, "one <pause 60>two", background=True)
+        final = await until(client, made["id"], "failed")
+        assert "1 s (request_timeout_s" in final["error"]["message"]
+        assert text_of(final["output"][0]) == "one "
+        assert not backend.active
+
+
+async def test_running_responses_are_bounded_too(backend):
+    async with frontend(backend, max_stored_responses=2) as (client, _):
+        await create(client)
+        made = [await create(client, LONG, background=True) for _ in range(2)]
+        response = await client.post(PATH, json={"input": "one", "background": True})
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert "max_stored_responses" in response.json()["error"]["message"]
+        assert (await create(client))["store"] is False
+        await client.post(f"{PATH}/{made[0]['id']}/cancel")
+        assert (await create(client, background=True))["status"] == "queued"
+
+
+async def test_a_running_response_that_outgrows_the_store_fails(backend):
+    async with frontend(backend, max_stored_response_bytes=20_000) as (client, app):
+        response = await client.post(PATH, json={"input": "a" * 30_000, "background": True})
+        assert response.status_code == 400
+        assert "the limit is 20000 (max_stored_response_bytes)" in response.text
+        kept = await create(client)
+        body = {"input": "word " * 500, "background": True, "stream": True}
+        events = events_of((await client.post(PATH, json=body)).text)
+        final = StreamCheck().run(events)
+        assert final["status"] == "failed"
+        assert "max_stored_response_bytes" in final["error"]["message"]
+        assert await is_gone(client, kept["id"])
+        store = app.state.responses.store
+        assert store.num_bytes <= 20_000
+        assert store.running == []
+        assert not backend.active
+
+
+async def test_a_foreground_stream_that_is_left_is_neither_finished_nor_kept(backend):
+    async with frontend(backend) as (client, app):
+        for stream in (True, False):
+            reader = asyncio.create_task(client.post(PATH, json={"input": LONG, "stream": stream}))
+            while not backend.active:
+                await asyncio.sleep(0.001)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            assert not backend.active
+        assert len(backend.aborted) == 2
+        assert len(app.state.responses.store) == 0
+
+
+class ShortBackend(FakeBackend):
+    """Refuses a conversation of more words than it has room for, as the engine does."""
+
+    room = 12
+
+    async def generate(self, generation):
+        self.generations.append(generation)
+        messages = json.loads(generation.chat_request)["messages"]
+        words = sum(len(message["content"].split()) for message in messages)
+        if words > self.room:
+            told = f"prompt has {words} tokens; the limit is {self.room} (max_model_len)"
+            raise BackendError("INVALID_ARGUMENT", told)
+        async for delta in super().generate(generation):
+            yield delta
+
+
+def turns(*texts):
+    roles = ("user", "assistant")
+    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+
+
+async def test_truncation_leaves_out_the_oldest_turns_and_keeps_the_instructions():
+    backend = ShortBackend()
+    conversation = turns("a b c d", "e f", "g h", "i j", "k l")
+    async with frontend(backend) as (client, _):
+        made = await create(client, conversation, instructions="be brief", truncation="auto")
+        assert text_of(made["output"][0]) == "k l"
+        assert made["truncation"] == "auto"
+        messages = json.loads(backend.generations[-1].chat_request)["messages"]
+        assert [m["content"] for m in messages] == ["be brief", "g h", "i j", "k l"]
+        listed = (await client.get(f"{PATH}/{made['id']}/input_items")).json()["data"]
+        assert len(listed) == 5
+        for given, how in ((conversation, "disabled"), ([turns("x " * 20)[0]], "auto")):
+            response = await client.post(PATH, json={"input": given * 2, "truncation": how})
+            assert response.status_code == 400
+            assert "the limit is 12 (max_model_len)" in response.json()["error"]["message"]
+        names = [generation.request_id for generation in backend.generations]
+        assert len(set(names[:2])) == 2

@@ -1,0 +1,96 @@
+"""Whether a stream of the Responses API is well-formed, by the types of the openai library."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pydantic
+from openai.types.responses import Response, ResponseStreamEvent
+
+Json = dict[str, Any]
+
+_EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
+_ENDS = ("completed", "failed", "incomplete")
+
+
+@dataclass
+class _Item:
+    """An output item as a client would follow it."""
+
+    id: str
+    deltas: str = ""
+    part: str = "none"  # then added, then done
+    is_written: bool = False
+    final: Json | None = None
+
+
+@dataclass
+class StreamCheck:
+    """Follows a stream event by event, and complains.
+
+    Attributes:
+        first: the sequence number that it begins with.
+    """
+
+    first: int = 0
+    items: list[_Item] = field(default_factory=list)
+    final: Json | None = None
+
+    def run(self, events: list[Json]) -> Json:
+        """The final response object of a whole stream."""
+        for at, event in enumerate(events, start=self.first):
+            assert event["sequence_number"] == at
+            assert self.final is None, "an event behind the last"
+            _EVENT.validate_python(event)
+            self._event(event)
+        assert self.final is not None, "a stream without an end"
+        assert self.final["output"] == [item.final for item in self.items]
+        Response.model_validate(self.final)
+        return self.final
+
+    def _event(self, event: Json) -> None:
+        kind = event["type"].removeprefix("response.")
+        if kind in _ENDS:
+            self.final = event["response"]
+        elif kind == "output_item.added":
+            assert all(item.final for item in self.items), "two items are open"
+            assert event["output_index"] == len(self.items)
+            assert event["item"]["status"] == "in_progress"
+            self.items.append(_Item(event["item"]["id"]))
+        elif "output_index" in event:
+            item = self.items[event["output_index"]]
+            assert item is self.items[-1]
+            assert item.final is None
+            assert item.id == event.get("item_id", item.id)
+            self._of_item(kind, event, item)
+        else:
+            assert kind in ("created", "queued", "in_progress")
+            assert not self.items
+
+    def _of_item(self, kind: str, event: Json, item: _Item) -> None:
+        if kind.startswith("content_part."):
+            is_begin = kind.endswith(".added")
+            assert item.part == ("none" if is_begin else "added")
+            assert item.is_written is not is_begin
+            assert event["part"]["text"] == item.deltas
+            item.part = "added" if is_begin else "done"
+        elif kind.endswith(".delta"):
+            assert not item.is_written
+            assert item.part == ("none" if "arguments" in kind else "added")
+            item.deltas += event["delta"]
+        elif kind == "output_item.done":
+            assert item.is_written
+            assert item.part != "added"
+            assert text_of(event["item"]) == item.deltas
+            assert event["item"]["id"] == item.id
+            item.final = event["item"]
+        else:
+            assert kind.endswith(("_text.done", "_arguments.done"))
+            assert event.get("text", event.get("arguments")) == item.deltas
+            item.is_written = True
+
+
+def text_of(item: Json) -> str:
+    """What an output item says: its text, or a call's arguments."""
+    text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+    assert isinstance(text, str)
+    return text

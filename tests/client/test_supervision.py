@@ -195,3 +195,13 @@ def test_the_second_signal_does_not_wait(tmp_path):
         running.signal(signal.SIGTERM)
         assert running.wait() == 0
         assert time.monotonic() - started < 5
+
+
+def test_a_full_disk_costs_the_log_and_nothing_else(tmp_path):
+    with serve(tmp_path, "--log-file=/dev/full") as running:
+        running.wait_until_ready()
+        assert ask(running, "hi")[0] == 200
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0
+        assert running.lines[-1] == "nereid: stopped"
+        assert "Traceback" not in "\n".join(running.lines)

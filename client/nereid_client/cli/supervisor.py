@@ -1,5 +1,6 @@
 """Runs what `nereid serve` started: announces it, starts what died again, drains it and ends it."""
 
+import contextlib
 import signal
 import tempfile
 import threading
@@ -315,12 +316,18 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-def _open_log(path: Path) -> IO[str]:
+@contextmanager
+def _open_log(path: Path) -> Iterator[IO[str]]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", buffering=1)
+        log = path.open("w", buffering=1)
     except OSError as error:
         raise CliError(
             f"--log-file: {path} can't be written ({error.strerror}); give another, "
             f"such as {Path(tempfile.gettempdir()) / 'nereid.log'}"
         ) from None
+    try:
+        yield log
+    finally:
+        with contextlib.suppress(OSError):  # a full disk: what it did not take is lost
+            log.close()

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import broken_checkpoints
 import pytest
 from fakes.live_frontend import free_port
 from nereid_client.cli import checks
@@ -18,7 +19,7 @@ def checkpoint(tmp_path):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").touch()
+    (folder / "model.safetensors").write_bytes(broken_checkpoints.joined({}, b""))
     return folder
 
 
@@ -49,6 +50,37 @@ def test_a_file_is_no_checkpoint(checkpoint):
 def test_a_folder_with_a_part_missing_is_no_checkpoint(checkpoint, missing, message):
     (checkpoint / missing).unlink()
     with pytest.raises(CliError, match=message):
+        checks.check_checkpoint(checkpoint)
+
+
+DEMO = Path(__file__).resolve().parents[2] / "demo"
+SEEN_LATER = ("tensor", "unknown", "hidden size", "tokenizer.json")
+
+
+@pytest.mark.parametrize("what", list(broken_checkpoints.BREAKS))
+def test_a_broken_file_is_found_without_loading_it(tmp_path, what):
+    broken = broken_checkpoints.make(DEMO / "embed", tmp_path / "broken", what)
+    if any(word in what for word in SEEN_LATER):
+        checks.check_checkpoint(broken)
+    else:
+        with pytest.raises(CliError, match="download it again") as caught:
+            checks.check_checkpoint(broken)
+        assert "\n" not in str(caught.value)
+
+
+def test_pointers_and_missing_files_of_a_sharded_checkpoint_are_named(checkpoint):
+    (checkpoint / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CliError, match=r"model.safetensors is a pointer .*git lfs pull"):
+        checks.check_checkpoint(checkpoint)
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
+    (checkpoint / "1.safetensors").write_bytes(broken_checkpoints.joined({}, b""))
+    with pytest.raises(CliError, match=r"lacks 1 of 2 weight files, first 2\.safetensors"):
+        checks.check_checkpoint(checkpoint)
+    (checkpoint / "2.safetensors").write_bytes(broken_checkpoints.joined({}, b""))
+    checks.check_checkpoint(checkpoint)
+    index.write_text('{"weight_map": []}')
+    with pytest.raises(CliError, match="is broken"):
         checks.check_checkpoint(checkpoint)
 
 

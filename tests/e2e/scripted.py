@@ -16,7 +16,8 @@ def checkpoint(folder, template, markers, bos, eos):
     folder.mkdir(parents=True)
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder)
-    (folder / "model.safetensors").touch()  # nobody reads it, but a checkpoint has one
+    # Nobody reads it, but a checkpoint has one.
+    (folder / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     (folder / "chat_template.jinja").write_text((TEMPLATES / f"{template}.jinja").read_text())
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     taken = [token["id"] for token in tokenizer["added_tokens"]]

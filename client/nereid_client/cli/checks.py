@@ -1,5 +1,6 @@
 """What `nereid serve` checks before it starts anything. Each check raises CliError, one line."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from nereid_client.cli import weights
 from nereid_client.cli.console import CliError
 from nereid_client.settings import SettingsError, settings_from_environment
 
@@ -37,7 +39,7 @@ def check_embedded_numpy(installed: str | None = None) -> None:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Refuse what is not a Hugging Face checkpoint with safetensors."""
+    """Refuse what is not a Hugging Face checkpoint with safetensors, or is cut off."""
     if not path.exists():
         raise CliError(
             f"--model: there is no {path}; give the folder of a checkpoint on this machine "
@@ -52,6 +54,16 @@ def check_checkpoint(path: Path) -> None:
             f"--model: {path} has no *.safetensors file; convert the weights with "
             "transformers' save_pretrained, which writes safetensors"
         )
+    try:
+        if not isinstance(json.loads((path / "config.json").read_text()), dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CliError(
+            f"--model: {path}/config.json cannot be read ({error}); download it again"
+        ) from None
+    found = weights.damage(path)
+    if found:
+        raise CliError(f"--model: {found}")
 
 
 def check_model_repository(path: Path) -> None:

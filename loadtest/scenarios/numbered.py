@@ -9,6 +9,7 @@ names. Each token of a series is a token of its own in the vocabulary and says w
 import json
 import re
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def make_checkpoint(folder: Path) -> Path:
     folder.mkdir(parents=True)
     for name in ("config.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(_DEMO / name, folder)
-    (folder / "model.safetensors").touch()  # nobody reads it, but a checkpoint has one
+    # Nobody reads weights, but a checkpoint has some: a file of no tensors.
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     tokenizer = json.loads((_DEMO / "tokenizer.json").read_text(encoding="utf-8"))
     kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     first = _first_free_id(tokenizer)

@@ -158,7 +158,7 @@ def test_a_compiler_that_fails_is_an_error_with_its_words(monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++\n")
-    monkeypatch.setattr(cpu_build, "SOURCE", broken)
+    monkeypatch.setattr(cpu_build, "SOURCES", (broken,))
     with pytest.raises(KernelBuildError, match="failed"):
         cpu_build.load_library()
     assert not list((tmp_path / "nereid").iterdir())

@@ -1,11 +1,15 @@
 import pytest
 import torch
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.execution.prepack import PackedLinear, can_prepack, prepack_linears
+from nereid_backend.execution import native_linear
+from nereid_backend.execution.native_linear import NativeLinear
+from nereid_backend.execution.prepack import PackedLinear, prepack_linears
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-pytestmark = pytest.mark.skipif(not can_prepack(), reason="torch without oneDNN")
+pytestmark = pytest.mark.skipif(
+    not prepack_linears(torch.nn.Sequential(torch.nn.Linear(2, 2))), reason="torch without oneDNN"
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
@@ -19,11 +23,17 @@ def answers(path, lines=None, **settings):
         packed = [
             name
             for name, module in engine._runner._path._model.named_modules()
-            if isinstance(module, PackedLinear)
+            if isinstance(module, PackedLinear | NativeLinear)
         ]
         return [output.outputs[0].token_ids for output in found], packed
     finally:
         engine.close()
+
+
+@pytest.fixture(params=["own kernel", "oneDNN"], autouse=True)
+def products(request, monkeypatch):
+    if request.param == "oneDNN":
+        monkeypatch.setattr(native_linear, "can_pack", lambda weight: False)
 
 
 def test_an_engine_with_packed_weights_gives_the_tokens_of_one_without(checkpoint):

@@ -14,13 +14,17 @@ import re
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+SOURCES = (
+    Path(__file__).with_name("cpu_kernels.cpp"),
+    Path(__file__).parents[1] / "execution" / "cpu_linear.cpp",
+)
 _COMPILERS = ("g++", "c++")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fPIC")
 _TIMEOUT_S = 120
@@ -60,11 +64,17 @@ def _build(compiler: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Built beside its place and moved there: another process may build at the same time.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            compiled, built = str(Path(folder) / "kernels.o"), Path(folder) / path.name
+            compiled, built = [str(Path(folder) / f"{s.stem}.o") for s in SOURCES], Path(folder)
             flags = [*_FLAGS, "-fopenmp"] if openmp else _FLAGS
-            _run([compiler, *flags, "-c", str(SOURCE), "-o", compiled])
+            commands = [
+                [compiler, *flags, "-c", str(source), "-o", target]
+                for source, target in zip(SOURCES, compiled, strict=True)
+            ]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(_run, commands))
+            built /= path.name
             # Linked without -fopenmp, which would bring the compiler's own OpenMP library.
-            _run([compiler, "-shared", compiled, *openmp, "-o", str(built)])
+            _run([compiler, "-shared", *compiled, *openmp, "-o", str(built)])
             built.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"the kernels could not be built: {error}") from error
@@ -100,7 +110,8 @@ def _openmp() -> list[str]:
 def _fingerprint(compiler: str) -> str:
     """Changes with the source, the flags, the compiler, the processor and torch's OpenMP."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
-    parts = [SOURCE.read_text(encoding="utf-8"), *_FLAGS, *_openmp(), version.stdout, _processor()]
+    sources = [source.read_text(encoding="utf-8") for source in SOURCES]
+    parts = [*sources, *_FLAGS, *_openmp(), version.stdout, _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

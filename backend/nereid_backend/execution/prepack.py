@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in the layout that oneDNN's matrix products read, made once after loading.
+"""Linear layers in the layout that a CPU's matrix products read, made once after loading.
 
 On a CPU torch's own float32 product goes to a library that does not use every machine's widest
-vectors, and lays the weight out anew on every call. Measured on Zen 5, one thread, 384 x 1536:
-float32 101 to 107 GFLOP/s as loaded, 231 to 251 packed; bfloat16 383 to 469 and 447 to 489.
+vectors, and lays the weight out anew on every call. With 512-bit vectors the products are our own
+(native_linear.py), elsewhere oneDNN's. docs/performance.md has the figures.
 """
 
 import torch
 from torch import Tensor, nn
+
+from nereid_backend.execution import native_linear
+from nereid_backend.execution.native_linear import NativeLinear
 
 _DTYPES = (torch.float32, torch.bfloat16)
 # The layout is chosen for this many rows; any number runs.
@@ -34,7 +37,7 @@ class PackedLinear(nn.Linear):
 
 @torch.inference_mode()
 def prepack_linears(model: nn.Module, *, copy_shared: bool = False) -> int:
-    """Lay out the weights of a model's linear layers for oneDNN.
+    """Lay out the weights of a model's linear layers for this processor.
 
     Layers that are no plain ``nn.Linear`` or not in float32 or bfloat16 on a CPU stay as they are.
 
@@ -46,8 +49,6 @@ def prepack_linears(model: nn.Module, *, copy_shared: bool = False) -> int:
     Returns:
         How many layers were changed.
     """
-    if not can_prepack():
-        return 0
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -61,22 +62,29 @@ def prepack_linears(model: nn.Module, *, copy_shared: bool = False) -> int:
     return count
 
 
-def can_prepack() -> bool:
-    """Whether this build of torch has oneDNN's operators."""
-    has_library = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    return has_library and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-
-
 def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
     weight = layer.weight.detach()
-    if weight.device.type != "cpu" or weight.dtype not in _DTYPES or 0 in weight.shape:
+    kind: type[nn.Linear]
+    if native_linear.can_pack(weight):
+        kind, packed = NativeLinear, native_linear.pack(weight)
+    elif _can_reorder(weight):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+        kind = PackedLinear
+    else:
         return False
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
     if not keep:
         hollow = torch.full((1, 1), float("nan"), dtype=weight.dtype).expand(weight.shape)
         layer.weight = nn.Parameter(hollow, requires_grad=False)
-    layer.__class__ = PackedLinear
+    layer.__class__ = kind
     layer.packed = packed
     return True
+
+
+def _can_reorder(weight: Tensor) -> bool:
+    """Whether this build of torch has oneDNN's operators, and they take the weight."""
+    has_library = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    if not has_library or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if weight.device.type != "cpu" or weight.dtype not in _DTYPES or 0 in weight.shape:
+        return False
+    return weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -29,7 +29,7 @@ from nereid_backend.execution.limits import (
 )
 from nereid_backend.execution.loader import Checkpoint, choose_device, load_checkpoint
 from nereid_backend.execution.paths import ModelCall, Sizes
-from nereid_backend.execution.prepack import can_prepack, prepack_linears
+from nereid_backend.execution.prepack import prepack_linears
 from nereid_backend.execution.probe import plain_token_ids
 from nereid_backend.execution.profile import measure_activations
 from nereid_backend.execution.runner import Runner
@@ -158,12 +158,13 @@ def _load_weights(
     checkpoint = read()
     if config.weight_dtype == "int8":
         return _quantised(checkpoint, progress)
-    if device.type != "cpu" or not config.prepack or not can_prepack():
+    if device.type != "cpu" or not config.prepack:
         return checkpoint
     before = _short_logits(checkpoint)
     if before is None:
         return checkpoint
-    prepack_linears(checkpoint.model, copy_shared=True)
+    if not prepack_linears(checkpoint.model, copy_shared=True):
+        return checkpoint
     after = _short_logits(checkpoint)
     if after is not None and (after - before).abs().max() <= _PREPACK_TOLERANCE * before.std():
         return checkpoint

@@ -1,0 +1,95 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_backend.execution import native_linear
+from nereid_backend.execution.native_linear import NativeLinear, linear, pack
+from nereid_backend.execution.prepack import prepack_linears
+
+DTYPES = [
+    dtype
+    for dtype in (torch.float32, torch.bfloat16)
+    if native_linear.can_pack(torch.ones(2, 2, dtype=dtype))
+]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
+pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no 512-bit vectors")
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 40),
+    dim=st.integers(1, 90).map(lambda half: 2 * half),
+    outputs=st.integers(1, 150),
+    has_bias=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_layer_of_any_size_gives_what_the_products_in_double_precision_give(
+    dtype, rows, dim, outputs, has_bias, threads, seed
+):
+    torch.manual_seed(seed)
+    weight = torch.randn(outputs, dim).to(dtype)
+    x = torch.randn(rows, dim).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if has_bias else None
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = linear(x, pack(weight), bias, outputs)
+    finally:
+        torch.set_num_threads(before)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    scale = expected.abs().max().clamp(min=1.0)
+    assert ((found.double() - expected).abs().max() / scale).item() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_surrounds_the_output_is_not_written(dtype):
+    weight, x = torch.randn(21, 8).to(dtype), torch.randn(13, 8).to(dtype)
+    packed = pack(weight)
+    room = torch.full((3 * 13 * 21,), 7.0, dtype=dtype)
+    out = room[13 * 21 : 2 * 13 * 21]
+    native_linear._kernel()(
+        dtype == torch.bfloat16,
+        *(packed.data_ptr(), None, x.data_ptr(), out.data_ptr()),
+        *(13, 8, 21, 2),
+    )
+    assert (room[: 13 * 21] == 7).all()
+    assert (room[2 * 13 * 21 :] == 7).all()
+    torch.testing.assert_close(out.view(13, 21), linear(x, packed, None, 21))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_gives_the_same_alone_and_among_others(dtype):
+    layer = torch.nn.Linear(64, 48).to(dtype)
+    model = torch.nn.Sequential(layer)
+    assert prepack_linears(model) == 1
+    assert type(model[0]) is NativeLinear
+    x = torch.randn(37, 64).to(dtype)
+    with torch.inference_mode():
+        together = model(x)
+        for row in range(37):
+            assert torch.equal(model(x[row]), together[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_not_finite_show(dtype):
+    packed = pack(torch.ones(20, 6, dtype=dtype))
+    x = torch.ones(3, 6, dtype=dtype)
+    x[1, 2] = float("nan")
+    found = linear(x, packed, None, 20)
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
+
+
+def test_an_input_of_another_size_or_type_is_refused():
+    packed = pack(torch.ones(20, 6, dtype=DTYPES[0]))
+    with pytest.raises(ValueError, match="an input of 8 x"):
+        linear(torch.ones(3, 8, dtype=DTYPES[0]), packed, None, 20)
+    with pytest.raises(ValueError, match="float64"):
+        linear(torch.ones(3, 6, dtype=torch.float64), packed, None, 20)
+
+
+def test_odd_inputs_of_bfloat16_are_left_to_others():
+    assert not native_linear.can_pack(torch.ones(4, 3, dtype=torch.bfloat16))
+    assert not native_linear.can_pack(torch.ones(4, 4, dtype=torch.float16))

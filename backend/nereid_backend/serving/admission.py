@@ -19,6 +19,9 @@ from nereid_backend.serving.timing import Timing
 _NUM_SAMPLES = 64
 _MIN_SAMPLES = 8
 _LONGEST_HINT_S = 60
+# The wait is an estimate. Who would just about make it is refused at once, for the half of those
+# would have waited in vain.
+_MARGIN = 0.8
 _LATER = re.compile(r"try again later$")
 
 
@@ -88,10 +91,10 @@ class Admission:
                 f"{timing.num_prompt_tokens}; the limit is {self._max_tokens} (max_waiting_tokens)"
             )
         limit_s = min(timing.queue_timeout_s, timing.timeout_s)
-        if wait_s is not None and wait_s > limit_s:
+        if wait_s is not None and wait_s > _MARGIN * limit_s:
             return (
-                f"{self._num_requests} requests wait, the next one for about {wait_s:.1f} s; this "
-                f"one may wait {limit_s:g} s (queue_timeout, timeout)"
+                f"{self._num_requests} requests wait, the next one for about {wait_s:.1f} s, give "
+                f"or take; this one may wait {limit_s:g} s (queue_timeout, timeout)"
             )
         return ""
 

@@ -337,6 +337,7 @@ class ExecutorModel:
             f"the engine has died {limit + 1} times in a row (max_engine_restarts) and is not "
             f"started again, the last time because: {error}; restart the server"
         )
+        self._while_down(error)
         tensors.progress(f"error: {self._outage}")
         while not self._stopping.wait(_IDLE_POLL_S):
             self._while_down(error)

@@ -47,7 +47,9 @@ class Child:
     Attributes:
         name: for messages.
         errors: the last lines that a Triton server marks as errors.
-        refusals: what our models said of the settings or the checkpoint when they refused them.
+        refusals: what our models said of the settings or the checkpoint when they refused them,
+            or when they gave up.
+        refused_at: when the first of them came, by time.monotonic.
         tail: the last lines it wrote, tables left out.
         crash: the line in which a Triton server tells of its crash. Version 2.51 can hang in its
             handler of that signal, for ever and with its ports open, instead of ending.
@@ -66,6 +68,7 @@ class Child:
         self.errors: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.refusals: list[str] = []
+        self.refused_at = float("inf")
         self.crash: str | None = None
         self._process = subprocess.Popen(
             command,
@@ -147,6 +150,7 @@ class Child:
     def _refuse(self, reason: str) -> None:
         # Each of the models says it of a wrong setting.
         if reason not in self.refusals:
+            self.refused_at = min(self.refused_at, time.monotonic())
             self.refusals.append(reason)
 
 

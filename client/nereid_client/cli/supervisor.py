@@ -27,6 +27,7 @@ _FRONTEND_GRACE_S = 8.0
 _LEFTOVER_GRACE_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 _DRAIN_LOOK_EVERY_S = 0.1
+_LAST_ANSWERS_S = 1.0  # for a model that gives up to say so to those who wait
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Supervisor:
 
     def _failure_of_server(self, server: Part) -> str | None:
         """What is wrong with a server whose processes all live."""
-        if self._is_announced and server.child.refusals:
+        if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_ANSWERS_S:
             # One of its models has given up and refuses every request from now on.
             return f"{server.name}: {server.child.refusals[0]}"
         if self._warming is not None and (self._warming.failure or self._beside.failure):

@@ -1,4 +1,7 @@
+import collections
+import contextlib
 import math
+import random
 import time
 
 import pytest
@@ -80,3 +83,28 @@ def test_zero_is_no_limit_and_nothing_is_the_default():
     assert limit_of(None, 3.0) == 3.0
     assert limit_of(0.0, 3.0) == math.inf
     assert limit_of(None, 0.0) == math.inf
+
+
+@pytest.mark.parametrize("factor", [1.2, 3, 10])
+@pytest.mark.parametrize("per_second", [4, 16, 100])
+def test_beyond_capacity_few_wait_in_vain_and_the_queue_never_runs_empty(per_second, factor):
+    rng = random.Random(0)
+    admission, waiting = Admission(1000, 0), collections.deque()
+    counts = collections.Counter()
+    events = [(rng.uniform(0, 60), "arrives") for _ in range(int(60 * per_second * factor))]
+    # The engine's steps let several in at a time.
+    events += [(at * 2 / per_second, "begin") for at in range(30 * per_second)]
+    for now, kind in sorted(events):
+        while waiting and waiting[0].arrived + 2.0 <= now:
+            admission.leave(waiting.popleft(), None)
+            counts["in vain"] += now > 5  # the rate is measured first
+        if kind == "begin":
+            for _ in range(2):
+                if waiting:
+                    admission.leave(waiting.popleft(), now)
+                    counts["begun"] += 1
+            continue
+        with contextlib.suppress(CapacityError):
+            waiting.append(enter(admission, arrived=now, queue_timeout_s=2.0))
+    assert counts["begun"] > 0.9 * 60 * per_second
+    assert counts["in vain"] < 0.1 * counts["begun"]

@@ -123,12 +123,14 @@ def _seen(outcome: Outcome) -> str:
     return f"{door}: {how.get(outcome.kind, outcome.kind)}"
 
 
-async def measure(served: Served, asker: Asker, fault: Fault, running: Sequence[Ask]) -> Row:
-    """Let one fault happen to these requests."""
+async def measure(
+    served: Served, asker: Asker, fault: Fault, running: Sequence[Ask], probe: Ask | None = None
+) -> Row:
+    """Let one fault happen to these requests; the probe (the first of them) tells of recovery."""
     tasks = [asyncio.create_task(asker.ask(ask)) for ask in running]
     await asyncio.sleep(0.7)
     happened = await fault.happen(served)
-    recovery = asyncio.create_task(recovered(asker, running[0], happened))
+    recovery = asyncio.create_task(recovered(asker, probe or running[0], happened))
     outcomes = await asyncio.gather(*tasks)
     hurt = [o.ended - happened for o in outcomes if o.kind != "ok" and o.ended >= happened]
     return Row(
@@ -180,11 +182,14 @@ def long_requests(model: str, poolers: dict[str, str]) -> list[Ask]:
 async def _all(served: Served, faults: Sequence[Fault], tell: Callable[[Row], None]) -> list[Row]:
     model = "chat"
     asker = Asker(f"http://127.0.0.1:{served.openai_port}", served.http_url)
-    probe = next(ask for ask in asks(random.Random(0), model, {}) if ask.kind == "whole chat")
+    poolers = {"embedding": "embed", "rerank": "rerank"}
+    probes = {ask.kind: ask for ask in asks(random.Random(0), model, poolers)}
+    running = [probes["whole chat"], *long_requests(model, {})]
     rows = []
     try:
         for fault in faults:
-            rows.append(await measure(served, asker, fault, [probe, *long_requests(model, {})]))
+            probe = probes.get(fault.role.split()[0], running[0])
+            rows.append(await measure(served, asker, fault, running, probe))
             tell(rows[-1])
             await asyncio.sleep(1.0)
     finally:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_SLOPE_MIB_PER_MINUTE = 0.5
-_WARM_UP_SHARE = 0.25
 _MAX_POINTS = 300
 _MIN_SECONDS = 150.0  # in less, a cache that fills looks like a leak
 
@@ -30,14 +29,11 @@ class Trend:
     """How a process's memory went.
 
     Attributes:
-        seconds: how long it was looked at after its warm-up.
-        first_mib, last_mib: at the ends of that time.
-        slope: MiB a minute within it; None where it was too short to say.
+        quarters_mib: medians of the four quarters of the time in which it was looked at.
+        slope: MiB a minute behind the first of them; None where it was too short to say.
     """
 
-    seconds: float
-    first_mib: float
-    last_mib: float
+    quarters_mib: tuple[float, ...]
     slope: float | None
 
     @property
@@ -48,11 +44,14 @@ class Trend:
 
 def trend(samples: Sequence[Sample]) -> Trend:
     """The trend of one process's samples, in the order of their times."""
-    begin = samples[0].at + _WARM_UP_SHARE * (samples[-1].at - samples[0].at)
-    warm = [sample for sample in samples if sample.at >= begin]
-    seconds = warm[-1].at - warm[0].at
-    slope = _slope(warm) if seconds >= _MIN_SECONDS else None
-    return Trend(seconds, warm[0].mib, warm[-1].mib, slope)
+    quarter_s = (samples[-1].at - samples[0].at) / 4
+    quarters: list[list[float]] = [[], [], [], []]
+    for sample in samples:
+        passed = (sample.at - samples[0].at) / quarter_s if quarter_s else 0.0
+        quarters[min(int(passed), 3)].append(sample.mib)
+    medians = tuple(statistics.median(values) for values in quarters if values)
+    warm = [sample for sample in samples if sample.at >= samples[0].at + quarter_s]
+    return Trend(medians, _slope(warm) if 3 * quarter_s >= _MIN_SECONDS else None)
 
 
 def _slope(samples: Sequence[Sample]) -> float:

@@ -463,3 +463,13 @@ async def test_the_backend_sees_the_callers_request_id(connect, backend):
         response = await client.post("/v1/responses", json={"input": "hi"}, headers=headers)
     assert response.headers["x-request-id"] == "trace-7"
     assert backend.generations[0].request_id.startswith("trace-7-")
+
+
+@pytest.mark.parametrize("fields", [{"metadata": {"a": "\ud800"}}, {"instructions": "\ud800"}])
+@pytest.mark.parametrize("background", [False, True])
+async def test_what_is_no_text_is_refused_wherever_it_stands(connect, fields, background):
+    body = json.dumps({"input": "hi", "background": background, "truncation": "auto", **fields})
+    async with connect() as client:
+        response = await client.post("/v1/responses", content=body)
+    assert response.status_code == 400
+    assert "half a surrogate pair" in response.json()["error"]["message"]

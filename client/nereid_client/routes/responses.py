@@ -49,6 +49,7 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request)
     wanted = validate(ResponsesRequest, body)
     context_of(request).check_model(wanted.model)
+    dump(body)  # what can't be written again can neither be kept nor repeated
     is_kept = _is_kept(wanted, responses.store)
     items = _conversation(wanted, responses.store)
     chat = chat_request(wanted, body, items)

@@ -1,0 +1,81 @@
+"""Bodies of /v1/responses that were not expected: refused by name or answered, and nothing left."""
+
+import asyncio
+import json
+import random
+
+import pytest
+from fakes.response_events import StreamCheck
+from fuzz.values import ODD_NAMES, json_bytes, mutated
+
+pytestmark = pytest.mark.anyio
+
+PATH = "/v1/responses"
+BASE = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "one"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "w"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "two"},
+    ],
+    "instructions": "Be brief.",
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "tool_choice": {"type": "function", "name": "f"},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["message.output_text.logprobs"],
+    "metadata": {"a": "b"},
+    "max_output_tokens": 3,
+    "stream": False,
+    "background": False,
+    "store": True,
+}
+NAMES = (
+    *ODD_NAMES,
+    *("previous_response_id", "truncation", "top_logprobs", "max_tool_calls", "user", "model"),
+    *("parallel_tool_calls", "stream_options", "type", "id", "status", "content", "name"),
+)
+
+
+def read(response):
+    """The response object, or None for a refusal."""
+    assert response.status_code < 500, response.text
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert error["message"]
+        return None
+    if response.headers["content-type"].startswith("text/event-stream"):
+        blocks = response.text.split("\n\n")[:-1]
+        return StreamCheck(is_typed=False).run(
+            [json.loads(block.split("data: ", 1)[1]) for block in blocks]
+        )
+    return response.json()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_body_of_any_kind_is_answered_or_refused(connect, backend, seed):
+    rng = random.Random(seed)
+    num_answered = 0
+    async with connect(max_stored_responses=20, max_stored_response_bytes=100_000) as client:
+        responses = client._transport.app.state.responses
+        for number in range(100):
+            body = BASE | {"stream": rng.random() < 0.3, "background": rng.random() < 0.3}
+            body = mutated(rng, body, NAMES)
+            answer = await client.post(PATH, content=json_bytes(rng, body))
+            made = read(answer)
+            if made is not None:
+                num_answered += 1
+                path = f"{PATH}/{made['id']}"
+                pages = [await client.get(path), await client.get(f"{path}/input_items")]
+                assert {page.status_code for page in pages} <= {200, 404}, (number, body)
+                follow = {"input": "and?", "previous_response_id": made["id"]}
+                assert (await client.post(PATH, json=follow)).status_code in (200, 400, 404)
+            store = responses.store
+            assert len(store) <= 20
+            assert 0 <= store.num_bytes <= 100_000
+        async with asyncio.timeout(5):
+            while responses.store.running:
+                await asyncio.sleep(0.001)
+        assert client._transport.app.state.gate.num_requests == 0
+    assert not backend.active
+    assert num_answered > 3

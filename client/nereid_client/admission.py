@@ -84,7 +84,8 @@ class Throttle:
         """Note that the server refused one that was sent to it at `started`."""
         self._refused.append(now)
         self._last_words, self._retry_after = message, retry_after
-        if not message.startswith(_WAITED):
+        num_behind = sum(then > started for then in self._let_in)
+        if num_behind >= _FREE_REFUSALS and not message.startswith(_WAITED):
             # It took the way there and back alone. What was let in meanwhile is still on that way:
             # until it has arrived nothing follows it, or a server that is slow to refuse would
             # have ever more to refuse.

@@ -236,6 +236,13 @@ def test_when_refusals_end_everything_is_let_in_again_within_half_a_second():
     assert throttle.refusal(1.51) is None
 
 
+def test_one_refusal_holds_nobody_up():
+    throttle = Throttle()
+    throttle.let_in(1.0)
+    throttle.learn("no room for this one", "1", 1.0, 1.4)
+    assert throttle.refusal(1.41) is None
+
+
 async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(connect, backend):
     full = "<fail UNAVAILABLE 9 requests wait; try again in 7 s>"
     path = "/v1/chat/completions"

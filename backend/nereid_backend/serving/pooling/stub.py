@@ -36,6 +36,8 @@ from nereid_backend.serving.pooling.worker_client import Done, WorkerClient
 
 _POLL_S = 0.02
 _CANCEL_CHECKS = 32  # in one turn of the loop
+_SMALL_BYTES = 64 * 1024
+_POOL_STEP_BYTES = 1024 * 1024
 
 Tensors = dict[str, npt.NDArray[Any]]
 
@@ -280,10 +282,40 @@ class PoolingStub(ABC):
 
 
 def _send(sender: Any, answer: Tensors | Exception) -> None:  # noqa: ANN401 - the server's own type
+    """Answer a request, which must end: a server of 2.51 takes no second answer, not an error."""
+    if not isinstance(answer, Exception) and not _fits(answer):
+        answer = CapacityError(
+            "there is no room for the answer in the machine's shared memory (/dev/shm is full); "
+            "try again later"
+        )
     if isinstance(answer, Exception):
-        tensors.send(sender, tensors.error_response(answer), final=True)
+        reply = tensors.error_response(answer)
     else:
-        tensors.send(sender, tensors.response(answer), final=True)
+        reply = tensors.response(answer)
+    try:
+        tensors.send(sender, reply, final=True)
+    except Exception:  # noqa: BLE001 - this request would hang for ever
+        tensors.log.exception(
+            "an answer could not be handed to the server; this process ends, for the server to be "
+            "started again"
+        )
+        os._exit(1)
+
+
+def _fits(outputs: Tensors) -> bool:
+    """Whether outputs fit into what is left of shared memory; small ones are not looked at."""
+    size = sum(
+        sum(map(len, array)) if array.dtype == object else array.nbytes
+        for array in outputs.values()
+    )
+    if size < _SMALL_BYTES:
+        return True
+    try:
+        left = os.statvfs("/dev/shm")
+    except OSError:
+        return True
+    # The stub's pool grows by a MiB at a time, and holds the answer beside what is in it.
+    return left.f_bavail * left.f_frsize > 2 * size + _POOL_STEP_BYTES
 
 
 def _not_configured(kind: str, settings: PoolingSettings) -> str:

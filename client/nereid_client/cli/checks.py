@@ -17,6 +17,7 @@ _OLDEST, _NEWEST = (3, 11), (3, 12)
 _BACKEND_CHECK = "nereid_backend.serving.check_settings"
 _WRONG = 2
 _CHECK_TIMEOUT_S = 20.0
+_JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def check_python_version(running: tuple[int, int] = sys.version_info[:2]) -> None:
@@ -54,16 +55,19 @@ def check_checkpoint(path: Path) -> None:
             f"--model: {path} has no *.safetensors file; convert the weights with "
             "transformers' save_pretrained, which writes safetensors"
         )
-    try:
-        if not isinstance(json.loads((path / "config.json").read_text()), dict):
-            raise ValueError("it is no JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CliError(
-            f"--model: {path}/config.json cannot be read ({error}); download it again"
-        ) from None
+    for name in _JSON_FILES:
+        _check_json(path / name)
     found = weights.damage(path)
     if found:
         raise CliError(f"--model: {found}")
+
+
+def _check_json(path: Path) -> None:
+    try:
+        if path.is_file() and not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CliError(f"--model: {path} cannot be read ({error}); download it again") from None
 
 
 def check_model_repository(path: Path) -> None:

@@ -91,11 +91,14 @@ def run_phase(name: str, args: argparse.Namespace) -> Phase:
     if args.url is not None:
         load(phase, Stack(args.url, args.triton_url, args.grpc_url, args.metrics_url), args)
         return phase
-    with (
-        tempfile.TemporaryDirectory(prefix="nereid-load-") as folder,
-        _served(name, Path(folder), args.model, phase) as stack,
-    ):
-        load(phase, stack, args)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="nereid-load-") as folder,
+            _served(name, Path(folder), args.model, phase) as stack,
+        ):
+            load(phase, stack, args)
+    except RuntimeError as error:  # it did not start; what other phases found is told even so
+        phase.broken.append(str(error))
     return phase
 
 

@@ -173,7 +173,7 @@ class SlowReaders(LoadUser):
     def asks(self) -> list[Ask]:
         """One over each protocol."""
         asks = [
-            chat(self.question(), 200, ignore_eos=True),
+            chat(self.question(), 80, ignore_eos=True),
             grpc_chat(self.question(), 60, ignore_eos=True),
         ]
         return [ask.read_slowly(self.rng.uniform(0.02, 0.1)) for ask in asks]

@@ -31,7 +31,6 @@ _STEP_MS = 50.0
 CAPACITY_PER_S = _NUM_SEQS / (_NUM_STEPS * _STEP_MS / 1000)
 QUEUE_TIMEOUT_S = 1.0
 """What a request may wait for its turn: the bound of the design."""
-_MAX_CONCURRENT = int(_NUM_SEQS + 1.5 * CAPACITY_PER_S * QUEUE_TIMEOUT_S)
 _SCRIPT = [{"when": "", "token_ids": [10], "delay_ms": _STEP_MS, "ends": False}]
 
 
@@ -101,8 +100,6 @@ def serve(folder: Path) -> Served:
         "NEREID_SCRIPT": str(path),
         "NEREID_MAX_NUM_SEQS": str(_NUM_SEQS),
         "NEREID_DEFAULT_QUEUE_TIMEOUT_S": str(QUEUE_TIMEOUT_S),
-        # What runs, what may wait, and some on their way: the frontend refuses cheaply.
-        "NEREID_MAX_CONCURRENT_REQUESTS": str(_MAX_CONCURRENT),
     }
     flags = ["--log-level=warning", f"--served-model-name={_NAME}"]
     return Served(environment=environment, arguments=flags)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes forward passes fail on demand, in processes that start with this folder on PYTHONPATH.
+
+Python imports a module of this name by itself when it starts. In engine and worker processes, and
+in no others, it wraps the first thing that every forward pass does (looking tokens up in an
+embedding) and what grammars do. The product has no part in it. What fails is what lies in the
+folder FAULT_FOLDER:
+
+    engine, worker     a file for the process of this role, with one line:
+                       "oom N"      the next N forward passes find no memory
+                       "cuda N"     ... end with an error as CUDA gives it, and so do all later ones
+                                    of that process, as on a device that is lost
+                       "hang N"     ... never end
+                       "nan TOKEN"  that token's vector is not a number, while the file is there
+                       "mask N"     the next N masks of grammars can't be filled
+                       "grammar N"  the next N tokens can't be taken by their grammar
+"""
+
+import importlib.machinery
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_ROLES = {
+    "nereid_backend.serving.engine_process": "engine",
+    "nereid_backend.serving.pooling.worker": "worker",
+}
+_LOCK = threading.Lock()
+
+
+def _take(path: Path, kinds: tuple[str, ...]) -> tuple[str, int] | None:
+    """What is to happen now; counts down what happens so many times."""
+    if not path.exists():
+        return None
+    with _LOCK:
+        try:
+            kind, number = path.read_text().split()
+        except (OSError, ValueError):  # gone, or being written
+            return None
+        if kind not in kinds:
+            return None
+        if kind != "nan":
+            if int(number) > 1:
+                path.write_text(f"{kind} {int(number) - 1}")
+            else:
+                path.unlink()
+    return kind, int(number)
+
+
+def _patch_embedding(module: Any, path: Path) -> None:  # noqa: ANN401 - torch's
+    import torch
+
+    original = module.Embedding.forward
+
+    is_lost = False
+
+    def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's
+        nonlocal is_lost
+        fault = _take(path, ("oom", "cuda", "hang", "nan"))
+        if fault is not None and fault[0] == "oom":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        is_lost |= fault is not None and fault[0] == "cuda"
+        if is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if fault is not None and fault[0] == "hang":
+            time.sleep(3600)
+        found: torch.Tensor = original(self, ids)
+        if fault is not None and fault[0] == "nan":
+            found = found.masked_fill((ids == fault[1]).unsqueeze(-1), float("nan"))
+        return found
+
+    module.Embedding.forward = forward
+
+
+def _patch_matcher(module: Any, path: Path) -> None:  # noqa: ANN401 - xgrammar's
+    for kind, owner, name in (
+        ("mask", module.BatchGrammarMatcher, "batch_fill_next_token_bitmask"),
+        ("grammar", module.GrammarMatcher, "accept_token"),
+    ):
+        setattr(owner, name, _failing(getattr(owner, name), kind, path))
+
+
+def _failing(original: Callable[..., Any], kind: str, path: Path) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - xgrammar's
+        if _take(path, (kind,)) is not None:
+            raise RuntimeError("the matcher is in a state that it can't be in")
+        return original(*args, **kwargs)
+
+    return call
+
+
+_PATCHES: dict[str, Callable[[Any, Path], None]] = {
+    "torch.nn.modules.sparse": _patch_embedding,
+    "xgrammar.matcher": _patch_matcher,
+}
+
+
+class _Patcher:
+    """Changes modules right behind their import."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def find_spec(
+        self,
+        name: str,
+        path: Any = None,  # noqa: ANN401 - the import system's
+        target: Any = None,  # noqa: ANN401, ARG002 - the import system's
+    ) -> importlib.machinery.ModuleSpec | None:
+        """A module's own spec, with the patch behind its code."""
+        patch = _PATCHES.get(name)
+        spec = None if patch is None else importlib.machinery.PathFinder.find_spec(name, path)
+        if patch is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:  # noqa: ANN401 - a module
+            execute(module)
+            patch(module, self._path)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _install() -> None:
+    folder = os.environ.get("FAULT_FOLDER")
+    role = next((role for name, role in _ROLES.items() if name in sys.orig_argv), None)
+    if folder and role:
+        sys.meta_path.insert(0, _Patcher(Path(folder) / role))  # type: ignore[arg-type]
+
+
+_install()

@@ -29,6 +29,7 @@ import argparse
 import asyncio
 import collections
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -315,6 +316,7 @@ def main() -> int:
     parser.add_argument("--keep-log", type=Path, metavar="PATH", help="the log, if it crashed")
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the result here too")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not outlive it
     engines = ("demo", "scripted") if args.engine == "both" else (args.engine,)
     pages, is_well = [], True
     with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import collections
 import random
+import signal
 import statistics
 import sys
 import time
@@ -329,6 +330,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="checkpoint (default: the demo)")
     parser.add_argument("--markdown", type=Path, help="write the page here too")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not outlive it
     faults = [f for f in FAULTS if args.faults == "all" or args.faults in f.name]
     flags = ["--max-restarts=1000", "--restart-backoff=0", "--served-model-name=chat"]
     rng = random.Random(args.seed)

@@ -152,3 +152,12 @@ def test_a_worker_that_cannot_be_started_again_is_given_up_with_the_reason(
         assert "nereid: error: embedding: the worker did not start" in capsys.readouterr().out
     finally:
         stub.finalize()
+
+
+def test_an_answer_without_room_in_shared_memory_is_refused_and_small_ones_go_on(stub, monkeypatch):
+    full = os.statvfs_result((4096, 4096, 10, 0, 0, 0, 0, 0, 0, 255))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "statvfs", lambda path: full)
+        assert "/dev/shm is full" in ask(stub, *["x"] * 300).wait().error
+        assert ask(stub, "x").wait().rows.shape == (1, 128)
+    assert ask(stub, *["x"] * 300).wait().rows.shape == (300, 128)

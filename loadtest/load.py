@@ -78,7 +78,9 @@ def verdict(phases: Sequence[Phase]) -> int:
     """Print what was wrong; the exit code."""
     failures = [failure for phase in phases for failure in phase.failures]
     for failure in failures[:_MAX_SHOWN]:
-        print(f"FAILED {failure[:400]}")
+        # The reason of a server that did not start stands at the end of what it said.
+        cut = failure if len(failure) < 600 else f"{failure[:200]} ... {failure[-400:]}"
+        print(f"FAILED {cut}")
     if len(failures) > _MAX_SHOWN:
         print(f"and {len(failures) - _MAX_SHOWN} more: see the report")
     print(f"{len(failures)} failures" if failures else "nothing was wrong")

@@ -6,9 +6,11 @@ import os
 import signal
 import time
 
+import httpx
 import psutil
 import pytest
 from e2e.triton_client import ask, tensor
+from served import Served
 
 pytestmark = pytest.mark.triton
 
@@ -57,3 +59,38 @@ def test_a_killed_engine_ends_its_requests_with_an_error_and_is_started_again(se
     assert engine_process(served).pid != victim.pid
     time.sleep(0.3)
     assert gauge("num_engine_restarts") == restarts + 1
+
+
+def test_a_server_whose_engine_has_given_up_is_started_again(tmp_path):
+    script = tmp_path / "script.json"
+    rules = [
+        {"when": "Break", "fault": "CUDA error: an illegal memory access", "token_ids": [10]},
+        {"when": "", "token_ids": [10], "ends": False},
+    ]
+    script.write_text(json.dumps(rules))
+    environment = {
+        "NEREID_ENGINE": "scripted",
+        "NEREID_SCRIPT": str(script),
+        "NEREID_MAX_ENGINE_RESTARTS": "0",
+        "NEREID_EMBEDDING_MODEL": "none",
+        "NEREID_RERANK_MODEL": "none",
+    }
+    with Served(environment=environment, arguments=["--log-level=warning"]) as running:
+        url = running.openai_url + "/completions"
+
+        def post(prompt):
+            body = {"prompt": prompt, "max_tokens": 2}
+            return httpx.post(url, json=body, timeout=30, trust_env=False)
+
+        assert post("Go").status_code == 200
+        assert "CUDA error" in post("Break").json()["error"]["message"]
+        deadline = time.monotonic() + 60
+        while (answer := post("Go")).status_code != 200:
+            assert answer.status_code == 503, answer.text
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        told = "it is started again now (restart 1 of 5)"
+        assert any(
+            "the engine has died 1 times" in line and told in line
+            for line in running.output.splitlines()
+        )

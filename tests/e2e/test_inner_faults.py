@@ -1,0 +1,58 @@
+"""Forward passes that fail, hang or give no numbers, in the real processes of a real server."""
+
+import asyncio
+
+import pytest
+from inner_faults import Stage, faults, stage
+
+pytestmark = pytest.mark.triton
+
+HARMLESS = ("engine: an exception in a grammar's mask", "pooling worker: out of memory once")
+"""What is computed together is tried again one by one, and then goes well."""
+EXPECTED = {
+    "engine: out of memory in one step": [],
+    "engine: out of memory in 3 steps in a row": ["engine"],
+    "engine: a CUDA error": ["engine"],
+    "engine: a NaN in one request's logits": [],
+    "engine: an exception in a grammar's mask": [],
+    "engine: an exception in a grammar's step": [],
+    "pooling worker: out of memory once": [],
+    "pooling worker: a CUDA error": ["worker"],
+    "pooling worker: hangs": ["worker"],
+}
+"""Fault -> which processes are another one afterwards."""
+ALONE = {
+    "engine: a NaN in one request's logits": "completion with it",
+    "engine: an exception in a grammar's step": "structured stream",
+}
+"""Fault -> the kind of the only request that it may hurt."""
+
+
+@pytest.fixture(scope="module")
+def serving():
+    with stage() as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_a_fault_ends_what_it_must_and_service_comes_back(serving, name):
+    fault = next(fault for fault in faults() if fault.name.startswith(name))
+
+    async def measure():
+        on_stage = Stage(*serving)
+        try:
+            return await on_stage.measure(fault)
+        finally:
+            await on_stage.close()
+
+    row = asyncio.run(measure())
+    assert not row.is_broken, row.cells()
+    assert [role.split()[-1] for role in row.replaced] == EXPECTED[name], row.cells()
+    hurt = {outcome.ask.kind for outcome in row.hurt}
+    if name in ALONE:
+        assert hurt == {ALONE[name]}, row.cells()
+    else:
+        assert bool(hurt) == (name not in HARMLESS), row.cells()
+    other = "stream" if fault.role == "worker" else "embedding"
+    assert other not in hurt, row.cells()
+    assert all(outcome.message for outcome in row.hurt), row.cells()

@@ -111,10 +111,16 @@ class TritonBackend:
         # Not with the header `triton_grpc_error`, which turns an error's code into the stream's
         # status: server 2.51 then takes each error for a cancel, and sooner or later crashes.
         stream = self._client.stream_infer(_once(self._request(generation)))
+        reading: asyncio.Future[Any] | None = None
         is_over = False
         running = generation.num_choices
         try:
-            async for result, error in stream:
+            # Our task may be cancelled while it waits, a read may not: one that is leaves memory
+            # behind in gRPC, with the response that it waited for (its issue 43360).
+            while (
+                message := await asyncio.shield(reading := asyncio.ensure_future(_next(stream)))
+            ) is not None:
+                result, error = message
                 if error is not None:
                     is_over = True
                     raise read_error(str(error))
@@ -136,7 +142,7 @@ class TritonBackend:
         finally:
             if not is_over:
                 stream.cancel()  # a stream that has ended takes no notice
-            self._let_end(stream)
+            self._let_end(stream, reading)
 
     async def tokenize(self, generation: Generation) -> list[int]:
         """See `Backend.tokenize`: a call of the ensemble's first step alone."""
@@ -172,8 +178,8 @@ class TritonBackend:
         await asyncio.gather(*self._ending, return_exceptions=True)
         await self._client.close()
 
-    def _let_end(self, stream: Any) -> None:  # noqa: ANN401 - untyped library
-        task = asyncio.create_task(_drain(stream))
+    def _let_end(self, stream: Any, reading: asyncio.Future[Any] | None) -> None:  # noqa: ANN401
+        task = asyncio.create_task(_drain(stream, reading))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
@@ -235,11 +241,18 @@ def is_outage(text: str) -> bool:
     return _SICK in text or _STOPPING in text
 
 
-async def _drain(stream: Any) -> None:  # noqa: ANN401 - untyped library
+async def _next(stream: Any) -> Any:  # noqa: ANN401 - untyped library
+    """The next response and error, None at the stream's end."""
+    return await anext(stream, None)
+
+
+async def _drain(stream: Any, reading: asyncio.Future[Any] | None) -> None:  # noqa: ANN401
     """Read what follows: the end of the stream, of which nobody needs to know."""
     # A call that was cancelled says so to its reader with asyncio's own exception.
     with suppress(grpc.RpcError, TimeoutError, asyncio.CancelledError):
         async with asyncio.timeout(_END_TIMEOUT_S):
+            if reading is not None:
+                await reading
             async for _ in stream:
                 pass
 

@@ -7,25 +7,12 @@ from contextlib import suppress
 
 import grpc
 import pytest
+from fakes import endless_server
 from nereid_client.backends import Generation, TritonBackend
 from nereid_client.errors import BackendError
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 NUM_DEATHS = 6
 NUM_STREAMS = 4
-
-
-class Endless(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers every stream with empty responses until somebody stops it."""
-
-    async def ServerLive(self, request, context):
-        return service_pb2.ServerLiveResponse(live=True)
-
-    async def ModelStreamInfer(self, requests, context):
-        async for _ in requests:
-            while True:
-                yield service_pb2.ModelStreamInferResponse()
-                await asyncio.sleep(0.01)
 
 
 class Door:
@@ -81,10 +68,8 @@ def num_held():
 
 
 async def live_through_deaths():
-    server = grpc.aio.server()
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Endless(), server)
-    door = Door(server.add_insecure_port("127.0.0.1:0"))
-    await server.start()
+    server, port = await endless_server.start()
+    door = Door(port)
     await door.open()
     backend = TritonBackend(f"127.0.0.1:{door.port}", "llm")
     held = []

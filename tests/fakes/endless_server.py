@@ -1,0 +1,40 @@
+"""A gRPC server whose streams never end; as a program it prints its port and runs until killed."""
+
+import asyncio
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+
+class Endless(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers every stream with responses of 4 KiB until somebody stops it."""
+
+    async def ServerLive(self, request, context):
+        return service_pb2.ServerLiveResponse(live=True)
+
+    async def ModelStreamInfer(self, requests, context):
+        response = service_pb2.ModelStreamInferResponse()
+        response.infer_response.id = "x" * 4096
+        async for _ in requests:
+            while True:
+                yield response
+                await asyncio.sleep(0.01)
+
+
+async def start():
+    """The running server and its port."""
+    server = grpc.aio.server()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Endless(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, port
+
+
+async def main():
+    server, port = await start()
+    print(port, flush=True)  # noqa: T201 - whoever starts it reads this
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

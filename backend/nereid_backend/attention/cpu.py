@@ -9,13 +9,14 @@ import ctypes
 import functools
 import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nereid_backend.attention import reference
-from nereid_backend.attention.batch import AttentionBatch, Decodes
+from nereid_backend.attention.batch import AttentionBatch
 from nereid_backend.attention.cpu_build import KernelBuildError, load_library
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -39,6 +40,47 @@ class _Shape(ctypes.Structure):
     )
 
 
+class _Layer(ctypes.Structure):
+    """`Layer` of cpu_kernels.cpp."""
+
+    _fields_ = (
+        ("shape", _Shape),
+        ("is_bfloat16", c_int64),
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+    )
+
+
+class _Decodes(ctypes.Structure):
+    """`Decodes` of cpu_kernels.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("tokens", "blocks")),
+        ("blocks_stride", c_int64),
+        ("lens", c_void_p),
+        ("num_seqs", c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _NativeLayer:
+    """One layer of a cache as the kernels want it, and for which calls that holds."""
+
+    spec: LayerSpec
+    scale: float
+    dtype: torch.dtype
+    block_size: int
+    layer: _Layer
+
+
+@dataclass(frozen=True, slots=True)
+class _NativeStep:
+    """A step as the kernels want it, the same for every layer; its tensors stay the batch's."""
+
+    slots: int
+    num_tokens: int
+    groups: list[_Decodes]
+
+
 @functools.cache
 def kernels() -> ctypes.CDLL:
     """The kernels of this process.
@@ -48,17 +90,14 @@ def kernels() -> ctypes.CDLL:
     """
     library = load_library()
     pointer, size = c_void_p, c_int64
-    library.nereid_decode.argtypes = [
-        *(pointer, c_int, pointer, pointer, pointer, pointer, size, size, pointer),
-        *(pointer, size, pointer, size, pointer, pointer, c_int),
-    ]
-    library.nereid_store.argtypes = [
-        *(pointer, c_int, pointer, pointer, pointer),
-        *(pointer, pointer, pointer, pointer, size, c_int),
+    rows = (pointer, size, size)
+    library.nereid_attend.argtypes = [
+        *(pointer, pointer, *rows, *rows, *rows),
+        *(pointer, size, pointer, pointer, c_int),
     ]
     library.nereid_linear_int8.argtypes = [*([pointer] * 4), *([size] * 3), c_int]
     library.nereid_linear_int8.restype = None
-    library.nereid_decode.restype = library.nereid_store.restype = None
+    library.nereid_attend.restype = None
     return library
 
 
@@ -93,12 +132,42 @@ class CpuKVCache(KVCache):
 
     key_scales: list[Tensor]
     value_scales: list[Tensor]
+    _native: dict[int, _NativeLayer]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - KVCache's own
         super().__init__(*args, **kwargs)
         self.key_scales, self.value_scales = [], []
+        self._native = {}
         # All zero so far, so that another shape over the same memory is another layout.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
+
+    def native(
+        self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
+    ) -> _Layer:
+        """One layer as the kernels want it; made when it is first asked for."""
+        number, spec = layer
+        found = self._native.get(number)
+        if (
+            found is None
+            or found.spec is not spec
+            or found.scale != scale
+            or found.dtype is not dtype
+            or found.block_size != block_size
+        ):
+            made = self._native_layer(number, spec, scale, dtype, block_size)
+            found = self._native[number] = _NativeLayer(spec, scale, dtype, block_size, made)
+        return found.layer
+
+    def _native_layer(
+        self, number: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
+    ) -> _Layer:
+        shape = _Shape(
+            *(spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, block_size),
+            *(spec.span.window or 0, spec.span.chunk or 0, scale, spec.softcap or 0.0),
+        )
+        scales = (self.key_scales[number], self.value_scales[number]) if self.key_scales else ()
+        tensors = (self.keys[number], self.values[number], *scales)
+        return _Layer(shape, dtype is torch.bfloat16, *(tensor.data_ptr() for tensor in tensors))
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
         """See `KVCache.store`."""
@@ -144,79 +213,58 @@ def attend(
     Returns:
         [num_tokens, num_heads, value_dim] in the query's dtype.
     """
-    query, key, value = (_rows(tensor) for tensor in inputs)
-    number, spec = layer
-    shape = _Shape(
-        *(spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, batch.block_size),
-        *(spec.span.window or 0, spec.span.chunk or 0, scale, spec.softcap or 0.0),
-    )
-    _store(shape, (key, value), (cache, number), batch)
-    if not batch.num_decodes:
-        return reference.attend_prefills((query, key, value), layer, cache, batch, scale, sinks)
+    query, key, value = inputs
+    # The kernels read rows whose last dimension is contiguous.
+    head, token, last = query.stride()
+    if last != 1:
+        query = query.contiguous()
+        head, token, _ = query.stride()
+    key_head, key_token, last = key.stride()
+    if last != 1:
+        key = key.contiguous()
+        key_head, key_token, _ = key.stride()
+    value_head, value_token, last = value.stride()
+    if last != 1:
+        value = value.contiguous()
+        value_head, value_token, _ = value.stride()
+    step = batch.device_rows
+    if not isinstance(step, _NativeStep):
+        step = batch.device_rows = _native_step(batch)
+    spec = layer[1]
     out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
     sinks_float = None if sinks is None else sinks.float().contiguous()
-    for group in batch.decodes:
-        _decode(shape, query, group, (cache, number), sinks_float, out)
+    native = ctypes.byref(cache.native(layer, scale, query.dtype, batch.block_size))
+    num_tokens = step.num_tokens
+    for group in step.groups:
+        kernels().nereid_attend(
+            native,
+            ctypes.byref(group),
+            *(query.data_ptr(), head, token),
+            *(key.data_ptr(), key_head, key_token),
+            *(value.data_ptr(), value_head, value_token),
+            step.slots,
+            num_tokens,
+            None if sinks_float is None else sinks_float.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        num_tokens = 0  # The first call has stored them.
     if not batch.prefills:
         return out
     rest = reference.attend_prefills((query, key, value), layer, cache, batch, scale, sinks)
-    return torch.cat([out, rest])
+    return torch.cat([out, rest]) if batch.num_decodes else rest
 
 
-def _pointers(cache: CpuKVCache, layer: int) -> tuple[Any, ...]:
-    """Keys, values and, where they are integers, both scales of one layer, as the kernels want."""
-    scales = None
-    if cache.key_scales:
-        found = (cache.key_scales[layer].data_ptr(), cache.value_scales[layer].data_ptr())
-        scales = (c_void_p * 2)(*found)
-    return cache.keys[layer].data_ptr(), cache.values[layer].data_ptr(), scales
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """The same values with the last dimension contiguous, as the kernels read them."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _store(
-    shape: _Shape, new: tuple[Tensor, Tensor], place: tuple[CpuKVCache, int], batch: AttentionBatch
-) -> None:
-    key, value = new
-    strides = (c_int64 * 4)(key.stride(0), key.stride(1), value.stride(0), value.stride(1))
-    kernels().nereid_store(
-        ctypes.byref(shape),
-        int(key.dtype == torch.bfloat16),
-        *_pointers(*place),
-        key.data_ptr(),
-        value.data_ptr(),
-        strides,
-        batch.slots.data_ptr(),
-        batch.slots.numel(),
-        torch.get_num_threads(),
-    )
-
-
-def _decode(
-    shape: _Shape,
-    query: Tensor,
-    group: Decodes,
-    place: tuple[CpuKVCache, int],
-    sinks: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Attention of one group of decodes. Mutates: their rows of out."""
-    kernels().nereid_decode(
-        ctypes.byref(shape),
-        int(query.dtype == torch.bfloat16),
-        *_pointers(*place),
-        query.data_ptr(),
-        query.stride(0),
-        query.stride(1),
-        None if group.tokens is None else group.tokens.data_ptr(),
-        group.blocks.data_ptr(),
-        group.blocks.stride(0),
-        group.lens.data_ptr(),
-        group.lens.numel(),
-        None if sinks is None else sinks.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+def _native_step(batch: AttentionBatch) -> _NativeStep:
+    groups = [
+        _Decodes(
+            None if group.tokens is None else group.tokens.data_ptr(),
+            group.blocks.data_ptr(),
+            group.blocks.stride(0),
+            group.lens.data_ptr(),
+            group.lens.numel(),
+        )
+        for group in batch.decodes
+    ]
+    # A step without decodes is stored all the same.
+    return _NativeStep(batch.slots.data_ptr(), batch.slots.numel(), groups or [_Decodes()])

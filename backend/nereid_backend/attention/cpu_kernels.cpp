@@ -7,20 +7,28 @@
 //                                            so scores need no horizontal sums
 //     values  [b][h][block_size][value_dim]  one vector holds 16 dimensions of one token
 //
-// A task is one sequence, one key-value head and one segment of its tokens. Query heads that share
-// the key-value head are computed together, so each key and value is read from memory once.
-// Scores and sums are float32 whatever the cache holds. A cache of 8-bit integers has a scale for each
-// key and value vector, [b][h][block_size]; scores and weights are multiplied by it, not the vectors.
+// A task is one segment of a sequence for some key-value heads. A thread reads the blocks of its tasks in one
+// stream (Reader), so that memory is asked for a block long before its turn, over the ends of heads, tiles and
+// tasks. Query heads that share the key-value head are computed together, so each key and value is read once.
+// Scores and sums are float32 whatever the cache holds; with AVX512-BF16, weights of bfloat16 values are rounded
+// to bfloat16, above and below the line alike. A cache of 8-bit integers has a scale for each key and value
+// vector, [b][h][block_size]; scores and weights are multiplied by it, not the vectors.
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define NEREID_PAIRS 1  // products of pairs of bfloat16 numbers
 #endif
 #ifdef _OPENMP
 #include <omp.h>
@@ -29,9 +37,14 @@
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int kTile = 256;  // tokens between two rescalings of the sums
+constexpr int kTile = 256;
 constexpr int kMaxSplits = 64;
-constexpr int kMaxGroup = 8;  // query heads computed together: as many sums as there are registers
+constexpr int kMaxGroup = 8;            // query heads computed together: as many sums as there are registers
+constexpr int64_t kMinSegment = 512;    // tokens; shorter ones are not worth adding up
+constexpr int64_t kSteadyTokens = 128;  // tokens between two rescalings of the sums, at least one block
+constexpr int64_t kAheadBytes = 16384;  // how far ahead memory is read: a third of the first-level cache
+constexpr int64_t kRunBytes = 4096;     // what a task reads of a block in one piece: a page
+constexpr float kLog2E = 1.44269504088896341f;
 
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
@@ -87,26 +100,73 @@ inline Floats load(const int8_t* at) {
 
 inline Floats fill(float value) { return Floats{} + value; }
 
-// exp for arguments up to 88: 2^n * e^f with |f| <= ln(2) / 2, the latter by its Taylor series.
-inline Floats exponential(Floats x) {
-  const Floats low = fill(-87.0f);
-  const Floats bounded = x > low ? x : low;
-  const Floats scaled = bounded * 1.44269504088896341f;
-  const Ints whole = __builtin_convertvector(scaled + (scaled > 0 ? fill(0.5f) : fill(-0.5f)), Ints);
-  const Floats f = (scaled - __builtin_convertvector(whole, Floats)) * 0.69314718055994531f;
-  Floats p = fill(1.0f / 5040);
-  p = p * f + 1.0f / 720;
-  p = p * f + 1.0f / 120;
-  p = p * f + 1.0f / 24;
-  p = p * f + 1.0f / 6;
-  p = p * f + 0.5f;
+inline Floats larger(Floats a, Floats b) {  // b where a is not a number
+#ifdef __AVX512F__
+  return reinterpret_cast<Floats>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline float largest_of(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
+#else
+  float largest = x[0];
+  for (int lane = 1; lane < kLanes; ++lane) largest = std::max(largest, x[lane]);
+  return largest;
+#endif
+}
+
+inline float sum_of(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
+#else
+  float sum = 0.0f;
+  for (int lane = 0; lane < kLanes; ++lane) sum += x[lane];
+  return sum;
+#endif
+}
+
+// 2^x for x up to 126: 2^n * 2^f with |f| <= 1/2, the latter by a polynomial that is off by at most 3e-9 of it.
+inline Floats power_of_two(Floats x) {
+  const Floats low = fill(-150.0f);  // 2^-150 is 0
+#ifdef __AVX512F__
+  const __m512 bounded = _mm512_max_ps(reinterpret_cast<__m512>(low), reinterpret_cast<__m512>(x));  // NaN stays
+  const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Floats f = reinterpret_cast<Floats>(_mm512_sub_ps(bounded, whole));
+#else
+  const Floats least = fill(-126.0f);
+  const Floats bounded = x > least ? x : least;
+  const Ints whole = __builtin_convertvector(bounded + (bounded > 0 ? fill(0.5f) : fill(-0.5f)), Ints);
+  const Floats f = bounded - __builtin_convertvector(whole, Floats);
+#endif
+  Floats p = fill(1.5469731e-4f);
+  p = p * f + 1.3400433e-3f;
+  p = p * f + 9.6180256e-3f;
+  p = p * f + 5.5503272e-2f;
+  p = p * f + 0.24022651f;
+  p = p * f + 0.69314721f;
   p = p * f + 1.0f;
-  p = p * f + 1.0f;
+#ifdef __AVX512F__
+  return reinterpret_cast<Floats>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), whole));
+#else
   const Ints power = (whole + 127) << 23;
   Floats factor;
   std::memcpy(&factor, &power, sizeof factor);
   // What is not a number stays so: the sums must show it.
-  return x > low ? p * factor : (x == x ? Floats{} : x);
+  return x > least ? p * factor : (x == x ? (x > low ? p * factor : Floats{}) : x);
+#endif
+}
+
+inline Floats tanh_of(Floats x) {
+  const Floats square = x * x;
+  // Near zero 1 - 2 / (e^2x + 1) would cancel.
+  const Floats near = x * (((-17.0f / 315 * square + 2.0f / 15) * square - 1.0f / 3) * square + 1.0f);
+  const Floats top = fill(10.0f);
+  const Floats bounded = x > top ? top : x;  // NaN stays
+  const Floats far = 1.0f - 2.0f / (power_of_two(bounded * (2 * kLog2E)) + 1.0f);
+  return square < fill(0.0625f) ? near : far;
 }
 
 struct Shape {
@@ -115,14 +175,39 @@ struct Shape {
   float scale, softcap;   // softcap 0: none
 };
 
-// One layer's cache; scales are null unless T is int8_t.
-template <typename T>
-struct Cache {
-  const T *keys, *values;
-  const float *key_scales, *value_scales;
+// One layer: what it computes and where its cache is. Scales are null unless the cache holds integers.
+struct Layer {
+  Shape shape;
+  int64_t is_bfloat16;  // query, new keys, new values and out, and the cache where there are no scales
+  void *keys, *values;
+  float *key_scales, *value_scales;
 };
 
-struct Sums {  // of one query head over one segment
+// Sequences that add one token each, [num_seqs].
+struct Decodes {
+  const int64_t* tokens;  // their rows in the step; null: its first ones
+  const int64_t* blocks;  // [num_seqs][blocks_stride]
+  int64_t blocks_stride;
+  const int64_t* lens;
+  int64_t num_seqs;
+};
+
+// One of query, new keys and new values; strides count elements, the last dimension has none.
+struct Rows {
+  const void* at;
+  int64_t head_stride, token_stride;
+};
+
+// What is new in a step, for one layer.
+struct Step {
+  Rows query, keys, values;
+  const int64_t* slots;  // of the new keys and values, [num_tokens]
+  int64_t num_tokens;
+  const float* sinks;
+  void* out;  // [num_tokens][num_heads][value_dim]
+};
+
+struct Sums {  // of one query head over one segment; the largest score is times log2(e)
   float largest, total;
 };
 
@@ -132,164 +217,260 @@ constexpr int chains() {
   return G == 1 ? 4 : G <= 4 ? 2 : 1;
 }
 
-inline void fetch(const void* from, int64_t bytes) {
-  const char* at = static_cast<const char*>(from);
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
+// A function that does nothing but prefetch has no effect in the eyes of GCC 12, which leaves out calls of it.
+#define NEREID_INLINE inline __attribute__((always_inline))
+
+NEREID_INLINE void fetch(const char* at, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 0);
 }
 
 // Scores of 16 tokens: G query heads against keys that lie dimension by dimension.
 template <typename T, int G>
-inline void score(const T* keys, int64_t stride, const float* query, int64_t dim, float* scores) {
+void score(const T* keys, int64_t stride, const float* query, int64_t dim, float* scores, int64_t scores_stride) {
   constexpr int U = chains<G>();
   Floats sums[U][G] = {};
   int64_t d = 0;
   for (; d + U <= dim; d += U)
+#pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
       const Floats key = load(keys + (d + u) * stride);
+#pragma GCC unroll 8
       for (int g = 0; g < G; ++g) sums[u][g] += key * query[g * dim + d + u];
     }
   for (; d < dim; ++d) {
     const Floats key = load(keys + d * stride);
+#pragma GCC unroll 8
     for (int g = 0; g < G; ++g) sums[0][g] += key * query[g * dim + d];
   }
+#pragma GCC unroll 8
   for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 4
     for (int u = 1; u < U; ++u) sums[0][g] += sums[u][g];
-    *reinterpret_cast<Floats*>(scores + g * kTile) = sums[0][g];
+    *reinterpret_cast<Floats*>(scores + g * scores_stride) = sums[0][g];
   }
 }
 
 // out += weights of some tokens times U * 16 dimensions of their values, from dimension c on.
 template <typename T, int G, int U>
-inline void weigh_lanes(const T* values, const float* weights, int64_t dim, int64_t c, int count, float* out) {
+inline void weigh_lanes(const T* values, int64_t dim, int64_t c, const float* weights, int64_t stride, int count,
+                        float* out, int64_t out_stride) {
   Floats sums[U][G];
+#pragma GCC unroll 4
   for (int u = 0; u < U; ++u)
-    for (int g = 0; g < G; ++g) sums[u][g] = load(out + g * dim + c + u * kLanes);
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) sums[u][g] = load(out + g * out_stride + c + u * kLanes);
   for (int t = 0; t < count; ++t)
+#pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
       const Floats value = load(values + t * dim + c + u * kLanes);
-      for (int g = 0; g < G; ++g) sums[u][g] += value * weights[g * kTile + t];
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) sums[u][g] += value * weights[g * stride + t];
     }
+#pragma GCC unroll 4
   for (int u = 0; u < U; ++u)
-    for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(out + g * dim + c + u * kLanes) = sums[u][g];
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(out + g * out_stride + c + u * kLanes) = sums[u][g];
 }
 
 // out += weights of at most 16 tokens times their values.
 template <typename T, int G>
-inline void weigh(const T* values, const float* weights, int64_t dim, int count, float* out) {
+void weigh(const T* values, int64_t dim, const float* weights, int64_t stride, int count, float* out,
+           int64_t out_stride) {
   constexpr int U = chains<G>();
   int64_t c = 0;
-  for (; c + U * kLanes <= dim; c += U * kLanes) weigh_lanes<T, G, U>(values, weights, dim, c, count, out);
-  for (; c + kLanes <= dim; c += kLanes) weigh_lanes<T, G, 1>(values, weights, dim, c, count, out);
+  for (; c + U * kLanes <= dim; c += U * kLanes)
+    weigh_lanes<T, G, U>(values, dim, c, weights, stride, count, out, out_stride);
+  for (; c + kLanes <= dim; c += kLanes)
+    weigh_lanes<T, G, 1>(values, dim, c, weights, stride, count, out, out_stride);
   for (; c < dim; ++c)
     for (int t = 0; t < count; ++t)
-      for (int g = 0; g < G; ++g) out[g * dim + c] += weights[g * kTile + t] * to_float(values[t * dim + c]);
+      for (int g = 0; g < G; ++g)
+        out[g * out_stride + c] += weights[g * stride + t] * to_float(values[t * dim + c]);
 }
 
-// Attention of G query heads over tokens [first, last) of one sequence; out is not normalised.
-template <typename T, int G>
-void attend(const Shape& shape, const Cache<T>& cache, const int64_t* blocks, int64_t head, const float* query,
-            int64_t first, int64_t last, Sums* state, float* out) {
-  constexpr bool kScaled = std::is_same<T, int8_t>::value;
-  const T *keys = cache.keys, *values = cache.values;
-  alignas(64) float scores[G * kTile];
-  const int64_t size = shape.block_size;
-  for (int g = 0; g < G; ++g) state[g] = {-INFINITY, 0.0f};
-  std::fill(out, out + G * shape.value_dim, 0.0f);
-  for (int64_t start = first / kLanes * kLanes; start < last; start += kTile) {
-    const int64_t end = std::min(last, start + kTile);
-    const int64_t padded = (end - start + kLanes - 1) / kLanes * kLanes;
-    for (int64_t t = 0; t < padded; t += kLanes) {
-      const int64_t block = blocks[(start + t) / size];
-      const T* from = keys + (block * shape.num_kv_heads + head) * shape.key_dim * size + (start + t) % size;
-      if (t + kLanes < padded && size == kLanes) {
-        // Blocks lie anywhere, so the processor cannot guess the next one.
-        const int64_t next = blocks[(start + t + kLanes) / size];
-        fetch(keys + (next * shape.num_kv_heads + head) * shape.key_dim * size, shape.key_dim * size * sizeof(T));
-        if (kScaled) {
-          fetch(cache.key_scales + (next * shape.num_kv_heads + head) * size, size * sizeof(float));
-          fetch(cache.value_scales + (next * shape.num_kv_heads + head) * size, size * sizeof(float));
-        }
-      }
-      score<T, G>(from, size, query, shape.key_dim, scores + t);
-      if (kScaled) {
-        const Floats scale = load(cache.key_scales + (block * shape.num_kv_heads + head) * size + (start + t) % size);
-        for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(scores + g * kTile + t) *= scale;
-      }
-    }
-    for (int g = 0; g < G; ++g) {
-      float* row = scores + g * kTile;
-      for (int64_t t = 0; t < padded; t += kLanes) {
-        Floats s = load(row + t) * shape.scale;
-        if (shape.softcap > 0)
-          for (int lane = 0; lane < kLanes; ++lane) s[lane] = shape.softcap * std::tanh(s[lane] / shape.softcap);
-        *reinterpret_cast<Floats*>(row + t) = s;
-      }
-      for (int64_t t = start; t < first; ++t) row[t - start] = -INFINITY;
-      for (int64_t t = end - start; t < padded; ++t) row[t] = -INFINITY;
-      Floats top = fill(-INFINITY);
-      for (int64_t t = 0; t < padded; t += kLanes) {
-        const Floats s = load(row + t);
-        top = s > top ? s : top;
-      }
-      float largest = state[g].largest;
-      for (int lane = 0; lane < kLanes; ++lane)
-        largest = std::max(largest, top[lane]);
-      if (largest == -INFINITY) largest = 0.0f;  // all hidden, or not numbers
-      const float factor = state[g].largest == -INFINITY ? 0.0f : std::exp(state[g].largest - largest);
-      Floats total = {};
-      for (int64_t t = 0; t < padded; t += kLanes) {
-        const Floats weight = exponential(load(row + t) - largest);
-        *reinterpret_cast<Floats*>(row + t) = weight;
-        total += weight;
-      }
-      float sum = state[g].total * factor;
-      for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
-      state[g] = {largest, sum};
-      if (factor != 1.0f)
-        for (int64_t c = 0; c < shape.value_dim; ++c) out[g * shape.value_dim + c] *= factor;
-    }
-    for (int64_t t = 0; t < padded; t += kLanes) {
-      const int64_t block = blocks[(start + t) / size];
-      const T* from = values + ((block * shape.num_kv_heads + head) * size + (start + t) % size) * shape.value_dim;
-      if (t + kLanes < padded && size == kLanes) {
-        const int64_t next = blocks[(start + t + kLanes) / size];
-        fetch(values + (next * shape.num_kv_heads + head) * size * shape.value_dim, shape.value_dim * size * sizeof(T));
-      }
-      const int count = static_cast<int>(std::min<int64_t>(kLanes, end - start - t));
-      if (kScaled) {
-        const Floats scale = load(cache.value_scales + (block * shape.num_kv_heads + head) * size + (start + t) % size);
-        for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(scores + g * kTile + t) *= scale;
-      }
-      weigh<T, G>(from, scores + t, shape.value_dim, count, out);
-    }
+// How a cache of T is computed with: numbers one by one, weights in float32.
+template <typename T>
+struct Plain {
+  typedef float Query;
+  typedef float Weight;
+  typedef void (*Score)(const T*, int64_t, const Query*, int64_t, float*, int64_t);
+  typedef void (*Weigh)(const T*, int64_t, const Weight*, int64_t, int, float*, int64_t);
+  template <int G>
+  static constexpr Score score_of = score<T, G>;
+  template <int G>
+  static constexpr Weigh weigh_of = weigh<T, G>;
+
+  static int64_t query_size(int64_t dim) { return dim; }
+
+  template <typename Q>
+  static void pack(const Q* from, int64_t head_stride, int64_t heads, int64_t dim, Query* to) {
+    for (int64_t g = 0; g < heads; ++g)
+      for (int64_t d = 0; d < dim; ++d) to[g * dim + d] = to_float(from[g * head_stride + d]);
   }
-}
+
+  // Keeps 16 weights; returns what of them is to be added up.
+  static Floats keep(Floats weights, Weight* to) {
+    *reinterpret_cast<Floats*>(to) = weights;
+    return weights;
+  }
+};
 
 template <typename T>
-void attend_group(const Shape& shape, int64_t group, const Cache<T>& cache, const int64_t* blocks, int64_t head,
-                  const float* query, int64_t first, int64_t last, Sums* state, float* out) {
-  int64_t g = 0;
-  while (g < group) {
-    const float* q = query + g * shape.key_dim;
-    float* o = out + g * shape.value_dim;
-    const int64_t left = std::min<int64_t>(kMaxGroup, group - g);
-#define NEREID_HEADS(G)                                                             \
-  case G:                                                                           \
-    attend<T, G>(shape, cache, blocks, head, q, first, last, state + g, o);         \
-    break
-    switch (left) {
-      NEREID_HEADS(1);
-      NEREID_HEADS(2);
-      NEREID_HEADS(3);
-      NEREID_HEADS(4);
-      NEREID_HEADS(5);
-      NEREID_HEADS(6);
-      NEREID_HEADS(7);
-      NEREID_HEADS(8);
+struct Arithmetic : Plain<T> {};
+
+#ifdef NEREID_PAIRS
+
+inline __m512bh as_pairs(__m512i x) { return (__m512bh)x; }
+inline __m512bh one_pair(uint32_t x) { return as_pairs(_mm512_set1_epi32(static_cast<int>(x))); }
+
+// As score: two dimensions at a time. Query is [pair of dimensions][G].
+template <int G>
+void score_pairs(const Bfloat16* keys, int64_t stride, const uint32_t* query, int64_t dim, float* scores,
+                 int64_t scores_stride) {
+  constexpr int U = G == 1 ? 8 : G <= 4 ? 4 : 2;
+  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i order = _mm512_load_si512(kOrder);
+  const bool together = stride == kLanes;
+  const auto pair = [&](int64_t d) {
+    const __m512i both = together
+                             ? _mm512_loadu_si512(keys + d * kLanes)
+                             : _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(
+                                                      reinterpret_cast<const __m256i*>(keys + d * stride))),
+                                                  _mm256_loadu_si256(
+                                                      reinterpret_cast<const __m256i*>(keys + (d + 1) * stride)),
+                                                  1);
+    return as_pairs(_mm512_permutexvar_epi16(order, both));
+  };
+  __m512 sums[U][G];
+#pragma GCC unroll 8
+  for (int u = 0; u < U; ++u)
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) sums[u][g] = _mm512_setzero_ps();
+  int64_t d = 0;
+  for (; d + 2 * U <= dim; d += 2 * U, query += U * G)
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) {
+      const __m512bh key = pair(d + 2 * u);
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) sums[u][g] = _mm512_dpbf16_ps(sums[u][g], key, one_pair(query[u * G + g]));
     }
-    g += left;
-#undef NEREID_HEADS
+  for (; d + 2 <= dim; d += 2, query += G) {
+    const __m512bh key = pair(d);
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) sums[0][g] = _mm512_dpbf16_ps(sums[0][g], key, one_pair(query[g]));
   }
+  if (d < dim) {
+    const __m512i last = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys + d * stride)));
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) sums[0][g] = _mm512_dpbf16_ps(sums[0][g], as_pairs(last), one_pair(query[g]));
+  }
+#pragma GCC unroll 8
+  for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 8
+    for (int u = 1; u < U; ++u) sums[0][g] = _mm512_add_ps(sums[0][g], sums[u][g]);
+    _mm512_storeu_ps(scores + g * scores_stride, sums[0][g]);
+  }
+}
+
+// As weigh_lanes: two tokens at a time, U * 32 dimensions, of which the last 32 may be fewer. Rows of out are
+// wide enough for all of them.
+template <int G, int U>
+inline void weigh_pair_lanes(const Bfloat16* values, int64_t dim, int64_t c, const uint16_t* weights, int64_t stride,
+                             int count, float* out, int64_t out_stride) {
+  alignas(64) static constexpr uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  const int64_t rest = dim - c - (U - 1) * 32;
+  const __mmask32 some = rest >= 32 ? ~0u : (1u << rest) - 1;
+  __m512 sums[U][2][G];
+#pragma GCC unroll 4
+  for (int u = 0; u < U; ++u)
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) {
+      sums[u][0][g] = _mm512_loadu_ps(out + g * out_stride + c + u * 32);
+      sums[u][1][g] = _mm512_loadu_ps(out + g * out_stride + c + u * 32 + 16);
+    }
+  for (int t = 0; t < count; t += 2) {
+    const Bfloat16* at = values + t * dim + c;
+    const bool alone = t + 1 == count;  // what lies behind the last token may be anything
+    uint32_t pairs[G];
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) std::memcpy(&pairs[g], weights + g * stride + t, sizeof pairs[g]);
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) {
+      const __mmask32 mask = u == U - 1 ? some : ~0u;
+      const __m512i first = _mm512_maskz_loadu_epi16(mask, at + u * 32);
+      const __m512i second = _mm512_maskz_loadu_epi16(alone ? 0 : mask, at + dim + u * 32);
+      const __m512bh lower = as_pairs(_mm512_permutex2var_epi16(first, low, second));
+      const __m512bh upper = as_pairs(_mm512_permutex2var_epi16(first, high, second));
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) {
+        const __m512bh weight = one_pair(pairs[g]);
+        sums[u][0][g] = _mm512_dpbf16_ps(sums[u][0][g], lower, weight);
+        sums[u][1][g] = _mm512_dpbf16_ps(sums[u][1][g], upper, weight);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int u = 0; u < U; ++u)
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) {
+      _mm512_storeu_ps(out + g * out_stride + c + u * 32, sums[u][0][g]);
+      _mm512_storeu_ps(out + g * out_stride + c + u * 32 + 16, sums[u][1][g]);
+    }
+}
+
+template <int G>
+void weigh_pairs(const Bfloat16* values, int64_t dim, const uint16_t* weights, int64_t stride, int count, float* out,
+                 int64_t out_stride) {
+  constexpr int U = G <= 4 ? 2 : 1;
+  int64_t c = 0;
+  for (; c + (U - 1) * 32 < dim; c += U * 32)
+    weigh_pair_lanes<G, U>(values, dim, c, weights, stride, count, out, out_stride);
+  for (; c < dim; c += 32) weigh_pair_lanes<G, 1>(values, dim, c, weights, stride, count, out, out_stride);
+}
+
+// Products of pairs, with sums in float32. Weights are rounded to bfloat16 for it.
+template <>
+struct Arithmetic<Bfloat16> {
+  typedef uint32_t Query;
+  typedef uint16_t Weight;
+  typedef void (*Score)(const Bfloat16*, int64_t, const Query*, int64_t, float*, int64_t);
+  typedef void (*Weigh)(const Bfloat16*, int64_t, const Weight*, int64_t, int, float*, int64_t);
+  template <int G>
+  static constexpr Score score_of = score_pairs<G>;
+  template <int G>
+  static constexpr Weigh weigh_of = weigh_pairs<G>;
+
+  static int64_t query_size(int64_t dim) { return (dim + 1) / 2; }
+
+  static void pack(const Bfloat16* from, int64_t head_stride, int64_t heads, int64_t dim, Query* to) {
+    for (int64_t d = 0; d < dim; d += 2)
+      for (int64_t g = 0; g < heads; ++g) {
+        const Bfloat16* at = from + g * head_stride + d;
+        *to++ = at[0].bits | (d + 1 < dim ? static_cast<uint32_t>(at[1].bits) << 16 : 0u);
+      }
+  }
+
+  static Floats keep(Floats weights, Weight* to) {
+    const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(reinterpret_cast<__m512>(weights));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
+    // The sum is over what values are multiplied by, so that the rounding of a weight counts on both sides.
+    return reinterpret_cast<Floats>(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16)));
+  }
+};
+
+#endif  // NEREID_PAIRS
+
+template <typename T, int... G>
+constexpr std::array<typename Arithmetic<T>::Score, sizeof...(G)> scores_of(std::integer_sequence<int, G...>) {
+  return {Arithmetic<T>::template score_of<G + 1>...};
+}
+
+template <typename T, int... G>
+constexpr std::array<typename Arithmetic<T>::Weigh, sizeof...(G)> weighs_of(std::integer_sequence<int, G...>) {
+  return {Arithmetic<T>::template weigh_of<G + 1>...};
 }
 
 int64_t first_seen(const Shape& shape, int64_t position) {
@@ -299,83 +480,282 @@ int64_t first_seen(const Shape& shape, int64_t position) {
   return first;
 }
 
-template <typename T, typename Q>
-void decode(const Shape& shape, const Cache<T>& cache, const Q* query, int64_t query_head_stride, int64_t query_token_stride, const int64_t* tokens, const int64_t* blocks, int64_t blocks_stride,
-            const int64_t* lens, int64_t num_seqs, const float* sinks, Q* out, int num_threads) {
-  const int64_t group = shape.num_heads / shape.num_kv_heads;
-  const int64_t tasks = num_seqs * shape.num_kv_heads;
-  int64_t longest = 0;
-  for (int64_t i = 0; i < num_seqs; ++i) longest = std::max(longest, lens[i] - first_seen(shape, lens[i] - 1));
-  // Few long sequences are cut into segments, so that every thread has work.
-  int64_t splits = 1;
-  if (num_threads > 1 && tasks < 4 * num_threads)
-    splits = std::clamp<int64_t>(longest / (2 * kTile), 1, std::min<int64_t>(kMaxSplits, (4 * num_threads + tasks - 1) / tasks));
-  std::vector<float> partial(tasks * splits * group * shape.value_dim);
-  std::vector<Sums> sums(tasks * splits * group);
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (num_threads > 1)
-  for (int64_t task = 0; task < tasks * splits; ++task) {
-    const int64_t split = task % splits, head = task / splits % shape.num_kv_heads;
-    const int64_t seq = task / splits / shape.num_kv_heads;
-    const int64_t token = tokens ? tokens[seq] : seq;
-    const int64_t begin = first_seen(shape, lens[seq] - 1), length = lens[seq] - begin;
-    const int64_t piece = ((length + splits - 1) / splits + kLanes - 1) / kLanes * kLanes;
-    const int64_t first = begin + split * piece, last = std::min(lens[seq], first + piece);
-    Sums* state = sums.data() + task * group;
-    float* result = partial.data() + task * group * shape.value_dim;
-    if (first >= last) {
-      for (int64_t g = 0; g < group; ++g) state[g] = {-INFINITY, 0.0f};
-      continue;
+int64_t tile_of(const Shape& shape) { return std::max<int64_t>(1, kSteadyTokens / shape.block_size) * shape.block_size; }
+
+int64_t padded(int64_t dim) { return (dim + 31) / 32 * 32; }
+
+// Tokens [first, last) of one sequence for some key-value heads; `partial` is the place of its sums where the
+// sequence has several segments, else -1.
+struct Task {
+  int64_t seq, head, num_heads, first, last, partial;
+};
+
+// Segments of one sequence for one range of heads, whose sums are still to be added up.
+struct Merge {
+  int64_t seq, head, num_heads, partial, count;
+};
+
+struct Plan {
+  std::vector<Task> tasks;
+  std::vector<Merge> merges;
+  int64_t num_partials = 0;  // each of `heads_per_task` key-value heads
+  int64_t heads_per_task = 1;
+};
+
+Plan plan_tasks(const Shape& shape, const Decodes& decodes, int64_t bytes_per_head, int num_threads) {
+  Plan plan;
+  // Heads lie side by side in a block. A task takes some at once, where that leaves tasks enough for all threads.
+  const int64_t run = std::clamp<int64_t>(kRunBytes / std::max<int64_t>(1, bytes_per_head), 1, shape.num_kv_heads);
+  int64_t ranges = (shape.num_kv_heads + run - 1) / run;
+  if (decodes.num_seqs * ranges < 4 * num_threads && num_threads > 1) ranges = shape.num_kv_heads;
+  plan.heads_per_task = (shape.num_kv_heads + ranges - 1) / ranges;
+  int64_t total = 0;
+  for (int64_t i = 0; i < decodes.num_seqs; ++i) total += decodes.lens[i] - first_seen(shape, decodes.lens[i] - 1);
+  // Long sequences are cut, so that no thread is left with one while others are done.
+  const int64_t segment = std::max<int64_t>(kMinSegment, total * ranges / (4 * num_threads));
+  for (int64_t seq = 0; seq < decodes.num_seqs; ++seq) {
+    const int64_t length = decodes.lens[seq], begin = first_seen(shape, length - 1);
+    int64_t splits = 1;
+    if (num_threads > 1) splits = std::clamp<int64_t>((length - begin) / segment, 1, kMaxSplits);
+    const int64_t blocks = (length + shape.block_size - 1) / shape.block_size - begin / shape.block_size;
+    const int64_t piece = (blocks + splits - 1) / splits * shape.block_size;
+    for (int64_t head = 0; head < shape.num_kv_heads; head += plan.heads_per_task) {
+      const int64_t heads = std::min(plan.heads_per_task, shape.num_kv_heads - head);
+      if (splits > 1) plan.merges.push_back({seq, head, heads, plan.num_partials, 0});
+      int64_t first = begin;
+      for (int64_t s = 0; s < splits && first < length; ++s) {
+        const int64_t last = std::min(length, (first / shape.block_size) * shape.block_size + piece);
+        plan.tasks.push_back({seq, head, heads, first, last, splits > 1 ? plan.num_partials++ : -1});
+        if (splits > 1) ++plan.merges.back().count;
+        first = last;
+      }
     }
-    std::vector<float> rows(group * shape.key_dim);
-    for (int64_t g = 0; g < group; ++g) {
-      const Q* from = query + (head * group + g) * query_head_stride + token * query_token_stride;
-      for (int64_t d = 0; d < shape.key_dim; ++d) rows[g * shape.key_dim + d] = to_float(from[d]);
-    }
-    attend_group<T>(shape, group, cache, blocks + seq * blocks_stride, head, rows.data(), first, last, state, result);
   }
-  for (int64_t task = 0; task < tasks; ++task) {
-    const int64_t head = task % shape.num_kv_heads, seq = task / shape.num_kv_heads;
-    const int64_t token = tokens ? tokens[seq] : seq;
-    for (int64_t g = 0; g < group; ++g) {
-      const int64_t query_head = head * group + g;
-      float largest = sinks ? sinks[query_head] : -INFINITY;
-      for (int64_t s = 0; s < splits; ++s) {
-        largest = std::max(largest, sums[(task * splits + s) * group + g].largest);
+  return plan;
+}
+
+// One thread's way through the blocks of its tasks: keys of a tile, values of the tile, the next tile. It takes
+// tasks ahead of time, so that the next one's memory is on its way before the last one is done.
+template <typename T>
+class Reader {
+ public:
+  struct Visit {
+    const T* at;    // keys or values of the block, from the task's first head on
+    int64_t cell;   // block and head of it, as one number
+    int64_t bytes;  // of all heads of the task
+  };
+
+  Reader(const Layer& layer, const Decodes& decodes, const Plan& plan, std::atomic<int64_t>& next)
+      : shape_(layer.shape), layer_(layer), decodes_(decodes), plan_(plan), next_(next), tile_(tile_of(layer.shape)) {
+    const int64_t largest =
+        std::max(shape_.key_dim, shape_.value_dim) * shape_.block_size * plan.heads_per_task * int64_t(sizeof(T));
+    ahead_ = std::clamp<int64_t>(kAheadBytes / largest, 1, 32);
+  }
+
+  // The next task, or null.
+  const Task* task() {
+    if (taken_ == tasks_.size() && !extend()) return nullptr;
+    return &plan_.tasks[tasks_[taken_++]];
+  }
+
+  // The next block of the task.
+  Visit next() {
+    while (at_ + ahead_ >= static_cast<int64_t>(visits_.size()) && extend()) {
+    }
+    if (at_ > 1024) {
+      visits_.erase(visits_.begin(), visits_.begin() + at_);
+      at_ = 0;
+    }
+    return visits_[at_++];
+  }
+
+  // Ask for one of `parts` parts of a block that is some visits ahead.
+  NEREID_INLINE void fetch_part(int64_t part, int64_t parts) const {
+    const int64_t index = at_ - 1 + ahead_;
+    if (index >= static_cast<int64_t>(visits_.size())) return;
+    const Visit& visit = visits_[index];
+    const int64_t from = visit.bytes * part / parts, to = visit.bytes * (part + 1) / parts;
+    const char* at = reinterpret_cast<const char*>(visit.at);
+    fetch(at + from, to - from);
+    if (std::is_same<T, int8_t>::value && part == 0) {
+      const int64_t size = plan_.heads_per_task * shape_.block_size * sizeof(float);
+      fetch(reinterpret_cast<const char*>(layer_.key_scales + visit.cell * shape_.block_size), size);
+      fetch(reinterpret_cast<const char*>(layer_.value_scales + visit.cell * shape_.block_size), size);
+    }
+  }
+
+ private:
+  // Adds the visits of one more tile; false where there is none.
+  bool extend() {
+    if (start_ >= last_) {
+      const int64_t number = next_.fetch_add(1, std::memory_order_relaxed);
+      if (number >= static_cast<int64_t>(plan_.tasks.size())) return false;
+      tasks_.push_back(number);
+      const Task& task = plan_.tasks[number];
+      start_ = task.first / shape_.block_size * shape_.block_size;
+      last_ = task.last;
+    }
+    const Task& task = plan_.tasks[tasks_.back()];
+    const int64_t size = shape_.block_size, end = std::min(last_, start_ + tile_);
+    const int64_t* blocks = decodes_.blocks + task.seq * decodes_.blocks_stride;
+    for (const bool is_value : {false, true}) {
+      const int64_t dim = is_value ? shape_.value_dim : shape_.key_dim;
+      const T* base = static_cast<const T*>(is_value ? layer_.values : layer_.keys);
+      for (int64_t t = start_; t < end; t += size) {
+        const int64_t cell = blocks[t / size] * shape_.num_kv_heads + task.head;
+        visits_.push_back({base + cell * dim * size, cell, task.num_heads * dim * size * int64_t(sizeof(T))});
       }
-      float total = sinks ? std::exp(sinks[query_head] - largest) : 0.0f;
-      float factors[kMaxSplits];
-      for (int64_t s = 0; s < splits; ++s) {
-        const Sums& state = sums[(task * splits + s) * group + g];
-        factors[s] = state.largest == -INFINITY ? 0.0f : std::exp(state.largest - largest);
-        total += factors[s] * state.total;
+    }
+    start_ += tile_;
+    return true;
+  }
+
+  const Shape& shape_;
+  const Layer& layer_;
+  const Decodes& decodes_;
+  const Plan& plan_;
+  std::atomic<int64_t>& next_;
+  const int64_t tile_;
+  int64_t ahead_;
+  std::vector<Visit> visits_;
+  std::vector<int64_t> tasks_;
+  size_t taken_ = 0;
+  int64_t at_ = 0, start_ = 0, last_ = 0;
+};
+
+// Turns the scores of one query head over one tile, of which it sees [first, last), into weights, and rescales
+// what was summed up so far.
+template <typename T>
+void soften(const Shape& shape, float* scores, int64_t first, int64_t last, typename Arithmetic<T>::Weight* weights,
+            Sums& state, float* out) {
+  const int64_t from = std::max<int64_t>(0, first) / kLanes * kLanes, to = (last + kLanes - 1) / kLanes * kLanes;
+  float factor = shape.scale * kLog2E;
+  if (shape.softcap > 0) {
+    for (int64_t t = from; t < to; t += kLanes)
+      *reinterpret_cast<Floats*>(scores + t) = tanh_of(load(scores + t) * (shape.scale / shape.softcap));
+    factor = shape.softcap * kLog2E;
+  }
+  for (int64_t t = from; t < first; ++t) scores[t] = -INFINITY;
+  for (int64_t t = last; t < to; ++t) scores[t] = -INFINITY;
+  Floats top = fill(-INFINITY);
+  for (int64_t t = from; t < to; t += kLanes) {
+    const Floats s = load(scores + t) * factor;
+    *reinterpret_cast<Floats*>(scores + t) = s;
+    top = larger(s, top);
+  }
+  float largest = std::max(state.largest, largest_of(top));
+  if (largest == -INFINITY) largest = 0.0f;  // all hidden, or not numbers
+  Floats total = {};
+  for (int64_t t = from; t < to; t += kLanes)
+    total += Arithmetic<T>::keep(power_of_two(load(scores + t) - largest), weights + t);
+  const float shrunk = state.largest == -INFINITY ? 0.0f : std::exp2(state.largest - largest);
+  state = {largest, state.total * shrunk + sum_of(total)};
+  if (shrunk != 1.0f)
+    for (int64_t c = 0; c < padded(shape.value_dim); c += kLanes) *reinterpret_cast<Floats*>(out + c) *= shrunk;
+}
+
+// What a thread computes with, for all query heads of a task.
+template <typename T>
+struct Scratch {
+  std::vector<typename Arithmetic<T>::Query> query;
+  std::vector<float> scores, out;
+  std::vector<typename Arithmetic<T>::Weight> weights;
+  std::vector<Sums> sums;
+
+  Scratch(const Shape& shape, int64_t rows)
+      : query(rows * Arithmetic<T>::query_size(shape.key_dim)),
+        scores(rows * tile_of(shape)),
+        out(rows * padded(shape.value_dim)),
+        weights(rows * tile_of(shape)),
+        sums(rows) {}
+};
+
+// Attention of one task; sums and out of the scratch are its result, not normalised.
+template <typename T>
+void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>& scratch) {
+  typedef Arithmetic<T> A;
+  constexpr bool kScaled = std::is_same<T, int8_t>::value;
+  constexpr auto kScores = scores_of<T>(std::make_integer_sequence<int, kMaxGroup>());
+  constexpr auto kWeighs = weighs_of<T>(std::make_integer_sequence<int, kMaxGroup>());
+  const Shape& shape = layer.shape;
+  const int64_t size = shape.block_size, group = shape.num_heads / shape.num_kv_heads, tile = tile_of(shape);
+  const int64_t rows = task.num_heads * group, width = padded(shape.value_dim), query_size = A::query_size(shape.key_dim);
+  float* scores = scratch.scores.data();
+  auto* weights = scratch.weights.data();
+  std::fill(scratch.sums.begin(), scratch.sums.end(), Sums{-INFINITY, 0.0f});
+  std::fill(scratch.out.begin(), scratch.out.end(), 0.0f);
+  for (int64_t start = task.first / size * size; start < task.last; start += tile) {
+    const int64_t end = std::min(task.last, start + tile);
+    const int64_t from = std::max<int64_t>(0, task.first - start) / kLanes * kLanes;
+    const int64_t to = (end - start + kLanes - 1) / kLanes * kLanes;
+    for (int64_t place = 0; place < end - start; place += size) {
+      const auto visit = reader.next();
+      for (int64_t h = 0; h < task.num_heads; ++h) {
+        reader.fetch_part(h, task.num_heads);
+        const T* keys = visit.at + h * shape.key_dim * size;
+        for (int64_t t = std::max(from, place); t < std::min(to, place + size); t += kLanes)
+          for (int64_t g = 0; g < group; g += kMaxGroup) {
+            const int64_t count = std::min<int64_t>(kMaxGroup, group - g), row = h * group + g;
+            float* at = scores + row * tile + t;
+            kScores[count - 1](keys + t - place, size, scratch.query.data() + row * query_size, shape.key_dim, at, tile);
+            if (kScaled) {
+              const Floats scale = load(layer.key_scales + (visit.cell + h) * size + t - place);
+              for (int64_t i = 0; i < count; ++i) *reinterpret_cast<Floats*>(at + i * tile) *= scale;
+            }
+          }
       }
-      Q* to = out + (token * shape.num_heads + query_head) * shape.value_dim;
-      for (int64_t c = 0; c < shape.value_dim; ++c) {
-        float value = 0.0f;
-        for (int64_t s = 0; s < splits; ++s)
-          if (factors[s] != 0.0f)
-            value += factors[s] * partial[((task * splits + s) * group + g) * shape.value_dim + c];
-        from_float(value / total, to + c);
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      soften<T>(shape, scores + row * tile, task.first - start, end - start, weights + row * tile, scratch.sums[row],
+                scratch.out.data() + row * width);
+    }
+    for (int64_t place = 0; place < end - start; place += size) {
+      const auto visit = reader.next();
+      for (int64_t h = 0; h < task.num_heads; ++h) {
+        reader.fetch_part(h, task.num_heads);
+        const T* values = visit.at + h * shape.value_dim * size;
+        for (int64_t t = std::max(from, place); t < std::min(to, place + size); t += kLanes)
+          for (int64_t g = 0; g < group; g += kMaxGroup) {
+            const int64_t count = std::min<int64_t>(kMaxGroup, group - g), row = h * group + g;
+            auto* at = weights + row * tile + t;
+            if constexpr (kScaled) {
+              const Floats scale = load(layer.value_scales + (visit.cell + h) * size + t - place);
+              for (int64_t i = 0; i < count; ++i) *reinterpret_cast<Floats*>(at + i * tile) *= scale;
+            }
+            kWeighs[count - 1](values + (t - place) * shape.value_dim, shape.value_dim, at, tile,
+                               static_cast<int>(std::min<int64_t>(kLanes, end - start - t)),
+                               scratch.out.data() + row * width, width);
+          }
       }
     }
   }
 }
 
-template <typename T>
-void store(const Shape& shape, T* keys, T* values, const T* new_keys, const T* new_values, const int64_t* strides,
-           const int64_t* slots, int64_t num_tokens, int num_threads) {
-  const int64_t size = shape.block_size;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens > 64)
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    const int64_t block = slots[i] / size, place = slots[i] % size;
-    for (int64_t h = 0; h < shape.num_kv_heads; ++h) {
-      const int64_t cell = block * shape.num_kv_heads + h;
-      const T* key = new_keys + h * strides[0] + i * strides[1];
-      T* to = keys + cell * shape.key_dim * size + place;
-      for (int64_t d = 0; d < shape.key_dim; ++d) to[d * size] = key[d];
-      std::memcpy(values + (cell * size + place) * shape.value_dim, new_values + h * strides[2] + i * strides[3],
-                  shape.value_dim * sizeof(T));
-    }
+template <typename Q>
+Q* out_row(const Shape& shape, const Decodes& decodes, const Step& step, int64_t seq, int64_t query_head) {
+  const int64_t token = decodes.tokens ? decodes.tokens[seq] : seq;
+  return static_cast<Q*>(step.out) + (token * shape.num_heads + query_head) * shape.value_dim;
+}
+
+// The sums of one query head over several segments become its result.
+template <typename Q>
+void finish(const Sums* sums, const float* partial, int64_t sums_stride, int64_t count, const float* sink, int64_t dim,
+            Q* out) {
+  const int64_t width = padded(dim);
+  float largest = sink ? *sink * kLog2E : -INFINITY;
+  for (int64_t s = 0; s < count; ++s) largest = std::max(largest, sums[s * sums_stride].largest);
+  float total = sink ? std::exp2(*sink * kLog2E - largest) : 0.0f;
+  float factors[kMaxSplits];
+  for (int64_t s = 0; s < count; ++s) {
+    factors[s] = std::exp2(sums[s * sums_stride].largest - largest);
+    total += factors[s] * sums[s * sums_stride].total;
+  }
+  const float inverse = 1.0f / total;
+  for (int64_t s = 0; s < count; ++s) factors[s] *= inverse;
+  for (int64_t c = 0; c < dim; c += kLanes) {
+    Floats value = load(partial + c) * factors[0];
+    for (int64_t s = 1; s < count; ++s) value += load(partial + s * sums_stride * width + c) * factors[s];
+    for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, dim - c); ++lane) from_float(value[lane], out + c + lane);
   }
 }
 
@@ -395,29 +775,103 @@ float quantise(const T* from, int64_t dim, int8_t* to, int64_t step) {
   return finite == 0.0f ? largest / 127.0f : NAN;
 }
 
+// Key and value of one token and head into the cache.
+template <typename T, typename Q>
+void store_one(const Layer& layer, const Step& step, int64_t token, int64_t head) {
+  const Shape& shape = layer.shape;
+  const int64_t size = shape.block_size, place = step.slots[token] % size;
+  const int64_t cell = step.slots[token] / size * shape.num_kv_heads + head;
+  const Q* key = static_cast<const Q*>(step.keys.at) + head * step.keys.head_stride + token * step.keys.token_stride;
+  const Q* value =
+      static_cast<const Q*>(step.values.at) + head * step.values.head_stride + token * step.values.token_stride;
+  T* keys = static_cast<T*>(layer.keys) + cell * shape.key_dim * size + place;
+  T* values = static_cast<T*>(layer.values) + (cell * size + place) * shape.value_dim;
+  if constexpr (std::is_same<T, int8_t>::value) {
+    layer.key_scales[cell * size + place] = quantise(key, shape.key_dim, keys, size);
+    layer.value_scales[cell * size + place] = quantise(value, shape.value_dim, values, 1);
+  } else {
+    for (int64_t d = 0; d < shape.key_dim; ++d) keys[d * size] = key[d];
+    std::memcpy(values, value, shape.value_dim * sizeof(T));
+  }
+}
+
+// Asks for the places that store_one will write to.
 template <typename T>
-void store_int8(const Shape& shape, int8_t* keys, int8_t* values, float* key_scales, float* value_scales,
-                const T* new_keys, const T* new_values, const int64_t* strides, const int64_t* slots,
-                int64_t num_tokens, int num_threads) {
-  const int64_t size = shape.block_size;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens > 64)
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    const int64_t block = slots[i] / size, place = slots[i] % size;
-    for (int64_t h = 0; h < shape.num_kv_heads; ++h) {
-      const int64_t cell = block * shape.num_kv_heads + h;
-      key_scales[cell * size + place] = quantise(new_keys + h * strides[0] + i * strides[1], shape.key_dim,
-                                                 keys + cell * shape.key_dim * size + place, size);
-      value_scales[cell * size + place] = quantise(new_values + h * strides[2] + i * strides[3], shape.value_dim,
-                                                   values + (cell * size + place) * shape.value_dim, 1);
+NEREID_INLINE void expect_one(const Layer& layer, const Step& step, int64_t token, int64_t head) {
+  const Shape& shape = layer.shape;
+  const int64_t size = shape.block_size, place = step.slots[token] % size;
+  const int64_t cell = step.slots[token] / size * shape.num_kv_heads + head;
+  const char* keys = reinterpret_cast<const char*>(static_cast<T*>(layer.keys) + cell * shape.key_dim * size + place);
+  const char* values =
+      reinterpret_cast<const char*>(static_cast<T*>(layer.values) + (cell * size + place) * shape.value_dim);
+  const int64_t row = size * sizeof(T), step_bytes = std::max<int64_t>(64, row);
+  for (int64_t i = 0; i < shape.key_dim * row; i += step_bytes) __builtin_prefetch(keys + i, 1);
+  for (int64_t i = 0; i < shape.value_dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(values + i, 1);
+}
+
+// One layer's part of a step: stores what is new, then attends for the decodes, if any.
+template <typename T, typename Q>
+void run(const Layer& layer, const Decodes& decodes, const Step& step, int num_threads) {
+  const Shape& shape = layer.shape;
+  const int64_t group = shape.num_heads / shape.num_kv_heads, width = padded(shape.value_dim);
+  const Plan plan = plan_tasks(shape, decodes, shape.block_size * shape.key_dim * sizeof(T), num_threads);
+  const int64_t rows = plan.heads_per_task * group, stores = step.num_tokens * shape.num_kv_heads;
+  std::vector<float> partial(plan.num_partials * rows * width);
+  std::vector<Sums> sums(plan.num_partials * rows);
+  std::atomic<int64_t> next{0};
+  // Where all that is new is a decode's, its task stores it, and reads it from its own core's cache.
+  const bool apart = step.num_tokens != decodes.num_seqs;
+  if (apart) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && stores > 256)
+    for (int64_t i = 0; i < stores; ++i) {
+      if (i + 1 < stores) expect_one<T>(layer, step, (i + 1) / shape.num_kv_heads, (i + 1) % shape.num_kv_heads);
+      store_one<T, Q>(layer, step, i / shape.num_kv_heads, i % shape.num_kv_heads);
     }
   }
+  if (plan.tasks.empty()) return;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    Scratch<T> scratch(shape, rows);
+    Reader<T> reader(layer, decodes, plan, next);
+    while (const Task* task = reader.task()) {
+      const int64_t token = decodes.tokens ? decodes.tokens[task->seq] : task->seq;
+      if (!apart && task->last == decodes.lens[task->seq]) {
+        for (int64_t h = 0; h < task->num_heads; ++h) expect_one<T>(layer, step, token, task->head + h);
+        for (int64_t h = 0; h < task->num_heads; ++h) store_one<T, Q>(layer, step, token, task->head + h);
+      }
+      for (int64_t h = 0; h < task->num_heads; ++h)
+        for (int64_t g = 0; g < group; g += kMaxGroup) {
+          const Q* from = static_cast<const Q*>(step.query.at) + token * step.query.token_stride +
+                          ((task->head + h) * group + g) * step.query.head_stride;
+          Arithmetic<T>::pack(from, step.query.head_stride, std::min<int64_t>(kMaxGroup, group - g), shape.key_dim,
+                              scratch.query.data() + (h * group + g) * Arithmetic<T>::query_size(shape.key_dim));
+        }
+      attend<T>(layer, *task, reader, scratch);
+      if (task->partial >= 0) {
+        std::copy(scratch.sums.begin(), scratch.sums.end(), sums.begin() + task->partial * rows);
+        std::copy(scratch.out.begin(), scratch.out.end(), partial.begin() + task->partial * rows * width);
+        continue;
+      }
+      for (int64_t row = 0; row < task->num_heads * group; ++row) {
+        const int64_t head = task->head * group + row;
+        finish(&scratch.sums[row], &scratch.out[row * width], rows, 1, step.sinks ? step.sinks + head : nullptr,
+               shape.value_dim, out_row<Q>(shape, decodes, step, task->seq, head));
+      }
+    }
+  }
+  for (const Merge& merge : plan.merges)
+    for (int64_t row = 0; row < merge.num_heads * group; ++row) {
+      const int64_t head = merge.head * group + row, place = merge.partial * rows + row;
+      finish(&sums[place], &partial[place * width], rows, merge.count, step.sinks ? step.sinks + head : nullptr,
+             shape.value_dim, out_row<Q>(shape, decodes, step, merge.seq, head));
+    }
 }
 
 // out[row][o] = scales[o] * (weight of o . x[row]) for the 16 outputs of one tile, [dim][16] integers.
 template <int G>
 void linear_tile(const int8_t* tile, const float* scales, const float* x, int64_t dim, float* out, int64_t out_stride) {
   alignas(64) float sums[G * kTile];
-  score<int8_t, G>(tile, kLanes, x, dim, sums);
+  score<int8_t, G>(tile, kLanes, x, dim, sums, kTile);
   const Floats scale = load(scales);
   for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(out + g * out_stride) = load(sums + g * kTile) * scale;
 }
@@ -455,49 +909,29 @@ void nereid_linear_int8(const int8_t* weight, const float* scales, const float* 
   }
 }
 
-// is_bfloat16: what query and out hold, and the cache where scales are null; otherwise float32. With scales
-// [key, value] the cache holds 8-bit integers. Strides count elements.
-void nereid_decode(const Shape* shape, int is_bfloat16, const void* keys, const void* values, const float* const* scales,
-                   const void* query, int64_t query_head_stride, int64_t query_token_stride, const int64_t* tokens,
-                   const int64_t* blocks, int64_t blocks_stride, const int64_t* lens, int64_t num_seqs,
-                   const float* sinks, void* out, int num_threads) {
-#define NEREID_DECODE(T, Q)                                                                                       \
-  decode<T, Q>(*shape,                                                                                            \
-               {static_cast<const T*>(keys), static_cast<const T*>(values), scales ? scales[0] : nullptr,         \
-                scales ? scales[1] : nullptr},                                                                    \
-               static_cast<const Q*>(query), query_head_stride, query_token_stride, tokens, blocks, blocks_stride, \
-               lens, num_seqs, sinks, static_cast<Q*>(out), num_threads)
-  if (scales && is_bfloat16) {
-    NEREID_DECODE(int8_t, Bfloat16);
-  } else if (scales) {
-    NEREID_DECODE(int8_t, float);
-  } else if (is_bfloat16) {
-    NEREID_DECODE(Bfloat16, Bfloat16);
+// Stores the keys and values of num_tokens tokens, then attends for the decodes; null: there are none. Strides are
+// those of head and token of query, new keys and new values.
+void nereid_attend(const Layer* layer, const Decodes* decodes, const void* query, int64_t query_head_stride,
+                   int64_t query_token_stride, const void* keys, int64_t key_head_stride, int64_t key_token_stride,
+                   const void* values, int64_t value_head_stride, int64_t value_token_stride, const int64_t* slots,
+                   int64_t num_tokens, const float* sinks, void* out, int num_threads) {
+  const Step step = {{query, query_head_stride, query_token_stride},
+                     {keys, key_head_stride, key_token_stride},
+                     {values, value_head_stride, value_token_stride},
+                     slots,
+                     num_tokens,
+                     sinks,
+                     out};
+  const Decodes some = decodes ? *decodes : Decodes{};
+  if (layer->key_scales && layer->is_bfloat16) {
+    run<int8_t, Bfloat16>(*layer, some, step, num_threads);
+  } else if (layer->key_scales) {
+    run<int8_t, float>(*layer, some, step, num_threads);
+  } else if (layer->is_bfloat16) {
+    run<Bfloat16, Bfloat16>(*layer, some, step, num_threads);
   } else {
-    NEREID_DECODE(float, float);
+    run<float, float>(*layer, some, step, num_threads);
   }
-#undef NEREID_DECODE
-}
-
-// strides: of the new keys [head, token], then of the new values [head, token]. scales: as above.
-void nereid_store(const Shape* shape, int is_bfloat16, void* keys, void* values, float* const* scales,
-                  const void* new_keys, const void* new_values, const int64_t* strides, const int64_t* slots,
-                  int64_t num_tokens, int num_threads) {
-#define NEREID_STORE(FUNCTION, T, Q, ...)                                                                        \
-  FUNCTION<Q>(*shape, static_cast<T*>(keys), static_cast<T*>(values), __VA_ARGS__ static_cast<const Q*>(new_keys), \
-              static_cast<const Q*>(new_values), strides, slots, num_tokens, num_threads)
-#define NEREID_SCALES scales[0], scales[1],
-  if (scales && is_bfloat16) {
-    NEREID_STORE(store_int8, int8_t, Bfloat16, NEREID_SCALES);
-  } else if (scales) {
-    NEREID_STORE(store_int8, int8_t, float, NEREID_SCALES);
-  } else if (is_bfloat16) {
-    NEREID_STORE(store, Bfloat16, Bfloat16, );
-  } else {
-    NEREID_STORE(store, float, float, );
-  }
-#undef NEREID_SCALES
-#undef NEREID_STORE
 }
 
 }  // extern "C"

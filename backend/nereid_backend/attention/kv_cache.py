@@ -10,6 +10,8 @@ from torch import Tensor
 
 from nereid_backend.attention.layers import LayerSpec
 
+_PAGE_BYTES = 4096
+
 
 class KVCache:
     """Keys and values of all blocks.
@@ -107,9 +109,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     # Zeros and not whatever is there: masked values are multiplied by 0, and 0 * NaN is NaN.
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks the system for zero pages, which take memory only once they are written to.
-    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(pages).view(dtype).view(shape)
+    # numpy asks the system for zero pages, which take memory only once they are written to. Where
+    # they start is up to it, and a vector that lies in two cache lines is read in two.
+    size = math.prod(shape) * dtype.itemsize
+    pages = np.zeros(size + _PAGE_BYTES, dtype=np.uint8)
+    start = -pages.ctypes.data % _PAGE_BYTES
+    return torch.from_numpy(pages[start : start + size]).view(dtype).view(shape)
 
 
 def _gather(cache: Tensor, rows: Tensor) -> Tensor:

@@ -1,0 +1,166 @@
+"""The native decode kernels, over shapes that take each of their ways, equal the definition."""
+
+import shutil
+
+import pytest
+import torch
+from nereid_backend.attention import cpu
+from nereid_backend.attention.batch import AttentionBatch, Decodes
+from nereid_backend.attention.cpu import CpuKVCache
+from nereid_backend.attention.int8_cache import CpuInt8KVCache
+from nereid_backend.attention.kv_cache import gather_rows, store_rows
+from nereid_backend.attention.layers import LayerSpec, Span
+
+CPU = torch.device("cpu")
+LENGTHS = [1, 2, 15, 16, 17, 31, 127, 128, 129, 700]
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler"
+)
+
+
+def decode(spec, *, dtype, block_size=16, lengths=LENGTHS, threads=1, kind=CpuKVCache, stale=0.0):
+    """One decode step and the same in float64 from what the cache holds then.
+
+    `stale` is what lies behind the end of each sequence in its last block.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    count, width = len(lengths), -(-max(lengths) // block_size)
+    cache = kind([spec], num_blocks=count * width, block_size=block_size, dtype=dtype, device=CPU)
+    blocks = torch.randperm(count * width, generator=generator).view(count, width)
+    for row, length in enumerate(lengths):
+        places = torch.arange(width * block_size)
+        slots = blocks[row, places // block_size] * block_size + places % block_size
+        key = random(len(slots), spec.num_kv_heads, spec.key_dim)
+        value = random(len(slots), spec.num_kv_heads, spec.value_dim)
+        key[length - 1 :], value[length - 1 :] = stale, stale
+        cache.store(0, key, value, store_rows(slots, spec.num_kv_heads, block_size))
+    lens = torch.tensor(lengths)
+    last = lens - 1
+    slots = blocks[torch.arange(count), last // block_size] * block_size + last % block_size
+    batch = AttentionBatch(
+        slots=slots,
+        num_decodes=count,
+        decodes=[Decodes(None, blocks, lens, block_size)],
+        prefills=[],
+        block_size=block_size,
+    )
+    query = random(spec.num_heads, count, spec.key_dim)
+    key = random(spec.num_kv_heads, count, spec.key_dim)
+    value = random(spec.num_kv_heads, count, spec.value_dim)
+    sinks = torch.randn(spec.num_heads, generator=generator) if spec.has_sinks else None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = cpu.attend((query, key, value), (0, spec), cache, batch, scale=0.3, sinks=sinks)
+    finally:
+        torch.set_num_threads(before)
+    if isinstance(cache, CpuInt8KVCache):
+        cache.dtype = torch.float32  # what is gathered is what the kernel reads, unrounded
+    keys, values = cache.gather(0, gather_rows(blocks, spec.num_kv_heads))
+    expected = torch.stack(
+        [
+            by_definition(spec, query[:, row], keys[row, :, :n], values[row, :, :n], sinks)
+            for row, n in enumerate(lengths)
+        ]
+    )
+    return found, expected
+
+
+def by_definition(spec, query, keys, values, sinks):
+    """Shapes: query [num_heads, key_dim], keys and values [num_kv_heads, n, dim]."""
+    n = keys.shape[1]
+    group = spec.num_heads // spec.num_kv_heads
+    wide = keys.double().repeat_interleave(group, 0)
+    scores = (wide @ query.double().unsqueeze(-1)).squeeze(-1) * 0.3
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    first = 0
+    if spec.span.window:
+        first = max(first, n - spec.span.window)
+    if spec.span.chunk:
+        first = max(first, (n - 1) // spec.span.chunk * spec.span.chunk)
+    scores[:, :first] = -torch.inf
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().unsqueeze(1)], 1)
+    weights = scores.softmax(1)[:, :n]
+    return (weights.unsqueeze(1) @ values.double().repeat_interleave(group, 0)).squeeze(1)
+
+
+def assert_close(found, expected):
+    if found.dtype == torch.float32:
+        torch.testing.assert_close(found.double(), expected, atol=4e-6, rtol=1e-5)
+    else:
+        # Half a unit of the result's own rounding (2^-9), and as much for that of weights.
+        torch.testing.assert_close(found.double(), expected, atol=4e-3, rtol=2**-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", range(1, 18))
+def test_any_number_of_query_heads_may_share_a_key_head(group, dtype):
+    assert_close(*decode(LayerSpec(2 * group, 2, 32, 48), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"),
+    [(1, 1), (2, 3), (15, 31), (17, 33), (31, 65), (64, 63), (80, 80), (96, 112), (192, 128)],
+)
+def test_heads_may_have_any_size(key_dim, value_dim, group, dtype):
+    assert_close(*decode(LayerSpec(3 * group, 3, key_dim, value_dim), dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", [CpuKVCache, CpuInt8KVCache])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 32, 48, 128, 256])
+@pytest.mark.parametrize("span", [Span(), Span(window=21), Span(chunk=48), Span(window=300)])
+def test_blocks_may_have_any_multiple_of_16_tokens(block_size, span, dtype, kind):
+    spec = LayerSpec(6, 2, 33, 24, span)
+    assert_close(*decode(spec, dtype=dtype, block_size=block_size, kind=kind))
+
+
+@pytest.mark.parametrize("kind", [CpuKVCache, CpuInt8KVCache])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("lengths", [[4000], [3000, 1, 5, 1700], [600] * 5])
+def test_threads_share_sequences_and_parts_of_long_ones(lengths, threads, dtype, kind):
+    spec = LayerSpec(6, 3, 40, 24, has_sinks=True)
+    assert_close(*decode(spec, dtype=dtype, lengths=lengths, threads=threads, kind=kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [0.05, 1.0, 50.0])
+def test_scores_are_capped_near_zero_and_far_from_it(softcap, dtype):
+    assert_close(*decode(LayerSpec(6, 2, 64, 32, softcap=softcap), dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", [CpuKVCache, CpuInt8KVCache])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_what_lies_behind_the_end_of_a_sequence_is_not_read(softcap, dtype, kind):
+    spec = LayerSpec(6, 2, 20, 20, softcap=softcap)
+    assert_close(*decode(spec, dtype=dtype, kind=kind, stale=float("nan")))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_has_the_same_result_alone_and_among_others(dtype, threads):
+    spec = LayerSpec(6, 2, 64, 64)
+    lengths = [500, *[30] * 20]
+    together, _ = decode(spec, dtype=dtype, lengths=lengths, threads=threads)
+    alone, _ = decode(spec, dtype=dtype, lengths=lengths, threads=1)
+    torch.testing.assert_close(together, alone, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [CpuKVCache, CpuInt8KVCache])
+@pytest.mark.parametrize("num_blocks", [2, 3000])
+def test_blocks_begin_where_a_cache_line_does(num_blocks, kind):
+    spec = LayerSpec(4, 2, 64, 64)
+    cache = kind([spec], num_blocks=num_blocks, block_size=16, dtype=torch.bfloat16, device=CPU)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in [*cache.keys, *cache.values])
+    assert not any(tensor.any() for tensor in cache.tensors())

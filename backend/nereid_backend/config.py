@@ -58,6 +58,9 @@ class EngineConfig:
         prepack: on a CPU, lay out linear layers' weights for its matrix products at load, which is
             up to several times as fast; an output layer tied to the embedding then takes its memory
             twice.
+        compile_forward: on a CPU, compile the model's forward pass into a library of its own, which
+            saves what Python and small operations cost; half a minute and more at the first start,
+            kept on disk for the next. A model whose code cannot be compiled runs as it is.
         enable_prefix_caching: a prompt's beginning is not computed again while the KV cache has it.
         num_speculative_tokens: at most so many next tokens of an answer are guessed from its own
             text each step, and kept where the model agrees; 0 is off.
@@ -87,6 +90,7 @@ class EngineConfig:
     seed: int = 0
     num_threads: int | None = None
     prepack: bool = True
+    compile_forward: bool = False
     enable_prefix_caching: bool = True
     num_speculative_tokens: int = 0
     trust_remote_code: bool = False
@@ -104,7 +108,7 @@ class EngineConfig:
                 _check_count(name, getattr(self, name), minimum=2 if name == "max_model_len" else 1)
         for name in ("seed", "num_speculative_tokens"):
             _check_count(name, getattr(self, name), minimum=0)
-        for name in ("prepack", "enable_prefix_caching", "trust_remote_code"):
+        for name in ("prepack", "compile_forward", "enable_prefix_caching", "trust_remote_code"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: must be true or false, got {getattr(self, name)!r}")
         self._check_grammar_limits()

@@ -111,11 +111,12 @@ def _fingerprint(compiler: str) -> str:
     """Changes with the source, the flags, the compiler, the processor and torch's OpenMP."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
     sources = [source.read_text(encoding="utf-8") for source in SOURCES]
-    parts = [*sources, *_FLAGS, *_openmp(), version.stdout, _processor()]
+    parts = [*sources, *_FLAGS, *_openmp(), version.stdout, processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What tells this processor from others: its name and abilities."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -86,28 +86,46 @@ class PagedForward:
     """
 
     def __init__(self, layers: list[LayerSpec], cache: KVCache, batch: AttentionBatch) -> None:
-        self._calls = enumerate(layers)
+        self._layers = layers
+        self._numbers = iter(range(len(layers)))
         self._cache = cache
         self._batch = batch
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return self._batch.slots.numel()
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
         """Store the step's keys and values, then attend over all there are."""
-        layer = next(self._calls, None)
-        if layer is None:
+        number = next(self._numbers, None)
+        if number is None:
             raise EngineError("the model called attention more often than when it was probed")
+        scale = scale_of(module, query, kwargs)
+        return self.attend(number, query, key, value, scale, sinks_of(kwargs))
+
+    def attend(
+        self,
+        number: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of one layer, by its number; the rest as in `AttentionForward`."""
+        layer = (number, self._layers[number])
         key, value = key.squeeze(0), value.squeeze(0)
         inputs = (query.squeeze(0), key, value)
-        scale, sinks = scale_of(module, query, kwargs), sinks_of(kwargs)
         if isinstance(self._cache, cpu.CpuKVCache):
             out = cpu.attend(inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks)
             return out.unsqueeze(0)
         if isinstance(self._cache, gpu.GpuKVCache):
             out = gpu.attend(inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks)
             return out.unsqueeze(0)
-        number, spec = layer
-        rows = self._batch.store_rows(spec.num_kv_heads)
+        rows = self._batch.store_rows(layer[1].num_kv_heads)
         self._cache.store(number, key.transpose(0, 1), value.transpose(0, 1), rows)
         out = reference.attend(inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks)
         return out.unsqueeze(0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers computed by our own kernel (cpu_linear.cpp), on CPUs with 512-bit vectors.
 
-The kernel reads weights in order and ahead of time, which a step of few rows lives on, from a layout
-that serves one row and many. A row gives the same bits alone and among others. As an operator of
-torch's it can be traced and compiled.
+The kernel reads weights in order and ahead of time, which a step of few rows lives on, from a
+layout that serves one row and many. A row gives the same bits alone and among others. As an
+operator of torch's it can be traced and compiled.
 """
 
 import functools

@@ -10,6 +10,7 @@ from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import StepPlan
 from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.execution.compiled import CompiledForward
 from nereid_backend.execution.paths import ModelCall
 
 
@@ -33,12 +34,20 @@ class PackedPath:
         self._cache = cache
         self._builder = builder
         self._selects = ModelCall(model).takes("logits_to_keep")
+        self._compiled: CompiledForward | None = None
+
+    def use(self, compiled: CompiledForward) -> None:
+        """Let a compiled forward pass of the same model take the steps from now on."""
+        self._compiled = compiled
 
     def forward(self, plan: StepPlan) -> Tensor:
         """See `ForwardPath.forward`."""
         self._cache.copy_blocks(plan.copies)
         batch = self._builder.build(plan, self._cache.device)
-        with self._hook.serving(PagedForward(self._layers, self._cache, batch.attention)):
+        attention = PagedForward(self._layers, self._cache, batch.attention)
+        if self._compiled is not None:
+            return self._compiled(batch, attention)
+        with self._hook.serving(attention):
             output = self._model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,

@@ -76,7 +76,8 @@ def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
         hollow = torch.full((1, 1), float("nan"), dtype=weight.dtype).expand(weight.shape)
         layer.weight = nn.Parameter(hollow, requires_grad=False)
     layer.__class__ = kind
-    layer.packed = packed
+    # A buffer, so that who traces the model sees that it is the checkpoint's.
+    layer.register_buffer("packed", packed, persistent=False)
     return True
 
 

@@ -18,6 +18,8 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.sight import Sight
 from nereid_backend.errors import ConfigError
+from nereid_backend.execution.check import check_path
+from nereid_backend.execution.compiled import compile_forward
 from nereid_backend.execution.int8_linear import has_kernel, model_bytes, quantise_linears
 from nereid_backend.execution.limits import (
     MemoryPlan,
@@ -28,11 +30,12 @@ from nereid_backend.execution.limits import (
     usable_cpus,
 )
 from nereid_backend.execution.loader import Checkpoint, choose_device, load_checkpoint
-from nereid_backend.execution.paths import ModelCall, Sizes
+from nereid_backend.execution.packed import PackedPath
+from nereid_backend.execution.paths import ModelCall, Sizes, UnfitError
 from nereid_backend.execution.prepack import prepack_linears
 from nereid_backend.execution.probe import plain_token_ids
 from nereid_backend.execution.profile import measure_activations
-from nereid_backend.execution.runner import Runner
+from nereid_backend.execution.runner import ForwardPath, Runner
 from nereid_backend.execution.tiers import Choice, choose_tier, with_own_attention
 
 # Enough rows to keep the matrix products busy; more only makes running requests wait longer.
@@ -126,11 +129,18 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         )
     )
     marks.append(time.monotonic())
+    if config.compile_forward:
+        _compile(checkpoint, hook, choice, path, progress)
+    marks.append(time.monotonic())
     info = _describe(config, checkpoint, memory, choice, marks, num_tokens)
     return Loaded(Runner(path), info, tier.shares_blocks, tier.whole_prefill, sight)
 
 
 def _check_cpu_only(config: EngineConfig, device: torch.device) -> None:
+    if config.compile_forward and device.type != "cpu":
+        raise ConfigError(
+            f"compile_forward: only made for CPUs so far, and the device is {device}; use false"
+        )
     for name in ("kv_cache_dtype", "weight_dtype"):
         value = getattr(config, name)
         if value != "auto" and device.type != "cpu":
@@ -208,6 +218,30 @@ def _short_logits(checkpoint: Checkpoint) -> Tensor | None:
     return logits if logits.isfinite().all() else None
 
 
+def _compile(
+    checkpoint: Checkpoint,
+    hook: AttentionHook,
+    choice: Choice,
+    path: ForwardPath,
+    progress: Progress,
+) -> None:
+    """Let a path run a compiled forward pass, if there can be one that computes the same."""
+    try:
+        if not isinstance(path, PackedPath):
+            raise UnfitError(f"only the packed path can be, and this is the {choice.tier.name} one")
+        compiled = compile_forward(checkpoint.model, hook, progress)
+        tried = choice.tier.build(choice.trial.sizes)
+        assert isinstance(tried, PackedPath)
+        tried.use(compiled)
+        check_path(tried, choice.trial, checkpoint.model.dtype)
+    except Exception as error:  # noqa: BLE001 - models' code fails to be traced in any way
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        progress(f"the forward pass is not compiled: {reason}")
+        return
+    path.use(compiled)
+    progress("the forward pass is compiled")
+
+
 def _describe(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -236,7 +270,7 @@ def _describe(
         num_threads=torch.get_num_threads(),
         self_check_difference=choice.difference,
         load_seconds=sum(spent),
-        seconds=dict(zip(("weights", "self-check", "cache"), spent, strict=True)),
+        seconds=dict(zip(("weights", "self-check", "cache", "compile"), spent, strict=True)),
     )
 
 

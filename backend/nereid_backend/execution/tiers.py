@@ -84,12 +84,14 @@ class Choice:
         difference: of its logits from those of the model alone, relative.
         limit: the longest sequence on it.
         reasons: why the tiers above it did not do, one for each.
+        trial: what it was compared by.
     """
 
     tier: Tier
     difference: float
     limit: LengthLimit
     reasons: list[str]
+    trial: Trial
 
 
 def choose_tier(
@@ -119,7 +121,8 @@ def choose_tier(
         slow = " This is slow." if tier.name == "single" else ""
         progress(f"path: {tier.name}{text}{why}.{slow}")
         limit = model_limit(checkpoint.text_config, is_batched=tier.is_batched)
-        return Choice(tier, difference, limit, reasons)
+        trial = trials.get(tier.layers, is_generated=tier.is_generated)
+        return Choice(tier, difference, limit, reasons, trial)
     raise UnsupportedModelError(f"{checkpoint.architecture} is not supported: {'; '.join(reasons)}")
 
 

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's forward pass as one compiled function, for CPUs.
+
+torch.export traces transformers' model code once, for any number of tokens, with attention and
+linear layers as operators of ours; AOTInductor fuses what is between them and compiles it into a
+library that runs without Python. The library is kept on disk under a name that says what it was
+made from. Weights are not in it: it reads those of the loaded model where they are.
+"""
+
+import hashlib
+import inspect
+import json
+import logging
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nereid_backend.attention.cpu_build import cache_folder, processor
+from nereid_backend.attention.interface import AttentionHook, PagedForward
+from nereid_backend.attention.operator import TracedForward, serving
+from nereid_backend.execution.batch import StepBatch
+from nereid_backend.execution.paths import ModelCall, UnfitError
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+# torch.export takes a size of one for a constant, so that every other size would need a second
+# trace; and it takes sizes that are equal in its example for the same size.
+_LEAST_ROWS = 2
+_EXAMPLE_TOKENS, _EXAMPLE_LOGITS = 7, 3
+# Literals in a model's code are small; what is larger depends on the checkpoint, one must assume.
+_LARGEST_LITERAL = 65536
+_LIBRARY, _LITERALS = "model.pt2", "literals.safetensors"
+# Whose text a library depends on, besides the model's own.
+_SOURCES = ("execution/compiled.py", "execution/native_linear.py", "attention/operator.py")
+
+
+class CompiledForward:
+    """Runs steps of one model. Made by `compile_forward`."""
+
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        self._run = run
+
+    def __call__(self, batch: StepBatch, attention: PagedForward) -> Tensor:
+        """Logits of a step, [num_logits, vocab_size].
+
+        Mutates: the KV cache behind ``attention``.
+        """
+        rows = (batch.input_ids, batch.position_ids, batch.logits_index)
+        with serving(attention):
+            logits = self._run(*(_at_least(tensor, _LEAST_ROWS) for tensor in rows))
+        return logits[: batch.num_logits]
+
+
+def compile_forward(
+    model: PreTrainedModel, hook: AttentionHook, progress: Progress
+) -> CompiledForward:
+    """Compile a model on a CPU, or take what was compiled before.
+
+    Args:
+        model: with ``hook`` as its attention, its linear layers packed (`prepack_linears`).
+        hook: the engine's entry in transformers' attention interface.
+        progress: gets a line when it takes long.
+
+    Raises:
+        Exception: of any kind, where torch cannot trace or compile the model's code.
+    """
+    whole = _Whole(model)
+    folder = cache_folder() / "compiled" / _fingerprint(model)
+    if not (folder / _LIBRARY).is_file():
+        progress(
+            f"compiling the forward pass of {type(model).__name__}: half a minute and more, once "
+            f"for this machine and shape; kept in {folder}"
+        )
+        _build(whole, hook, folder)
+    run = torch._inductor.aoti_load_package(str(folder / _LIBRARY))
+    own = _tensors(whole)
+    literals = load_file(folder / _LITERALS)
+    constants = {
+        name: own[name] if name in own else literals[name] for name in run.get_constant_fqns()
+    }
+    run.load_constants(constants, check_full_update=True, user_managed=True)
+    return CompiledForward(run)
+
+
+class _Whole(nn.Module):
+    """What is traced: from a packed step's tensors to its logits."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self._selects = ModelCall(model).takes("logits_to_keep")
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor) -> Tensor:
+        """Shapes as in `StepBatch`; returns [len(logits_index), vocab_size]."""
+        selected = {"logits_to_keep": logits_index} if self._selects else {}
+        output = self.model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **selected
+        )
+        logits: Tensor = output.logits[0]
+        return logits if self._selects else logits[logits_index]
+
+
+def _build(whole: _Whole, hook: AttentionHook, folder: Path) -> None:
+    num_tokens = torch.export.Dim("num_tokens", min=_LEAST_ROWS)
+    num_logits = torch.export.Dim("num_logits", min=_LEAST_ROWS)
+    row = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.int64)
+    example = (row, torch.arange(_EXAMPLE_TOKENS)[None], torch.arange(_EXAMPLE_LOGITS))
+    with torch.no_grad(), _quiet(), hook.serving(TracedForward()):
+        program = torch.export.export(
+            whole,
+            example,
+            dynamic_shapes=({1: num_tokens}, {1: num_tokens}, {0: num_logits}),
+            strict=False,
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Made beside its place and moved there: another process may compile the same.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary, _quiet():
+        made = Path(temporary) / "made"
+        made.mkdir()
+        torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(made / _LIBRARY),
+            inductor_configs={
+                "aot_inductor.package_constants_in_so": False,
+                # Its pool of compiling processes would stay beside the engine.
+                "compile_threads": 1,
+            },
+        )
+        save_file(_literals(program.constants, _tensors(whole)), made / _LITERALS)
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        made.rename(folder)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all of their names."""
+    named: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    named.update(module.named_parameters(remove_duplicate=False))
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def _literals(constants: dict[str, Any], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that the traced code makes out of nothing.
+
+    Raises:
+        UnfitError: one is so large that it must come from the checkpoint.
+    """
+    found = {}
+    for name, tensor in constants.items():
+        if name in own:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.numel() > _LARGEST_LITERAL:
+            raise UnfitError(f"its code uses {name}, which is neither parameter nor buffer")
+        found[name] = tensor.detach().clone().contiguous()
+    return found
+
+
+def _at_least(tensor: Tensor, num_rows: int) -> Tensor:
+    """The last dimension made longer by its last number where it is shorter."""
+    missing = num_rows - tensor.shape[-1]
+    if missing <= 0:
+        return tensor
+    return torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], missing)], dim=-1)
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Changes with all that a library depends on but the weights' numbers."""
+    config = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if not name.startswith("_") and "attn_implementation" not in name
+    }
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    root = Path(__file__).parents[1]
+    parts = [
+        *(version(name) for name in ("torch", "transformers")),
+        *((root / source).read_text(encoding="utf-8") for source in _SOURCES),
+        Path(inspect.getfile(type(model))).read_text(encoding="utf-8"),
+        json.dumps(config, sort_keys=True, default=str),
+        repr([(name, type(module).__name__) for name, module in model.named_modules()]),
+        repr(tensors),
+        str(torch.get_num_threads()),
+        processor(),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that torch gives about its own parts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

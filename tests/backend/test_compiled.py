@@ -1,0 +1,103 @@
+import pytest
+import torch
+from backend.tiny_models import VOCAB_SIZE, Family
+from nereid_backend import Engine, EngineConfig, SamplingParams
+from nereid_backend.execution import compiled, native_linear, startup
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(
+        not native_linear.can_pack(torch.ones(2, 2)), reason="no compiler, or no 512-bit vectors"
+    ),
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[5, 9, 11, 4], [7], list(range(3, 60))]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def answers(path, **settings):
+    lines = []
+    config = EngineConfig(
+        str(path), kv_cache_memory="4MiB", max_num_seqs=4, num_threads=1, **settings
+    )
+    engine = Engine(config, progress=lines.append)
+    try:
+        together = engine.generate(PROMPTS, GREEDY)
+        alone = [engine.generate([prompt], GREEDY)[0] for prompt in PROMPTS]
+        return [o.outputs[0].token_ids for o in [*together, *alone]], "\n".join(lines)
+    finally:
+        engine.close()
+
+
+# Sinks and experts; windows and soft caps.
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2"])
+def test_a_compiled_model_gives_the_tokens_of_the_model_as_it_is(checkpoint, architecture):
+    path = checkpoint(architecture)
+    expected, _ = answers(path)
+    found, said = answers(path, compile_forward=True)
+    assert "the forward pass is compiled" in said
+    assert found == expected
+
+
+def test_what_was_compiled_is_kept_and_serves_another_checkpoint_of_the_same_shape(
+    checkpoint, tmp_path, folder
+):
+    path = checkpoint("llama")
+    _, said = answers(path, compile_forward=True)
+    assert "compiling" in said
+    kept = list((folder / "compiled").iterdir())
+    assert len(kept) == 1
+
+    other = tmp_path / "other"
+    torch.manual_seed(77)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(other)
+    expected, _ = answers(other)
+    found, said = answers(other, compile_forward=True)
+    assert "compiling" not in said
+    assert "the forward pass is compiled" in said
+    assert found == expected
+    assert list((folder / "compiled").iterdir()) == kept
+
+
+def test_a_model_that_cannot_be_traced_runs_as_it_is_and_says_why(checkpoint, monkeypatch):
+    path = checkpoint("llama")
+    forward = LlamaMLP.forward
+
+    def looks_at_numbers(self, hidden):
+        return forward(self, hidden if hidden.abs().sum().item() >= 0 else -hidden)
+
+    monkeypatch.setattr(LlamaMLP, "forward", looks_at_numbers)
+    expected, _ = answers(path)
+    found, said = answers(path, compile_forward=True)
+    assert "the forward pass is not compiled: " in said
+    assert found == expected
+
+
+def test_a_library_that_computes_something_else_is_not_used(checkpoint, monkeypatch):
+    path = checkpoint("llama")
+    expected, _ = answers(path)
+    monkeypatch.setattr(
+        startup,
+        "compile_forward",
+        lambda *_: compiled.CompiledForward(lambda *rows: torch.zeros(len(rows[2]), VOCAB_SIZE)),
+    )
+    found, said = answers(path, compile_forward=True)
+    assert "the forward pass is not compiled: differs from the model alone" in said
+    assert found == expected
+
+
+def test_a_model_on_another_path_says_that_it_is_not_compiled(tmp_path):
+    bloom = Family("bloom", "bloom", {"n_layer": 2, "n_head": 4})
+    found, said = answers(bloom.save(tmp_path / "bloom"), compile_forward=True)
+    assert "only the packed path can be, and this is the padded one" in said
+    assert all(len(tokens) == 12 for tokens in found)

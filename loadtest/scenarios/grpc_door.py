@@ -109,9 +109,7 @@ def _take(result: Any, error: Any, reply: Reply) -> None:  # noqa: ANN401 - trit
     deltas = result.as_numpy("delta")
     for raw in deltas if deltas is not None else ():
         delta = json.loads(raw)
-        calls = delta.get("tool_calls", ())
-        texts = [delta.get("reasoning", ""), delta.get("content", "")]
-        reply.say("".join([*texts, *(c.get("name", "") + c.get("arguments", "") for c in calls)]))
+        reply.say_delta(delta)
         if "finish_reason" in delta:
             reply.finish_reasons.append(delta["finish_reason"])
         if "usage" in delta:

@@ -142,7 +142,7 @@ def _take_chunk(chunk: Json, reply: Reply) -> None:
     """One chunk of a chat completion or a completion."""
     reply.ids.update([chunk["id"]] if "id" in chunk else [])
     for choice in chunk["choices"]:
-        reply.say(_said(choice.get("delta", choice)))
+        reply.say_delta(choice.get("delta", choice))
         if choice.get("finish_reason"):
             reply.finish_reasons.append(choice["finish_reason"])
     if chunk.get("usage"):
@@ -168,12 +168,6 @@ def _take_whole(answer: Json, reply: Reply) -> None:
         reply.numbers = [row["relevance_score"] for row in rows]
     else:
         choice = answer["choices"][0]
-        reply.say(_said(choice.get("message", choice)))
+        reply.say_delta(choice.get("message", choice))
         reply.finish_reasons.append(choice["finish_reason"])
         reply.num_tokens = answer["usage"]["completion_tokens"]
-
-
-def _said(delta: Json) -> str:
-    calls = [call["function"] for call in delta.get("tool_calls") or ()]
-    texts = [delta.get(name) or "" for name in ("reasoning", "content", "text")]
-    return "".join([*texts, *(c.get("name", "") + c.get("arguments", "") for c in calls)])

@@ -156,21 +156,28 @@ def against_first(first: Reply, reply: Reply, *, is_whole: bool) -> list[Fault]:
     """How an answer differs from the first one to the same request."""
     if first.numbers is not None:
         return _against_vector(first.numbers, reply.numbers if is_whole else first.numbers)
-    said, due = reply.text, first.text
-    if not due.startswith(said):
-        place = next((n for n, (a, b) in enumerate(zip(said, due, strict=False)) if a != b), 0)
-        place = place or min(len(said), len(due))
-        told = f"at character {place}: {said[place:][:40]!r}, at first {due[place:][:40]!r}"
-        return [Fault("different", told)]
+    for channel in {**first.channels, **reply.channels}:
+        said, due = reply.channels.get(channel, ""), first.channels.get(channel, "")
+        if found := _against_text(channel, due, said, is_whole=is_whole):
+            return [found]
     if not is_whole:
         return []
-    if said != due:
-        return [Fault("truncated", f"after {said[-40:]!r} came {due[len(said) :][:40]!r} at first")]
     if reply.finish_reasons != first.finish_reasons or reply.num_tokens != first.num_tokens:
         told = f"{reply.finish_reasons} after {reply.num_tokens} tokens"
         due = f"{first.finish_reasons} after {first.num_tokens}"
         return [Fault("different", f"{told}, at first {due}")]
     return []
+
+
+def _against_text(channel: str, due: str, said: str, *, is_whole: bool) -> Fault | None:
+    if not due.startswith(said):
+        place = next(n for n in range(len(said)) if said[n : n + 1] != due[n : n + 1])
+        told = f"{said[place:][:40]!r}, at first {due[place:][:40]!r}"
+        return Fault("different", f"{channel} at character {place}: {told}")
+    if is_whole and said != due:
+        told = f"after {said[-40:]!r} came {due[len(said) :][:40]!r} at first"
+        return Fault("truncated", f"{channel} {told}")
+    return None
 
 
 def _against_vector(due: list[float], numbers: list[float] | None) -> list[Fault]:

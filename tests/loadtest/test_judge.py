@@ -185,3 +185,15 @@ def test_vectors_may_differ_by_rounding_and_no_more():
     ):
         said = Reply(status=200, numbers=numbers, end="whole")
         assert [fault.kind for fault in judge.faults(ask, said)] == expected
+
+
+def test_between_reasoning_and_content_there_is_no_order():
+    judge = Judge()
+    for order in (("reasoning", "content", "reasoning"), ("reasoning", "reasoning", "content")):
+        said = reply([])
+        for channel in order:
+            said.say({"reasoning": "hm ", "content": "Hello!"}[channel], channel)
+        assert judge.faults(PLAIN, said) == []
+    other = reply([])
+    other.say("hm hm Hello!", "reasoning")
+    assert [fault.kind for fault in judge.faults(PLAIN, other)] == ["different"]

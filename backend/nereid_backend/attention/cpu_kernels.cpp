@@ -41,8 +41,8 @@ constexpr int kTile = 256;
 constexpr int kMaxSplits = 64;
 constexpr int kMaxGroup = 8;            // query heads computed together: as many sums as there are registers
 constexpr int64_t kMinSegment = 512;    // tokens; shorter ones are not worth adding up
-constexpr int64_t kSteadyTokens = 128;  // tokens between two rescalings of the sums, at least one block
-constexpr int64_t kAheadBytes = 16384;  // how far ahead memory is read: a third of the first-level cache
+constexpr int64_t kSteadyTokens = 64;   // tokens between two rescalings of the sums, at least one block
+constexpr int64_t kAheadBytes = 8192;   // how far ahead memory is read: more pushes out what waits in the first cache
 constexpr int64_t kRunBytes = 4096;     // what a task reads of a block in one piece: a page
 constexpr float kLog2E = 1.44269504088896341f;
 
@@ -220,19 +220,27 @@ constexpr int chains() {
 // A function that does nothing but prefetch has no effect in the eyes of GCC 12, which leaves out calls of it.
 #define NEREID_INLINE inline __attribute__((always_inline))
 
+// Asks for what lies so many bytes from what is being read.
+NEREID_INLINE void ask(const void* at, int64_t ahead) {
+  __builtin_prefetch(static_cast<const char*>(at) + ahead, 0, 0);
+}
+
 NEREID_INLINE void fetch(const char* at, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 0);
 }
 
 // Scores of 16 tokens: G query heads against keys that lie dimension by dimension.
-template <typename T, int G>
-void score(const T* keys, int64_t stride, const float* query, int64_t dim, float* scores, int64_t scores_stride) {
+template <typename T, int G, bool kAsks = true>
+void score(const T* keys, int64_t stride, const float* query, int64_t dim, float* scores, int64_t scores_stride,
+           int64_t ahead) {
   constexpr int U = chains<G>();
+  const int64_t rest = stride == kLanes ? 64 / (kLanes * sizeof(T)) - 1 : 0;  // dimensions in the rest of a line
   Floats sums[U][G] = {};
   int64_t d = 0;
   for (; d + U <= dim; d += U)
 #pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
+      if (kAsks && ((d + u) & rest) == 0) ask(keys + (d + u) * stride, ahead);
       const Floats key = load(keys + (d + u) * stride);
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) sums[u][g] += key * query[g * dim + d + u];
@@ -253,7 +261,7 @@ void score(const T* keys, int64_t stride, const float* query, int64_t dim, float
 // out += weights of some tokens times U * 16 dimensions of their values, from dimension c on.
 template <typename T, int G, int U>
 inline void weigh_lanes(const T* values, int64_t dim, int64_t c, const float* weights, int64_t stride, int count,
-                        float* out, int64_t out_stride) {
+                        float* out, int64_t out_stride, int64_t ahead) {
   Floats sums[U][G];
 #pragma GCC unroll 4
   for (int u = 0; u < U; ++u)
@@ -262,6 +270,7 @@ inline void weigh_lanes(const T* values, int64_t dim, int64_t c, const float* we
   for (int t = 0; t < count; ++t)
 #pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
+      if (u % (64 / (kLanes * sizeof(T))) == 0) ask(values + t * dim + c + u * kLanes, ahead);
       const Floats value = load(values + t * dim + c + u * kLanes);
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) sums[u][g] += value * weights[g * stride + t];
@@ -275,13 +284,13 @@ inline void weigh_lanes(const T* values, int64_t dim, int64_t c, const float* we
 // out += weights of at most 16 tokens times their values.
 template <typename T, int G>
 void weigh(const T* values, int64_t dim, const float* weights, int64_t stride, int count, float* out,
-           int64_t out_stride) {
+           int64_t out_stride, int64_t ahead) {
   constexpr int U = chains<G>();
   int64_t c = 0;
   for (; c + U * kLanes <= dim; c += U * kLanes)
-    weigh_lanes<T, G, U>(values, dim, c, weights, stride, count, out, out_stride);
+    weigh_lanes<T, G, U>(values, dim, c, weights, stride, count, out, out_stride, ahead);
   for (; c + kLanes <= dim; c += kLanes)
-    weigh_lanes<T, G, 1>(values, dim, c, weights, stride, count, out, out_stride);
+    weigh_lanes<T, G, 1>(values, dim, c, weights, stride, count, out, out_stride, ahead);
   for (; c < dim; ++c)
     for (int t = 0; t < count; ++t)
       for (int g = 0; g < G; ++g)
@@ -293,8 +302,8 @@ template <typename T>
 struct Plain {
   typedef float Query;
   typedef float Weight;
-  typedef void (*Score)(const T*, int64_t, const Query*, int64_t, float*, int64_t);
-  typedef void (*Weigh)(const T*, int64_t, const Weight*, int64_t, int, float*, int64_t);
+  typedef void (*Score)(const T*, int64_t, const Query*, int64_t, float*, int64_t, int64_t);
+  typedef void (*Weigh)(const T*, int64_t, const Weight*, int64_t, int, float*, int64_t, int64_t);
   template <int G>
   static constexpr Score score_of = score<T, G>;
   template <int G>
@@ -326,13 +335,15 @@ inline __m512bh one_pair(uint32_t x) { return as_pairs(_mm512_set1_epi32(static_
 // As score: two dimensions at a time. Query is [pair of dimensions][G].
 template <int G>
 void score_pairs(const Bfloat16* keys, int64_t stride, const uint32_t* query, int64_t dim, float* scores,
-                 int64_t scores_stride) {
+                 int64_t scores_stride, int64_t ahead) {
   constexpr int U = G == 1 ? 8 : G <= 4 ? 4 : 2;
   alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512i order = _mm512_load_si512(kOrder);
   const bool together = stride == kLanes;
   const auto pair = [&](int64_t d) {
+    ask(keys + d * stride, ahead);
+    if (!together) ask(keys + (d + 1) * stride, ahead);
     const __m512i both = together
                              ? _mm512_loadu_si512(keys + d * kLanes)
                              : _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(
@@ -361,6 +372,7 @@ void score_pairs(const Bfloat16* keys, int64_t stride, const uint32_t* query, in
     for (int g = 0; g < G; ++g) sums[0][g] = _mm512_dpbf16_ps(sums[0][g], key, one_pair(query[g]));
   }
   if (d < dim) {
+    ask(keys + d * stride, ahead);
     const __m512i last = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys + d * stride)));
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) sums[0][g] = _mm512_dpbf16_ps(sums[0][g], as_pairs(last), one_pair(query[g]));
@@ -377,7 +389,7 @@ void score_pairs(const Bfloat16* keys, int64_t stride, const uint32_t* query, in
 // wide enough for all of them.
 template <int G, int U>
 inline void weigh_pair_lanes(const Bfloat16* values, int64_t dim, int64_t c, const uint16_t* weights, int64_t stride,
-                             int count, float* out, int64_t out_stride) {
+                             int count, float* out, int64_t out_stride, int64_t ahead) {
   alignas(64) static constexpr uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
@@ -400,6 +412,8 @@ inline void weigh_pair_lanes(const Bfloat16* values, int64_t dim, int64_t c, con
 #pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
       const __mmask32 mask = u == U - 1 ? some : ~0u;
+      ask(at + u * 32, ahead);
+      ask(at + dim + u * 32, ahead);
       const __m512i first = _mm512_maskz_loadu_epi16(mask, at + u * 32);
       const __m512i second = _mm512_maskz_loadu_epi16(alone ? 0 : mask, at + dim + u * 32);
       const __m512bh lower = as_pairs(_mm512_permutex2var_epi16(first, low, second));
@@ -423,12 +437,12 @@ inline void weigh_pair_lanes(const Bfloat16* values, int64_t dim, int64_t c, con
 
 template <int G>
 void weigh_pairs(const Bfloat16* values, int64_t dim, const uint16_t* weights, int64_t stride, int count, float* out,
-                 int64_t out_stride) {
+                 int64_t out_stride, int64_t ahead) {
   constexpr int U = G <= 4 ? 2 : 1;
   int64_t c = 0;
   for (; c + (U - 1) * 32 < dim; c += U * 32)
-    weigh_pair_lanes<G, U>(values, dim, c, weights, stride, count, out, out_stride);
-  for (; c < dim; c += 32) weigh_pair_lanes<G, 1>(values, dim, c, weights, stride, count, out, out_stride);
+    weigh_pair_lanes<G, U>(values, dim, c, weights, stride, count, out, out_stride, ahead);
+  for (; c < dim; c += 32) weigh_pair_lanes<G, 1>(values, dim, c, weights, stride, count, out, out_stride, ahead);
 }
 
 // Products of pairs, with sums in float32. Weights are rounded to bfloat16 for it.
@@ -436,8 +450,8 @@ template <>
 struct Arithmetic<Bfloat16> {
   typedef uint32_t Query;
   typedef uint16_t Weight;
-  typedef void (*Score)(const Bfloat16*, int64_t, const Query*, int64_t, float*, int64_t);
-  typedef void (*Weigh)(const Bfloat16*, int64_t, const Weight*, int64_t, int, float*, int64_t);
+  typedef void (*Score)(const Bfloat16*, int64_t, const Query*, int64_t, float*, int64_t, int64_t);
+  typedef void (*Weigh)(const Bfloat16*, int64_t, const Weight*, int64_t, int, float*, int64_t, int64_t);
   template <int G>
   static constexpr Score score_of = score_pairs<G>;
   template <int G>
@@ -569,19 +583,22 @@ class Reader {
     return visits_[at_++];
   }
 
-  // Ask for one of `parts` parts of a block that is some visits ahead.
-  NEREID_INLINE void fetch_part(int64_t part, int64_t parts) const {
+  // How many bytes from the block at hand the one lies that is to be asked for while this one is read, line by
+  // line, so that there is never more to wait for than the processor can. Where the two differ in size, all of it
+  // is asked for here, and the answer is 0.
+  NEREID_INLINE int64_t ahead() const {
     const int64_t index = at_ - 1 + ahead_;
-    if (index >= static_cast<int64_t>(visits_.size())) return;
-    const Visit& visit = visits_[index];
-    const int64_t from = visit.bytes * part / parts, to = visit.bytes * (part + 1) / parts;
-    const char* at = reinterpret_cast<const char*>(visit.at);
-    fetch(at + from, to - from);
-    if (std::is_same<T, int8_t>::value && part == 0) {
+    if (index >= static_cast<int64_t>(visits_.size())) return 0;
+    const Visit &here = visits_[at_ - 1], &there = visits_[index];
+    if (std::is_same<T, int8_t>::value) {
       const int64_t size = plan_.heads_per_task * shape_.block_size * sizeof(float);
-      fetch(reinterpret_cast<const char*>(layer_.key_scales + visit.cell * shape_.block_size), size);
-      fetch(reinterpret_cast<const char*>(layer_.value_scales + visit.cell * shape_.block_size), size);
+      fetch(reinterpret_cast<const char*>(layer_.key_scales + there.cell * shape_.block_size), size);
+      fetch(reinterpret_cast<const char*>(layer_.value_scales + there.cell * shape_.block_size), size);
     }
+    if (here.bytes == there.bytes)
+      return reinterpret_cast<const char*>(there.at) - reinterpret_cast<const char*>(here.at);
+    fetch(reinterpret_cast<const char*>(there.at), there.bytes);
+    return 0;
   }
 
  private:
@@ -690,14 +707,15 @@ void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>&
     const int64_t to = (end - start + kLanes - 1) / kLanes * kLanes;
     for (int64_t place = 0; place < end - start; place += size) {
       const auto visit = reader.next();
+      const int64_t ahead = reader.ahead();
       for (int64_t h = 0; h < task.num_heads; ++h) {
-        reader.fetch_part(h, task.num_heads);
         const T* keys = visit.at + h * shape.key_dim * size;
         for (int64_t t = std::max(from, place); t < std::min(to, place + size); t += kLanes)
           for (int64_t g = 0; g < group; g += kMaxGroup) {
             const int64_t count = std::min<int64_t>(kMaxGroup, group - g), row = h * group + g;
             float* at = scores + row * tile + t;
-            kScores[count - 1](keys + t - place, size, scratch.query.data() + row * query_size, shape.key_dim, at, tile);
+            kScores[count - 1](keys + t - place, size, scratch.query.data() + row * query_size, shape.key_dim, at, tile,
+                               g == 0 ? ahead : 0);
             if (kScaled) {
               const Floats scale = load(layer.key_scales + (visit.cell + h) * size + t - place);
               for (int64_t i = 0; i < count; ++i) *reinterpret_cast<Floats*>(at + i * tile) *= scale;
@@ -711,8 +729,8 @@ void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>&
     }
     for (int64_t place = 0; place < end - start; place += size) {
       const auto visit = reader.next();
+      const int64_t ahead = reader.ahead();
       for (int64_t h = 0; h < task.num_heads; ++h) {
-        reader.fetch_part(h, task.num_heads);
         const T* values = visit.at + h * shape.value_dim * size;
         for (int64_t t = std::max(from, place); t < std::min(to, place + size); t += kLanes)
           for (int64_t g = 0; g < group; g += kMaxGroup) {
@@ -724,7 +742,7 @@ void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>&
             }
             kWeighs[count - 1](values + (t - place) * shape.value_dim, shape.value_dim, at, tile,
                                static_cast<int>(std::min<int64_t>(kLanes, end - start - t)),
-                               scratch.out.data() + row * width, width);
+                               scratch.out.data() + row * width, width, g == 0 ? ahead : 0);
           }
       }
     }
@@ -871,7 +889,7 @@ void run(const Layer& layer, const Decodes& decodes, const Step& step, int num_t
 template <int G>
 void linear_tile(const int8_t* tile, const float* scales, const float* x, int64_t dim, float* out, int64_t out_stride) {
   alignas(64) float sums[G * kTile];
-  score<int8_t, G>(tile, kLanes, x, dim, sums, kTile);
+  score<int8_t, G, false>(tile, kLanes, x, dim, sums, kTile, 0);
   const Floats scale = load(scales);
   for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(out + g * out_stride) = load(sums + g * kTile) * scale;
 }

@@ -1,0 +1,297 @@
+"""The Responses API on the real server, through the openai library."""
+
+import json
+import re
+import signal
+import threading
+import time
+import urllib.request
+
+import openai
+import pydantic
+import pytest
+from fakes.response_events import StreamCheck
+from served import Served
+
+pytestmark = pytest.mark.triton
+
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the weather of a city",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+        },
+        "required": ["city"],
+    },
+}
+ASK = "What is the weather in Paris?"
+ENDLESS = {"max_output_tokens": 3000, "extra_body": {"ignore_eos": True}}
+FREE_WITHIN_S = 1.0
+# The page of metrics is written every tenth of a second, and read as often.
+PAGE_S = 0.2
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=served.openai_url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(client):
+    return client.models.list().data[0].id
+
+
+@pytest.fixture
+def create(client, model):
+    def send(given, **fields):
+        return client.responses.create(**{"model": model, "temperature": 0, **fields}, input=given)
+
+    return send
+
+
+def is_busy(gauge):
+    return gauge("num_requests") > 0 and gauge("kv_cache_blocks_used") > 0
+
+
+def wait_until(condition, limit_s=20.0):
+    """Seconds until it is true."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < limit_s
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def is_idle(gauge):
+    return gauge("num_requests") == 0 and gauge("kv_cache_blocks_used") == 0
+
+
+def test_reasoning_and_answer_are_items_and_a_stream_says_the_same(create):
+    whole = create("What is 27 + 45?")
+    assert whole.status == "completed"
+    assert [item.type for item in whole.output] == ["reasoning", "message"]
+    assert "72" in whole.output_text
+    assert whole.output[0].content[0].text
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+    events = [event.to_dict() for event in create("What is 27 + 45?", stream=True)]
+    final = StreamCheck().run(events)
+    assert len([e for e in events if e["type"] == "response.output_text.delta"]) > 1
+    assert [item["content"][0]["text"] for item in final["output"]] == [
+        item.content[0].text for item in whole.output
+    ]
+
+
+def test_effort_none_leaves_the_reasoning_out(create):
+    direct = create("What is 27 + 45?", reasoning={"effort": "none"})
+    assert [item.type for item in direct.output] == ["message"]
+    assert "72" in direct.output_text
+
+
+def test_a_call_streams_and_the_conversation_goes_on_with_its_output(create):
+    events = [event.to_dict() for event in create(ASK, tools=[WEATHER], stream=True)]
+    final = StreamCheck().run(events)
+    call = final["output"][-1]
+    assert (call["type"], call["name"]) == ("function_call", "get_weather")
+    assert json.loads(call["arguments"]) == {"city": "Paris"}
+    output = {
+        "type": "function_call_output",
+        "call_id": call["call_id"],
+        "output": '{"temperature": 21, "sky": "clear"}',
+    }
+    kept = create([output], tools=[WEATHER], previous_response_id=final["id"])
+    assert "21" in kept.output_text
+    sent = create(
+        [{"role": "user", "content": ASK}, *final["output"], output], tools=[WEATHER], store=False
+    )
+    assert sent.output_text == kept.output_text
+
+
+def test_a_forced_call_comes(create):
+    choice = {"type": "function", "name": "get_weather"}
+    made = create("Hello!", tools=[WEATHER], tool_choice=choice)
+    assert [item.name for item in made.output if item.type == "function_call"] == ["get_weather"]
+
+
+class Sum(pydantic.BaseModel):
+    left: int
+    right: int
+
+
+def test_an_answer_is_parsed_by_its_schema(client, model):
+    made = client.responses.parse(
+        model=model, input="What is 27 + 45?", text_format=Sum, max_output_tokens=400
+    )
+    assert isinstance(made.output_parsed, Sum)
+
+
+def test_logprobs_are_those_of_the_text(create):
+    made = create("What is 27 + 45?", include=["message.output_text.logprobs"], top_logprobs=2)
+    (part,) = made.output[-1].content
+    assert b"".join(bytes(one.bytes) for one in part.logprobs).decode() == part.text
+    assert {len(one.top_logprobs) for one in part.logprobs} == {2}
+
+
+def test_input_tokens_are_those_that_are_read(client, create, model):
+    counted = client.responses.input_tokens.count(model=model, input=ASK, tools=[WEATHER])
+    assert counted.input_tokens == create(ASK, tools=[WEATHER]).usage.input_tokens
+
+
+def test_a_conversation_that_is_too_long_loses_its_beginning_where_that_is_asked_for(create):
+    old = [{"role": "user", "content": "word " * 900}, {"role": "assistant", "content": "Yes."}]
+    items = [*(old * 8), {"role": "user", "content": "What is 27 + 45?"}]
+    with pytest.raises(openai.BadRequestError, match=r"the limit is \d+ \(max_model_len\)"):
+        create(items)
+    made = create(items, truncation="auto")
+    assert made.status in ("completed", "incomplete")
+    assert made.usage.input_tokens > 900
+
+
+def test_the_backends_error_has_the_names_of_this_api(create):
+    with pytest.raises(openai.BadRequestError) as caught:
+        create("hi", text={"format": {"type": "json_schema", "name": "x", "schema": {"type": 5}}})
+    assert caught.value.param == "text.format"
+
+
+def test_a_background_response_is_finished_without_its_client(client, create, gauge):
+    made = create("What is 27 + 45?", background=True)
+    assert made.status == "queued"
+    wait_until(lambda: client.responses.retrieve(made.id).status == "completed")
+    assert "72" in client.responses.retrieve(made.id).output_text
+    wait_until(lambda: is_idle(gauge))
+
+
+def test_cancelling_while_it_decodes_frees_its_blocks_within_a_second(client, create, gauge):
+    made = create("For ever and", background=True, **ENDLESS)
+    wait_until(lambda: is_busy(gauge) and client.responses.retrieve(made.id).output)
+    started = time.monotonic()
+    cancelled = client.responses.cancel(made.id)
+    wait_until(lambda: is_idle(gauge))
+    assert time.monotonic() - started < FREE_WITHIN_S + PAGE_S
+    assert cancelled.status == "cancelled"
+    assert cancelled.output_text or cancelled.output
+
+
+def test_cancelling_at_once_leaves_nothing(client, create, gauge):
+    for _ in range(8):
+        made = create("For ever and", background=True, **ENDLESS)
+        assert client.responses.cancel(made.id).status == "cancelled"
+    time.sleep(0.3)  # until the gauges have been published since
+    assert wait_until(lambda: is_idle(gauge)) < FREE_WITHIN_S + PAGE_S
+
+
+def test_deleting_ends_it_too(client, create, gauge):
+    made = create("For ever and", background=True, **ENDLESS)
+    wait_until(lambda: is_busy(gauge))
+    client.responses.delete(made.id)
+    assert wait_until(lambda: is_idle(gauge)) < FREE_WITHIN_S + PAGE_S
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+
+
+def test_a_client_that_leaves_ends_its_response(create, gauge):
+    stream = create("For ever and", stream=True, **ENDLESS)
+    for _ in stream:
+        if is_busy(gauge):
+            break
+    stream.close()
+    assert wait_until(lambda: is_idle(gauge)) < FREE_WITHIN_S + PAGE_S
+
+
+def test_a_background_stream_is_taken_up_again_and_ends_with_a_cancel(client, create, gauge):
+    stream = create("For ever and", stream=True, background=True, **ENDLESS)
+    events = []
+    for event in stream:
+        events.append(event.to_dict())
+        if event.type.endswith(".delta"):
+            break
+    stream.close()
+    response_id = events[0]["response"]["id"]
+    time.sleep(0.3)
+    assert client.responses.retrieve(response_id).status == "in_progress"
+    threading.Timer(0.3, client.responses.cancel, [response_id]).start()
+    last = events[-1]["sequence_number"]
+    again = client.responses.retrieve(response_id, stream=True, starting_after=last)
+    events += [event.to_dict() for event in again]
+    assert StreamCheck().run(events)["status"] == "cancelled"
+    assert wait_until(lambda: is_idle(gauge)) < FREE_WITHIN_S + PAGE_S
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """A server that runs one sequence at a time, and reads prompts slowly."""
+    with Served(
+        environment={"NEREID_MAX_NUM_SEQS": "1", "NEREID_MAX_NUM_BATCHED_TOKENS": "16"},
+        arguments=["--log-level=warning", "--embedding-model=none", "--rerank-model=none"],
+    ) as running:
+        yield running
+
+
+def gauge_of(port):
+    """Reads a gauge of the engine on this page of metrics."""
+
+    def read(name):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            text = page.read().decode()
+        return float(re.search(rf"^nereid:{name}{{.*}} (\S+)$", text, re.MULTILINE)[1])
+
+    return read
+
+
+def test_cancelling_while_it_waits_in_the_queue_takes_it_out(narrow):
+    gauge = gauge_of(narrow.metrics_port)
+    with openai.OpenAI(base_url=narrow.openai_url, api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        made = []
+        for _ in range(2):
+            made.append(
+                client.responses.create(model=model, input="For ever", background=True, **ENDLESS)
+            )
+            wait_until(lambda: gauge("num_requests") == len(made))
+        first, second = made
+        wait_until(lambda: client.responses.retrieve(first.id).output)
+        wait_until(lambda: gauge("num_requests_waiting") == 1)
+        started = time.monotonic()
+        cancelled = client.responses.cancel(second.id)
+        assert (cancelled.status, cancelled.output) == ("cancelled", [])
+        wait_until(lambda: gauge("num_requests_waiting") == 0)
+        assert time.monotonic() - started < FREE_WITHIN_S + PAGE_S
+        assert client.responses.retrieve(first.id).status == "in_progress"
+        client.responses.cancel(first.id)
+        assert wait_until(lambda: is_idle(gauge)) < FREE_WITHIN_S + PAGE_S
+        last = client.responses.create(model=model, input="What is 27 + 45?", temperature=0)
+        assert "72" in last.output_text
+
+
+def test_cancelling_while_it_is_prefilled_frees_its_blocks_within_a_second(narrow):
+    gauge = gauge_of(narrow.metrics_port)
+    with openai.OpenAI(base_url=narrow.openai_url, api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        text = "What is 27 + 45? " * 150
+        made = client.responses.create(model=model, input=text, background=True, **ENDLESS)
+        wait_until(lambda: gauge("num_requests_running") == 1)
+        started = time.monotonic()
+        cancelled = client.responses.cancel(made.id)
+        wait_until(lambda: is_idle(gauge))
+        assert time.monotonic() - started < FREE_WITHIN_S + PAGE_S
+        assert (cancelled.status, cancelled.output, cancelled.usage) == ("cancelled", [], None)
+
+
+def test_a_server_that_stops_waits_for_what_runs_in_the_background(narrow):
+    """The last test of this server: it ends it."""
+    with openai.OpenAI(base_url=narrow.openai_url, api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        fields = {"background": True, "stream": True, **ENDLESS, "max_output_tokens": 300}
+        with client.responses.create(model=model, input="For ever", **fields) as begun:
+            first = next(begun)
+        followed = client.responses.retrieve(first.response.id, stream=True, starting_after=0)
+        threading.Timer(0.1, narrow.process.send_signal, [signal.SIGTERM]).start()
+        final = StreamCheck().run([first.to_dict(), *(event.to_dict() for event in followed)])
+    assert final["status"] == "incomplete"
+    assert final["usage"]["output_tokens"] == 300
+    narrow.process.wait(timeout=60)
+    assert "1 requests finish first" in narrow.output

@@ -85,11 +85,11 @@ def compile_forward(
         )
         _build(whole, hook, folder)
     run = torch._inductor.aoti_load_package(str(folder / _LIBRARY))
-    own = _tensors(whole)
-    literals = load_file(folder / _LITERALS)
-    constants = {
-        name: own[name] if name in own else literals[name] for name in run.get_constant_fqns()
-    }
+    known = load_file(folder / _LITERALS) | _tensors(whole)
+    names = run.get_constant_fqns()
+    if unknown := [name for name in names if name not in known]:
+        raise UnfitError(f"its code uses {unknown[0]}, which is neither parameter nor buffer")
+    constants = {name: known[name] for name in names}
     run.load_constants(constants, check_full_update=True, user_managed=True)
     return CompiledForward(run)
 

@@ -30,6 +30,7 @@ from nereid_backend.execution.limits import (
     usable_cpus,
 )
 from nereid_backend.execution.loader import Checkpoint, choose_device, load_checkpoint
+from nereid_backend.execution.merge import merge_linears, separate_linears
 from nereid_backend.execution.packed import PackedPath
 from nereid_backend.execution.paths import ModelCall, Sizes, UnfitError
 from nereid_backend.execution.prepack import prepack_linears
@@ -171,15 +172,21 @@ def _load_weights(
     if device.type != "cpu" or not config.prepack:
         return checkpoint
     before = _short_logits(checkpoint)
-    if before is None:
+    if before is None or not prepack_linears(checkpoint.model, copy_shared=True):
         return checkpoint
-    if not prepack_linears(checkpoint.model, copy_shared=True):
-        return checkpoint
-    after = _short_logits(checkpoint)
-    if after is not None and (after - before).abs().max() <= _PREPACK_TOLERANCE * before.std():
-        return checkpoint
-    progress("its code reads weights of linear layers itself, so they stay as loaded")
-    return read()
+    if not _same(before, _short_logits(checkpoint)):
+        progress("its code reads weights of linear layers itself, so they stay as loaded")
+        return read()
+    merge_linears(checkpoint.model, lambda: _short_logits(checkpoint))
+    if not _same(before, _short_logits(checkpoint)):
+        separate_linears(checkpoint.model)
+    return checkpoint
+
+
+def _same(before: Tensor, after: Tensor | None) -> bool:
+    if after is None:
+        return False
+    return bool((after - before).abs().max() <= _PREPACK_TOLERANCE * before.std())
 
 
 def _quantised(checkpoint: Checkpoint, progress: Progress) -> Checkpoint:

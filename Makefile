@@ -14,7 +14,7 @@ ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu load-test soak clean
+.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,8 +112,8 @@ bench-growth: setup ## Charts of how a step grows with batch, context, waiting r
 bench-gpu: ## On a machine with an NVIDIA GPU: checks every kernel against its twin, then measures (no network; needs torch with CUDA)
 	@$(PYTHON) loadtest/bench_gpu.py $(ARGS)
 
-load-test: setup ## locust against a served stack: make load-test ARGS='-u 8 -r 4 -t 2m'
-	@$(BIN)/locust -f loadtest/locustfile.py --host http://127.0.0.1:$(OPENAI_PORT) --headless $(ARGS)
+loadtest: setup ## Two minutes of mixed load on servers of its own, every answer checked: make loadtest ARGS='--seconds 20'
+	@$(BIN)/python loadtest/load.py $(ARGS)
 
 soak: setup ## Mixed traffic with a fault a minute, invariants checked all along: make soak MINUTES=30
 	@$(BIN)/python loadtest/soak.py --minutes $(MINUTES) $(ARGS)

@@ -22,6 +22,7 @@ _TOOL = {
     "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
 }
 BODIES = {
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 3},
     "/v1/chat/completions": _CHAT | {"tools": [_TOOL], "tool_choice": "auto", "stop": ["x"]},
     "/v1/completions": {"prompt": _WORDS, "max_tokens": 3, "logprobs": 2, "echo": True, "n": 2},
     "/v1/embeddings": {"input": _WORDS, "encoding_format": "float", "dimensions": 8},

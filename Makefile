@@ -14,7 +14,7 @@ ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak clean
+.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -117,6 +117,12 @@ loadtest: setup ## Two minutes of mixed load on servers of its own, every answer
 
 soak: setup ## Mixed traffic with a fault a minute, invariants checked all along: make soak MINUTES=30
 	@$(BIN)/python loadtest/soak.py --minutes $(MINUTES) $(ARGS)
+
+cancel-storm: setup ## Twenty thousand requests, half of them given up at random, through every door
+	@$(BIN)/python loadtest/cancel_storm.py $(ARGS)
+
+flat-memory: setup ## Traffic at saturation: does any process keep growing? make flat-memory MINUTES=10
+	@$(BIN)/python loadtest/soak.py --faults none --minutes $(MINUTES) --users 16 $(ARGS)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -8,9 +8,10 @@
 //     bfloat16  [panel][dim / 2][16][2]    ... two inputs', as the dot product of pairs takes them
 //
 // A step of few rows is bound by memory, so weights are read once, in order, fetched ahead; one of many
-// rows by arithmetic, so a tile of up to 12 rows stays in registers. Sums are float32. The rows of a
-// tile lie input by input ([dim][rows]), because more rows than a processor has address registers
-// would be read otherwise.
+// rows by arithmetic, so a tile of up to 12 rows stays in registers. Where there are several tiles, two
+// panels stay in the cache for all of them, while the next two are fetched. Sums are float32. The rows of
+// a tile lie input by input ([dim][rows]), because more rows than a processor has address registers would
+// be read otherwise.
 
 #include <algorithm>
 #include <cstdint>
@@ -28,7 +29,7 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr int kMostRows = 12;
-constexpr int64_t kAhead = 2048;  // bytes; measured best of 512 to 4096 for one to 16 rows on Zen 5
+constexpr int64_t kAhead = 2048;  // bytes; the best of 512 to 4096 for one to 16 rows on Zen 5
 
 #ifdef __AVX512F__
 
@@ -76,9 +77,11 @@ struct Call {
   int64_t num_words;  // of one row of inputs
 };
 
-// out[r][16 * panel ...] for R rows and P panels. x: [num_words][R].
-template <typename T, int R, int P>
-inline void tile(const Call<T>& call, int64_t panel, const typename T::Word* x, typename T::Number* out) {
+// out[r][16 * panel ...] for R rows and P panels. x: [num_words][R]. next: what to fetch meanwhile, a panel long;
+// null: these panels' own weights, a little ahead.
+template <typename T, int R, int P, bool kFetchesOwn>
+inline void tile(const Call<T>& call, int64_t panel, const typename T::Word* x, typename T::Number* out,
+                 const typename T::Word* next) {
   const int64_t words = call.num_words, stride = words * kLanes;
   const typename T::Word* weight = call.weight + panel * stride;
   __m512 sums[R][P];
@@ -94,8 +97,9 @@ inline void tile(const Call<T>& call, int64_t panel, const typename T::Word* x, 
     for (int p = 0; p < P; ++p) {
       const typename T::Word* at = weight + p * stride + k * kLanes;
       weights[p] = T::load(at);
-      _mm_prefetch(reinterpret_cast<const char*>(at) + kAhead, _MM_HINT_T0);
+      if (kFetchesOwn) _mm_prefetch(reinterpret_cast<const char*>(at) + kAhead, _MM_HINT_T0);
     }
+    if (!kFetchesOwn) _mm_prefetch(reinterpret_cast<const char*>(next + k * kLanes), _MM_HINT_T1);
     for (int r = 0; r < R; ++r)
       for (int p = 0; p < P; ++p) sums[r][p] = T::add(sums[r][p], weights[p], x[k * R + r]);
   }
@@ -105,20 +109,26 @@ inline void tile(const Call<T>& call, int64_t panel, const typename T::Word* x, 
 
 // As many panels together as there are registers for their sums.
 template <typename T, int R>
-void rows(const Call<T>& call, int64_t first, int64_t last, const typename T::Word* x, typename T::Number* out) {
+void rows(const Call<T>& call, int64_t first, int64_t last, const typename T::Word* x, typename T::Number* out,
+          const typename T::Word* next) {
   constexpr int P = R <= 6 ? 4 : 2;
   int64_t panel = first;
-  for (; panel + P <= last; panel += P) tile<T, R, P>(call, panel, x, out);
-  for (; panel < last; ++panel) tile<T, R, 1>(call, panel, x, out);
+  if (next) {
+    for (; panel + 2 <= last; panel += 2) tile<T, R, 2, false>(call, panel, x, out, next);
+    for (; panel < last; ++panel) tile<T, R, 1, false>(call, panel, x, out, next);
+    return;
+  }
+  for (; panel + P <= last; panel += P) tile<T, R, P, true>(call, panel, x, out, nullptr);
+  for (; panel < last; ++panel) tile<T, R, 1, true>(call, panel, x, out, nullptr);
 }
 
 template <typename T>
 void some_rows(int64_t count, const Call<T>& call, int64_t first, int64_t last, const typename T::Word* x,
-               typename T::Number* out) {
+               typename T::Number* out, const typename T::Word* next) {
   switch (count) {
-#define NEREID_ROWS(R)                        \
-  case R:                                     \
-    rows<T, R>(call, first, last, x, out);    \
+#define NEREID_ROWS(R)                              \
+  case R:                                           \
+    rows<T, R>(call, first, last, x, out, next);    \
     break;
     NEREID_ROWS(1) NEREID_ROWS(2) NEREID_ROWS(3) NEREID_ROWS(4) NEREID_ROWS(5) NEREID_ROWS(6)
     NEREID_ROWS(7) NEREID_ROWS(8) NEREID_ROWS(9) NEREID_ROWS(10) NEREID_ROWS(11) NEREID_ROWS(12)
@@ -162,12 +172,17 @@ void linear(const void* weight, const void* bias, const void* input, void* outpu
     }
     const Word* from = num_rows > 1 ? laid : reinterpret_cast<const Word*>(x);
     const int64_t first = num_panels * thread / threads, last = num_panels * (thread + 1) / threads;
-    // One tile: panel after panel. Several: a few panels stay in the cache for all of them.
-    const int64_t step = num_tiles == 1 ? std::max<int64_t>(num_panels, 1) : 2;
-    for (int64_t panel = first; panel < last; panel += step)
-      for (int64_t t = 0; t < num_tiles; ++t)
-        some_rows<T>(begin(t + 1) - begin(t), call, panel, std::min(last, panel + step), from + begin(t) * words,
-                     call.out + begin(t) * num_outputs);
+    if (num_tiles == 1) {
+      some_rows<T>(num_rows, call, first, last, from, call.out, nullptr);
+    } else {
+      for (int64_t panel = first; panel < last; panel += 2)
+        for (int64_t t = 0; t < num_tiles; ++t) {
+          // The first tile fetches one of the next two panels, the second the other.
+          const int64_t next = std::min(panel + 2 + std::min<int64_t>(t, 1), num_panels - 1);
+          some_rows<T>(begin(t + 1) - begin(t), call, panel, std::min(last, panel + 2), from + begin(t) * words,
+                       call.out + begin(t) * num_outputs, call.weight + next * words * kLanes);
+        }
+    }
   }
 }
 

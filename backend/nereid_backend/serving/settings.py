@@ -24,11 +24,14 @@ OTHER_NAMES = POOLING_NAMES | frozenset(
         "max_body_bytes",
         "max_concurrent_requests",
         "max_prompts",
+        "max_stored_response_bytes",
+        "max_stored_responses",
         "openai_host",
         "openai_port",
         "python",
         "request_timeout_s",
         "served_model_name",
+        "stored_response_age_s",
         "unread_timeout_s",
     }
 )

@@ -16,6 +16,15 @@ def crowded(tmp_path_factory):
         yield running
 
 
+@pytest.fixture(autouse=True)
+def rest(crowded):
+    """Wait until the server takes requests: what it was asked for in the test before is over."""
+    deadline = time.monotonic() + 10
+    while post(crowded, max_tokens=1).status_code != 200:
+        assert time.monotonic() < deadline, "the server goes on to refuse"
+        time.sleep(0.1)
+
+
 def post(served, **fields):
     body = {"model": "scripted", "prompt": "Go", "max_tokens": 2000, "ignore_eos": True}
     with httpx.Client(timeout=30, trust_env=False) as client:

@@ -22,7 +22,7 @@ from nereid_backend.core.params import SamplingParams
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving.channel import Channel, ChannelClosedError
 from nereid_backend.serving.outbox import Outbox
-from nereid_backend.serving.pulse import Pulse
+from nereid_backend.serving.pulse import Pulse, kill_if_hung
 from nereid_backend.serving.wire import unpack_update
 
 _STOP_TIMEOUT_S = 5.0
@@ -176,14 +176,16 @@ class EngineClient:
         process, pulse = self._process, self._pulse
         if process is None or pulse is None:
             return
-        is_on_cpu = self.info.get("device") == "cpu"
-        if pulse.hangs(timeout_s, is_working=is_working, is_on_cpu=is_on_cpu):
-            process.kill()
-            process.wait(_STOP_TIMEOUT_S)
-            raise EngineDiedError(
-                f"the engine was at one step for {pulse.silent_s:.0f} s without a sign of life; "
-                f"the limit is {timeout_s:g} s (engine_hang_timeout_s); it was killed"
-            )
+        killed = kill_if_hung(
+            process,
+            pulse,
+            (timeout_s, "engine_hang_timeout_s"),
+            name="engine",
+            is_working=is_working,
+            is_on_cpu=self.info.get("device") == "cpu",
+        )
+        if killed is not None:
+            raise EngineDiedError(killed)
 
     def stop(self) -> None:
         """End the process: ask, then terminate, then kill."""

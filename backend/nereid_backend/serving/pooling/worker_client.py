@@ -19,7 +19,7 @@ from nereid_backend.pooling.config import PoolingConfig
 from nereid_backend.serving.channel import Channel, ChannelClosedError
 from nereid_backend.serving.engine_client import EngineDiedError, Refusal
 from nereid_backend.serving.pooling.jobs import Job, Outcome
-from nereid_backend.serving.pulse import Pulse
+from nereid_backend.serving.pulse import Pulse, kill_if_hung
 
 _STOP_TIMEOUT_S = 5.0
 _START_POLL_S = 0.2
@@ -127,14 +127,16 @@ class WorkerClient:
         process, pulse = self._process, self._pulse
         if process is None or pulse is None:
             return
-        is_on_cpu = self.info.get("device") == "cpu"
-        if pulse.hangs(timeout_s, is_working=is_working, is_on_cpu=is_on_cpu):
-            process.kill()
-            process.wait(_STOP_TIMEOUT_S)
-            raise EngineDiedError(
-                f"the worker was at one step for {pulse.silent_s:.0f} s without a sign of life; "
-                f"the limit is {timeout_s:g} s (hang_timeout_s); it was killed"
-            )
+        killed = kill_if_hung(
+            process,
+            pulse,
+            (timeout_s, "hang_timeout_s"),
+            name="worker",
+            is_working=is_working,
+            is_on_cpu=self.info.get("device") == "cpu",
+        )
+        if killed is not None:
+            raise EngineDiedError(killed)
 
     def stop(self) -> None:
         """End the process: ask, then terminate, then kill."""

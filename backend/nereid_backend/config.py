@@ -11,7 +11,7 @@ from typing import Any
 from nereid_backend.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "int8")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 WEIGHT_DTYPES = ("auto", "int8")
 
 _UNITS = {
@@ -42,8 +42,9 @@ class EngineConfig:
         max_model_len: longest prompt and answer together, in tokens; None is the most that the
             model and the KV cache's memory allow.
         kv_cache_memory: bytes, or text such as "2GiB"; None is a share of the free memory.
-        kv_cache_dtype: "auto" is dtype; "int8" takes about half of bfloat16's memory or a quarter
-            of float32's, on CPUs, and changes answers a little.
+        kv_cache_dtype: "auto" is dtype; "int8" and "fp8" (e4m3) take about half of bfloat16's
+            memory or a quarter of float32's, and change answers a little. int8 is the nearer one
+            for most models; fp8 keeps what is small beside outliers, and is slow on a CPU.
         block_size: tokens in one block of the KV cache.
         max_num_seqs: at most so many requests run at once.
         max_num_batched_tokens: at most so many tokens go through the model in one step; longer
@@ -57,11 +58,20 @@ class EngineConfig:
             server's own processes need: threads that wait for each other stall when one is late.
         prepack: on a CPU, lay out linear layers' weights for its matrix products at load, which is
             up to several times as fast; an output layer tied to the embedding then takes its memory
-            twice.
-        compile_forward: on a CPU, compile the model's forward pass into a library of its own, which
-            saves what Python and small operations cost; half a minute and more at the first start,
-            kept on disk for the next. A model whose code cannot be compiled runs as it is.
+            twice. On any device, compute layers that have one input as one product.
+        compile_forward: compile the model's forward pass into a library of its own, which saves
+            what Python and small operations cost; half a minute and more at the first start, kept
+            on disk for the next. A model whose code cannot be compiled, or computes something else
+            then, runs as it is. Made for CPUs; on GPUs it has never run.
+        cuda_graphs: on a GPU, steps in which every request adds one token are captured, once for
+            each shape, and replayed from then on, which saves launching their kernels one by one.
+            What cannot be captured, or computes something else then, is launched as before.
         enable_prefix_caching: a prompt's beginning is not computed again while the KV cache has it.
+        sampling_kernel: on a GPU, tokens are chosen by one kernel that neither sorts nor makes
+            anything wait; the same tokens but where rounding decides. Off, because how fast it is
+            has not been measured. Where it differs from the plain way at load, that one is taken.
+        async_scheduling: begin the next step before what this one brought has been read, so that a
+            GPU does not wait for the host in between. A CPU gains nothing.
         num_speculative_tokens: at most so many next tokens of an answer are guessed from its own
             text each step, and kept where the model agrees; 0 is off.
         trust_remote_code: whether Python files that come with a checkpoint may be run.
@@ -91,7 +101,10 @@ class EngineConfig:
     num_threads: int | None = None
     prepack: bool = True
     compile_forward: bool = False
+    cuda_graphs: bool = True
     enable_prefix_caching: bool = True
+    async_scheduling: bool = False
+    sampling_kernel: bool = False
     num_speculative_tokens: int = 0
     trust_remote_code: bool = False
     grammar_threads: int = 2
@@ -108,9 +121,10 @@ class EngineConfig:
                 _check_count(name, getattr(self, name), minimum=2 if name == "max_model_len" else 1)
         for name in ("seed", "num_speculative_tokens"):
             _check_count(name, getattr(self, name), minimum=0)
-        for name in ("prepack", "compile_forward", "enable_prefix_caching", "trust_remote_code"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: must be true or false, got {getattr(self, name)!r}")
+        for field in fields(self):
+            if field.type is bool and not isinstance(getattr(self, field.name), bool):
+                value = getattr(self, field.name)
+                raise ConfigError(f"{field.name}: must be true or false, got {value!r}")
         self._check_grammar_limits()
         if self.kv_cache_memory is not None:
             # Text is turned into bytes here, once, so that every reader finds a number.
@@ -174,8 +188,8 @@ class EngineConfig:
             raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ConfigError(
-                f"kv_cache_dtype: must be one of {', '.join(KV_CACHE_DTYPES)} (8-bit floating "
-                f"point is not made, on any device), got {self.kv_cache_dtype!r}"
+                f"kv_cache_dtype: must be one of {', '.join(KV_CACHE_DTYPES)}, got "
+                f"{self.kv_cache_dtype!r}"
             )
         if self.weight_dtype not in WEIGHT_DTYPES:
             raise ConfigError(

@@ -17,11 +17,13 @@ from nereid_backend.core.preparation import Preparation
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepPlan, StepResult
-from nereid_backend.errors import CapacityError, EngineError, RequestError, is_lost_device
+from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.execution.logits import check_token_ids
 from nereid_backend.execution.startup import load
 from nereid_backend.execution.text import load_decoder
+from nereid_backend.failures import StepFailures
 from nereid_backend.generate import generate
+from nereid_backend.lookahead import LookAhead
 
 if TYPE_CHECKING:
     from nereid_backend.constraints import Guides
@@ -87,7 +89,10 @@ class Engine:
         self._preparation = Preparation()
         self._decode: Callable[[list[int]], str] | None = None
         self.begun: list[tuple[str, float]] = []
-        self._num_failed_steps = 0
+        self._failures = StepFailures(config.max_step_failures)
+        self._look_ahead: LookAhead | None = None
+        if config.async_scheduling:
+            self._look_ahead = self._make_look_ahead(progress or logger.info)
 
     def step(self) -> list[RequestUpdate]:
         """Compute the next tokens of the requests whose turn it is.
@@ -96,25 +101,27 @@ class Engine:
             What is new, one update for each sequence that got tokens or ended. A step that fails
             ends all sequences that took part in it with an error, and the engine goes on. While
             there is nothing to do but to wait for grammars, it returns after some milliseconds.
+            With async_scheduling the next step is under way by then; if it could not be begun,
+            its sequences have a second update, which ends them.
 
         Raises:
             EngineError: the device is lost, or max_step_failures steps in a row have failed; this
                 engine is of no more use.
         """
         self._start_prepared()
+        self.begun = []
+        if self._look_ahead is not None:
+            updates = self._look_ahead.step()
+            return self._wait_for_guides() if updates is None else updates
         plan = self._scheduler.plan()
-        self._note_begun(plan)
         if not plan.chunks:
             return self._scheduler.commit(plan, StepResult()) or self._wait_for_guides()
+        self._note_begun(plan)
         try:
             result = self._runner.run(plan)
-        except Exception as error:
-            logger.exception("a step of %d sequences failed", len(plan.chunks))
-            message = f"the engine failed: {type(error).__name__}: {error}"
-            self._num_failed_steps += 1
-            self._give_up_if_hopeless(error, message)
-            return self._scheduler.fail(plan, message)
-        self._num_failed_steps = 0
+        except Exception as error:  # noqa: BLE001 - the step's requests end here, and are told
+            return self._scheduler.fail(plan, self._failures.tell(plan, error))
+        self._failures.forget()
         return self._scheduler.commit(plan, result)
 
     def add_request(
@@ -168,6 +175,7 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop a request, or only one of its sequences; the next step reports the end.
 
+        Its blocks are free at once, or after that step if one is under way (async_scheduling).
         Unknown and ended ones are ignored.
         """
         self._scheduler.abort(request_id, index)
@@ -254,22 +262,24 @@ class Engine:
         """
         self._scheduler.check()
 
+    def _make_look_ahead(self, progress: Callable[[str], None]) -> LookAhead | None:
+        if self._scheduler.lookup is not None:
+            progress("async_scheduling: off, because guesses are made from the last token")
+            return None
+        if self.info.path != "packed":
+            progress(
+                f"async_scheduling: off, because only the packed path can, not {self.info.path}"
+            )
+            return None
+        return LookAhead(self._scheduler, self._runner, self._failures, self._note_begun)
+
     def _note_begun(self, plan: StepPlan) -> None:
         now = time.monotonic()
-        self.begun = [
+        self.begun += [
             (chunk.request.request_id, now)
             for chunk in plan.chunks
             if chunk.is_first and not chunk.request.was_reported
         ]
-
-    def _give_up_if_hopeless(self, error: Exception, message: str) -> None:
-        limit = self._config.max_step_failures
-        if is_lost_device(message):
-            raise EngineError(f"{message}; the device is lost") from error
-        if self._num_failed_steps >= limit:
-            raise EngineError(
-                f"{message}; {limit} steps in a row have failed (max_step_failures)"
-            ) from error
 
     def _load_guides(self) -> "Guides":
         if self._guides is None:

@@ -1,6 +1,7 @@
 """Stands for a model and its KV cache in tests of the core."""
 
 import random
+from collections.abc import Sequence
 
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
@@ -9,6 +10,8 @@ from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 
 BLOCK = 4
 EOS = 1
+# Stands in a slot for what is not a finite number; hash() never gives it.
+NAN = -1
 
 
 def next_token(token_ids: list[int], index: int) -> int:
@@ -34,6 +37,9 @@ class ScriptedModel:
     Every token it gives depends on the whole sequence as read from the cache, and that must be the
     request's own: a wrong block table, a block lost or shared wrongly, a chunk that was skipped or
     a copy not made raises. With limited sight it reads what that covers, and nothing before it.
+
+    A request that goes wrong leaves NaN in the slot of its last token. Masking does not stop NaN,
+    so it harms whoever has that slot in his table, whether he looks at it or not.
     """
 
     def __init__(
@@ -53,38 +59,58 @@ class ScriptedModel:
         self._rng = rng or random.Random(0)
         self._forced = forced
         self._broken = broken
+        self._went_wrong: set[Request] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
+        self.compute(plan)
+        result = self.answer(plan)
+        self.clear_broken(plan, result)
+        return result
+
+    def compute(self, plan: StepPlan, sampled: Sequence[int] = ()) -> None:
+        """The forward pass; pending chunks get their tokens from what was sampled before."""
         blocks = [self.slots[a * BLOCK : (a + 1) * BLOCK] for a, _ in plan.copies]
         for (_, target), block in zip(plan.copies, blocks, strict=True):
             self.slots[target * BLOCK : (target + 1) * BLOCK] = block
         self.num_copied += len(blocks)
-        for chunk in plan.chunks:
-            self._store(chunk)
+        pending = {index: [sampled[source]] for index, source in plan.pending}
+        for index, chunk in enumerate(plan.chunks):
+            self._store(chunk, pending.get(index, []))
         if self._rng.random() < self._broken / 4:
             for chunk in plan.chunks:
                 self.clear(chunk.request)
             raise RuntimeError("a fault made by the test")
+
+    def answer(self, plan: StepPlan) -> StepResult:
+        """Tokens for the chunks that sample, and what was asked about prompts."""
         prompts = {
             index: [TokenLogprobs([token], [-1.0], 1) for token in self._followers(chunk)]
             for index, chunk in enumerate(plan.chunks)
             if chunk.request.params.prompt_logprobs is not None
         }
         sampled = [self._answer(chunk) for chunk in plan.chunks if chunk.samples]
+        return StepResult(sampled, prompts)
+
+    def clear_broken(self, plan: StepPlan, result: StepResult) -> None:
+        """What is done about sequences that went wrong, once that is known."""
         sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
-        for request, outcome in zip(sampling, sampled, strict=True):
+        for request, outcome in zip(sampling, result.sampled, strict=True):
             if outcome.error is not None:
                 self.clear(request)
-        return StepResult(sampled, prompts)
 
     def clear(self, request: Request) -> None:
         for block in request.block_table[request.num_dropped_blocks :]:
             self.slots[block * BLOCK : (block + 1) * BLOCK] = [None] * BLOCK
 
-    def _store(self, chunk: Chunk) -> None:
+    def _store(self, chunk: Chunk, pending: list[int]) -> None:
         request, start, num_tokens = chunk[:3]
-        known = request.token_ids + request.draft_token_ids
+        known = request.token_ids + request.draft_token_ids + pending
         assert start + num_tokens <= len(known)
+        if request in self._went_wrong:
+            return  # Its step was begun before that was known.
+        blocks = request.block_table[request.num_dropped_blocks :]
+        found = {slot for b in blocks for slot in self.slots[b * BLOCK : (b + 1) * BLOCK]}
+        assert NAN not in found, f"{request}: NaN has come to it"
         before = None
         if self._sight is not None:
             before = self._check(request, known[:start], self._sight.first_seen(start))
@@ -103,6 +129,8 @@ class ScriptedModel:
     def _answer(self, chunk: Chunk) -> Sampled:
         request = chunk.request
         if self._rng.random() < self._broken:
+            self._went_wrong.add(request)
+            self.slots[self._slot(request, chunk.start + chunk.num_tokens - 1)] = NAN
             return Sampled([], [], "not finite")
         tokens = list(request.token_ids)
         sight = self._sight

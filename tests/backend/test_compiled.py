@@ -2,6 +2,7 @@ import pytest
 import torch
 from backend.tiny_models import VOCAB_SIZE, Family
 from nereid_backend import Engine, EngineConfig, SamplingParams
+from nereid_backend.attention.cpu import Spent
 from nereid_backend.execution import compiled, native_linear, startup
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -68,6 +69,16 @@ def test_what_was_compiled_is_kept_and_serves_another_checkpoint_of_the_same_sha
     assert found == expected
     assert list((folder / "compiled").iterdir()) == kept
 
+    engine = Engine(EngineConfig(str(path), kv_cache_memory="4MiB", compile_forward=True))
+    try:
+        spent = engine._runner._path._cache.spent = Spent()
+        engine.generate(PROMPTS, GREEDY)
+    finally:
+        engine.close()
+    # So its kernels are called as C functions, and not as operators by way of Python.
+    assert spent.linear_ns > 0
+    assert spent.attention_ns > 0
+
 
 def test_a_model_that_cannot_be_traced_runs_as_it_is_and_says_why(checkpoint, monkeypatch):
     path = checkpoint("llama")
@@ -89,7 +100,9 @@ def test_a_library_that_computes_something_else_is_not_used(checkpoint, monkeypa
     monkeypatch.setattr(
         startup,
         "compile_forward",
-        lambda *_: compiled.CompiledForward(lambda *rows: torch.zeros(len(rows[2]), VOCAB_SIZE)),
+        lambda *_, **__: compiled.CompiledForward(
+            lambda *rows: torch.zeros(len(rows[2]), VOCAB_SIZE)
+        ),
     )
     found, said = answers(path, compile_forward=True)
     assert "the forward pass is not compiled: differs from the model alone" in said
@@ -101,3 +114,19 @@ def test_a_model_on_another_path_says_that_it_is_not_compiled(tmp_path):
     found, said = answers(bloom.save(tmp_path / "bloom"), compile_forward=True)
     assert "only the packed path can be, and this is the padded one" in said
     assert all(len(tokens) == 12 for tokens in found)
+
+
+def test_literals_come_back_to_the_model_s_device_but_for_those_of_the_host(tmp_path):
+    class Elsewhere(torch.Tensor):  # says that it is on a GPU
+        device = torch.device("cuda")
+
+    literals = {"here": torch.ones(2), "there": torch.ones(2).as_subclass(Elsewhere)}
+    compiled._save_literals(literals, tmp_path / "literals")
+    found = compiled._load_literals(tmp_path / "literals", torch.device("meta"))
+    assert {name: tensor.device.type for name, tensor in found.items()} == {
+        "here": "cpu",
+        "there": "meta",
+    }
+    assert found["here"].tolist() == [1.0, 1.0]
+    compiled._save_literals({}, tmp_path / "none")
+    assert compiled._load_literals(tmp_path / "none", torch.device("meta")) == {}

@@ -4,7 +4,7 @@ from backend.test_logits import VOCAB, make_request
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.execution.logprobs import prompt_logprobs, slices
+from nereid_backend.execution.logprobs import rank_prompt, slices
 from nereid_backend.execution.sampler import sample
 from transformers import AutoModelForCausalLM
 
@@ -50,7 +50,8 @@ def test_half_precision_logits_are_normalised_in_float32():
     torch.manual_seed(0)
     logits = (torch.randn(2, VOCAB) * 8).bfloat16()
     expected = logits.float().log_softmax(-1)
-    for row, top in enumerate(prompt_logprobs(logits, [4, 5], 3)):
+    (ranked,) = rank_prompt(logits, [4, 5], 3)
+    for row, top in enumerate(ranked.read(*ranked.tensors)):
         assert top.logprobs == pytest.approx(expected[row][top.token_ids].tolist(), abs=1e-5)
 
 

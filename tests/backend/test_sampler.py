@@ -5,6 +5,7 @@ from nereid_backend import SamplingParams
 from nereid_backend.core.request import Request
 from nereid_backend.execution import sampler
 from nereid_backend.execution.sampler import sample, uniform_numbers
+from nereid_backend.execution.verify import Position
 
 VOCAB = 50
 
@@ -200,3 +201,20 @@ def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges(monkeypatc
         expected = np.searchsorted(sums, numbers * sums[-1], side="right")
         wrong = (tokens.numpy() != expected).sum()
         assert wrong <= 2, "more than rounding explains"
+
+
+def test_rows_in_doubt_are_chosen_again_when_the_choices_are_read(monkeypatch):
+    monkeypatch.setattr(sampler, "_LIKELIEST_DEFERRED", 2)
+    torch.manual_seed(5)
+    settings = [{"top_p": 0.9, "logprobs": 2}, {"top_k": 30}, {"temperature": 0.0}, {}]
+    positions = [Position(make_request(seed=seed, **settings[seed % 4]), []) for seed in range(200)]
+    logits = torch.randn(len(positions), VOCAB)
+    expected = sampler.Sampler(defers=False).choose(logits, positions)
+    given = logits.clone()
+    choosing = sampler.Sampler(defers=True).begin(given, positions)
+    given.fill_(float("nan"))  # as the next forward pass may do
+    choices, drawn = choosing.result()
+    assert choices == expected
+    assert drawn == choosing.token_ids.tolist()
+    wrong = [index for index in range(200) if drawn[index] != choices.token_ids[index]]
+    assert {index % 4 for index in wrong} == {0, 1}

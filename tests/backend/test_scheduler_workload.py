@@ -7,6 +7,7 @@ import pytest
 from backend.scripted_model import BLOCK, EOS, ScriptedModel, expected_answer
 from nereid_backend import SamplingParams
 from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sight import Sight
@@ -86,6 +87,9 @@ class Workload:
             updates = self.scheduler.commit(plan, self.model.run(plan))
         except RuntimeError as error:
             updates = self.scheduler.fail(plan, str(error))
+        self.take(updates)
+
+    def take(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
             key = (update.request_id, update.index)
             assert key in self.alive, "reported after its end"

@@ -2,7 +2,15 @@ import pytest
 import torch
 from kernels.steps import SPECS, Steps
 from nereid_backend.attention import gpu
-from nereid_backend.attention.gpu import GpuInt8KVCache, GpuKVCache, Step
+from nereid_backend.attention.float8_cache import Float8KVCache
+from nereid_backend.attention.gpu import (
+    Float8,
+    GpuFloat8KVCache,
+    GpuInt8KVCache,
+    GpuKVCache,
+    Step,
+    float8_of,
+)
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
@@ -147,36 +155,104 @@ def test_real_shapes_equal_the_reference_on_a_gpu(spec, dtype, device):
     check(spec, device, dtype, shapes=[*shapes, (0, 2000), (5000, 300), (0, 17)])
 
 
-@pytest.mark.parametrize("name", ["window, softcap and sinks", "keys and values of 192 and 128"])
-def test_attention_over_integers_equals_the_reference_within_their_rounding(name, device):
+@pytest.fixture(params=list(Float8)[1:], ids=lambda way: way.name)
+def float8(request, device, monkeypatch):
+    """Each way in which kernels make numbers of 8-bit floats, as far as the device has it."""
+    if device.type == "cuda" and request.param is Float8.DEVICE is not float8_of(device):
+        pytest.skip("this device does not convert 8-bit floating point itself")
+    monkeypatch.setattr(gpu, "float8_of", lambda device: request.param)
+    return request.param
+
+
+def check_scaled(kinds, name, device, dtype=torch.float32):
     found, expected = [
-        Steps(kind, SPECS[name], torch.float32, device).fill().run()
-        for kind in (GpuInt8KVCache, Int8KVCache)
+        Steps(kind, SPECS[name], dtype, device).fill().run().float() for kind in kinds
     ]
     # The reference takes a new prompt's own keys before they are rounded.
-    torch.testing.assert_close(found[:4], expected[:4], atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(found, expected, atol=5e-2, rtol=5e-2)
+    exact = 2e-5 if dtype == torch.float32 else TOLERANCE[dtype]["atol"]
+    torch.testing.assert_close(found[:4], expected[:4], atol=exact, rtol=exact)
+    rounding = 0.25 if kinds[1] is Float8KVCache else 5e-2
+    torch.testing.assert_close(found, expected, atol=rounding, rtol=rounding)
 
 
-def test_integers_are_written_as_the_reference_writes_them_and_odd_numbers_show(device):
-    spec = LayerSpec(3, 3, 24, 10)
+@pytest.mark.parametrize("name", ["window, softcap and sinks", "keys and values of 192 and 128"])
+def test_attention_over_integers_equals_the_reference_within_their_rounding(name, device):
+    check_scaled((GpuInt8KVCache, Int8KVCache), name, device)
+
+
+@pytest.mark.parametrize("name", ["window, softcap and sinks", "keys and values of 192 and 128"])
+def test_attention_over_8_bit_floats_equals_the_reference_within_their_rounding(
+    name, device, float8
+):
+    check_scaled((GpuFloat8KVCache, Float8KVCache), name, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_8_bit_floats_serve_models_in_half_precision(dtype, device, float8):
+    check_scaled((GpuFloat8KVCache, Float8KVCache), "heads of 96", device, dtype)
+
+
+def written(kinds, key, value, device):
+    """The caches that the kernel and the reference write."""
+    num_heads, num_tokens, key_dim = key.shape
+    spec = LayerSpec(num_heads, num_heads, key_dim, value.shape[2])
+    slots = torch.arange(4, 4 + num_tokens, device=device)
+    blocks = -(-num_tokens // 4) + 1
+    ours, theirs = [
+        kind([spec], num_blocks=blocks, block_size=4, dtype=torch.float32, device=device)
+        for kind in kinds
+    ]
+    step = Step(spec, ours.keys[0], ours.values[0], 1.0, None, *gpu._kept(ours, 0))
+    gpu.store(key, value, step, slots)
+    theirs.store(0, key.transpose(0, 1), value.transpose(0, 1), store_rows(slots, num_heads, 4))
+    return ours, theirs
+
+
+def odd_vectors(device):
     key = torch.randn(5, 3, 24, device=device).transpose(0, 1)
     value = torch.randn(3, 5, 10, device=device)
     key[0, 1, 3], value[1, 2, 0], key[2, 3] = float("nan"), float("inf"), 0.0
-    slots = torch.tensor([4, 5, 6, 7, 8], device=device)
-    caches = [
-        kind([spec], num_blocks=3, block_size=4, dtype=torch.float32, device=device)
-        for kind in (GpuInt8KVCache, Int8KVCache)
-    ]
-    ours, theirs = caches
-    scales = ours.key_scales[0], ours.value_scales[0]
-    gpu.store(key, value, Step(spec, ours.keys[0], ours.values[0], 1.0, None, scales), slots)
-    theirs.store(0, key.transpose(0, 1), value.transpose(0, 1), store_rows(slots, 3, 4))
+    key[2, 4] = 1e-40
+    return key, value
+
+
+def test_integers_are_written_as_the_reference_writes_them_and_odd_numbers_show(device):
+    ours, theirs = written((GpuInt8KVCache, Int8KVCache), *odd_vectors(device), device)
     for name in ("key_scales", "value_scales"):
         found, expected = getattr(ours, name)[0], getattr(theirs, name)[0]
         torch.testing.assert_close(found, expected, equal_nan=True)
         assert found.isnan().sum() == 1
     for name, factors in (("keys", theirs.key_scales), ("values", theirs.value_scales)):
-        is_plain = ~factors[0].isnan()[..., None]
+        # What is next to nothing may be any next to nothing.
+        is_plain = (factors[0] > 1e-38)[..., None]
         difference = getattr(ours, name)[0].int() - getattr(theirs, name)[0].int()
         assert (difference.abs() * is_plain).max() <= 1
+
+
+def test_8_bit_floats_are_written_as_the_reference_writes_them_and_odd_numbers_show(device, float8):
+    ours, theirs = written((GpuFloat8KVCache, Float8KVCache), *odd_vectors(device), device)
+    for name in ("keys", "values"):
+        scales, expected = getattr(ours, name[:-1] + "_scales")[0], getattr(theirs, name)[0]
+        torch.testing.assert_close(
+            scales, getattr(theirs, name[:-1] + "_scales")[0], equal_nan=True
+        )
+        assert scales.isnan().sum() == 1
+        is_plain = (scales > 1e-38)[..., None]
+        # Neighbouring numbers have neighbouring bytes.
+        difference = getattr(ours, name)[0].int() - expected.int()
+        assert (difference.abs() * is_plain).max() <= 1
+        assert ((difference != 0) & is_plain).float().mean() < 0.01
+        # No byte means "not a number": that is for the factor to say.
+        assert ((getattr(ours, name)[0] & 0x7F) != 0x7F).all()
+
+
+def test_every_8_bit_float_is_written_as_itself_and_halves_go_to_even(device, float8):
+    whole = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (whole[1:] + whole[:-1]) / 2
+    # Two tokens of many heads: few programs, which is what the interpreter's time goes by.
+    key = torch.cat((whole, -whole, between, -between)).view(253, 2, 1).repeat(1, 1, 2)
+    # The factor is one.
+    key[..., 1] = 448.0
+    key = key.to(device)
+    ours, theirs = written((GpuFloat8KVCache, Float8KVCache), key, key, device)
+    torch.testing.assert_close(ours.keys[0], theirs.keys[0], atol=0, rtol=0)

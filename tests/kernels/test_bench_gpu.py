@@ -2,7 +2,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,7 +61,10 @@ def test_a_kernel_that_differs_from_its_twin_stops_it(device, monkeypatch):
         )
 
 
-def test_integers_that_are_off_by_more_than_their_rounding_stop_it(device, monkeypatch):
+@pytest.mark.parametrize(("kind", "factor"), [("GpuInt8KVCache", 1.01), ("GpuFloat8KVCache", 1.08)])
+def test_numbers_of_8_bits_that_are_off_by_more_than_their_rounding_stop_it(
+    device, monkeypatch, kind, factor
+):
     import gpu_kernels
     from nereid_backend.attention import gpu
     from nereid_backend.attention.layers import LayerSpec
@@ -67,7 +72,7 @@ def test_integers_that_are_off_by_more_than_their_rounding_stop_it(device, monke
     plain = gpu.store
 
     def wrong(key, value, step, slots):
-        plain(key * 1.01, value, step, slots)
+        plain(key * factor, value, step, slots)
 
     monkeypatch.setattr(gpu, "store", wrong)
     with pytest.raises(gpu_kernels.KernelError, match="more than their rounding"):
@@ -77,7 +82,7 @@ def test_integers_that_are_off_by_more_than_their_rounding_stop_it(device, monke
             [(20, 1), (0, 3)],
             torch.float32,
             device,
-            gpu.GpuInt8KVCache,
+            getattr(gpu, kind),
         )
 
 
@@ -89,3 +94,95 @@ def test_a_cache_write_that_differs_from_its_twin_stops_it(device, monkeypatch):
     monkeypatch.setattr(gpu, "store", lambda *args: None)
     with pytest.raises(gpu_kernels.KernelError, match="cache write"):
         gpu_kernels.check("small", LayerSpec(2, 1, 16, 16), [(20, 1)], torch.float32, device)
+
+
+# The part about the engine, with stand-ins for the processes that take minutes.
+
+FOUND = {
+    "load_s": 9.0,
+    "prefill": {"64": 6400.0},
+    "decode": {"1": 100.0, "3": 240.0},
+    "steps": {"1": {"step_ms": 9.5, "forward_ms": 1.0, "host_ms": 2.0}},
+    "replays": 7,
+}
+
+
+@pytest.fixture
+def bench_gpu(monkeypatch):
+    import bench_gpu
+
+    monkeypatch.setattr(bench_gpu, "make_model", lambda *_: (8_000_000, 8.0))
+    return bench_gpu
+
+
+def report_of(bench_gpu, run, monkeypatch):
+    monkeypatch.setattr(bench_gpu, "run_contestant", run)
+    args = SimpleNamespace(rehearse=True, folder=None, shape=None)
+    left_out = []
+    engine = bench_gpu.engine(torch.device("cpu"), 1e9, args, 0.0, left_out)
+    case = {"name": "8 of 32768", "milliseconds": 1.0, "rate": 1e9, "limit": 1e9, "share": 0.9}
+    machine = {"device": "d", "date": "d", "command": "c"}
+    return {
+        "machine": {**machine, "torch": "t", "triton": "t", "transformers": "t"},
+        "checks": [{"difference": 0.0}],
+        "copy_bytes_per_s": 1e9,
+        "decode": [case],
+        "prefill": [{**case, "share": 0.35}],
+        "engine": engine,
+        "left_out": left_out,
+        "seconds": 1.0,
+    }
+
+
+def test_targets_say_by_how_much_they_are_met_or_missed(bench_gpu, monkeypatch):
+    asked = []
+
+    def run(name, folder, workload, started, settings=None):
+        asked.append((name, settings))
+        return FOUND if name == "nereid" else {"decode": {"3": 60.0}}
+
+    report = report_of(bench_gpu, run, monkeypatch)
+    text = bench_gpu.markdown(report)
+    assert "share of a copy's rate | at least 0.85 | 0.90 | met, 1.06 of it" in text
+    assert "torch's fused | at least 0.7 | 0.35 | missed, 0.50 of it" in text
+    # 8 MB at 1 GB/s are 8 ms, a step takes 10.
+    assert "reading the weights | at least 0.8 | 0.80 | met, 1.00 of it" in text
+    assert "3 sequences, times generate_batch | at least 3 | 4.00 | met, 1.33 of it" in text
+    # 64 tokens take 10 ms, one pass 8.
+    assert "first token, times one forward pass | at most 1.5 | 1.25 | met, 1.20 of it" in text
+    assert "| as it is | 9 | 10.0 | 240 | 9.50 | 1.00 | 2.00 |  |  |  | 7 |" in text
+    assert asked[1][0] == "generate_batch"
+    settings = [given for name, given in asked if name == "nereid"]
+    assert {} in settings
+    assert {"cuda_graphs": False} in settings
+    assert {"compile_forward": True} in settings
+    assert {"async_scheduling": True} in settings
+    assert "Left out" not in text
+
+
+def test_what_there_was_no_time_for_is_listed(bench_gpu, monkeypatch):
+    def run(name, folder, workload, started, settings=None):
+        if name == "nereid" and settings == {}:
+            return FOUND
+        return {"error": "no time was left of 480 s"}
+
+    report = report_of(bench_gpu, run, monkeypatch)
+    text = bench_gpu.markdown(report)
+    assert "times generate_batch | at least 3 |  | not measured" in text
+    assert "- generate_batch: no time was left of 480 s" in text
+    assert "- the engine, compiled: no time was left of 480 s" in text
+
+
+def test_a_contestant_is_not_begun_without_time_or_with_a_setting_that_is_not_there(bench_gpu):
+    late = time.monotonic() - bench_gpu._LIMIT_S + 5
+    assert "no time was left" in bench_gpu.run_contestant("nereid", "", {}, late)["error"]
+    found = bench_gpu.run_contestant("nereid", "", {}, time.monotonic(), {"unheard_of": True})
+    assert found == {"error": "this engine has no setting unheard_of"}
+
+
+def test_checks_that_take_too_long_give_up_what_is_left_of_them(bench_gpu):
+    left_out = []
+    late = time.monotonic() - bench_gpu._CHECKS_S
+    found = bench_gpu.checks(torch.device("cpu"), SimpleNamespace(rehearse=True), late, left_out)
+    assert found == []
+    assert len(left_out) == 8

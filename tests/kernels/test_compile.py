@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "loadtest" / "compile_kernels.py"
-# What a program may have: 163 KiB on an A100 (compute capability 8.0), 227 on an H100 (9.0).
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-KERNELS = {"store_kernel", "decode_kernel", "reduce_kernel", "prefill_kernel"}
+# What a program may have: 163 KiB on an A100 (compute capability 8.0), of which 8.6 and 8.9, cut in
+# the same way, have 99; 227 on an H100 (9.0).
+SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
+KERNELS = {"store_kernel", "decode_kernel", "reduce_kernel", "prefill_kernel", "sample_kernel"}
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +20,9 @@ def lines(tmp_path_factory):
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
     environment.pop("TRITON_INTERPRET", None)
+    options = ("--specs", "128", "sampling", "--dtypes", "bfloat16", "int8", "fp8")
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--specs", "128", "--dtypes", "bfloat16", "int8"],
+        [sys.executable, str(SCRIPT), *options],
         capture_output=True,
         text=True,
         env=environment,

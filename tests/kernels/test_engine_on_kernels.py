@@ -42,9 +42,11 @@ def test_an_engine_answers_on_the_kernels_as_on_the_reference(tmp_path, device, 
     assert info.self_check_difference < 1e-4
 
 
-def test_an_engine_on_the_kernels_over_integers_answers(tmp_path, device, monkeypatch):
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+def test_an_engine_on_the_kernels_answers_from_8_bits(stored, tmp_path, device, monkeypatch):
     if device.type != "cpu":
-        pytest.skip("kv_cache_dtype int8 is refused on a GPU")
+        pytest.skip("on a GPU the engine takes the kernels by itself")
     folder = BY_NAME["llama"].save(tmp_path)
-    found, _ = answers(folder, GpuKVCache, monkeypatch, kv_cache_dtype="int8")
+    found, info = answers(folder, GpuKVCache, monkeypatch, kv_cache_dtype=stored)
     assert [len(tokens) for tokens in found] == [4, 4, 4]
+    assert info.self_check_difference < 0.2

@@ -37,8 +37,9 @@ def test_attention_has_the_name_of_the_kind_of_cache_and_variants_have_that_of_t
     assert names == ["reference", "native", "triton-language", "triton-language"]
 
 
-def test_integers_on_a_gpu_have_a_cache_of_their_own_and_elsewhere_the_one_of_that_place():
+def test_8_bits_on_a_gpu_have_caches_of_their_own_and_elsewhere_those_of_that_place():
     assert choose.stored_type(gpu.GpuKVCache, "int8") is gpu.GpuInt8KVCache
+    assert choose.stored_type(gpu.GpuKVCache, "fp8") is gpu.GpuFloat8KVCache
     assert choose.stored_type(gpu.GpuKVCache, "auto") is gpu.GpuKVCache
     assert choose.stored_type(CpuKVCache, "int8") is CpuInt8KVCache
 
@@ -123,3 +124,12 @@ def test_tables_in_the_repository_can_be_read():
         device = json.loads(path.read_text())["device"]
         assert slug(device) == path.stem
         assert set(table_of(device)) <= set(KERNELS)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_consumers_gpus_are_cut_as_those_are_whose_products_take_registers(dim, itemsize):
+    cuts = [default_tuning("prefill", dim, itemsize, generation) for generation in (8, 12)]
+    assert cuts[0] == cuts[1]
+    if itemsize < 4:
+        assert cuts[0] != default_tuning("prefill", dim, itemsize, 9)

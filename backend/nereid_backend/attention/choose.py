@@ -2,12 +2,16 @@
 """Which kind of KV cache, and with it which attention, serves a device."""
 
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 
-from nereid_backend.attention import cpu, gpu, int8_cache
+from nereid_backend.attention import cpu, gpu, gpu_check
+from nereid_backend.attention.float8_cache import Float8KVCache
+from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +20,8 @@ _NAMES: dict[type[KVCache], str] = {
     cpu.CpuKVCache: "native",
     gpu.GpuKVCache: "triton-language",
 }
+# What the torch reference reads.
+_PLAIN = (Int8KVCache, Float8KVCache, KVCache)
 # The first GPUs with asynchronous copies and bfloat16 products, which the kernels count on.
 _CAPABILITY = (8, 0)
 
@@ -32,10 +38,38 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 
 
 def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
-    """The kind of cache that stores what the setting says and is laid out as this kind is."""
-    if kv_cache_dtype == "int8" and issubclass(kind, gpu.GpuKVCache):
-        return gpu.GpuInt8KVCache
-    return int8_cache.stored_type(kind, kv_cache_dtype)
+    """The kind of cache that stores what the setting says, for where this kind would be."""
+    if kv_cache_dtype == "auto":
+        return kind
+    if issubclass(kind, gpu.GpuKVCache):
+        return gpu.GpuInt8KVCache if kv_cache_dtype == "int8" else gpu.GpuFloat8KVCache
+    if kv_cache_dtype == "fp8":
+        if issubclass(kind, cpu.CpuKVCache):
+            logger.warning("attention without native kernels, several times slower: fp8 has none")
+        return Float8KVCache
+    return CpuInt8KVCache if issubclass(kind, cpu.CpuKVCache) else Int8KVCache
+
+
+def proven_type(
+    kind: type[KVCache],
+    layers: Sequence[LayerSpec],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> type[KVCache]:
+    """The kind, or the plain one of its content where GPU kernels fail at one of these layers.
+
+    Each kind of layer is tried once in a process, on the device.
+    """
+    if not issubclass(kind, gpu.GpuKVCache) or device.type != "cuda":
+        return kind
+    for spec in dict.fromkeys(layers):
+        # mypy does not take a type for hashable.
+        reason = gpu_check.why_not(kind, spec, block_size, dtype, device)  # type: ignore[arg-type]
+        if reason is not None:
+            logger.warning("attention without GPU kernels, several times slower: %s", reason)
+            return next(base for base in _PLAIN if issubclass(kind, base))
+    return kind
 
 
 def attention_name(kind: type[KVCache]) -> str:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention on a CPU with native kernels, which read blocks where they are.
 
-Decodes go through the kernel; a prefill is matrix products all the way, for which torch's fused
-attention is as good, so it goes the reference's way over the same cache.
+A decode is bound by memory, a prefill by arithmetic, so each has a kernel of its own.
 """
 
 import ctypes
 import functools
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nereid_backend.attention import reference
 from nereid_backend.attention.batch import AttentionBatch
 from nereid_backend.attention.cpu_build import KernelBuildError, load_library
 from nereid_backend.attention.kv_cache import KVCache
@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Shape(ctypes.Structure):
-    """`Shape` of cpu_kernels.cpp."""
+    """`Shape` of cpu_kernels.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim")),
@@ -41,7 +41,7 @@ class _Shape(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    """`Layer` of cpu_kernels.cpp."""
+    """`Layer` of cpu_kernels.h."""
 
     _fields_ = (
         ("shape", _Shape),
@@ -51,7 +51,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Decodes(ctypes.Structure):
-    """`Decodes` of cpu_kernels.cpp."""
+    """`Decodes` of cpu_kernels.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("tokens", "blocks")),
@@ -59,6 +59,33 @@ class _Decodes(ctypes.Structure):
         ("lens", c_void_p),
         ("num_seqs", c_int64),
     )
+
+
+class _Prefill(ctypes.Structure):
+    """`Prefill` of cpu_kernels.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("first", "num_tokens", "num_cached")),
+        ("blocks", c_void_p),
+    )
+
+
+class _Forward(ctypes.Structure):
+    """`Forward` of cpu_shim.cpp."""
+
+    _fields_ = (
+        *(("layers", c_void_p), ("num_layers", c_int64)),
+        *(("groups", c_void_p), ("num_groups", c_int64)),
+        *(("prefills", c_void_p), ("num_prefills", c_int64)),
+        *(("slots", c_void_p), ("num_tokens", c_int64), ("num_threads", c_int64)),
+        ("spent", c_void_p),
+    )
+
+
+class Spent(ctypes.Structure):
+    """Nanoseconds that compiled models have spent in the kernels."""
+
+    _fields_ = (("linear_ns", c_int64), ("attention_ns", c_int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +105,8 @@ class _NativeStep:
 
     slots: int
     num_tokens: int
-    groups: list[_Decodes]
+    groups: "ctypes.Array[_Decodes]"
+    prefills: "ctypes.Array[_Prefill]"
 
 
 @functools.cache
@@ -98,6 +126,9 @@ def kernels() -> ctypes.CDLL:
     library.nereid_linear_int8.argtypes = [*([pointer] * 4), *([size] * 3), c_int]
     library.nereid_linear_int8.restype = None
     library.nereid_attend.restype = None
+    library.nereid_attend_prefills.argtypes = [pointer, pointer, size, *rows, *[pointer] * 2, c_int]
+    library.nereid_attend_prefills.restype = None
+    library.nereid_serve.argtypes, library.nereid_serve.restype = [pointer], None
     return library
 
 
@@ -128,16 +159,21 @@ class CpuKVCache(KVCache):
         keys: per layer [num_blocks + 1, num_kv_heads, key_dim, block_size].
         key_scales: per layer, where the cache holds integers (int8_cache.py); empty elsewhere.
         value_scales: the same for values.
+        spent: what compiled models spend in the kernels is added here; None: it is not measured.
     """
 
+    spent: Spent | None
     key_scales: list[Tensor]
     value_scales: list[Tensor]
     _native: dict[int, _NativeLayer]
+    _native_layers: "ctypes.Array[_Layer] | None"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - KVCache's own
         super().__init__(*args, **kwargs)
         self.key_scales, self.value_scales = [], []
         self._native = {}
+        self._native_layers = None
+        self.spent = None
         # All zero so far, so that another shape over the same memory is another layout.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
 
@@ -157,6 +193,17 @@ class CpuKVCache(KVCache):
             made = self._native_layer(number, spec, scale, dtype, block_size)
             found = self._native[number] = _NativeLayer(spec, scale, dtype, block_size, made)
         return found.layer
+
+    def native_layers(self, specs: Sequence[LayerSpec], block_size: int) -> "ctypes.Array[_Layer]":
+        """All layers as the kernels want them but for their scales; made once."""
+        found = self._native_layers
+        if found is None:
+            made = [
+                self._native_layer(number, spec, 0.0, self.dtype, block_size)
+                for number, spec in enumerate(specs)
+            ]
+            found = self._native_layers = (_Layer * len(made))(*made)
+        return found
 
     def _native_layer(
         self, number: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
@@ -227,13 +274,13 @@ def attend(
     if last != 1:
         value = value.contiguous()
         value_head, value_token, _ = value.stride()
-    step = batch.device_rows
-    if not isinstance(step, _NativeStep):
-        step = batch.device_rows = _native_step(batch)
+    step = _native_step(batch)
     spec = layer[1]
-    out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
+    out = query.new_empty(step.num_tokens, spec.num_heads, spec.value_dim)
     sinks_float = None if sinks is None else sinks.float().contiguous()
+    sinks_at = None if sinks_float is None else sinks_float.data_ptr()
     native = ctypes.byref(cache.native(layer, scale, query.dtype, batch.block_size))
+    num_threads = torch.get_num_threads()
     num_tokens = step.num_tokens
     for group in step.groups:
         kernels().nereid_attend(
@@ -244,18 +291,60 @@ def attend(
             *(value.data_ptr(), value_head, value_token),
             step.slots,
             num_tokens,
-            None if sinks_float is None else sinks_float.data_ptr(),
+            sinks_at,
             out.data_ptr(),
-            torch.get_num_threads(),
+            num_threads,
         )
         num_tokens = 0  # The first call has stored them.
-    if not batch.prefills:
-        return out
-    rest = reference.attend_prefills((query, key, value), layer, cache, batch, scale, sinks)
-    return torch.cat([out, rest]) if batch.num_decodes else rest
+    if step.prefills:
+        kernels().nereid_attend_prefills(
+            native,
+            step.prefills,
+            len(step.prefills),
+            *(query.data_ptr(), head, token),
+            sinks_at,
+            out.data_ptr(),
+            num_threads,
+        )
+    return out
+
+
+@contextmanager
+def serving(
+    cache: CpuKVCache, layers: Sequence[LayerSpec], batch: AttentionBatch
+) -> Iterator[None]:
+    """Let compiled models that run in this thread meanwhile call the kernels for one step.
+
+    Args:
+        cache: gets the step's keys and values. Mutated.
+        layers: what each layer needs.
+        batch: where everything is.
+    """
+    step = _native_step(batch)
+    natives = cache.native_layers(layers, batch.block_size)
+    forward = _Forward(
+        *(ctypes.addressof(natives), len(natives)),
+        *(ctypes.addressof(step.groups), len(step.groups)),
+        *(ctypes.addressof(step.prefills), len(step.prefills)),
+        *(step.slots, step.num_tokens, torch.get_num_threads()),
+        None if cache.spent is None else ctypes.addressof(cache.spent),
+    )
+    kernels().nereid_serve(ctypes.byref(forward))
+    try:
+        yield
+    finally:
+        kernels().nereid_serve(None)
 
 
 def _native_step(batch: AttentionBatch) -> _NativeStep:
+    """A step as the kernels want it; made for its first layer, and kept."""
+    step = batch.device_rows
+    if not isinstance(step, _NativeStep):
+        step = batch.device_rows = _make_native_step(batch)
+    return step
+
+
+def _make_native_step(batch: AttentionBatch) -> _NativeStep:
     groups = [
         _Decodes(
             None if group.tokens is None else group.tokens.data_ptr(),
@@ -266,5 +355,14 @@ def _native_step(batch: AttentionBatch) -> _NativeStep:
         )
         for group in batch.decodes
     ]
-    # A step without decodes is stored all the same.
-    return _NativeStep(batch.slots.data_ptr(), batch.slots.numel(), groups or [_Decodes()])
+    prefills = [
+        _Prefill(p.start, p.end - p.start, p.num_cached, p.blocks.data_ptr())
+        for p in batch.prefills
+    ]
+    groups = groups or [_Decodes()]  # A step without decodes is stored all the same.
+    return _NativeStep(
+        batch.slots.data_ptr(),
+        batch.slots.numel(),
+        (_Decodes * len(groups))(*groups),
+        (_Prefill * len(prefills))(*prefills),
+    )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the CPU kernels once for this machine and loads them.
 
-A compiler is all it takes (about two seconds); no torch headers, because the library's interface is
-plain C. The library is kept in a cache folder under a name that says what it was built from.
+A compiler is all it takes (some seconds); no torch headers, because the interfaces on both sides
+are plain C. The library is kept in a cache folder under a name that says what it was built from.
+It is loaded for all to see, so that models compiled by AOTInductor find its functions.
 """
 
 import ctypes
@@ -22,9 +23,14 @@ import torch
 logger = logging.getLogger(__name__)
 
 SOURCES = (
-    Path(__file__).with_name("cpu_kernels.cpp"),
+    Path(__file__).with_name("cpu_decode.cpp"),
+    Path(__file__).with_name("cpu_prefill.cpp"),
+    Path(__file__).with_name("cpu_shim.cpp"),
     Path(__file__).parents[1] / "execution" / "cpu_linear.cpp",
 )
+_HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))
+# What cpu_shim.cpp calls.
+_TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
 _COMPILERS = ("g++", "c++")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fPIC")
 _TIMEOUT_S = 120
@@ -47,7 +53,7 @@ def load_library() -> ctypes.CDLL:
     if not path.is_file():
         _build(compiler, path)
     try:
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise KernelBuildError(f"{path} cannot be loaded: {error}") from error
 
@@ -74,7 +80,8 @@ def _build(compiler: str, path: Path) -> None:
                 list(pool.map(_run, commands))
             built /= path.name
             # Linked without -fopenmp, which would bring the compiler's own OpenMP library.
-            _run([compiler, "-shared", *compiled, *openmp, "-o", str(built)])
+            libraries = [str(_TORCH), *openmp]
+            _run([compiler, "-shared", *compiled, *libraries, "-o", str(built)])
             built.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"the kernels could not be built: {error}") from error
@@ -108,10 +115,11 @@ def _openmp() -> list[str]:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Changes with the source, the flags, the compiler, the processor and torch's OpenMP."""
+    """Changes with the source, the flags, the compiler, the processor, torch and its OpenMP."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
-    sources = [source.read_text(encoding="utf-8") for source in SOURCES]
-    parts = [*sources, *_FLAGS, *_openmp(), version.stdout, processor()]
+    sources = [source.read_text(encoding="utf-8") for source in (*_HEADERS, *SOURCES)]
+    libraries = [torch.__version__, str(_TORCH), *_openmp()]
+    parts = [*sources, *_FLAGS, *libraries, version.stdout, processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -9,6 +9,7 @@ The kernels are imported when the first step runs, because they need the `triton
 torch brings along on machines with a GPU.
 """
 
+import enum
 import functools
 import math
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.batch import AttentionBatch
+from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu_batch import DecodeRows, GpuBatch, PrefillRows
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.scaled_cache import ScaledKVCache
 from nereid_backend.attention.tuning import Device, Tuning, table_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,6 +54,21 @@ class GpuInt8KVCache(Int8KVCache, GpuKVCache):
     """The same as 8-bit integers, each vector with its factor; see `Int8KVCache`."""
 
 
+class GpuFloat8KVCache(Float8KVCache, GpuKVCache):
+    """The same as 8-bit floating point, each vector with its factor; see `Float8KVCache`."""
+
+
+class Float8(enum.IntEnum):
+    """How kernels make other numbers of 8-bit floating point; a constant of theirs."""
+
+    NONE = 0
+    """It is none: numbers as they are, or integers."""
+    DEVICE = 1
+    """By the device's own instructions, from compute capability 8.9 on."""
+    BITS = 2
+    """By moving bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One attention call.
@@ -61,8 +79,9 @@ class Step:
         values: likewise.
         scale: factor on the scores.
         sinks: [num_heads], or None.
-        scales: of keys and values that are integers, each [num_blocks + 1, num_kv_heads,
-            block_size] float32; None: they are numbers as they are.
+        scales: of keys and values of 8 bits, each [num_blocks + 1, num_kv_heads, block_size]
+            float32; None: they are numbers as they are.
+        float8: what to do about keys and values that are e4m3, kept as bytes.
     """
 
     spec: LayerSpec
@@ -71,6 +90,7 @@ class Step:
     scale: float
     sinks: Tensor | None
     scales: tuple[Tensor, Tensor] | None = None
+    float8: Float8 = Float8.NONE
 
 
 def attend(
@@ -98,10 +118,7 @@ def attend(
     """
     query, key, value = (_rows(tensor) for tensor in inputs)
     number, spec = layer
-    scales = None
-    if isinstance(cache, GpuInt8KVCache):
-        scales = cache.key_scales[number], cache.value_scales[number]
-    step = Step(spec, cache.keys[number], cache.values[number], scale, sinks, scales)
+    step = Step(spec, cache.keys[number], cache.values[number], scale, sinks, *_kept(cache, number))
     out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
     # Kernels go to the current device, which need not be the cache's.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
@@ -157,6 +174,7 @@ def store(key: Tensor, value: Tensor, step: Step, slots: Tensor) -> None:
         KEY_PADDED=_power(key_dim),
         VALUE_PADDED=_power(value_dim),
         HAS_SCALES=step.scales is not None,
+        IS_FLOAT8=step.float8 is not Float8.NONE,
         num_warps=4,
         **_FUSED,
     )
@@ -200,6 +218,7 @@ def decode(query: Tensor, step: Step, rows: DecodeRows, out: Tensor, tuning: Tun
         ROWS=height,
         IS_SPLIT=is_split,
         HAS_SCALES=step.scales is not None,
+        FLOAT8=int(step.float8),
         **_sizes(step),
         **shared,
         HAS_CAP=spec.softcap is not None,
@@ -249,6 +268,7 @@ def prefill(query: Tensor, step: Step, rows: PrefillRows, out: Tensor, tuning: T
         HAS_CAP=spec.softcap is not None,
         HAS_SINKS=step.sinks is not None,
         HAS_SCALES=step.scales is not None,
+        FLOAT8=int(step.float8),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **_FUSED,
@@ -289,6 +309,23 @@ def device_of(device: torch.device) -> Device:
         return Device({})
     generation, _ = torch.cuda.get_device_capability(device)
     return Device(table_of(torch.cuda.get_device_name(device)), generation)
+
+
+def _kept(cache: GpuKVCache, number: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
+    """A layer's scales, if it has any, and how its numbers are kept; as `Step` has them."""
+    if not isinstance(cache, ScaledKVCache):
+        return None, Float8.NONE
+    is_float8 = isinstance(cache, Float8KVCache)
+    float8 = float8_of(cache.device) if is_float8 else Float8.NONE
+    return (cache.key_scales[number], cache.value_scales[number]), float8
+
+
+@functools.cache
+def float8_of(device: torch.device) -> Float8:
+    """How kernels there make other numbers of 8-bit floating point."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        return Float8.DEVICE
+    return Float8.BITS
 
 
 def _cache(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ architectures swallow extra arguments).
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -95,6 +95,12 @@ class PagedForward:
     def num_tokens(self) -> int:
         """Tokens of the step."""
         return self._batch.slots.numel()
+
+    def native(self) -> AbstractContextManager[None]:
+        """Let native code that knows of no Python ask for this step's attention meanwhile."""
+        if isinstance(self._cache, cpu.CpuKVCache):
+            return cpu.serving(self._cache, self._layers, self._batch)
+        return nullcontext()
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged KV cache: one pair of tensors for each attention layer."""
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from nereid_backend import huge_pages
 from nereid_backend.attention.layers import LayerSpec
-
-_PAGE_BYTES = 4096
 
 
 class KVCache:
@@ -25,6 +22,7 @@ class KVCache:
         keys: per layer [num_blocks + 1, num_kv_heads, block_size, key_dim].
         values: per layer [num_blocks + 1, num_kv_heads, block_size, value_dim].
         null_block: the last one; it stays zero and pads block tables.
+        dtype: what is read from it.
     """
 
     def __init__(
@@ -37,6 +35,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.null_block = num_blocks
+        self.dtype = dtype
         self.device = device
 
         def allocate(num_heads: int, dim: int) -> Tensor:
@@ -109,12 +108,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     # Zeros and not whatever is there: masked values are multiplied by 0, and 0 * NaN is NaN.
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks the system for zero pages, which take memory only once they are written to. Where
-    # they start is up to it, and a vector that lies in two cache lines is read in two.
-    size = math.prod(shape) * dtype.itemsize
-    pages = np.zeros(size + _PAGE_BYTES, dtype=np.uint8)
-    start = -pages.ctypes.data % _PAGE_BYTES
-    return torch.from_numpy(pages[start : start + size]).view(dtype).view(shape)
+    return huge_pages.zeros(shape, dtype)
 
 
 def _gather(cache: Tensor, rows: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 """Paged attention as an operator of torch's, so that a traced model can call it.
 
 What a step's attention must know cannot travel through a traced graph, so the operator takes it
-from where `serving` has put it, in the thread that runs the step.
+from where `serving` has put it, in the thread that runs the step. Over a native cache a compiled
+model calls it without Python (cpu_shim.cpp).
 """
 
 import threading
@@ -25,7 +26,8 @@ def serving(forward: PagedForward) -> Iterator[None]:
     """Let the operator's calls in this thread be served by a step's attention meanwhile."""
     _current.forward = forward
     try:
-        yield
+        with forward.native():
+            yield
     finally:
         _current.forward = None
 
@@ -42,7 +44,7 @@ class TracedForward:
         """See `AttentionForward`."""
         number = self._num_calls
         self._num_calls += 1
-        found: Tensor = torch.ops.nereid.attend(
+        found: Tensor = torch.ops.nereid.paged_attend(
             query, key, value, sinks_of(kwargs), number, scale_of(module, query, kwargs)
         )
         return found
@@ -80,8 +82,9 @@ def _attend_meta(
 
 _library: Any = torch.library.Library("nereid", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scale)"
+    "paged_attend(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scale)"
     " -> Tensor"
 )
-_library.impl("attend", _attend, "CPU")
-_library.impl("attend", _attend_meta, "Meta")
+for _device in ("CPU", "CUDA"):
+    _library.impl("paged_attend", _attend, _device)
+_library.impl("paged_attend", _attend_meta, "Meta")

@@ -54,11 +54,11 @@ def attend(
             out[tokens] = _stepwise(taken, bias, spec, scale, sinks).squeeze(2)
         parts.append(out)
     if batch.prefills:
-        parts.append(attend_prefills(inputs, layer, cache, batch, scale, sinks))
+        parts.append(_attend_prefills(inputs, layer, cache, batch, scale, sinks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def attend_prefills(
+def _attend_prefills(
     inputs: tuple[Tensor, Tensor, Tensor],
     layer: tuple[int, LayerSpec],
     cache: KVCache,
@@ -71,7 +71,9 @@ def attend_prefills(
     number, spec = layer
     parts: list[Tensor] = []
     for index, prefill in enumerate(batch.prefills):
-        if prefill.num_cached == 0:
+        # A cache that rounds is read even for what is new: then an answer does not depend on how
+        # its prompt was cut.
+        if prefill.num_cached == 0 and cache.keys[number].dtype == key.dtype:
             keys = key[None, :, prefill.start : prefill.end]
             values = value[None, :, prefill.start : prefill.end]
         else:

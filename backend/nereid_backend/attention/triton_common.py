@@ -50,12 +50,33 @@ def load_rows(
 
 
 @triton.jit
-def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr):
-    """The factors of some rows of a cache of integers, [n] float32."""
+def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
+    """The factors of some rows of a cache of 8 bits, [n] float32, for what `numbers` makes."""
     if IS_MASKED:
         found = tl.load(scales + cells, mask=is_real, other=0.0)
     else:
         found = tl.load(scales + cells)
+    if FLOAT8 == 2:
+        found *= 256.0
+    return found
+
+
+@triton.jit
+def numbers(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
+    """A tile of a cache as numbers of another type. FLOAT8 is a `gpu.Float8`.
+
+    Bits of an e4m3 number moved to where float16 has its exponent and mantissa are a 256th of it,
+    below its normal numbers, too; the factors make up for that. The patterns that are not a number
+    are never written.
+    """
+    if FLOAT8 == 0:
+        found = tile.to(dtype)
+    elif FLOAT8 == 1:
+        found = tile.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        wide = tile.to(tl.int16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        found = bits.to(tl.float16, bitcast=True).to(dtype)
     return found
 
 
@@ -64,22 +85,23 @@ def tile_scores(
     query, query_rest, keys, key_scales, cells, is_real, scale, cap,
     KEY_DIM: tl.constexpr, MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
     REST_PADDED: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile, [rows, n] float32 in base 2.
 
     A head whose size is no power of two is cut in two parts (192 is 128 and 64), so that products
     are not padded to the next power: MAIN columns padded to DIM, then REST of them, or none. With a
-    cap, scale is the scores' scale over the softcap, and cap is the softcap in base 2. Keys that
-    are integers come with a factor each, by which the scores are multiplied.
+    cap, scale is the scores' scale over the softcap, and cap is the softcap in base 2. Keys of
+    8 bits come with a factor each, by which the scores are multiplied.
     """
     key = load_rows(keys, cells, is_real, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
-    scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+    scores = tl.dot(query, tl.trans(numbers(key, query.dtype, FLOAT8)), input_precision="ieee")
     if REST > 0:
         rest = load_rows(keys, cells, is_real, DIM, REST, REST_PADDED, KEY_DIM, IS_MASKED)
-        scores = tl.dot(query_rest, tl.trans(rest.to(query.dtype)), scores, input_precision="ieee")
+        rest = numbers(rest, query.dtype, FLOAT8)
+        scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision="ieee")
     if HAS_SCALES:
-        scores *= load_scales(key_scales, cells, is_real, IS_MASKED)[None, :]
+        scores *= load_scales(key_scales, cells, is_real, IS_MASKED, FLOAT8)[None, :]
     scores *= scale
     if HAS_CAP:
         # tanh, by an exponential that overflows to the right answer.
@@ -90,13 +112,13 @@ def tile_scores(
 @triton.jit
 def add_tile(
     top, total, acc, scores, value, value_scales, cells, is_real,
-    IS_MASKED: tl.constexpr, HAS_SCALES: tl.constexpr, dtype: tl.constexpr,
+    IS_MASKED: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Take a tile into a running softmax.
 
     top [rows] is the greatest score so far, total [rows] the sum of powers above it and acc
     [rows, dim] the weighted values. A row that has seen nothing yet has top -inf, total 0. Values
-    that are integers come with a factor each, by which the weights are multiplied. Products are of
+    of 8 bits come with a factor each, by which the weights are multiplied. Products are of
     numbers of dtype.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -105,6 +127,7 @@ def add_tile(
     decay = tl.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
     if HAS_SCALES:
-        weights *= load_scales(value_scales, cells, is_real, IS_MASKED)[None, :]
-    acc = tl.dot(weights.to(dtype), value.to(dtype), acc * decay[:, None], input_precision="ieee")
+        weights *= load_scales(value_scales, cells, is_real, IS_MASKED, FLOAT8)[None, :]
+    value = numbers(value, dtype, FLOAT8)
+    acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")
     return new_top, total, acc

@@ -34,7 +34,8 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     VALUE_PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, IS_SPLIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS query heads that share a key head, over one part of a sequence.
 
@@ -80,13 +81,13 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
         cells = key_cells(blocks, places, is_seen, kv_head, NUM_KV_HEADS, BLOCK_SIZE, True)
         scores = tile_scores(
             query_tile, query_rest, keys, key_scales, cells, is_seen, scale, cap,
-            KEY_DIM, MAIN, DIM, REST, REST_PADDED, True, HAS_CAP, HAS_SCALES,
+            KEY_DIM, MAIN, DIM, REST, REST_PADDED, True, HAS_CAP, HAS_SCALES, FLOAT8,
         )  # fmt: skip
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         value = load_rows(values, cells, is_seen, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, True)
         top, total, acc = add_tile(
             top, total, acc, scores, value, value_scales, cells, is_seen,
-            True, HAS_SCALES, query_tile.dtype,
+            True, HAS_SCALES, FLOAT8, query_tile.dtype,
         )  # fmt: skip
     columns = tl.arange(0, VALUE_PADDED)
     mask = is_member[:, None] & (columns < VALUE_DIM)[None, :]

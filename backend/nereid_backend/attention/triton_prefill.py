@@ -18,7 +18,7 @@ def walk_tiles(
     MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SCALES: tl.constexpr, IS_MASKED: tl.constexpr,
+    HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys from begin to end, TILE at a time, into the rows' running softmax.
 
@@ -31,7 +31,7 @@ def walk_tiles(
         cells = key_cells(blocks, places, is_real, kv_head, NUM_KV_HEADS, BLOCK_SIZE, IS_MASKED)
         scores = tile_scores(
             query_tile, query_rest, keys, key_scales, cells, is_real, scale, cap,
-            KEY_DIM, MAIN, DIM, REST, REST_PADDED, IS_MASKED, HAS_CAP, HAS_SCALES,
+            KEY_DIM, MAIN, DIM, REST, REST_PADDED, IS_MASKED, HAS_CAP, HAS_SCALES, FLOAT8,
         )  # fmt: skip
         if IS_MASKED:
             is_seen = places[None, :] <= positions[:, None]
@@ -43,7 +43,7 @@ def walk_tiles(
         value = load_rows(values, cells, is_real, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, IS_MASKED)
         top, total, acc = add_tile(
             top, total, acc, scores, value, value_scales, cells, is_real,
-            IS_MASKED, HAS_SCALES, query_tile.dtype,
+            IS_MASKED, HAS_SCALES, FLOAT8, query_tile.dtype,
         )  # fmt: skip
     return top, total, acc
 
@@ -60,7 +60,7 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     VALUE_PADDED: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS // HEADS tokens of one sequence, for HEADS heads that share a key head.
 
@@ -120,14 +120,14 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
             keys, values, key_scales, value_scales, blocks, kv_head, first, length,
             scale, cap, window, chunk,
             NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, DIM, REST, REST_PADDED,
-            VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, False,
+            VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, FLOAT8, False,
         )  # fmt: skip
     top, total, acc = walk_tiles(
         middle, length, top, total, acc, query_tile, query_rest, positions,
         keys, values, key_scales, value_scales, blocks, kv_head, first, length,
         scale, cap, window, chunk,
         NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, DIM, REST, REST_PADDED,
-        VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, True,
+        VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, FLOAT8, True,
     )  # fmt: skip
 
     if HAS_SINKS:

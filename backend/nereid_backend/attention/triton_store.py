@@ -7,30 +7,53 @@ import triton.language as tl
 
 
 @triton.jit
+def float8_bits(scaled):
+    """Numbers from -448 to 448 as the bytes of the nearest e4m3 numbers, halves to even.
+
+    Devices from compute capability 8.9 on have an instruction for it; a write has few numbers, and
+    so it is the same everywhere.
+    """
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # 20 of 23 bits of the mantissa go, and the exponent counts from -7 instead of -127.
+    rounded = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 1/64 there is one distance, 1/512; adding this leaves no room behind the point.
+    small = tl.abs(scaled) * 512.0 + 12582912.0 - 12582912.0
+    found = tl.where(magnitude < 0x3C800000, small.to(tl.int32), rounded)
+    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
 def store_rows(
     source, cache, scales, cells, is_head, head_stride,
-    DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr, IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Copy some heads of one token into rows of a cache seen as [..., DIM].
 
-    Where HAS_SCALES they become integers, the largest of each head 127, and its factor is stored,
-    too; NaN for a head that is not finite, so that it shows.
+    Where HAS_SCALES they become integers, the largest of each head 127, or 8-bit floating point,
+    the largest 448, and its factor is stored, too; NaN for a head that is not finite, so that it
+    shows.
     """
     columns = tl.arange(0, PADDED)
     mask = is_head[:, None] & (columns < DIM)[None, :]
-    heads = tl.arange(0, cells.shape[0])
+    heads = tl.arange(0, cells.shape[0]).to(tl.int64)
     new = tl.load(source + heads[:, None] * head_stride + columns[None, :], mask=mask, other=0.0)
     if HAS_SCALES:
+        limit: tl.constexpr = 448.0 if IS_FLOAT8 else 127.0
         wide = new.to(tl.float32)
         is_odd = (wide != wide) | (tl.abs(wide) == float("inf"))
         largest = tl.max(tl.abs(tl.where(is_odd, 0.0, wide)), 1)
         whole = tl.max(is_odd.to(tl.int32), 1) == 0
-        tl.store(scales + cells, tl.where(whole, largest / 127.0, float("nan")), mask=is_head)
-        factor = tl.where(largest > 0.0, 127.0 / tl.where(largest > 0.0, largest, 1.0), 0.0)
-        # Adding this leaves no room behind the point, so it rounds, halves to even.
-        rounded = tl.where(is_odd, 0.0, wide) * factor[:, None] + 12582912.0
-        tl.store(cache + cells[:, None] * DIM + columns[None, :],
-                 (rounded - 12582912.0).to(tl.int8), mask=mask)  # fmt: skip
+        tl.store(scales + cells, tl.where(whole, largest / limit, float("nan")), mask=is_head)
+        # What is next to nothing would have an infinite factor, and becomes nothing.
+        factor = limit / tl.where(largest > 1e-35, largest, 1.0)
+        scaled = tl.where(is_odd, 0.0, wide) * factor[:, None]
+        if IS_FLOAT8:
+            kept = float8_bits(tl.clamp(scaled, -limit, limit))
+        else:
+            # As above, this rounds, halves to even.
+            kept = (scaled + 12582912.0 - 12582912.0).to(tl.int8)
+        tl.store(cache + cells[:, None] * DIM + columns[None, :], kept, mask=mask)
     else:
         tl.store(cache + cells[:, None] * DIM + columns[None, :], new, mask=mask)
 
@@ -42,6 +65,7 @@ def store_kernel(
     NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
     KEY_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Copy HEADS heads of one token. Grid: (num_tokens, cdiv(NUM_KV_HEADS, HEADS)).
 
@@ -57,9 +81,9 @@ def store_kernel(
     cells = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
     store_rows(
         key + token * key_token_stride + first * key_head_stride, keys, key_scales, cells,
-        is_head, key_head_stride, KEY_DIM, KEY_PADDED, HAS_SCALES,
+        is_head, key_head_stride, KEY_DIM, KEY_PADDED, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip
     store_rows(
         value + token * value_token_stride + first * value_head_stride, values, value_scales, cells,
-        is_head, value_head_stride, VALUE_DIM, VALUE_PADDED, HAS_SCALES,
+        is_head, value_head_stride, VALUE_DIM, VALUE_PADDED, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip

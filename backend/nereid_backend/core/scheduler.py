@@ -14,8 +14,20 @@ priorities: nobody starves. Running requests go first, each with at least one to
 ones. When blocks run out, one of those behind gives its blocks back: of the lowest priority, the
 one with the least to compute again. The first in order is never preempted for another, so it ends;
 then the next is the first.
+
+A step can be planned ahead, while the one before it is computed:
+
+    plan            plan_ahead(A)       commit(A)   settle(B)   plan_ahead(B)       commit(B)
+    A: a b c        B: a b c d          b ended     B: a c d    C: a c d            ...
+
+It is taken for granted then that each request of A that samples gets one token there. What turns
+out otherwise is put right when A is committed: settle(B) says what of B still counts, drop(B) that
+nothing does. A sequence that ends while a step has it under way keeps its row and blocks until that
+step is committed. What takes from others what a step under way may use, to preempt, and to copy
+a block that it writes to, is never planned ahead; is_held_up then says that a plan fell short.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nereid_backend.core.block_pool import BlockPool
@@ -34,6 +46,9 @@ from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 # for; levels beyond the limit count as the limit, so that everybody's turn comes.
 AGEING_STEPS = 256
 _MAX_LEVEL = 100
+
+# Stands for a token that is being sampled while the step after it is planned.
+_PENDING = -1
 
 
 class Scheduler:
@@ -101,16 +116,22 @@ class Scheduler:
         self._ended: list[RequestUpdate] = []
         # Whether a prompt that must go whole did not fit beside the running requests.
         self._is_overdue = False
+        # Plans that are not committed, of which one was made ahead, in order.
+        self._under_way: list[StepPlan] = []
+        # Sequences that have ended but are in one of these; they have rows and blocks.
+        self._leaving: dict[Request, None] = {}
+        self._is_ahead = False
+        self.is_held_up = False
 
     @property
     def num_running(self) -> int:
         """Sequences with blocks."""
-        return len(self._running)
+        return len(self._running) - len(self._leaving)
 
     @property
     def num_waiting(self) -> int:
         """Sequences without blocks."""
-        return self._num_sequences - len(self._running)
+        return self._num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request of this name is in work, or its end is still to be reported."""
@@ -125,7 +146,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would do or report anything."""
-        return bool(self._groups or self._ended)
+        return bool(self._groups or self._ended or self._leaving)
 
     def add(self, request: Request, *, is_prepared: bool = True) -> None:
         """Accept a request. Its id is new and each of its sequences fits the pool when alone.
@@ -182,6 +203,76 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Choose the next step's tokens and give their requests rows and blocks."""
+        assert not self._under_way, "a step is under way; plan ahead of it"
+        self.is_held_up = False
+        return self._plan()
+
+    def plan_ahead(self, before: StepPlan) -> StepPlan:
+        """Plan the step after one that is computed now and is committed before it.
+
+        Args:
+            before: the last plan, settled if it was made ahead itself; without guesses.
+
+        Returns:
+            A plan; one without chunks needs no commit.
+        """
+        assert self.lookup is None, "guesses are made from the last token"
+        sampling = [chunk.request for chunk in before.chunks if chunk.samples]
+        for chunk in before.chunks:
+            chunk.request.num_computed_tokens = chunk.start + chunk.num_tokens
+        for request in sampling:
+            request.token_ids.append(_PENDING)
+        self._is_ahead = True
+        try:
+            plan = self._plan()
+        finally:
+            self._is_ahead = False
+            for request in sampling:
+                request.token_ids.pop()
+        if not plan.chunks:
+            return plan
+        sources = {request: source for source, request in enumerate(sampling)}
+        plan.pending.extend(
+            (index, sources[chunk.request])
+            for index, chunk in enumerate(plan.chunks)
+            if chunk.request in sources
+        )
+        self._under_way = [before, plan]
+        return plan
+
+    def settle(self, plan: StepPlan, drawn: Sequence[int]) -> StepPlan:
+        """What counts of a plan that was made ahead, now that the one before it is committed.
+
+        Args:
+            plan: as plan_ahead returned it.
+            drawn: what stood for the tokens that were not known (StepResult.drawn).
+
+        Returns:
+            The plan to go on with. A chunk that was computed with another token than the right one
+            has none any more; one behind which more is known by now does not sample.
+        """
+        chunks = plan.chunks
+        for index, source in plan.pending:
+            chunk = chunks[index]
+            token_ids = chunk.request.token_ids
+            is_right = token_ids[chunk.start] == drawn[source]
+            if is_right and len(token_ids) == chunk.start + 1:
+                continue
+            if chunks is plan.chunks:
+                chunks = list(chunks)
+            chunks[index] = chunk._replace(num_tokens=int(is_right), samples=False)
+        if chunks is plan.chunks:
+            return plan
+        settled = replace(plan, chunks=chunks, num_tokens=sum(c.num_tokens for c in chunks))
+        self._under_way = [settled]
+        return settled
+
+    def drop(self, plan: StepPlan) -> None:
+        """Take a plan back that was made ahead; its requests keep what they got for it."""
+        self._land(plan)
+        self._let_leave()
+
+    def _plan(self) -> StepPlan:
         self._num_steps += 1
         chunks: list[Chunk] = []
         budget = self._max_num_batched_tokens
@@ -198,10 +289,16 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Take in what a plan's step brought and report what is new, ended requests included."""
         updates, self._ended = self._ended, []
+        self._land(plan)
         sampled = iter(result.sampled)
         tainted: set[int] = set()
         for index, chunk in enumerate(plan.chunks):
             request = chunk.request
+            if request in self._leaving:
+                # What was wrong with it may still harm others.
+                if chunk.samples and next(sampled).error is not None:
+                    tainted |= self._tables.blocks_of(request)
+                continue
             num_known = len(request.token_ids)
             request.num_computed_tokens = min(chunk.start + chunk.num_tokens, num_known)
             if index in result.prompt_logprobs:
@@ -216,14 +313,21 @@ class Scheduler:
             updates.append(self._take(request, outcome))
             self._tables.drop_unseen(request)
         self._purge(tainted)
+        self._let_leave()
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """End every sequence of a plan whose step failed, and report that."""
         updates, self._ended = self._ended, []
+        self._land(plan)
         tainted = {b for chunk in plan.chunks for b in self._tables.blocks_of(chunk.request)}
-        updates += [self._end(chunk.request, "error", error=error) for chunk in plan.chunks]
+        updates += [
+            self._end(chunk.request, "error", error=error)
+            for chunk in plan.chunks
+            if chunk.request not in self._leaving
+        ]
         self._purge(tainted)
+        self._let_leave()
         return updates
 
     def check(self) -> None:
@@ -260,6 +364,9 @@ class Scheduler:
         index = 0
         while index < len(self._running) and budget > 0:
             request = self._running[index]
+            if self._is_ahead and self._will_end(request):
+                index += 1
+                continue
             # One token stays for each of those that come after.
             limit = max(1, budget - (len(self._running) - index - 1))
             num_known = len(request.token_ids) - request.num_computed_tokens
@@ -278,6 +385,8 @@ class Scheduler:
     def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
         # A request gets blocks for all its known tokens at once: two half-admitted prompts could
         # otherwise wait for each other's blocks.
+        if self.is_held_up:
+            return
         is_overdue, self._is_overdue = self._is_overdue, False
         while self._waiting and self._free_rows and budget > 0:
             request = self._waiting[0]
@@ -295,6 +404,9 @@ class Scheduler:
 
     def _try_admit(self, request: Request) -> bool:
         group = self._groups[request.request_id]
+        if self._is_ahead and request in group.followers:
+            self.is_held_up = True
+            return False
         while not self._tables.try_admit(request, group):
             # With nobody running, only prompts that groups hold can be in the way.
             if self._running or not self._tables.drop_oldest_prompt():
@@ -321,6 +433,9 @@ class Scheduler:
         while self.pool.num_free < num_blocks:
             if self._tables.drop_oldest_prompt():
                 continue
+            if self._is_ahead:
+                self.is_held_up = True
+                return False
             victim = min(self._running.after(index), key=_loss, default=request)
             self._preempt(victim)
             if victim is request:
@@ -386,7 +501,10 @@ class Scheduler:
         group = self._groups[request.request_id]
         is_follower = request in group.followers
         if request.row is not None:
-            self._leave(request)
+            if any(request is chunk.request for plan in self._under_way for chunk in plan.chunks):
+                self._leaving[request] = None
+            else:
+                self._leave(request)
         elif group.is_prepared and (group.is_split or not is_follower):
             self._waiting.remove(request)
         del group.sequences[request.index]
@@ -405,6 +523,24 @@ class Scheduler:
             error=error,
             is_refused=is_refused,
         )
+
+    def _will_end(self, request: Request) -> bool:
+        """Whether the step under way is a sequence's last, as far as that is known."""
+        return request in self._leaving or len(request.token_ids) >= request.max_total_tokens
+
+    def _land(self, plan: StepPlan) -> None:
+        """A plan is not under way any more."""
+        self._under_way = [other for other in self._under_way if other is not plan]
+
+    def _let_leave(self) -> None:
+        """Take the rows and blocks of those who have ended and are in no step under way."""
+        if not self._leaving:
+            return
+        busy = {chunk.request for plan in self._under_way for chunk in plan.chunks}
+        for request in list(self._leaving):
+            if request not in busy:
+                del self._leaving[request]
+                self._leave(request)
 
     def _leave(self, request: Request) -> None:
         """Take a running request's row and blocks away."""
@@ -425,7 +561,7 @@ class Scheduler:
             return
         self._tables.drop_prompts_with(blocks)
         for request in list(self._running):
-            if not blocks.isdisjoint(request.block_table):
+            if request not in self._leaving and not blocks.isdisjoint(request.block_table):
                 self._tables.forget(self._tables.blocks_of(request))
                 self._preempt(request)
         self._tables.forget(blocks)

@@ -38,11 +38,15 @@ class StepPlan:
         num_tokens: sum of the chunks' tokens.
         copies: pairs of blocks (from, to) to copy before anything is computed: a sequence is about
             to write into a block that it has shared so far.
+        pending: only in a step that was planned ahead: chunks whose one token is sampled by the
+            step before, and not known yet. Pairs: which chunk of this plan, and which of the chunks
+            that sample in the plan before.
     """
 
     chunks: list[Chunk]
     num_tokens: int
     copies: list[tuple[int, int]] = field(default_factory=list)
+    pending: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Sampled(NamedTuple):
@@ -71,7 +75,10 @@ class StepResult:
         prompt_logprobs: by the index of a chunk in the plan: log-probabilities of the prompt tokens
             that come after each token of the chunk (those within the prompt), for requests that
             asked for them.
+        drawn: for each of sampled, the token that a step planned ahead was given as its input; the
+            one of sampled, but in rare cases.
     """
 
     sampled: list[Sampled] = field(default_factory=list)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    drawn: list[int] = field(default_factory=list)

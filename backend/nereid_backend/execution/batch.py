@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a step plan to the tensors of one packed forward pass."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.attention.batch import AttentionBatch, Decodes, Prefill
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
-
-Integers = NDArray[np.int64]
+from nereid_backend.execution.transfer import Integers, upload_all
 
 # Decodes of at most so many blocks are one group: splitting them costs more than padding them.
 _SHORT_BLOCKS = 16
@@ -72,30 +71,24 @@ class BatchBuilder:
         self._num_filled = [0] * max_num_seqs
         self._num_dropped = [0] * max_num_seqs
 
-    def build(self, plan: StepPlan, device: torch.device) -> StepBatch:
+    def build(
+        self, plan: StepPlan, device: torch.device, sampled: Tensor | None = None
+    ) -> StepBatch:
         """Tensors of a plan that has at least one chunk.
+
+        Nothing is read from the device, and nothing of what was asked of it before is waited for.
+
+        Args:
+            plan: the step.
+            device: where the tensors go.
+            sampled: [n] int64 on the device, what the step before samples; the plan's pending
+                chunks get their tokens from there.
 
         Mutates: the block tables of the requests that take part.
         """
-        token_ids: list[int] = []
-        rows: list[int] = []
-        starts: list[int] = []
-        counts: list[int] = []
-        wanted: list[int] = []
-        for chunk in plan.chunks:
-            request, start, num_tokens, _, is_first, num_logits = chunk
-            row = request.row
-            assert row is not None
-            self._fill_row(row, request, is_first)
-            if num_tokens == 1:
-                token_ids.append(request.token_ids[start])
-            else:
-                token_ids += tokens_of(chunk)
-            rows.append(row)
-            starts.append(start)
-            counts.append(num_tokens)
-            end = len(token_ids)
-            wanted.extend(range(end - num_logits, end))
+        token_ids, rows, wanted = self._take_in(plan)
+        starts = [chunk.start for chunk in plan.chunks]
+        counts = [chunk.num_tokens for chunk in plan.chunks]
         num_decodes = counts.count(1)
         row_array, start_array = np.array(rows), np.array(starts)
         count_array = np.array(counts)
@@ -106,40 +99,73 @@ class BatchBuilder:
         )
         tables = self._tables[row_array.repeat(count_array), positions // self._block_size]
         slots = tables * self._block_size + positions % self._block_size
-
-        def to_device(array: Integers) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
+        groups = self._group(start_array[:num_decodes] + 1)
+        prefills = range(num_decodes, len(counts))
+        arrays = [np.array(token_ids), positions, slots, np.array(wanted or [0])]
+        for tokens, lens in groups:
+            arrays += (self._blocks(row_array[tokens], lens.max()), lens)
+            if not isinstance(tokens, slice):
+                arrays.append(tokens)
+        arrays += [self._blocks(row_array[i : i + 1], starts[i] + counts[i]) for i in prefills]
+        arrays.append(np.array(plan.pending, dtype=np.int64).reshape(-1, 2).T)
+        parts = iter(upload_all(arrays, device))
+        input_ids, position_ids, slot_ids, logits_index = itertools.islice(parts, 4)
         attention = AttentionBatch(
-            slots=to_device(slots),
+            slots=slot_ids,
             num_decodes=num_decodes,
             decodes=[
                 Decodes(
-                    tokens=None if isinstance(tokens, slice) else to_device(tokens),
-                    blocks=to_device(self._blocks(row_array[tokens], lens.max())),
-                    lens=to_device(lens),
+                    blocks=next(parts),
+                    lens=next(parts),
+                    tokens=None if isinstance(tokens, slice) else next(parts),
                     block_size=self._block_size,
                 )
-                for tokens, lens in self._group(start_array[:num_decodes] + 1)
+                for tokens, _ in groups
             ],
             prefills=[
                 Prefill(
                     start=int(ends[i]) - counts[i],
                     end=int(ends[i]),
                     num_cached=starts[i],
-                    blocks=to_device(self._blocks(row_array[i : i + 1], starts[i] + counts[i])),
+                    blocks=next(parts),
                 )
-                for i in range(num_decodes, len(counts))
+                for i in prefills
             ],
             block_size=self._block_size,
         )
+        if plan.pending:
+            assert sampled is not None, "a step that was planned ahead needs what comes before it"
+            # Chunks of one token come first, so that the chunk's number is its token's.
+            chunks, sources = next(parts)
+            input_ids.index_copy_(0, chunks, sampled.index_select(0, sources))
         return StepBatch(
-            input_ids=to_device(np.array(token_ids))[None],
-            position_ids=to_device(positions)[None],
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
             attention=attention,
-            logits_index=to_device(np.array(wanted or [0])),
+            logits_index=logits_index,
             num_logits=len(wanted),
         )
+
+    def _take_in(self, plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
+        """Bring the tables up to date; returns tokens, the chunks' rows, and wanted logits."""
+        token_ids: list[int] = []
+        rows: list[int] = []
+        wanted: list[int] = []
+        for chunk in plan.chunks:
+            request, start, num_tokens, _, is_first, num_logits = chunk
+            row = request.row
+            assert row is not None
+            self._fill_row(row, request, is_first)
+            if num_tokens > 1:
+                token_ids += tokens_of(chunk)
+            elif start < len(request.token_ids):
+                token_ids.append(request.token_ids[start])
+            else:
+                token_ids.append(0)  # It is pending.
+            rows.append(row)
+            end = len(token_ids)
+            wanted.extend(range(end - num_logits, end))
+        return token_ids, rows, wanted
 
     def _fill_row(self, row: int, request: Request, is_first: bool) -> None:
         block_table = request.block_table

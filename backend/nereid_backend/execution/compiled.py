@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's forward pass as one compiled function, for CPUs.
+"""A model's forward pass as one compiled function.
 
 torch.export traces transformers' model code once, for any number of tokens, with attention and
 linear layers as operators of ours; AOTInductor fuses what is between them and compiles it into a
 library that runs without Python. The library is kept on disk under a name that says what it was
 made from. Weights are not in it: it reads those of the loaded model where they are.
+
+Made and tested on CPUs. For a GPU the same is done with the model's tensors there, and has never
+run on one.
 """
 
 import hashlib
@@ -21,19 +24,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nereid_backend.attention.cpu_build import cache_folder, processor
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.operator import TracedForward, serving
+from nereid_backend.execution import native_linear
 from nereid_backend.execution.batch import StepBatch
 from nereid_backend.execution.paths import ModelCall, UnfitError
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
+Shims = dict[torch._ops.OpOverload, list[str]]
 
 # torch.export takes a size of one for a constant, so that every other size would need a second
 # trace; and it takes sizes that are equal in its example for the same size.
@@ -43,7 +49,12 @@ _EXAMPLE_TOKENS, _EXAMPLE_LOGITS = 7, 3
 _LARGEST_LITERAL = 65536
 _LIBRARY, _LITERALS = "model.pt2", "literals.safetensors"
 # Whose text a library depends on, besides the model's own.
-_SOURCES = ("execution/compiled.py", "execution/native_linear.py", "attention/operator.py")
+_SOURCES = (
+    "execution/compiled.py",
+    "execution/native_linear.py",
+    "attention/operator.py",
+    "attention/cpu_shim.cpp",
+)
 
 
 class CompiledForward:
@@ -64,28 +75,37 @@ class CompiledForward:
 
 
 def compile_forward(
-    model: PreTrainedModel, hook: AttentionHook, progress: Progress
+    model: PreTrainedModel, hook: AttentionHook, progress: Progress, *, is_native: bool = False
 ) -> CompiledForward:
-    """Compile a model on a CPU, or take what was compiled before.
+    """Compile a model for the device that it is on, or take what was compiled before.
 
     Args:
-        model: with ``hook`` as its attention, its linear layers packed (`prepack_linears`).
+        model: with ``hook`` as its attention, on a CPU its linear layers packed
+            (`prepack_linears`).
         hook: the engine's entry in transformers' attention interface.
         progress: gets a line when it takes long.
+        is_native: whether attention will be over a native cache, so that its kernels can be called
+            without Python.
 
     Raises:
         Exception: of any kind, where torch cannot trace or compile the model's code.
     """
-    whole = _Whole(model)
-    folder = cache_folder() / "compiled" / _fingerprint(model)
+    whole, device = _Whole(model), model.device
+    shims = _shims(is_native) if device.type == "cpu" else {}
+    folder = cache_folder() / "compiled" / _fingerprint(model, shims)
     if not (folder / _LIBRARY).is_file():
         progress(
             f"compiling the forward pass of {type(model).__name__}: half a minute and more, once "
             f"for this machine and shape; kept in {folder}"
         )
-        _build(whole, hook, folder)
-    run = torch._inductor.aoti_load_package(str(folder / _LIBRARY))
-    known = load_file(folder / _LITERALS) | _tensors(whole)
+        _build(whole, hook, folder, shims)
+    # An engine has one thread, and the library's own care for several cannot be captured.
+    run = torch._inductor.aoti_load_package(
+        str(folder / _LIBRARY),
+        run_single_threaded=True,
+        device_index=-1 if device.index is None else device.index,
+    )
+    known = _load_literals(folder / _LITERALS, device) | _tensors(whole)
     names = run.get_constant_fqns()
     if unknown := [name for name in names if name not in known]:
         raise UnfitError(f"its code uses {unknown[0]}, which is neither parameter nor buffer")
@@ -112,11 +132,29 @@ class _Whole(nn.Module):
         return logits if self._selects else logits[logits_index]
 
 
-def _build(whole: _Whole, hook: AttentionHook, folder: Path) -> None:
+def _shims(is_native: bool) -> Shims:
+    """Operators that compiled code calls as C functions, and their declarations (cpu_shim.cpp)."""
+    operators = torch.ops.nereid
+    handle = "AtenTensorHandle"
+    found: Shims = {}
+    if native_linear.is_available():
+        found[operators.packed_linear.default] = [
+            f"AOTITorchError aoti_torch_cpu_packed_linear({handle} x, {handle} packed, "
+            f"{handle}* bias, int64_t out_features, {handle}* out)"
+        ]
+    if is_native:
+        found[operators.paged_attend.default] = [
+            f"AOTITorchError aoti_torch_cpu_paged_attend({handle} query, {handle} key, "
+            f"{handle} value, {handle}* sinks, int64_t layer, double scale, {handle}* out)"
+        ]
+    return found
+
+
+def _build(whole: _Whole, hook: AttentionHook, folder: Path, shims: Shims) -> None:
     num_tokens = torch.export.Dim("num_tokens", min=_LEAST_ROWS)
     num_logits = torch.export.Dim("num_logits", min=_LEAST_ROWS)
-    row = torch.zeros(1, _EXAMPLE_TOKENS, dtype=torch.int64)
-    example = (row, torch.arange(_EXAMPLE_TOKENS)[None], torch.arange(_EXAMPLE_LOGITS))
+    tokens = torch.arange(_EXAMPLE_TOKENS, device=whole.model.device)
+    example = (torch.zeros_like(tokens)[None], tokens[None], tokens[:_EXAMPLE_LOGITS].clone())
     with torch.no_grad(), _quiet(), hook.serving(TracedForward()):
         program = torch.export.export(
             whole,
@@ -134,11 +172,12 @@ def _build(whole: _Whole, hook: AttentionHook, folder: Path) -> None:
             package_path=str(made / _LIBRARY),
             inductor_configs={
                 "aot_inductor.package_constants_in_so": False,
+                "aot_inductor.custom_ops_to_c_shims": shims,
                 # Its pool of compiling processes would stay beside the engine.
                 "compile_threads": 1,
             },
         )
-        save_file(_literals(program.constants, _tensors(whole)), made / _LITERALS)
+        _save_literals(_literals(program.constants, _tensors(whole)), made / _LITERALS)
         if folder.is_dir():
             shutil.rmtree(folder)
         made.rename(folder)
@@ -167,6 +206,22 @@ def _literals(constants: dict[str, Any], own: dict[str, Tensor]) -> dict[str, Te
     return found
 
 
+def _save_literals(literals: dict[str, Tensor], file: Path) -> None:
+    # Some code keeps small tensors on the host, wherever the model is.
+    kinds = {name: tensor.device.type for name, tensor in literals.items()}
+    save_file(literals, file, metadata={"devices": json.dumps(kinds)})
+
+
+def _load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
+    """What was saved, on the device, but for what was on the host."""
+    with safe_open(file, framework="pt") as opened:
+        kinds = json.loads(opened.metadata()["devices"])
+        return {
+            name: opened.get_tensor(name).to("cpu" if kind == "cpu" else device)
+            for name, kind in kinds.items()
+        }
+
+
 def _at_least(tensor: Tensor, num_rows: int) -> Tensor:
     """The last dimension made longer by its last number where it is shorter."""
     missing = num_rows - tensor.shape[-1]
@@ -175,7 +230,7 @@ def _at_least(tensor: Tensor, num_rows: int) -> Tensor:
     return torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], missing)], dim=-1)
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
+def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
     """Changes with all that a library depends on but the weights' numbers."""
     config = {
         name: value
@@ -194,10 +249,22 @@ def _fingerprint(model: PreTrainedModel) -> str:
         json.dumps(config, sort_keys=True, default=str),
         repr([(name, type(module).__name__) for name, module in model.named_modules()]),
         repr(tensors),
+        repr(sorted(map(str, shims.values()))),
         str(torch.get_num_threads()),
-        processor(),
+        *_machine(model.device),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _machine(device: torch.device) -> list[str]:
+    """What compiled code is made for."""
+    if device.type != "cuda":
+        return [processor()]
+    capability = torch.cuda.get_device_capability(device)
+    return [
+        *(processor(), version("triton"), str(torch.version.cuda)),
+        *(torch.cuda.get_device_name(device), str(capability)),
+    ]
 
 
 @contextmanager

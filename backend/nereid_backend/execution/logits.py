@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from nereid_backend.core.request import Request
 from nereid_backend.errors import RequestError
 from nereid_backend.execution.masks import Words, pack, with_masks
 from nereid_backend.execution.penalties import TokenCounts, apply_penalties, asks_for_penalties
+from nereid_backend.execution.transfer import upload
 from nereid_backend.execution.verify import Position
 
 Integers = NDArray[np.int64]
@@ -202,7 +202,7 @@ class LogitsProcessor:
                 columns.append(token_ids)
         if rows:
             index_pair = _to_device(rows, logits), _to_device(columns, logits)
-            logits.index_put_(index_pair, logits.new_tensor(float("-inf")))
+            logits.index_put_(index_pair, logits.new_full((), float("-inf")))
 
     def _penalise(
         self, logits: Tensor, positions: Sequence[Position], asking: Sequence[int]
@@ -216,7 +216,7 @@ class LogitsProcessor:
         if len(asking) == len(logits):
             apply_penalties(logits, ids, counts, params)
         else:
-            index = torch.tensor(asking, device=logits.device)
+            index = upload(np.array(asking), logits.device)
             some = logits[index]
             apply_penalties(some, ids, counts, params)
             logits.index_copy_(0, index, some)
@@ -268,9 +268,8 @@ def _add_bias(logits: Tensor, wishes: Sequence[Wishes], asking: Sequence[int]) -
             _to_device([wishes[i].bias_ids for i in biased], logits),
         )
         values = np.concatenate([wishes[i].bias_values for i in biased])
-        added = torch.from_numpy(values).to(logits.device)
-        logits.index_put_(index_pair, added, accumulate=True)
+        logits.index_put_(index_pair, upload(values, logits.device), accumulate=True)
 
 
 def _to_device(parts: Sequence[Integers], like: Tensor) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(like.device)
+    return upload(np.concatenate(parts), like.device)

@@ -5,11 +5,44 @@ In float32, whatever the model computes in. Ranks count tokens whose logits are 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
+from nereid_backend.execution.transfer import upload
+
+
+class RankedRows(NamedTuple):
+    """Log-probabilities at some positions, where they were computed.
+
+    Attributes:
+        ids: [n, 1 + most wanted] int64, the token that stands there and the likeliest ones.
+        values: float32, of each of them.
+        ranks: [n] int64, of the tokens that stand there.
+        num_top: how many of the likeliest tokens each row wants.
+    """
+
+    ids: Tensor
+    values: Tensor
+    ranks: Tensor
+    num_top: Sequence[int]
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `read` needs on the CPU."""
+        return self.ids, self.values, self.ranks
+
+    def read(self, ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
+        """What is reported of each row, from the three tensors on the CPU."""
+        return [
+            TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
+            for row_ids, row_values, rank, count in zip(
+                ids.tolist(), values.tolist(), ranks.tolist(), self.num_top, strict=True
+            )
+        ]
 
 
 def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
@@ -24,10 +57,12 @@ def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-def token_logprobs(
+def rank_tokens(
     logits: Tensor, log_softmax: Tensor, token_ids: Tensor, num_top: Sequence[int]
-) -> list[TokenLogprobs]:
+) -> RankedRows:
     """Log-probabilities of one token a row and of the likeliest ones there.
+
+    On a GPU nothing is waited for.
 
     Args:
         logits: [n, vocab_size] float32, the model's own.
@@ -39,31 +74,28 @@ def token_logprobs(
     is_likelier = logits > logits.gather(1, token_ids[:, None])
     if logits.device.type == "cpu":
         # Row by row it is counted without making integers of everything first.
-        ranks = [int(row.count_nonzero()) + 1 for row in is_likelier]
+        ranks = torch.tensor([int(row.count_nonzero()) + 1 for row in is_likelier])
     else:
-        ranks = (is_likelier.sum(-1) + 1).tolist()
+        ranks = is_likelier.sum(-1) + 1
     width = min(max(num_top), logits.shape[1])
     top = log_softmax.topk(width, dim=-1)
-    ids = torch.cat((token_ids[:, None], top.indices), dim=1).tolist()
-    values = torch.cat((own, top.values), dim=1).tolist()
-    return [
-        TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
-        for row_ids, row_values, rank, count in zip(ids, values, ranks, num_top, strict=True)
-    ]
+    ids = torch.cat((token_ids[:, None], top.indices), dim=1)
+    values = torch.cat((own, top.values), dim=1)
+    return RankedRows(ids, values, ranks, num_top)
 
 
-def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of a prompt's tokens.
+def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[RankedRows]:
+    """Log-probabilities of a prompt's tokens, in pieces.
 
     Args:
         logits: [n, vocab_size], any float dtype, each row from before its token.
         token_ids: the n tokens.
         num_top: how many of the likeliest tokens to report beside each.
     """
-    found: list[TokenLogprobs] = []
-    targets = torch.tensor(token_ids, device=logits.device)
+    found: list[RankedRows] = []
+    targets = upload(np.array(token_ids), logits.device)
     for piece in slices(len(token_ids), logits.shape[1], logits.device):
         rows = logits[piece].float()
         count = len(rows)
-        found += token_logprobs(rows, rows.log_softmax(-1), targets[piece], [num_top] * count)
+        found.append(rank_tokens(rows, rows.log_softmax(-1), targets[piece], [num_top] * count))
     return found

@@ -22,6 +22,7 @@ from torch import Tensor
 from nereid_backend.core.guide import Guide
 from nereid_backend.core.request import Request
 from nereid_backend.errors import EngineError
+from nereid_backend.execution.transfer import upload
 from nereid_backend.execution.verify import Position
 
 Words = NDArray[np.int32]
@@ -183,9 +184,9 @@ def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
         return logits
     device = logits.device
     shifts = torch.arange(32, dtype=torch.int32, device=device)
-    bits = (torch.from_numpy(packed).to(device)[:, :, None] >> shifts) & 1
+    bits = (upload(packed, device)[:, :, None] >> shifts) & 1
     forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
-    limited = torch.tensor(rows, device=device)
+    limited = upload(np.array(rows), device)
     return logits.index_copy(0, limited, logits[limited].masked_fill_(forbidden, float("-inf")))
 
 

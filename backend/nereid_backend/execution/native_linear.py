@@ -3,7 +3,8 @@
 
 The kernel reads weights in order and ahead of time, which a step of few rows lives on, from a
 layout that serves one row and many. A row gives the same bits alone and among others. As an
-operator of torch's it can be traced and compiled.
+operator of torch's it can be traced and compiled; compiled models call it without Python
+(attention/cpu_shim.cpp).
 """
 
 import functools
@@ -34,7 +35,7 @@ class NativeLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features], in the weight's dtype."""
         if torch.compiler.is_compiling():
-            found: Tensor = torch.ops.nereid.linear(
+            found: Tensor = torch.ops.nereid.packed_linear(
                 input, self.packed, self.bias, self.out_features
             )
             return found
@@ -99,6 +100,11 @@ def _kernel():  # type: ignore[no-untyped-def]  # noqa: ANN202 - ctypes has no p
     return function
 
 
+def is_available() -> bool:
+    """Whether the kernel can be built here, for at least one dtype."""
+    return _has_kernel(torch.float32)
+
+
 @functools.cache
 def _has_kernel(dtype: torch.dtype) -> bool:
     if dtype not in (torch.float32, torch.bfloat16):
@@ -110,6 +116,6 @@ def _has_kernel(dtype: torch.dtype) -> bool:
 
 
 _library: Any = torch.library.Library("nereid", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
-_library.impl("linear", linear, "CPU")
-_library.impl("linear", _linear_meta, "Meta")
+_library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
+_library.impl("packed_linear", linear, "CPU")
+_library.impl("packed_linear", _linear_meta, "Meta")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
+from nereid_backend.execution.transfer import upload
 from nereid_backend.execution.verify import Position
 
 _FIRST_WIDTH = 64
@@ -141,8 +142,8 @@ def apply_penalties(
         [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params],
         dtype=np.float32,
     )
-    repetition, frequency, presence = torch.from_numpy(factors).to(device)[:, :, None].unbind(1)
-    index, times = torch.from_numpy(ids).to(device), torch.from_numpy(counts).to(device)
+    repetition, frequency, presence = upload(factors, device)[:, :, None].unbind(1)
+    index, times = upload(ids, device), upload(counts, device)
     values = logits.gather(1, index)
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * times + presence * (times > 0)

@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a step plan: the forward pass on the path that the model takes, then sampling."""
+"""Runs a step plan: the forward pass on the path that the model takes, then sampling.
+
+In one call, or in three of which the first two only tell a GPU what to do:
+
+    start     the forward pass              of the next step, while this one is computed
+    sample    masks, and the choice         once this one is finished: what it brought is known then
+    finish    tokens are read and checked
+"""
 
 import logging
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
-from nereid_backend.execution.logprobs import prompt_logprobs
+from nereid_backend.execution.logprobs import RankedRows, rank_prompt
 from nereid_backend.execution.masks import MaskFiller, StepMasks, guide_of
-from nereid_backend.execution.sampler import NOT_FINITE, Choices, Sampler
+from nereid_backend.execution.sampler import NOT_FINITE, Choices, Choosing, Sampler
+from nereid_backend.execution.transfer import HostCopy, upload
 from nereid_backend.execution.verify import Sampling, sampling_of
 
 logger = logging.getLogger(__name__)
@@ -38,12 +50,53 @@ class ForwardPath(Protocol):
         """
 
 
+class AheadPath(ForwardPath, Protocol):
+    """A path that takes steps that were planned ahead."""
+
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """Compute a plan.
+
+        Args:
+            plan: at least one chunk.
+            sampled: [n] int64, on the device, the tokens that the step before gave the chunks that
+                sample there. The plan's pending chunks take theirs from it.
+        """
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step under way.
+
+    Attributes:
+        plan: what is computed.
+        logits: as ForwardPath.forward returns them, until they are sampled from.
+        sampling: where it samples.
+        masks: what guides say there.
+        choosing: what is chosen there; None where nothing is, or not yet.
+        reports: prompts' log-probabilities, in pieces, by the index of their chunk.
+    """
+
+    plan: StepPlan
+    logits: Tensor | None
+    sampling: Sampling
+    masks: StepMasks = field(default_factory=StepMasks)
+    choosing: Choosing | None = None
+    reports: dict[int, "list[_Report]"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    ranked: RankedRows
+    copy: HostCopy
+
+
 class Runner:
     """Runs plans on one model."""
 
-    def __init__(self, path: ForwardPath) -> None:
+    def __init__(self, path: ForwardPath, *, sampling_kernel: bool = False) -> None:
+        """Run plans on a path; sampling_kernel: see `Sampler`."""
         self._path = path
-        self._sampler = Sampler()
+        self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
         # Known from the first logits on; masks of the first step are filled after its forward pass.
         self._vocab_size: int | None = None
@@ -56,23 +109,90 @@ class Runner:
         remembered of requests whose logits are not finite is cleared.
         """
         sampling = sampling_of(plan)
-        try:
+        with self._clearing(plan):
             logits, masks = self._forward(plan, sampling)
-            reports = _prompt_logprobs(logits, plan)
-            if not sampling.positions:
+            flight = Flight(plan, logits, sampling, masks)
+            self._choose(flight)
+        return self.finish(flight)
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan, before: Flight | None = None) -> Flight:
+        """Begin with a step's forward pass.
+
+        Args:
+            plan: at least one chunk.
+            before: the step that it was planned ahead of; sampled from already.
+
+        Mutates: what the model remembers.
+        """
+        with self._clearing(plan):
+            if before is None or before.choosing is None:
+                logits = self._path.forward(plan)
+            else:
+                path = cast(AheadPath, self._path)
+                logits = path.forward(plan, before.choosing.token_ids)
+        return Flight(plan, logits, sampling_of(plan))
+
+    @torch.inference_mode()
+    def sample(self, flight: Flight, plan: StepPlan) -> None:
+        """Begin to choose tokens behind a step's forward pass.
+
+        Args:
+            flight: as start() gave it. Mutated.
+            plan: its plan, with what is known by now: fewer chunks may sample.
+        """
+        if plan is not flight.plan:
+            flight.plan = plan
+            flight.sampling = sampling_of(plan)
+        assert flight.logits is not None
+        with self._clearing(plan):
+            jobs = self._masks.start(flight.sampling.positions, flight.logits.shape[1])
+            flight.masks = self._masks.join(jobs)
+            self._choose(flight)
+
+    @torch.inference_mode()
+    def finish(self, flight: Flight) -> StepResult:
+        """Wait for what a step brought.
+
+        Mutates: the guides of the requests that get tokens. What is remembered of requests whose
+        logits are not finite is cleared.
+        """
+        plan = flight.plan
+        with self._clearing(plan):
+            reports = {
+                index: [one for piece in pieces for one in piece.ranked.read(*piece.copy.wait())]
+                for index, pieces in flight.reports.items()
+            }
+            if flight.choosing is None:
                 return StepResult(prompt_logprobs=reports)
-            if len(sampling.rows) < len(logits):
-                logits = logits[torch.tensor(sampling.rows, device=logits.device)]
-            choices = self._sampler.choose(logits, sampling.positions, masks)
+            choices, drawn = flight.choosing.result()
+        sampled = _take(flight.sampling, choices, flight.masks)
+        for chunk, outcome in zip((c for c in plan.chunks if c.samples), sampled, strict=True):
+            if outcome.error == NOT_FINITE:
+                self._path.clear(chunk.request)
+        return StepResult(sampled, reports, drawn)
+
+    def _choose(self, flight: Flight) -> None:
+        """Begin to choose tokens and to rank prompts' ones. Mutates: the flight."""
+        logits, flight.logits = flight.logits, None
+        assert logits is not None
+        flight.reports = _prompt_logprobs(logits, flight.plan)
+        positions, rows, _ = flight.sampling
+        if not positions:
+            return
+        if len(rows) < len(logits):
+            logits = logits[upload(np.array(rows), logits.device)]
+        flight.choosing = self._sampler.begin(logits, positions, flight.masks)
+
+    @contextmanager
+    def _clearing(self, plan: StepPlan) -> Iterator[None]:
+        """Clear what is remembered of all requests of a step that fails."""
+        try:
+            yield
         except BaseException:
             for chunk in plan.chunks:
                 self._path.clear(chunk.request)
             raise
-        sampled = _take(sampling, choices, masks)
-        for chunk, outcome in zip((c for c in plan.chunks if c.samples), sampled, strict=True):
-            if outcome.error == NOT_FINITE:
-                self._path.clear(chunk.request)
-        return StepResult(sampled, reports)
 
     def _forward(self, plan: StepPlan, sampling: Sampling) -> tuple[Tensor, StepMasks]:
         """Logits of a plan, and masks, which are filled meanwhile."""
@@ -89,9 +209,9 @@ class Runner:
         return logits, masks
 
 
-def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[TokenLogprobs]]:
+def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
     """Reports of the chunks whose requests ask for their prompt's log-probabilities."""
-    reports: dict[int, list[TokenLogprobs]] = {}
+    reports: dict[int, list[_Report]] = {}
     end = 0
     for index, (request, start, num_tokens, _, _, num_logits) in enumerate(plan.chunks):
         begin, end = end, end + num_logits
@@ -103,9 +223,8 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[TokenLogp
             first : min(start + num_tokens + 1, request.num_prompt_tokens)
         ]
         if following:
-            reports[index] = prompt_logprobs(
-                logits[begin : begin + len(following)], following, num_top
-            )
+            pieces = rank_prompt(logits[begin : begin + len(following)], following, num_top)
+            reports[index] = [_Report(piece, HostCopy(piece.tensors)) for piece in pieces]
     return reports
 
 

@@ -9,7 +9,7 @@ One uniform number picks a token from the cumulated probabilities in vocabulary 
 order by probability, that one does not change when two nearly equal probabilities swap places.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,15 +21,18 @@ from torch import Tensor
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Sampled
+from nereid_backend.execution import gpu_sampling
 from nereid_backend.execution.logits import LogitsProcessor, Wishes, why_nothing_is_left
-from nereid_backend.execution.logprobs import slices, token_logprobs
+from nereid_backend.execution.logprobs import RankedRows, rank_tokens, slices
 from nereid_backend.execution.masks import StepMasks, Words
+from nereid_backend.execution.transfer import HostCopy, upload
 from nereid_backend.execution.verify import Position
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
-# Among so many of the likeliest tokens are mostly all that top_k and top_p leave.
-_LIKELIEST = 64
+# Among so many of the likeliest tokens are mostly all that top_k and top_p leave. To look at more
+# is cheap on a GPU, and to do without is not: what was computed with a wrong token is lost.
+_LIKELIEST, _LIKELIEST_DEFERRED = 64, 512
 
 # Rows of at least so many blocks are searched block by block.
 _BLOCK, _MIN_BLOCKS = 512, 32
@@ -82,82 +85,213 @@ class Choices:
 
 
 class _Piece(NamedTuple):
-    """Some neighbouring positions: where they begin, and what is known of each."""
+    """Some positions: where they begin, and what is known of each."""
 
     start: int
     positions: Sequence[Position]
     wishes: Sequence[Wishes]
     words: Sequence[Words | None]
 
+    def rows(self, index: Sequence[int]) -> "_Piece":
+        """Some of them; where they begin has no meaning then."""
+        return _Piece(
+            0,
+            [self.positions[i] for i in index],
+            [self.wishes[i] for i in index],
+            [self.words[i] for i in index],
+        )
+
+
+class _Doubt(NamedTuple):
+    """Rows that may have been drawn from too few tokens.
+
+    Attributes:
+        rows: which.
+        is_known: [len(rows)] bool, on the device: false where it is so.
+    """
+
+    rows: NDArray[np.int64]
+    is_known: Tensor
+
+
+class _Part(NamedTuple):
+    """What was chosen for a piece, where it was computed.
+
+    Attributes:
+        piece: what is known of it.
+        columns: token ids [n] int64, their log-probabilities [n] float32, and whether a choice was
+            possible at all [n] bool.
+        asking: positions of the piece that ask for log-probabilities.
+        ranked: their log-probabilities.
+        doubt: where to look again.
+        logits: [n, vocab_size] float32, kept for that.
+    """
+
+    piece: _Piece
+    columns: tuple[Tensor, Tensor, Tensor]
+    asking: list[int]
+    ranked: RankedRows | None
+    doubt: _Doubt | None
+    logits: Tensor | None
+
+
+class Choosing:
+    """Choices on their way to the host.
+
+    Attributes:
+        token_ids: [num_positions] int64, on the device.
+    """
+
+    def __init__(self, sampler: "Sampler", parts: list[_Part]) -> None:
+        self._sampler = sampler
+        self._parts = parts
+        columns = zip(*(part.columns for part in parts), strict=True)
+        joined = [column[0] if len(parts) == 1 else torch.cat(column) for column in columns]
+        self.token_ids = joined[0]
+        more: list[Tensor] = []
+        for part in parts:
+            more += part.ranked.tensors if part.ranked is not None else ()
+            more += (part.doubt.is_known,) if part.doubt is not None else ()
+        self._copy = HostCopy([*joined, *more])
+
+    def result(self) -> tuple[Choices, list[int]]:
+        """Wait for the choices.
+
+        Returns:
+            What was chosen, and what token_ids holds, which is the same in nearly all cases.
+        """
+        tensors = iter(self._copy.wait())
+        token_ids, logprobs, is_left = (next(tensors).tolist() for _ in range(3))
+        drawn = list(token_ids)
+        choices = Choices(token_ids, logprobs)
+        for part in self._parts:
+            self._read_more(part, tensors, choices)
+        if not (all(is_left) and np.isfinite(logprobs).all()):
+            positions = [position for part in self._parts for position in part.piece.positions]
+            for index, position in enumerate(positions):
+                if not np.isfinite(logprobs[index]):
+                    choices.errors[index] = NOT_FINITE
+                elif not is_left[index]:
+                    choices.errors[index] = why_nothing_is_left(position.request)
+        return choices, drawn
+
+    def _read_more(self, part: _Part, tensors: Iterator[Tensor], choices: Choices) -> None:
+        """Read what is reported of a part, and choose again where a choice is in doubt.
+
+        Mutates: choices.
+        """
+        start = part.piece.start
+        if part.ranked is not None:
+            found = part.ranked.read(next(tensors), next(tensors), next(tensors))
+            choices.top.update(zip((start + i for i in part.asking), found, strict=True))
+        if part.doubt is None:
+            return
+        rows = part.doubt.rows[~next(tensors).numpy()].tolist()
+        if not rows:
+            return
+        again, _ = self._sampler.choose_again(part, rows)
+        for index, row in enumerate(rows):
+            choices.token_ids[start + row] = again.token_ids[index]
+            choices.logprobs[start + row] = again.logprobs[index]
+            if index in again.top:
+                choices.top[start + row] = again.top[index]
+
 
 class Sampler:
-    """Chooses tokens; remembers what it has prepared for the requests of each row."""
+    """Chooses tokens; remembers what it has prepared for the requests of each row.
 
-    def __init__(self) -> None:
+    Attributes:
+        defers: whether rows whose filters may leave more than the likeliest tokens are found out
+            when the choices are read, and chosen again then; if not, when they are made, which a
+            GPU would have to be waited for. None: on a GPU.
+        has_kernel: whether a GPU's kernel chooses, which looks at every token and defers nothing.
+    """
+
+    def __init__(self, *, defers: bool | None = None, has_kernel: bool = False) -> None:
+        self.defers = defers
+        self.has_kernel = has_kernel
         self._processor = LogitsProcessor()
 
     def choose(
         self, logits: Tensor, positions: Sequence[Position], masks: StepMasks | None = None
     ) -> Choices:
-        """Choose one token at each position.
+        """Choose one token at each position; see `begin`."""
+        return self.begin(logits, positions, masks).result()[0]
+
+    def begin(
+        self, logits: Tensor, positions: Sequence[Position], masks: StepMasks | None = None
+    ) -> Choosing:
+        """Begin to choose one token at each position. A GPU is asked to, and not waited for.
 
         Args:
             logits: [num_positions, vocab_size], any float dtype. Not changed.
-            positions: either all of their requests have rows, or none has.
-            masks: what their guides allow; None is everything.
+            positions: at least one; either all of their requests have rows, or none has. Their
+                requests must not change until the result is there.
+            masks: what their guides allow; None is everything. Must not change either.
         """
         words = masks.words if masks else {}
         wishes = self._processor.wishes(positions, logits.shape[1])
-        top: dict[int, TokenLogprobs] = {}
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        defers = logits.device.type != "cpu" if self.defers is None else self.defers
+        parts: list[_Part] = []
         for rows in slices(len(positions), logits.shape[1], logits.device):
             limits = [words.get(i) for i in range(rows.start, rows.stop)]
             piece = _Piece(rows.start, positions[rows], wishes[rows], limits)
-            parts.append(self._choose(logits[rows].float(), piece, top))
-        token_ids, logprobs, is_left = (
-            torch.cat(column).tolist() for column in zip(*parts, strict=True)
-        )
-        errors: dict[int, str] = {}
-        if not (all(is_left) and np.isfinite(logprobs).all()):
-            for index, position in enumerate(positions):
-                if not np.isfinite(logprobs[index]):
-                    errors[index] = NOT_FINITE
-                elif not is_left[index]:
-                    errors[index] = why_nothing_is_left(position.request)
-        return Choices(token_ids, logprobs, errors, top)
+            parts.append(self._choose(logits[rows], piece, defers=defers))
+        return Choosing(self, parts)
 
-    def _choose(
-        self, logits: Tensor, piece: _Piece, top: dict[int, TokenLogprobs]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, log-probabilities, and whether the choice was possible at all; fills top."""
-        log_softmax = logits.log_softmax(-1)
-        processed = self._processor.process(logits, piece.positions, piece.wishes, piece.words)
-        token_ids = _choose_tokens(processed, piece.positions)
-        column = token_ids[:, None]
-        is_left = processed.gather(1, column).squeeze(1) > float("-inf")
+    def choose_again(self, part: _Part, rows: list[int]) -> tuple[Choices, list[int]]:
+        """Choose at some rows of a part, looking at every token."""
+        assert part.logits is not None
+        logits = part.logits[upload(np.array(rows), part.logits.device)]
+        return Choosing(self, [self._choose(logits, part.piece.rows(rows), defers=False)]).result()
+
+    def _choose(self, given: Tensor, piece: _Piece, *, defers: bool) -> _Part:
+        logits = given.float()
         asking = [i for i, p in enumerate(piece.positions) if p.request.params.logprobs is not None]
+        log_softmax = logits
+        if asking or not self.has_kernel:
+            log_softmax = logits.log_softmax(-1)
+        processed = self._processor.process(logits, piece.positions, piece.wishes, piece.words)
+        if self.has_kernel:
+            columns = gpu_sampling.choose(processed, logits, _kernel_settings(piece.positions))
+            token_ids, doubt = columns[0], None
+        else:
+            token_ids, doubt = _choose_tokens(processed, piece.positions, defers=defers)
+            column = token_ids[:, None]
+            is_left = processed.gather(1, column).squeeze(1) > float("-inf")
+            columns = token_ids, log_softmax.gather(1, column).squeeze(1), is_left
+        ranked = None
         if asking:
             counts = [piece.positions[i].request.params.logprobs or 0 for i in asking]
             if len(asking) == len(token_ids):
-                found = token_logprobs(logits, log_softmax, token_ids, counts)
+                ranked = rank_tokens(logits, log_softmax, token_ids, counts)
             else:
-                rows = torch.tensor(asking, device=logits.device)
-                found = token_logprobs(logits[rows], log_softmax[rows], token_ids[rows], counts)
-            top.update(zip((piece.start + i for i in asking), found, strict=True))
-        return token_ids, log_softmax.gather(1, column).squeeze(1), is_left
+                rows = upload(np.array(asking), logits.device)
+                ranked = rank_tokens(logits[rows], log_softmax[rows], token_ids[rows], counts)
+        kept = None
+        if doubt is not None:
+            # The next forward pass may write over what this one gave.
+            kept = logits if given.dtype != logits.dtype else logits.clone()
+        return _Part(piece, columns, asking, ranked, doubt, kept)
 
 
-def _choose_tokens(logits: Tensor, positions: Sequence[Position]) -> Tensor:
+def _choose_tokens(
+    logits: Tensor, positions: Sequence[Position], *, defers: bool
+) -> tuple[Tensor, _Doubt | None]:
     """The likeliest token or a random one, as each request wants: [n] int64."""
     random = [i for i, p in enumerate(positions) if not p.request.params.is_greedy]
     if len(random) == len(positions):
-        return draw(logits, _sampling_batch(positions))
+        return _draw(logits, _sampling_batch(positions), defers=defers)
     token_ids = _argmax(logits)
-    if random:
-        rows = torch.tensor(random, device=logits.device)
-        batch = _sampling_batch([positions[i] for i in random])
-        token_ids = token_ids.index_copy(0, rows, draw(logits[rows], batch))
-    return token_ids
+    if not random:
+        return token_ids, None
+    index = np.array(random)
+    rows = upload(index, logits.device)
+    batch = _sampling_batch([positions[i] for i in random])
+    drawn, doubt = _draw(logits[rows], batch, defers=defers)
+    if doubt is not None:
+        doubt = doubt._replace(rows=index[doubt.rows])
+    return token_ids.index_copy(0, rows, drawn), doubt
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -196,29 +330,44 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     Shapes: logits [n, vocab_size] float32; returns [n] int64. Rows of logits that are not finite
     give any token.
     """
+    return _draw(logits, batch, defers=False)[0]
+
+
+def _draw(logits: Tensor, batch: SamplingBatch, *, defers: bool) -> tuple[Tensor, _Doubt | None]:
+    """What `draw` does; if it defers, some rows of the result may be in doubt."""
     if (batch.temperature != 1).any():
         logits = logits / _column(batch.temperature, logits)
     probs = logits.softmax(-1)
     vocab_size = logits.shape[1]
     is_filtered = (batch.top_p < 1) | ((batch.top_k > 0) & (batch.top_k < vocab_size))
     if not is_filtered.any():
-        return _draw_from_all(probs, batch)
+        return _draw_from_all(probs, batch), None
+    rows = np.flatnonzero(is_filtered)
     if is_filtered.all():
-        return _draw_filtered(probs, batch)
-    filtered, others = np.flatnonzero(is_filtered), np.flatnonzero(~is_filtered)
+        token_ids, is_known = _draw_filtered(probs, batch, defers=defers)
+        return token_ids, None if is_known is None else _Doubt(rows, is_known)
     token_ids = probs.new_empty(len(probs), dtype=torch.int64)
-    for rows, draw_some in ((filtered, _draw_filtered), (others, _draw_from_all)):
-        index = torch.from_numpy(rows).to(probs.device)
-        token_ids[index] = draw_some(probs[index], batch.rows(rows))
-    return token_ids
+    index = upload(rows, probs.device)
+    drawn, is_known = _draw_filtered(probs[index], batch.rows(rows), defers=defers)
+    token_ids[index] = drawn
+    others = np.flatnonzero(~is_filtered)
+    index = upload(others, probs.device)
+    token_ids[index] = _draw_from_all(probs[index], batch.rows(others))
+    return token_ids, None if is_known is None else _Doubt(rows, is_known)
 
 
-def _draw_filtered(probs: Tensor, batch: SamplingBatch) -> Tensor:
+def _draw_filtered(
+    probs: Tensor, batch: SamplingBatch, *, defers: bool
+) -> tuple[Tensor, Tensor | None]:
     """Draw from rows of which top_k or top_p leaves a part, mostly a few tokens.
 
-    These are found among a row's likeliest ones; only a row that may have more is looked at whole.
+    These are found among a row's likeliest ones; only a row that may have more is looked at whole:
+    here, or by the caller if it defers.
+
+    Returns:
+        Tokens [n] int64, and where the caller must look: [n] bool, false where a row has more.
     """
-    width = min(_LIKELIEST, probs.shape[1])
+    width = min(_LIKELIEST_DEFERRED if defers else _LIKELIEST, probs.shape[1])
     values, token_ids = probs.topk(width, dim=-1)
     top_k, top_p = _column(batch.top_k, probs), _column(batch.top_p, probs)
     kth = values.gather(1, top_k.clamp(1, width) - 1)
@@ -238,11 +387,13 @@ def _draw_filtered(probs: Tensor, batch: SamplingBatch) -> Tensor:
     token_ids, order = token_ids.sort(dim=-1)
     kept = (kept * (kept >= threshold)).gather(1, order)
     chosen = token_ids.gather(1, _pick(kept, batch)[:, None]).squeeze(1)
+    if defers:
+        return chosen, is_known.squeeze(1)
     unknown = (~is_known.squeeze(1)).nonzero().squeeze(1)
     if len(unknown) > 0:
         some = batch.rows(unknown.cpu().numpy())
         chosen[unknown] = _draw_from_all(probs[unknown], some)
-    return chosen
+    return chosen, None
 
 
 def _draw_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
@@ -300,7 +451,7 @@ def _search(cumulated: Tensor, target: Tensor) -> Tensor:
 
 
 def _column(values: Numbers, like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device)[:, None]
+    return upload(values, like.device)[:, None]
 
 
 def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -333,33 +484,41 @@ def _sampling_batch(positions: Sequence[Position]) -> SamplingBatch:
     )
 
 
+def _kernel_settings(positions: Sequence[Position]) -> gpu_sampling.Settings:
+    """What `gpu_sampling.choose` must know of each position."""
+    batch = _sampling_batch(positions)
+    is_greedy = [position.request.params.is_greedy for position in positions]
+    temperature = np.where(is_greedy, 0.0, batch.temperature)
+    top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)
+    return np.stack([temperature, batch.top_p, top_k, batch.min_p, batch.uniform])
+
+
 def _filter_rows(
     probs: Tensor,
     is_wanted: NDArray[np.bool_],
-    keep: Callable[[Tensor, Tensor], Tensor],
+    keep: Callable[[Tensor, Numbers], Tensor],
     values: Numbers,
 ) -> Tensor:
     """Apply a filter to the rows that want it."""
     if is_wanted.all():
-        return keep(probs, torch.from_numpy(values).to(probs.device)[:, None])
-    rows = torch.from_numpy(is_wanted.nonzero()[0]).to(probs.device)
-    some = torch.from_numpy(values[is_wanted]).to(probs.device)[:, None]
-    return probs.index_copy(0, rows, keep(probs[rows], some))
+        return keep(probs, values)
+    rows = upload(is_wanted.nonzero()[0], probs.device)
+    return probs.index_copy(0, rows, keep(probs[rows], values[is_wanted]))
 
 
-def _keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
-    """Zero all but the top_k [n, 1] largest of each row; ties with the last one stay."""
+def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
+    """Zero all but the top_k [n] largest of each row; ties with the last one stay."""
     largest = probs.topk(int(top_k.max()), dim=-1).values
-    return probs.masked_fill(probs < largest.gather(1, top_k - 1), 0.0)
+    return probs.masked_fill(probs < largest.gather(1, _column(top_k - 1, probs)), 0.0)
 
 
-def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     """Zero all but the nucleus of each row; ties with its last token stay."""
     rising = _sorted(probs)
     cumulated = rising.cumsum(-1)
     # A token belongs to the nucleus when those above it do not reach top_p of the total: when it
     # and those below it are more than the rest.
-    rest = (1 - top_p) * cumulated[:, -1:]
+    rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
     return probs * (probs >= rising.gather(1, first))
 

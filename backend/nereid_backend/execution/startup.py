@@ -12,14 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.choose import attention_name, cache_type
+from nereid_backend.attention.choose import attention_name, cache_type, proven_type, stored_type
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.core.sight import Sight
 from nereid_backend.errors import ConfigError
+from nereid_backend.execution import gpu_sampling
+from nereid_backend.execution.capture import capture_on, is_lost
 from nereid_backend.execution.check import check_path
-from nereid_backend.execution.compiled import compile_forward
+from nereid_backend.execution.compiled import CompiledForward, compile_forward
+from nereid_backend.execution.graphs import DecodeGraphs
 from nereid_backend.execution.int8_linear import has_kernel, model_bytes, quantise_linears
 from nereid_backend.execution.limits import (
     MemoryPlan,
@@ -38,6 +41,7 @@ from nereid_backend.execution.probe import plain_token_ids
 from nereid_backend.execution.profile import measure_activations
 from nereid_backend.execution.runner import ForwardPath, Runner
 from nereid_backend.execution.tiers import Choice, choose_tier, with_own_attention
+from nereid_backend.huge_pages import move_weights
 
 # Enough rows to keep the matrix products busy; more only makes running requests wait longer.
 _CPU_TOKENS, _GPU_TOKENS = 512, 4096
@@ -84,14 +88,20 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
     torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
     device = choose_device(config.device)
     _check_cpu_only(config, device)
+    if config.kv_cache_dtype != "auto" and device.type != "cpu":
+        progress(
+            f"kv_cache_dtype {config.kv_cache_dtype}: new on GPUs, and used as far as its kernels "
+            "compute here what their twin does"
+        )
     checkpoint = _load_weights(config, device, hook, progress)
+    move_weights(checkpoint.model)
     marks.append(time.monotonic())
     progress("comparing the engine's steps with the model alone")
     choice = choose_tier(checkpoint, hook, config, progress)
     tier = choice.tier
     marks.append(time.monotonic())
     sizes = (checkpoint.model.dtype.itemsize, 0)
-    if config.kv_cache_dtype == "int8":
+    if config.kv_cache_dtype != "auto":
         sizes = (1, torch.float32.itemsize)
     bytes_per_token = tier.bytes_per_token + sum(
         layer.bytes_per_token(*sizes) for layer in tier.layers
@@ -120,41 +130,56 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
     )
     weights_bytes = checkpoint.weights_bytes
     progress(describe_memory(config, memory, weights_bytes, activations, num_tokens, tier.layers))
-    path = tier.build(
-        Sizes(
-            memory.num_blocks,
-            config.block_size,
-            memory.max_num_seqs,
-            memory.max_model_len,
-            config.kv_cache_dtype,
-        )
+    room = Sizes(
+        memory.num_blocks,
+        config.block_size,
+        memory.max_num_seqs,
+        memory.max_model_len,
+        config.kv_cache_dtype,
     )
+    path = tier.build(room)
     marks.append(time.monotonic())
-    if config.compile_forward:
-        _compile(checkpoint, hook, choice, path, progress)
+    is_wanted = config.compile_forward
+    compiled = _compile(checkpoint, hook, choice, path, progress) if is_wanted else None
+    marks.append(time.monotonic())
+    capture = capture_on(device, activations or 0) if config.cuda_graphs else None
+    if capture is not None and _graphs_are_exact(checkpoint, choice, compiled, room, progress):
+        assert isinstance(path, PackedPath)
+        path.graphs = DecodeGraphs(path.run, capture, room, device)
     marks.append(time.monotonic())
     info = _describe(config, checkpoint, memory, choice, marks, num_tokens)
-    return Loaded(Runner(path), info, tier.shares_blocks, tier.whole_prefill, sight)
+    return Loaded(
+        _runner(config, device, path, progress),
+        info,
+        tier.shares_blocks,
+        tier.whole_prefill,
+        sight,
+    )
+
+
+def _runner(
+    config: EngineConfig, device: torch.device, path: ForwardPath, progress: Progress
+) -> Runner:
+    if config.sampling_kernel and device.type == "cuda":
+        reason = gpu_sampling.why_not(device)
+        if reason is None:
+            return Runner(path, sampling_kernel=True)
+        progress(f"sampling_kernel: off, because {reason}")
+    return Runner(path)
 
 
 def _check_cpu_only(config: EngineConfig, device: torch.device) -> None:
-    if config.compile_forward and device.type != "cpu":
+    if config.weight_dtype != "auto" and device.type != "cpu":
         raise ConfigError(
-            f"compile_forward: only made for CPUs so far, and the device is {device}; use false"
+            f"weight_dtype: {config.weight_dtype} is only made for CPUs so far, and the device is "
+            f"{device}; use auto"
         )
-    for name in ("kv_cache_dtype", "weight_dtype"):
-        value = getattr(config, name)
-        if value != "auto" and device.type != "cpu":
-            raise ConfigError(
-                f"{name}: {value} is only made for CPUs so far, and the device is {device}; use "
-                "auto"
-            )
 
 
 def _load_weights(
     config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
 ) -> Checkpoint:
-    """The model, its linear layers laid out for this processor where that changes nothing."""
+    """The model, its linear layers laid out for the device where that changes nothing."""
 
     def read() -> Checkpoint:
         return load_checkpoint(
@@ -169,14 +194,17 @@ def _load_weights(
     checkpoint = read()
     if config.weight_dtype == "int8":
         return _quantised(checkpoint, progress)
-    if device.type != "cpu" or not config.prepack:
+    if not config.prepack:
         return checkpoint
     before = _short_logits(checkpoint)
-    if before is None or not prepack_linears(checkpoint.model, copy_shared=True):
+    if before is None:
         return checkpoint
-    if not _same(before, _short_logits(checkpoint)):
-        progress("its code reads weights of linear layers itself, so they stay as loaded")
-        return read()
+    if device.type == "cpu":
+        if not prepack_linears(checkpoint.model, copy_shared=True):
+            return checkpoint
+        if not _same(before, _short_logits(checkpoint)):
+            progress("its code reads weights of linear layers itself, so they stay as loaded")
+            return read()
     merge_linears(checkpoint.model, lambda: _short_logits(checkpoint))
     if not _same(before, _short_logits(checkpoint)):
         separate_linears(checkpoint.model)
@@ -231,22 +259,81 @@ def _compile(
     choice: Choice,
     path: ForwardPath,
     progress: Progress,
-) -> None:
-    """Let a path run a compiled forward pass, if there can be one that computes the same."""
+) -> CompiledForward | None:
+    """Let a path run a compiled forward pass, if there can be one that computes the same.
+
+    Raises:
+        ConfigError: trying it broke the device.
+    """
     try:
         if not isinstance(path, PackedPath):
             raise UnfitError(f"only the packed path can be, and this is the {choice.tier.name} one")
-        compiled = compile_forward(checkpoint.model, hook, progress)
+        compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
         tried = choice.tier.build(choice.trial.sizes)
         assert isinstance(tried, PackedPath)
         tried.use(compiled)
         check_path(tried, choice.trial, checkpoint.model.dtype)
-    except Exception as error:  # noqa: BLE001 - models' code fails to be traced in any way
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:
+        reason = _reason(error)
+        if is_lost(checkpoint.device):
+            raise ConfigError(
+                f"compile_forward: {checkpoint.device} is lost after the compiled forward pass was "
+                f"tried ({reason}); use false"
+            ) from error
         progress(f"the forward pass is not compiled: {reason}")
-        return
+        return None
     path.use(compiled)
     progress("the forward pass is compiled")
+    return compiled
+
+
+def _graphs_are_exact(
+    checkpoint: Checkpoint,
+    choice: Choice,
+    compiled: CompiledForward | None,
+    room: Sizes,
+    progress: Progress,
+) -> bool:
+    """Whether steps that are replayed from captured graphs compute what the model computes alone.
+
+    Raises:
+        ConfigError: trying it broke the device.
+    """
+    device = checkpoint.device
+    said: list[str] = []
+    try:
+        sizes = replace(choice.trial.sizes, stored=room.stored)
+        tried = choice.tier.build(sizes)
+        capture = capture_on(device)
+        if not isinstance(tried, PackedPath) or not tried.has_kernels or capture is None:
+            raise UnfitError("only the packed path with attention's kernels can be")
+        if compiled is not None:
+            tried.use(compiled)
+        graphs = DecodeGraphs(tried.run, capture, sizes, device, said.append, patience=0)
+        tried.graphs = graphs
+        # The second time every step of decodes is a replay, which reads what replays have stored.
+        for _ in range(2):
+            tried.empty()
+            is_rounded = room.stored != "auto"
+            check_path(tried, choice.trial, checkpoint.model.dtype, is_rounded=is_rounded)
+        if said or graphs.num_replays <= graphs.num_captures:
+            found = graphs.failure or next(iter(said), "no step of the check was one of decodes")
+            raise UnfitError(found)
+    except Exception as error:
+        reason = _reason(error)
+        if is_lost(device):
+            raise ConfigError(
+                f"cuda_graphs: {device} is lost after captured steps were tried ({reason}); use "
+                "false"
+            ) from error
+        progress(f"steps are not replayed from captured graphs: {reason}")
+        return False
+    progress("steps of decodes are replayed from captured graphs")
+    return True
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _describe(
@@ -277,7 +364,9 @@ def _describe(
         num_threads=torch.get_num_threads(),
         self_check_difference=choice.difference,
         load_seconds=sum(spent),
-        seconds=dict(zip(("weights", "self-check", "cache", "compile"), spent, strict=True)),
+        seconds=dict(
+            zip(("weights", "self-check", "cache", "compile", "graphs"), spent, strict=True)
+        ),
     )
 
 
@@ -285,4 +374,6 @@ def _attention_name(config: EngineConfig, checkpoint: Checkpoint, choice: Choice
     if choice.tier.name not in ("packed", "rows"):
         return "eager"
     kind = cache_type(config.block_size, checkpoint.model.dtype, checkpoint.device)
-    return attention_name(kind)
+    kind = stored_type(kind, config.kv_cache_dtype)
+    where = (config.block_size, checkpoint.model.dtype, checkpoint.device)
+    return attention_name(proven_type(kind, choice.tier.layers, *where))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AttentionMaskInterface
 
-from nereid_backend.attention.choose import cache_type, stored_type
+from nereid_backend.attention.choose import cache_type, proven_type, stored_type
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -320,6 +320,8 @@ def make_blocks(
     """Empty blocks for these layers, and the tables that name them."""
     kind = cache_type(sizes.block_size, checkpoint.model.dtype, checkpoint.device)
     kind = stored_type(kind, sizes.stored)
+    model = checkpoint.model
+    kind = proven_type(kind, layers, sizes.block_size, model.dtype, checkpoint.device)
     cache = make_cache(kind, checkpoint, layers, sizes)
     builder = BatchBuilder(
         max_num_seqs=sizes.max_num_seqs,

@@ -18,6 +18,8 @@ from nereid_backend.errors import ConfigError
 FOLDER = Path(__file__).parent
 KERNELS = ("decode", "prefill")
 _POWERS = (16, 32, 64, 128, 256)
+# First numbers of the compute capabilities whose matrix products read tiles from shared memory.
+_SHARED_PRODUCTS = (9, 10, 11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +129,18 @@ def default_tuning(kernel: str, dim: int, itemsize: int, generation: int = 9) ->
     """What should do on data-centre GPUs.
 
     Chosen by compiling (`loadtest/compile_kernels.py`): tiles that leave room in shared memory for
-    a second program, and no registers spilled. Before Hopper matrix products take registers that
-    they take from shared memory since.
+    a second program, and no registers spilled. Matrix products take registers for what those of
+    Hopper and of data-centre Blackwell take from shared memory; all other tiles fit in the 99 KiB
+    that consumers' GPUs have.
     """
     if itemsize == 4:
         # Exact float32 products run without tensor cores, so small tiles lose nothing.
         return Tuning(16, 32, 8, 2) if kernel == "decode" else Tuning(32, 16, 8, 2)
     if itemsize == 1:
-        return _integer_tuning(kernel, dim, generation)
+        return _byte_tuning(kernel, dim, generation)
     if kernel == "decode":
         return Tuning(16, 64, 4, 3) if dim <= 128 else Tuning(16, 32, 4, 3)
-    if generation < 9:
+    if generation not in _SHARED_PRODUCTS:
         if dim <= 128:
             return Tuning(128, 32, 8, 3)
         return Tuning(64, 32, 4 if dim <= 192 else 8, 3)
@@ -146,12 +149,12 @@ def default_tuning(kernel: str, dim: int, itemsize: int, generation: int = 9) ->
     return Tuning(64, 64, 4, 2) if dim <= 192 else Tuning(64, 32, 4, 2)
 
 
-def _integer_tuning(kernel: str, dim: int, generation: int) -> Tuning:
+def _byte_tuning(kernel: str, dim: int, generation: int) -> Tuning:
     """Tiles are made numbers again in registers, so there are more warps to hold them."""
     if kernel == "decode":
         return Tuning(16, 64 if dim <= 128 else 32, 8, 3)
-    if generation < 9:
-        return Tuning(64, 32, 8, 3)
+    if generation not in _SHARED_PRODUCTS:
+        return Tuning(64, 32 if dim <= 128 else 16, 8, 3)
     return Tuning(128 if dim <= 128 else 64, 64 if dim <= 128 else 32, 8, 3)
 
 

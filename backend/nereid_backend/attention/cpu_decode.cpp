@@ -1,42 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// Paged attention on a CPU: a plain C interface over raw pointers, called from cpu.py.
-//
-// Layout of one layer's cache, for block b and key-value head h (block_size a multiple of 16):
-//
-//     keys    [b][h][key_dim][block_size]    transposed: one vector holds one dimension of 16 tokens,
-//                                            so scores need no horizontal sums
-//     values  [b][h][block_size][value_dim]  one vector holds 16 dimensions of one token
+// Paged attention on a CPU for sequences that add one token each, and the cache write: a plain C interface over raw
+// pointers, called from cpu.py. Layout of the cache: cpu_vectors.h.
 //
 // A task is one segment of a sequence for some key-value heads. A thread reads the blocks of its tasks in one
 // stream (Reader), so that memory is asked for a block long before its turn, over the ends of heads, tiles and
 // tasks. Query heads that share the key-value head are computed together, so each key and value is read once.
 // Scores and sums are float32 whatever the cache holds; with AVX512-BF16, weights of bfloat16 values are rounded
-// to bfloat16, above and below the line alike. A cache of 8-bit integers has a scale for each key and value
-// vector, [b][h][block_size]; scores and weights are multiplied by it, not the vectors.
+// to bfloat16, above and below the line alike. Scores and weights are multiplied by the scales of a cache of 8-bit
+// integers, not the vectors.
 
-#include <algorithm>
+#include "cpu_kernels.h"
+#include "cpu_vectors.h"
+
 #include <array>
 #include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define NEREID_PAIRS 1  // products of pairs of bfloat16 numbers
-#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
 namespace {
 
-constexpr int kLanes = 16;
 constexpr int kTile = 256;
 constexpr int kMaxSplits = 64;
 constexpr int kMaxGroup = 8;            // query heads computed together: as many sums as there are registers
@@ -44,159 +31,6 @@ constexpr int64_t kMinSegment = 512;    // tokens; shorter ones are not worth ad
 constexpr int64_t kSteadyTokens = 64;   // tokens between two rescalings of the sums, at least one block
 constexpr int64_t kAheadBytes = 8192;   // how far ahead memory is read: more pushes out what waits in the first cache
 constexpr int64_t kRunBytes = 4096;     // what a task reads of a block in one piece: a page
-constexpr float kLog2E = 1.44269504088896341f;
-
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
-typedef int16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-
-struct Bfloat16 {
-  uint16_t bits;
-};
-
-inline float to_float(float value) { return value; }
-inline float to_float(Bfloat16 value) {
-  const uint32_t word = static_cast<uint32_t>(value.bits) << 16;
-  float result;
-  std::memcpy(&result, &word, sizeof result);
-  return result;
-}
-
-inline void from_float(float value, float* out) { *out = value; }
-inline void from_float(float value, Bfloat16* out) {
-  uint32_t word;
-  std::memcpy(&word, &value, sizeof word);
-  if ((word & 0x7fffffffu) > 0x7f800000u) {
-    out->bits = 0x7fc0;  // NaN stays NaN: rounding could make it infinite
-    return;
-  }
-  out->bits = static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
-}
-
-inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
-inline Floats load(const Bfloat16* at) {
-  const Halves halves = *reinterpret_cast<const Halves*>(at);
-  const Words words = __builtin_convertvector(halves, Words) << 16;
-  Floats result;
-  std::memcpy(&result, &words, sizeof result);
-  return result;
-}
-
-inline float to_float(int8_t value) { return static_cast<float>(value); }
-inline Floats load(const int8_t* at) {
-#ifdef __AVX512F__
-  // The compiler takes 16 loads for this (GCC 12), the processor one.
-  return reinterpret_cast<Floats>(
-      _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)))));
-#else
-  const Bytes bytes = *reinterpret_cast<const Bytes*>(at);
-  // In two steps: GCC 12 makes vectors of each, and single numbers of one large one.
-  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints), Floats);
-#endif
-}
-
-inline Floats fill(float value) { return Floats{} + value; }
-
-inline Floats larger(Floats a, Floats b) {  // b where a is not a number
-#ifdef __AVX512F__
-  return reinterpret_cast<Floats>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
-#else
-  return a > b ? a : b;
-#endif
-}
-
-inline float largest_of(Floats x) {
-#ifdef __AVX512F__
-  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
-#else
-  float largest = x[0];
-  for (int lane = 1; lane < kLanes; ++lane) largest = std::max(largest, x[lane]);
-  return largest;
-#endif
-}
-
-inline float sum_of(Floats x) {
-#ifdef __AVX512F__
-  return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
-#else
-  float sum = 0.0f;
-  for (int lane = 0; lane < kLanes; ++lane) sum += x[lane];
-  return sum;
-#endif
-}
-
-// 2^x for x up to 126: 2^n * 2^f with |f| <= 1/2, the latter by a polynomial that is off by at most 3e-9 of it.
-inline Floats power_of_two(Floats x) {
-  const Floats low = fill(-150.0f);  // 2^-150 is 0
-#ifdef __AVX512F__
-  const __m512 bounded = _mm512_max_ps(reinterpret_cast<__m512>(low), reinterpret_cast<__m512>(x));  // NaN stays
-  const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const Floats f = reinterpret_cast<Floats>(_mm512_sub_ps(bounded, whole));
-#else
-  const Floats least = fill(-126.0f);
-  const Floats bounded = x > least ? x : least;
-  const Ints whole = __builtin_convertvector(bounded + (bounded > 0 ? fill(0.5f) : fill(-0.5f)), Ints);
-  const Floats f = bounded - __builtin_convertvector(whole, Floats);
-#endif
-  Floats p = fill(1.5469731e-4f);
-  p = p * f + 1.3400433e-3f;
-  p = p * f + 9.6180256e-3f;
-  p = p * f + 5.5503272e-2f;
-  p = p * f + 0.24022651f;
-  p = p * f + 0.69314721f;
-  p = p * f + 1.0f;
-#ifdef __AVX512F__
-  return reinterpret_cast<Floats>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), whole));
-#else
-  const Ints power = (whole + 127) << 23;
-  Floats factor;
-  std::memcpy(&factor, &power, sizeof factor);
-  // What is not a number stays so: the sums must show it.
-  return x > least ? p * factor : (x == x ? (x > low ? p * factor : Floats{}) : x);
-#endif
-}
-
-inline Floats tanh_of(Floats x) {
-  const Floats square = x * x;
-  // Near zero 1 - 2 / (e^2x + 1) would cancel.
-  const Floats near = x * (((-17.0f / 315 * square + 2.0f / 15) * square - 1.0f / 3) * square + 1.0f);
-  const Floats top = fill(10.0f);
-  const Floats bounded = x > top ? top : x;  // NaN stays
-  const Floats far = 1.0f - 2.0f / (power_of_two(bounded * (2 * kLog2E)) + 1.0f);
-  return square < fill(0.0625f) ? near : far;
-}
-
-struct Shape {
-  int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
-  int64_t window, chunk;  // 0: no limit
-  float scale, softcap;   // softcap 0: none
-};
-
-// One layer: what it computes and where its cache is. Scales are null unless the cache holds integers.
-struct Layer {
-  Shape shape;
-  int64_t is_bfloat16;  // query, new keys, new values and out, and the cache where there are no scales
-  void *keys, *values;
-  float *key_scales, *value_scales;
-};
-
-// Sequences that add one token each, [num_seqs].
-struct Decodes {
-  const int64_t* tokens;  // their rows in the step; null: its first ones
-  const int64_t* blocks;  // [num_seqs][blocks_stride]
-  int64_t blocks_stride;
-  const int64_t* lens;
-  int64_t num_seqs;
-};
-
-// One of query, new keys and new values; strides count elements, the last dimension has none.
-struct Rows {
-  const void* at;
-  int64_t head_stride, token_stride;
-};
 
 // What is new in a step, for one layer.
 struct Step {
@@ -328,9 +162,6 @@ template <typename T>
 struct Arithmetic : Plain<T> {};
 
 #ifdef NEREID_PAIRS
-
-inline __m512bh as_pairs(__m512i x) { return (__m512bh)x; }
-inline __m512bh one_pair(uint32_t x) { return as_pairs(_mm512_set1_epi32(static_cast<int>(x))); }
 
 // As score: two dimensions at a time. Query is [pair of dimensions][G].
 template <int G>
@@ -487,16 +318,11 @@ constexpr std::array<typename Arithmetic<T>::Weigh, sizeof...(G)> weighs_of(std:
   return {Arithmetic<T>::template weigh_of<G + 1>...};
 }
 
-int64_t first_seen(const Shape& shape, int64_t position) {
-  int64_t first = 0;
-  if (shape.window > 0) first = std::max<int64_t>(first, position - (shape.window - 1));
-  if (shape.chunk > 0) first = std::max<int64_t>(first, position - position % shape.chunk);
-  return first;
-}
+
 
 int64_t tile_of(const Shape& shape) { return std::max<int64_t>(1, kSteadyTokens / shape.block_size) * shape.block_size; }
 
-int64_t padded(int64_t dim) { return (dim + 31) / 32 * 32; }
+
 
 // Tokens [first, last) of one sequence for some key-value heads; `partial` is the place of its sums where the
 // sequence has several segments, else -1.
@@ -898,7 +724,6 @@ void linear_tile(const int8_t* tile, const float* scales, const float* x, int64_
 
 extern "C" {
 
-// A linear layer with weights [num_tiles][dim][16]: x [num_rows][dim] to out [num_rows][num_tiles * 16].
 void nereid_linear_int8(const int8_t* weight, const float* scales, const float* x, float* out, int64_t num_rows,
                         int64_t dim, int64_t num_tiles, int num_threads) {
   const int64_t width = num_tiles * kLanes;
@@ -927,8 +752,6 @@ void nereid_linear_int8(const int8_t* weight, const float* scales, const float* 
   }
 }
 
-// Stores the keys and values of num_tokens tokens, then attends for the decodes; null: there are none. Strides are
-// those of head and token of query, new keys and new values.
 void nereid_attend(const Layer* layer, const Decodes* decodes, const void* query, int64_t query_head_stride,
                    int64_t query_token_stride, const void* keys, int64_t key_head_stride, int64_t key_token_stride,
                    const void* values, int64_t value_head_stride, int64_t value_token_stride, const int64_t* slots,

@@ -1,0 +1,440 @@
+// SPDX-License-Identifier: Apache-2.0
+// Paged attention on a CPU for sequences that add several tokens: a plain C interface over raw pointers, called from
+// cpu.py. Layout of the cache: cpu_vectors.h.
+//
+// A task is some tokens of one sequence with all query heads that share a key-value head; token and head together
+// are a row. It goes through the keys that its tokens see in tiles. Keys and values of a tile are first laid out as
+// the products want them, once for all rows; then a few rows at a time get scores, weights and sums, all of which
+// stay in the first cache. Products of two matrices keep kRows x 2 vectors of sums in registers.
+//
+// Numbers are multiplied in float32, or in pairs of bfloat16 where the processor has that; weights of bfloat16 values
+// are rounded to bfloat16 then, above and below the line alike. Sums are float32.
+
+#include "cpu_kernels.h"
+#include "cpu_vectors.h"
+
+#include <algorithm>
+#include <atomic>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int kRows = 12;  // with 2 vectors of each, 24 of 32 registers
+#else
+constexpr int kRows = 4;
+#endif
+constexpr int kRowStep = 4;           // products are made for 4, 8 and 12 rows
+constexpr int64_t kTaskRows = 192;    // rows of a task: a tile is laid out once for so many
+constexpr int kTile = 512;              // keys
+
+// What is computed, for one layer.
+struct Prefills {
+  const Prefill* items;
+  int64_t count;
+  Rows query;
+  const float* sinks;
+  void* out;  // [tokens of the step][num_heads][value_dim]
+};
+
+// How products are computed: in units of one or two numbers, which are multiplied with a unit each of 16 columns.
+struct Singles {
+  typedef float Unit;
+  static constexpr int kNumbers = 1;
+  static inline Floats add(Floats sums, const Unit* column, Unit row) { return sums + load(column) * row; }
+  // Turns scores, a multiple of 16, into weights, in their place or before it; returns sums that add up to all of
+  // them.
+  static inline Floats soften(const float* scores, int64_t count, float largest, Unit* to) {
+    Floats total = {};
+    for (int64_t t = 0; t < count; t += kLanes) {
+      const Floats weights = power_of_two(load(scores + t) - largest);
+      *reinterpret_cast<Floats*>(to + t) = weights;
+      total += weights;
+    }
+    return total;
+  }
+  static inline void lay(Floats numbers, Floats, Unit* to) { *reinterpret_cast<Floats*>(to) = numbers; }
+  static inline Unit unit(float number, float) { return number; }
+};
+
+#ifdef NEREID_PAIRS
+inline Words rounded(Floats numbers) {
+  return reinterpret_cast<Words>(
+      _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(reinterpret_cast<__m512>(numbers))));
+}
+
+struct Pairs {
+  typedef uint32_t Unit;
+  static constexpr int kNumbers = 2;
+  static inline Floats add(Floats sums, const Unit* column, Unit row) {
+    return reinterpret_cast<Floats>(
+        _mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), as_pairs(_mm512_loadu_si512(column)), one_pair(row)));
+  }
+  // Sums are of rounded weights: they are what values are multiplied by.
+  static inline Floats soften(const float* scores, int64_t count, float largest, Unit* to) {
+    const __m512bh ones = one_pair(0x3f803f80u);
+    __m512 total = _mm512_setzero_ps();
+    int64_t t = 0;
+    for (; t + 2 * kLanes <= count; t += 2 * kLanes) {
+      const Floats first = power_of_two<Coarse>(load(scores + t) - largest);
+      const Floats second = power_of_two<Coarse>(load(scores + t + kLanes) - largest);
+      const __m512bh weights = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
+      _mm512_storeu_si512(to + t / 2, (__m512i)weights);
+      total = _mm512_dpbf16_ps(total, weights, ones);
+    }
+    if (t < count) {
+      const Floats last = power_of_two<Coarse>(load(scores + t) - largest);
+      const __m512bh weights = _mm512_cvtne2ps_pbh(_mm512_setzero_ps(), reinterpret_cast<__m512>(last));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + t / 2), _mm512_castsi512_si256((__m512i)weights));
+      total = _mm512_dpbf16_ps(total, weights, ones);
+    }
+    return reinterpret_cast<Floats>(total);
+  }
+  static inline void lay(Floats first, Floats second, Unit* to) {
+    *reinterpret_cast<Words*>(to) = rounded(first) | rounded(second) << 16;
+  }
+  static inline Unit unit(float first, float second) {
+    Bfloat16 low, high;
+    from_float(first, &low);
+    from_float(second, &high);
+    return low.bits | static_cast<uint32_t>(high.bits) << 16;
+  }
+};
+#endif
+
+// C = factor * A B, or C += A B: R rows, P panels of 16 columns. A unit of row r and step k of A is at
+// a[k * kAStep + r * kARow]; B is [panel][step][16] units, panels b_panel apart.
+template <typename U, int R, int P, int kAStep, int kARow, bool kAdds>
+inline void multiply(const typename U::Unit* a, const typename U::Unit* b, int64_t b_panel, int64_t steps, float* c,
+                     int64_t c_row, float factor) {
+  Floats sums[R][P];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) sums[r][p] = kAdds ? load(c + r * c_row + p * kLanes) : Floats{};
+  for (int64_t k = 0; k < steps; ++k)
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int p = 0; p < P; ++p)
+        sums[r][p] = U::add(sums[r][p], b + p * b_panel + k * kLanes, a[k * kAStep + r * kARow]);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p)
+      *reinterpret_cast<Floats*>(c + r * c_row + p * kLanes) = kAdds ? sums[r][p] : sums[r][p] * factor;
+}
+
+// The same for any number of panels.
+template <typename U, int R, int kAStep, int kARow, bool kAdds>
+void multiply_panels(const typename U::Unit* a, const typename U::Unit* b, int64_t b_panel, int64_t panels,
+                     int64_t steps, float* c, int64_t c_row, float factor) {
+  int64_t p = 0;
+  for (; p + 2 <= panels; p += 2)
+    multiply<U, R, 2, kAStep, kARow, kAdds>(a, b + p * b_panel, b_panel, steps, c + p * kLanes, c_row, factor);
+  if (p < panels)
+    multiply<U, R, 1, kAStep, kARow, kAdds>(a, b + p * b_panel, b_panel, steps, c + p * kLanes, c_row, factor);
+}
+
+// Some tokens of a prefill and one key-value head.
+struct Task {
+  const Prefill* prefill;
+  int64_t head, first, last;  // tokens of the prefill
+  int64_t work;               // about how many keys they look at
+};
+
+struct Row {
+  int64_t begin, end;    // positions that it sees
+  float largest, total;  // of its scores, times log2(e), and of its weights
+};
+
+// What a thread computes with.
+template <typename U>
+struct Scratch {
+  typedef typename U::Unit Unit;
+  int64_t key_steps, width, panel_keys, panel_values;
+  std::vector<Unit> query, keys, values;
+  std::vector<float> scores, out;
+  std::vector<Row> rows;
+
+  Scratch(const Shape& shape, int64_t num_rows)
+      : key_steps((shape.key_dim + U::kNumbers - 1) / U::kNumbers),
+        width(padded(shape.value_dim)),
+        panel_keys(key_steps * kLanes),
+        panel_values(kTile / U::kNumbers * kLanes),
+        query(num_rows * key_steps),
+        keys(kTile / kLanes * panel_keys),
+        values(width / kLanes * panel_values),
+        scores(kRows * kTile),
+        out(num_rows * width),
+        rows(num_rows) {}
+};
+
+int64_t whole(int64_t rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
+
+// Keys of 16 tokens: [step][16] units.
+template <typename T, typename U>
+void lay_keys(const T* from, int64_t dim, int64_t stride, const float* scales, typename U::Unit* to) {
+  const Floats scale = scales ? load(scales) : fill(1.0f);
+  for (int64_t d = 0; d < dim; d += U::kNumbers, to += kLanes) {
+    const bool alone = d + 1 == dim;
+    const Floats first = load(from + d * stride);
+    const Floats second = U::kNumbers == 1 || alone ? Floats{} : load(from + (d + 1) * stride);
+    if (scales) {
+      U::lay(first * scale, second * scale, to);
+    } else {
+      U::lay(first, second, to);
+    }
+  }
+}
+
+// 16 dimensions of a value, or as many as there are.
+template <typename T>
+inline Floats load_some(const T* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  Floats numbers = {};
+  for (int64_t i = 0; i < count; ++i) numbers[i] = to_float(from[i]);
+  return numbers;
+}
+
+// Values of 16 tokens, of which `count` are there: one step of every panel for each unit of tokens. What is behind
+// the last token is zero, because it is multiplied by a weight of zero.
+template <typename T, typename U>
+void lay_values(const T* from, int64_t dim, const float* scales, int64_t count, typename U::Unit* to, int64_t panel) {
+  for (int64_t t = 0; t < kLanes; t += U::kNumbers, to += kLanes)
+    for (int64_t c = 0; c < dim; c += kLanes) {
+      Floats first = {}, second = {};
+      if (t < count) first = load_some(from + t * dim + c, dim - c) * (scales ? scales[t] : 1.0f);
+      if (U::kNumbers == 2 && t + 1 < count)
+        second = load_some(from + (t + 1) * dim + c, dim - c) * (scales ? scales[t + 1] : 1.0f);
+      U::lay(first, second, to + c / kLanes * panel);
+    }
+}
+
+#ifdef NEREID_PAIRS
+// bfloat16 numbers that stay as they are need no rounding.
+template <>
+void lay_keys<Bfloat16, Pairs>(const Bfloat16* from, int64_t dim, int64_t stride, const float*, uint32_t* to) {
+  for (int64_t d = 0; d < dim; d += 2, to += kLanes) {
+    const auto at = [&](int64_t i) {
+      return __builtin_convertvector(*reinterpret_cast<const Halves*>(from + i * stride), Words);
+    };
+    *reinterpret_cast<Words*>(to) = d + 1 == dim ? at(d) : (at(d) | at(d + 1) << 16);
+  }
+}
+
+template <>
+void lay_values<Bfloat16, Pairs>(const Bfloat16* from, int64_t dim, const float*, int64_t count, uint32_t* to,
+                                 int64_t panel) {
+  for (int64_t t = 0; t < kLanes; t += 2, to += kLanes)
+    for (int64_t c = 0; c < dim; c += kLanes) {
+      const int64_t left = dim - c;
+      const __mmask16 some = left >= kLanes ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+      const auto at = [&](int64_t token) {
+        const __mmask16 mask = token < count ? some : 0;
+        return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + token * dim + c));
+      };
+      _mm512_storeu_si512(to + c / kLanes * panel, _mm512_or_si512(at(t), _mm512_slli_epi32(at(t + 1), 16)));
+    }
+}
+#endif
+
+// Keys and values [start, end) of a task's sequence; start is a multiple of 16.
+template <typename T, typename U>
+void lay_tile(const Layer& layer, const Task& task, int64_t start, int64_t end, Scratch<U>& scratch) {
+  const Shape& shape = layer.shape;
+  const int64_t size = shape.block_size;
+  for (int64_t at = start; at < end; at += kLanes) {
+    const int64_t cell = task.prefill->blocks[at / size] * shape.num_kv_heads + task.head, place = at % size;
+    const T* keys = static_cast<const T*>(layer.keys) + cell * shape.key_dim * size + place;
+    const T* values = static_cast<const T*>(layer.values) + (cell * size + place) * shape.value_dim;
+    const float* key_scales = layer.key_scales ? layer.key_scales + cell * size + place : nullptr;
+    const float* value_scales = layer.value_scales ? layer.value_scales + cell * size + place : nullptr;
+    lay_keys<T, U>(keys, shape.key_dim, size, key_scales,
+                   scratch.keys.data() + (at - start) / kLanes * scratch.panel_keys);
+    lay_values<T, U>(values, shape.value_dim, value_scales, std::min<int64_t>(kLanes, end - at),
+                     scratch.values.data() + (at - start) / U::kNumbers * kLanes, scratch.panel_values);
+  }
+}
+
+// Turns the scores of one row in the columns [from, to) of a tile into weights, in their place, and rescales what
+// was summed up so far. The tile begins at position `start`.
+template <typename U>
+void soften(const Shape& shape, float* scores, int64_t start, int64_t from, int64_t to, Row& row, float* out,
+            int64_t width) {
+  auto* weights = reinterpret_cast<typename U::Unit*>(scores);
+  const int64_t begin = std::max(row.begin - start, from), end = std::min(row.end - start, to);
+  if (begin >= end) {
+    std::fill(weights + from / U::kNumbers, weights + to / U::kNumbers, typename U::Unit{});
+    return;
+  }
+  if (shape.softcap > 0)
+    for (int64_t t = from; t < to; t += kLanes)
+      *reinterpret_cast<Floats*>(scores + t) = tanh_of(load(scores + t)) * (shape.softcap * kLog2E);
+  std::fill(scores + from, scores + begin, -INFINITY);
+  std::fill(scores + end, scores + to, -INFINITY);
+  Floats top = fill(-INFINITY);
+  for (int64_t t = from; t < to; t += kLanes) top = larger(load(scores + t), top);
+  float largest = std::max(row.largest, largest_of(top));
+  if (largest == -INFINITY) largest = 0.0f;  // not numbers
+  const Floats total = U::soften(scores + from, to - from, largest, weights + from / U::kNumbers);
+  const float shrunk = row.largest == -INFINITY ? 0.0f : std::exp2(row.largest - largest);
+  row.largest = largest;
+  row.total = row.total * shrunk + sum_of(total);
+  if (shrunk != 1.0f)
+    for (int64_t c = 0; c < width; c += kLanes) *reinterpret_cast<Floats*>(out + c) *= shrunk;
+}
+
+// R rows of a task, the first of which is `row`, over one tile.
+template <typename U, int R>
+void attend_rows(const Shape& shape, int64_t row, int64_t num_rows, int64_t start, int64_t end, Scratch<U>& scratch) {
+  const int64_t count = std::min<int64_t>(R, num_rows - row);
+  int64_t first = end, last = start;
+  for (int64_t r = row; r < row + count; ++r) {
+    first = std::min(first, scratch.rows[r].begin);
+    last = std::max(last, scratch.rows[r].end);
+  }
+  const int64_t from = std::max<int64_t>(0, first - start) / kLanes;
+  const int64_t to = (std::min(last, end) - start + kLanes - 1) / kLanes;
+  if (from >= to) return;
+  const float factor = shape.softcap > 0 ? shape.scale / shape.softcap : shape.scale * kLog2E;
+  float* scores = scratch.scores.data();
+  multiply_panels<U, R, R, 1, false>(scratch.query.data() + row * scratch.key_steps,
+                                     scratch.keys.data() + from * scratch.panel_keys, scratch.panel_keys, to - from,
+                                     scratch.key_steps, scores + from * kLanes, kTile, factor);
+  float* out = scratch.out.data() + row * scratch.width;
+  for (int64_t r = 0; r < count; ++r)
+    soften<U>(shape, scores + r * kTile, start, from * kLanes, to * kLanes, scratch.rows[row + r],
+              out + r * scratch.width, scratch.width);
+  const int64_t step = from * kLanes / U::kNumbers, steps = (to - from) * kLanes / U::kNumbers;
+  multiply_panels<U, R, 1, kTile, true>(reinterpret_cast<const typename U::Unit*>(scores) + step,
+                                        scratch.values.data() + step * kLanes, scratch.panel_values,
+                                        (shape.value_dim + kLanes - 1) / kLanes, steps, out, scratch.width, 1.0f);
+}
+
+// The queries of a task's rows, those of one product lying unit by unit: [step][rows of the product].
+template <typename Q, typename U>
+void lay_queries(const Shape& shape, const Prefills& prefills, const Task& task, Scratch<U>& scratch) {
+  const int64_t group = shape.num_heads / shape.num_kv_heads, count = (task.last - task.first) * group;
+  for (int64_t row = 0; row < count; row += kRows) {
+    const int64_t room = std::min<int64_t>(kRows, whole(count - row));
+    auto* to = scratch.query.data() + row * scratch.key_steps;
+    for (int64_t r = 0; r < room; ++r) {
+      const int64_t taken = std::min(row + r, count - 1);  // rows that are not there repeat the last one
+      const int64_t token = task.prefill->first + task.first + taken / group;
+      const Q* from = static_cast<const Q*>(prefills.query.at) + token * prefills.query.token_stride +
+                      (task.head * group + taken % group) * prefills.query.head_stride;
+      for (int64_t k = 0; k < scratch.key_steps; ++k) {
+        const int64_t d = k * U::kNumbers;
+        to[k * room + r] = U::unit(to_float(from[d]), U::kNumbers == 2 && d + 1 < shape.key_dim ? to_float(from[d + 1]) : 0.0f);
+      }
+    }
+  }
+}
+
+template <typename T, typename Q, typename U>
+void attend(const Layer& layer, const Prefills& prefills, const Task& task, Scratch<U>& scratch) {
+  const Shape& shape = layer.shape;
+  const int64_t group = shape.num_heads / shape.num_kv_heads, num_rows = (task.last - task.first) * group;
+  const int64_t before = task.prefill->num_cached;
+  lay_queries<Q>(shape, prefills, task, scratch);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t position = before + task.first + row / group;
+    scratch.rows[row] = {first_seen(shape, position), position + 1, -INFINITY, 0.0f};
+  }
+  std::fill(scratch.out.begin(), scratch.out.begin() + whole(num_rows) * scratch.width, 0.0f);
+  const int64_t end = before + task.last;
+  for (int64_t start = scratch.rows[0].begin / kLanes * kLanes; start < end; start += kTile) {
+    const int64_t stop = std::min(end, start + kTile);
+    lay_tile<T, U>(layer, task, start, stop, scratch);
+    for (int64_t row = 0; row < num_rows; row += kRows) switch (std::min<int64_t>(kRows, whole(num_rows - row))) {
+        case kRows:
+          attend_rows<U, kRows>(shape, row, num_rows, start, stop, scratch);
+          break;
+#if defined(__AVX512F__)
+        case 8:
+          attend_rows<U, 8>(shape, row, num_rows, start, stop, scratch);
+          break;
+        case 4:
+          attend_rows<U, 4>(shape, row, num_rows, start, stop, scratch);
+          break;
+#endif
+      }
+  }
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t head = task.head * group + row % group, token = task.prefill->first + task.first + row / group;
+    float total = scratch.rows[row].total, kept = 1.0f;
+    if (prefills.sinks) {
+      const float sink = prefills.sinks[head] * kLog2E, largest = std::max(sink, scratch.rows[row].largest);
+      kept = std::exp2(scratch.rows[row].largest - largest);
+      total = total * kept + std::exp2(sink - largest);
+    }
+    const float* from = scratch.out.data() + row * scratch.width;
+    Q* to = static_cast<Q*>(prefills.out) + (token * shape.num_heads + head) * shape.value_dim;
+    const float factor = kept / total;
+    for (int64_t c = 0; c < shape.value_dim; ++c) from_float(from[c] * factor, to + c);
+  }
+}
+
+std::vector<Task> plan_tasks(const Shape& shape, const Prefills& prefills, int num_threads) {
+  std::vector<Task> tasks;
+  const int64_t group = shape.num_heads / shape.num_kv_heads;
+  int64_t total = 0;
+  for (int64_t i = 0; i < prefills.count; ++i) total += prefills.items[i].num_tokens;
+  // Fewer rows where there would not be tasks enough for all threads.
+  const int64_t share = total * shape.num_kv_heads / (4 * num_threads);
+  const int64_t tokens = std::max<int64_t>(1, std::min(kTaskRows / group, num_threads > 1 ? share : kTaskRows));
+  for (int64_t i = 0; i < prefills.count; ++i) {
+    const Prefill& prefill = prefills.items[i];
+    for (int64_t first = 0; first < prefill.num_tokens; first += tokens) {
+      const int64_t last = std::min(prefill.num_tokens, first + tokens), end = prefill.num_cached + last;
+      const int64_t work = (end - first_seen(shape, prefill.num_cached + first)) * (last - first);
+      for (int64_t head = 0; head < shape.num_kv_heads; ++head) tasks.push_back({&prefill, head, first, last, work});
+    }
+  }
+  // What is left for the end is short.
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.work > b.work; });
+  return tasks;
+}
+
+template <typename T, typename Q, typename U>
+void run(const Layer& layer, const Prefills& prefills, int num_threads) {
+  const Shape& shape = layer.shape;
+  const int64_t group = shape.num_heads / shape.num_kv_heads;
+  const std::vector<Task> tasks = plan_tasks(shape, prefills, num_threads);
+  int64_t most = 0;
+  for (const Task& task : tasks) most = std::max(most, whole((task.last - task.first) * group));
+  std::atomic<size_t> next{0};
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    Scratch<U> scratch(shape, most);
+    for (size_t i = next++; i < tasks.size(); i = next++) attend<T, Q, U>(layer, prefills, tasks[i], scratch);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void nereid_attend_prefills(const Layer* layer, const Prefill* items, int64_t count, const void* query,
+                            int64_t query_head_stride, int64_t query_token_stride, const float* sinks, void* out,
+                            int num_threads) {
+  const Prefills prefills = {items, count, {query, query_head_stride, query_token_stride}, sinks, out};
+#ifdef NEREID_PAIRS
+  using Wide = Pairs;
+#else
+  using Wide = Singles;
+#endif
+  if (layer->key_scales && layer->is_bfloat16) {
+    run<int8_t, Bfloat16, Wide>(*layer, prefills, num_threads);
+  } else if (layer->key_scales) {
+    run<int8_t, float, Singles>(*layer, prefills, num_threads);
+  } else if (layer->is_bfloat16) {
+    run<Bfloat16, Bfloat16, Wide>(*layer, prefills, num_threads);
+  } else {
+    run<float, float, Singles>(*layer, prefills, num_threads);
+  }
+}
+
+}  // extern "C"

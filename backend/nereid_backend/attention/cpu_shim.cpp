@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels as a model compiled by AOTInductor calls them: without Python, through the plain C interface to tensors
+// that torch keeps stable (torch/csrc/inductor/aoti_torch/c/shim.h). Names and arguments follow from the operators'
+// schemas in operator.py and native_linear.py.
+
+#include "cpu_kernels.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+typedef int32_t Error;  // 0: none
+struct Tensor;
+
+// Of one step, for all layers.
+struct Forward {
+  const Layer* layers;  // their scale is that of the call
+  int64_t num_layers;
+  const Decodes* groups;
+  int64_t num_groups;  // at least one, which may be empty
+  const Prefill* prefills;
+  int64_t num_prefills;
+  const int64_t* slots;
+  int64_t num_tokens;
+  int64_t num_threads;
+  int64_t* spent;  // nanoseconds in linear layers and in attention are added to these two; null: nobody asks
+};
+
+thread_local const Forward* current = nullptr;
+
+// Adds its lifetime to what was spent on a kind of work.
+class Stopwatch {
+ public:
+  explicit Stopwatch(int kind) : to_(current->spent ? current->spent + kind : nullptr) {
+    if (to_) started_ = std::chrono::steady_clock::now();
+  }
+  ~Stopwatch() {
+    if (to_) *to_ += std::chrono::nanoseconds(std::chrono::steady_clock::now() - started_).count();
+  }
+
+ private:
+  int64_t* to_;
+  std::chrono::steady_clock::time_point started_;
+};
+
+}  // namespace
+
+extern "C" {
+
+Error aoti_torch_get_data_ptr(Tensor*, void**);
+Error aoti_torch_get_dim(Tensor*, int64_t*);
+Error aoti_torch_get_sizes(Tensor*, int64_t**);
+Error aoti_torch_get_strides(Tensor*, int64_t**);
+Error aoti_torch_get_dtype(Tensor*, int32_t*);
+Error aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor**);
+int32_t aoti_torch_dtype_bfloat16();
+int32_t aoti_torch_device_type_cpu();
+
+}  // extern "C"
+
+namespace {
+
+constexpr int64_t kMostDims = 8;
+
+// What is known of a tensor; data is null where something is wrong with it.
+struct View {
+  const void* data = nullptr;
+  int64_t dim = 0;
+  const int64_t *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = 0;
+
+  explicit View(Tensor* tensor) {
+    int64_t *found_sizes, *found_strides;
+    void* found;
+    if (aoti_torch_get_dim(tensor, &dim) || aoti_torch_get_sizes(tensor, &found_sizes) ||
+        aoti_torch_get_strides(tensor, &found_strides) || aoti_torch_get_dtype(tensor, &dtype) ||
+        aoti_torch_get_data_ptr(tensor, &found) || dim < 1 || dim > kMostDims)
+      return;
+    sizes = found_sizes;
+    strides = found_strides;
+    data = found;
+  }
+
+  int64_t last() const { return sizes[dim - 1]; }
+  int64_t count() const {
+    int64_t count = 1;
+    for (int64_t i = 0; i < dim; ++i) count *= sizes[i];
+    return count;
+  }
+  int64_t bytes() const { return dtype == aoti_torch_dtype_bfloat16() ? 2 : 4; }
+};
+
+// A tensor's numbers without gaps: its own, or a copy. `strides` becomes those of what is returned.
+const void* dense(const View& view, std::vector<char>& room, int64_t* strides) {
+  bool is_dense = true;
+  int64_t expected = 1;
+  for (int64_t i = view.dim - 1; i >= 0; --i) {
+    is_dense &= view.sizes[i] == 1 || view.strides[i] == expected;
+    strides[i] = expected;
+    expected *= view.sizes[i];
+  }
+  if (is_dense) return view.data;
+  const int64_t count = view.count(), bytes = view.bytes();
+  room.resize(count * bytes);
+  int64_t index[kMostDims] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t offset = 0;
+    for (int64_t d = 0; d < view.dim; ++d) offset += index[d] * view.strides[d];
+    std::memcpy(room.data() + i * bytes, static_cast<const char*>(view.data) + offset * bytes, bytes);
+    for (int64_t d = view.dim - 1; d >= 0 && ++index[d] == view.sizes[d]; --d) index[d] = 0;
+  }
+  return room.data();
+}
+
+// A new tensor without gaps, and its memory.
+void* make(const int64_t* sizes, int64_t dim, int32_t dtype, Tensor** made) {
+  int64_t strides[kMostDims], count = 1;
+  for (int64_t i = dim - 1; i >= 0; --i) {
+    strides[i] = count;
+    count *= sizes[i];
+  }
+  void* data;
+  if (aoti_torch_empty_strided(dim, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, made) ||
+      aoti_torch_get_data_ptr(*made, &data))
+    return nullptr;
+  return data;
+}
+
+// [1, heads, tokens, dim] as the kernels read it.
+Rows rows_of(const View& view, std::vector<char>& room) {
+  if (view.strides[3] == 1) return {view.data, view.strides[1], view.strides[2]};
+  int64_t strides[kMostDims];
+  const void* data = dense(view, room, strides);
+  return {data, strides[1], strides[2]};
+}
+
+}  // namespace
+
+extern "C" {
+
+// Serves the calls below in this thread, until it is called with null.
+void nereid_serve(const Forward* forward) { current = forward; }
+
+// operator.py: paged_attend(query, key, value, sinks?, layer, scale) -> [1, tokens, heads, value_dim].
+Error aoti_torch_cpu_paged_attend(Tensor* query, Tensor* key, Tensor* value, Tensor** sinks, int64_t layer,
+                                  double scale, Tensor** out) {
+  const View queries(query), keys(key), values(value);
+  if (!current || layer < 0 || layer >= current->num_layers || !queries.data || !keys.data || !values.data) return 1;
+  const Stopwatch stopwatch(1);
+  Layer own = current->layers[layer];
+  own.shape.scale = static_cast<float>(scale);
+  const Shape& shape = own.shape;
+  const int64_t tokens = current->num_tokens, room = queries.sizes[2];
+  const int64_t width = shape.num_heads * shape.value_dim * queries.bytes();
+  const int64_t sizes[] = {1, room, shape.num_heads, shape.value_dim};
+  char* to = static_cast<char*>(make(sizes, 4, queries.dtype, out));
+  if (!to || room < tokens) return 1;
+  // The model may be called with more rows than there are tokens.
+  std::memset(to + tokens * width, 0, (room - tokens) * width);
+  std::vector<float> wide;
+  if (sinks) {
+    const View view(*sinks);
+    if (!view.data) return 1;
+    for (int64_t i = 0; i < shape.num_heads; ++i)
+      wide.push_back(view.bytes() == 2 ? to_float(static_cast<const Bfloat16*>(view.data)[i * view.strides[0]])
+                                       : static_cast<const float*>(view.data)[i * view.strides[0]]);
+  }
+  const float* sink = sinks ? wide.data() : nullptr;
+  const int threads = static_cast<int>(current->num_threads);
+  thread_local std::vector<char> rooms[3];
+  const Rows q = rows_of(queries, rooms[0]), k = rows_of(keys, rooms[1]), v = rows_of(values, rooms[2]);
+  for (int64_t i = 0; i < current->num_groups; ++i)
+    nereid_attend(&own, current->groups + i, q.at, q.head_stride, q.token_stride, k.at, k.head_stride, k.token_stride,
+                  v.at, v.head_stride, v.token_stride, current->slots, i == 0 ? tokens : 0, sink, to, threads);
+  if (current->num_prefills > 0)
+    nereid_attend_prefills(&own, current->prefills, current->num_prefills, q.at, q.head_stride, q.token_stride, sink,
+                           to, threads);
+  return 0;
+}
+
+// native_linear.py: packed_linear(x, packed, bias?, out_features) -> [..., out_features].
+Error aoti_torch_cpu_packed_linear(Tensor* x, Tensor* packed, Tensor** bias, int64_t out_features, Tensor** out) {
+  const View inputs(x), weights(packed);
+  if (!current || !inputs.data || !weights.data) return 1;
+  const Stopwatch stopwatch(0);
+  int64_t sizes[kMostDims], strides[kMostDims];
+  std::copy(inputs.sizes, inputs.sizes + inputs.dim, sizes);
+  sizes[inputs.dim - 1] = out_features;
+  void* to = make(sizes, inputs.dim, inputs.dtype, out);
+  if (!to) return 1;
+  thread_local std::vector<char> room;
+  const void* from = dense(inputs, room, strides);
+  void* added = nullptr;
+  if (bias && aoti_torch_get_data_ptr(*bias, &added)) return 1;
+  nereid_linear(inputs.bytes() == 2, weights.data, added, from, to, inputs.count() / inputs.last(), inputs.last(),
+                out_features, static_cast<int>(current->num_threads));
+  return 0;
+}
+
+}  // extern "C"

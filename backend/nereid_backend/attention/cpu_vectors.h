@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vectors of 16 numbers, as the attention kernels for CPUs compute with them.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu_kernels.h"
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define NEREID_PAIRS 1  // products of pairs of bfloat16 numbers
+#endif
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr float kLog2E = 1.44269504088896341f;
+
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+
+inline void from_float(float value, float* out) { *out = value; }
+inline void from_float(float value, Bfloat16* out) {
+  uint32_t word;
+  std::memcpy(&word, &value, sizeof word);
+  if ((word & 0x7fffffffu) > 0x7f800000u) {
+    out->bits = 0x7fc0;  // NaN stays NaN: rounding could make it infinite
+    return;
+  }
+  out->bits = static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
+}
+
+inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
+inline Floats load(const Bfloat16* at) {
+  const Halves halves = *reinterpret_cast<const Halves*>(at);
+  const Words words = __builtin_convertvector(halves, Words) << 16;
+  Floats result;
+  std::memcpy(&result, &words, sizeof result);
+  return result;
+}
+
+inline Floats load(const int8_t* at) {
+#ifdef __AVX512F__
+  // The compiler takes 16 loads for this (GCC 12), the processor one.
+  return reinterpret_cast<Floats>(
+      _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)))));
+#else
+  const Bytes bytes = *reinterpret_cast<const Bytes*>(at);
+  // In two steps: GCC 12 makes vectors of each, and single numbers of one large one.
+  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints), Floats);
+#endif
+}
+
+inline Floats fill(float value) { return Floats{} + value; }
+
+inline Floats larger(Floats a, Floats b) {  // b where a is not a number
+#ifdef __AVX512F__
+  return reinterpret_cast<Floats>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline float largest_of(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
+#else
+  float largest = x[0];
+  for (int lane = 1; lane < kLanes; ++lane) largest = std::max(largest, x[lane]);
+  return largest;
+#endif
+}
+
+inline float sum_of(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
+#else
+  float sum = 0.0f;
+  for (int lane = 0; lane < kLanes; ++lane) sum += x[lane];
+  return sum;
+#endif
+}
+
+// 2^f for |f| <= 1/2, off by at most 3e-9 of it.
+struct Exact {
+  static inline Floats power(Floats f) {
+    Floats p = fill(1.5469731e-4f);
+    p = p * f + 1.3400433e-3f;
+    p = p * f + 9.6180256e-3f;
+    p = p * f + 5.5503272e-2f;
+    p = p * f + 0.24022651f;
+    p = p * f + 0.69314721f;
+    return p * f + 1.0f;
+  }
+};
+
+// Off by at most 8e-5 of it, a 25th of what rounding to bfloat16 is off by.
+struct Coarse {
+  static inline Floats power(Floats f) {
+    Floats p = fill(5.5171665e-2f);
+    p = p * f + 0.24261112f;
+    p = p * f + 0.69326099f;
+    return p * f + 0.99992807f;
+  }
+};
+
+// 2^x for x up to 126: 2^n * 2^f, the latter by a polynomial.
+template <typename Polynomial = Exact>
+inline Floats power_of_two(Floats x) {
+  const Floats low = fill(-150.0f);  // 2^-150 is 0
+#ifdef __AVX512F__
+  const __m512 bounded = _mm512_max_ps(reinterpret_cast<__m512>(low), reinterpret_cast<__m512>(x));  // NaN stays
+  const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Floats p = Polynomial::power(reinterpret_cast<Floats>(_mm512_sub_ps(bounded, whole)));
+  return reinterpret_cast<Floats>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), whole));
+#else
+  const Floats least = fill(-126.0f);
+  const Floats bounded = x > least ? x : least;
+  const Ints whole = __builtin_convertvector(bounded + (bounded > 0 ? fill(0.5f) : fill(-0.5f)), Ints);
+  const Floats p = Polynomial::power(bounded - __builtin_convertvector(whole, Floats));
+  const Ints power = (whole + 127) << 23;
+  Floats factor;
+  std::memcpy(&factor, &power, sizeof factor);
+  // What is not a number stays so: the sums must show it.
+  return x > least ? p * factor : (x == x ? (x > low ? p * factor : Floats{}) : x);
+#endif
+}
+
+inline Floats tanh_of(Floats x) {
+  const Floats square = x * x;
+  // Near zero 1 - 2 / (e^2x + 1) would cancel.
+  const Floats near = x * (((-17.0f / 315 * square + 2.0f / 15) * square - 1.0f / 3) * square + 1.0f);
+  const Floats top = fill(10.0f);
+  const Floats bounded = x > top ? top : x;  // NaN stays
+  const Floats far = 1.0f - 2.0f / (power_of_two(bounded * (2 * kLog2E)) + 1.0f);
+  return square < fill(0.0625f) ? near : far;
+}
+
+#ifdef NEREID_PAIRS
+
+inline __m512bh as_pairs(__m512i x) { return (__m512bh)x; }
+inline __m512bh one_pair(uint32_t x) { return as_pairs(_mm512_set1_epi32(static_cast<int>(x))); }
+
+#endif
+
+// The first position that a token sees.
+inline int64_t first_seen(const Shape& shape, int64_t position) {
+  int64_t first = 0;
+  if (shape.window > 0) first = std::max<int64_t>(first, position - (shape.window - 1));
+  if (shape.chunk > 0) first = std::max<int64_t>(first, position - position % shape.chunk);
+  return first;
+}
+
+// Room for so many numbers in whole pairs of vectors.
+inline int64_t padded(int64_t dim) { return (dim + 31) / 32 * 32; }
+
+}  // namespace

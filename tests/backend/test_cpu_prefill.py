@@ -1,0 +1,149 @@
+"""The native kernel for sequences that add several tokens, against the plain twin."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_backend.attention import cpu, reference
+from nereid_backend.attention.batch import AttentionBatch, Prefill
+from nereid_backend.attention.cpu import CpuKVCache
+from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec, Span
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler"
+)
+
+CPU = torch.device("cpu")
+PLAIN = (KVCache, CpuKVCache)
+INTEGERS = (Int8KVCache, CpuInt8KVCache)
+
+spans = st.one_of(
+    st.just(Span()),
+    st.builds(Span, window=st.integers(1, 700)),
+    st.builds(Span, chunk=st.integers(1, 700)),
+)
+specs = st.builds(
+    lambda heads, group, key_dim, value_dim, span, softcap, has_sinks: LayerSpec(
+        heads * group, heads, key_dim, value_dim, span, softcap=softcap, has_sinks=has_sinks
+    ),
+    heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 7, 12, 17]),
+    key_dim=st.sampled_from([1, 7, 16, 24, 64, 80]),
+    value_dim=st.sampled_from([1, 7, 16, 33, 64]),
+    span=spans,
+    softcap=st.sampled_from([None, 3.0]),
+    has_sinks=st.booleans(),
+)
+# (cached, new) tokens of each sequence; longer than a tile of keys, and a task's rows, at times.
+sequences = st.lists(
+    st.tuples(st.sampled_from([0, 0, 1, 15, 16, 500, 1023]), st.integers(2, 90)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def attend(
+    kind, spec, lengths, *, block_size=16, dtype=torch.float32, threads=1, seed=0, around=0.0
+):
+    """Attention of a step of prefills through one kind of cache.
+
+    Args:
+        kind: of cache.
+        spec: of its one layer.
+        lengths: (cached, new) tokens of each sequence.
+        around: what is in the cache where nothing was stored.
+    """
+    torch.manual_seed(seed)
+    counts = [-(-(cached + new) // block_size) for cached, new in lengths]
+    order = torch.randperm(sum(counts))
+    cache = kind([spec], num_blocks=sum(counts), block_size=block_size, dtype=dtype, device=CPU)
+    for tensor in [*cache.keys, *cache.values]:
+        if tensor.is_floating_point():
+            tensor.fill_(around)
+    tables = [table[None] for table in order.split(counts)]
+
+    def step(bounds):
+        prefills, slots, at = [], [], 0
+        for (first, last), table in zip(bounds, tables, strict=True):
+            if first == last:
+                continue
+            prefills.append(Prefill(at, at + last - first, first, table))
+            positions = torch.arange(first, last)
+            slots.append(table[0][positions // block_size] * block_size + positions % block_size)
+            at += last - first
+        query = torch.randn(at, spec.num_heads, spec.key_dim).transpose(0, 1).to(dtype)
+        key = torch.randn(at, spec.num_kv_heads, spec.key_dim).transpose(0, 1).to(dtype)
+        value = torch.randn(at, spec.num_kv_heads, spec.value_dim).transpose(0, 1).to(dtype)
+        sinks = torch.randn(spec.num_heads) if spec.has_sinks else None
+        batch = AttentionBatch(torch.cat(slots), 0, [], prefills, block_size)
+        inputs, layer = (query, key, value), (0, spec)
+        if isinstance(cache, CpuKVCache):
+            return cpu.attend(inputs, layer, cache, batch, scale=0.3, sinks=sinks)
+        rows = batch.store_rows(spec.num_kv_heads)
+        cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
+        return reference.attend(inputs, layer, cache, batch, scale=0.3, sinks=sinks)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        if any(cached for cached, _ in lengths):
+            step([(0, cached) for cached, _ in lengths])
+        return step([(cached, cached + new) for cached, new in lengths]).float()
+    finally:
+        torch.set_num_threads(before)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    specs,
+    sequences,
+    st.sampled_from([16, 48]),
+    st.integers(1, 3),
+    st.sampled_from([PLAIN, INTEGERS]),
+    st.integers(0, 99),
+)
+def test_any_layer_over_any_sequences_equals_the_twin(
+    spec, lengths, block_size, threads, kinds, seed
+):
+    twin, native = kinds
+    expected = attend(twin, spec, lengths, block_size=block_size, seed=seed)
+    found = attend(native, spec, lengths, block_size=block_size, seed=seed, threads=threads)
+    if kinds is PLAIN:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        return
+    # A number in the middle between two integers may become either: a 127th of the largest, here
+    # and there.
+    torch.testing.assert_close(found, expected, atol=6e-2, rtol=1e-4)
+    assert (found - expected).abs().mean() < 3e-3
+
+
+@settings(max_examples=30, deadline=None)
+@given(specs, sequences, st.sampled_from([PLAIN, INTEGERS]))
+def test_bfloat16_equals_the_twin_within_its_rounding(spec, lengths, kinds):
+    twin, native = kinds
+    expected = attend(twin, spec, lengths, dtype=torch.bfloat16)
+    found = attend(native, spec, lengths, dtype=torch.bfloat16)
+    torch.testing.assert_close(found, expected, atol=5e-2, rtol=3e-2)
+    # Roundings of single numbers differ; their mean does not.
+    assert (found - expected).abs().mean() < 1e-2 * expected.abs().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_around_a_sequence_in_its_blocks_does_not_show(dtype):
+    spec = LayerSpec(6, 2, 24, 10)
+    lengths = [(21, 40), (0, 7)]
+    clean = attend(CpuKVCache, spec, lengths, dtype=dtype)
+    found = attend(CpuKVCache, spec, lengths, dtype=dtype, around=float("nan"))
+    torch.testing.assert_close(found, clean, atol=0, rtol=0)
+
+
+def test_a_token_gets_the_same_bits_whatever_tokens_share_its_step():
+    spec = LayerSpec(6, 2, 32, 32)
+    alone = attend(CpuKVCache, spec, [(600, 40)], dtype=torch.bfloat16)
+    for threads in (2, 5):
+        found = attend(CpuKVCache, spec, [(600, 40)], dtype=torch.bfloat16, threads=threads)
+        torch.testing.assert_close(found, alone, atol=0, rtol=0)

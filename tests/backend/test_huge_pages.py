@@ -1,0 +1,97 @@
+import mmap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_backend import huge_pages
+from nereid_backend.huge_pages import move_weights, zeros
+from torch import nn
+
+
+class Model(nn.Module):
+    """Weights that are shared, parts of others, transposed, small, or made for inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(300, 128)
+        self.output = nn.Linear(128, 300, bias=False)
+        self.output.weight = self.embedding.weight
+        self.turned = nn.Parameter(torch.randn(128, 300).t(), requires_grad=False)
+        self.small = nn.Linear(4, 4)
+        with torch.inference_mode():
+            self.register_buffer("whole", torch.randn(5, 80, 101).bfloat16(), persistent=False)
+        self.register_buffer("part", self.whole[2:4])
+
+    def forward(self, ids):
+        return self.output(self.embedding(ids)) + self.turned.sum(-1)[:300]
+
+
+def test_a_moved_model_computes_the_same_and_shares_what_it_shared():
+    model, ids = Model(), torch.arange(7)
+    with torch.inference_mode():
+        before = model(ids)
+        tensors = {name: tensor.clone() for name, tensor in model.named_buffers()}
+        strides = {name: tensor.stride() for name, tensor in model.named_parameters()}
+        held = model.whole
+        move_weights(model)
+        torch.testing.assert_close(model(ids), before, atol=0, rtol=0)
+        for name, tensor in model.named_buffers():
+            assert torch.equal(tensor, tensors[name])
+        model.embedding.weight[3] = 7.0
+        model.whole[2] = 7.0
+    assert model.whole.is_inference()
+    assert not model.embedding.weight.is_inference()
+    assert (model.output.weight[3] == 7.0).all()
+    assert (model.part[0] == 7.0).all()
+    assert held is model.whole
+    assert strides == {name: tensor.stride() for name, tensor in model.named_parameters()}
+
+
+def test_what_is_moved_lies_in_one_piece_of_memory_aligned_to_vectors():
+    model = Model()
+    move_weights(model)
+    moved = [model.embedding.weight, model.turned, model.whole]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in moved}) == 1
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in moved)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    shape=st.lists(st.integers(1, 90), min_size=1, max_size=3).map(tuple),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+)
+def test_zeros_are_zero_whatever_lay_there_before_and_aligned(shape, dtype):
+    for _ in range(2):
+        found = zeros(shape, dtype)
+        assert found.shape == shape
+        assert found.dtype == dtype
+        assert not found.any()
+        assert found.data_ptr() % 64 == 0
+        found.fill_(1)
+
+
+@pytest.mark.parametrize("lacks", ["the constant", "the kernel's support"])
+def test_where_there_are_no_huge_pages_memory_is_ordinary(monkeypatch, lacks):
+    if lacks == "the constant":
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    else:
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 2**20, raising=False)
+    assert not huge_pages.zeros((3 * 2**20,), torch.int8).any()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="not Linux")
+def test_large_memory_asks_the_system_for_huge_pages(monkeypatch):
+    asked = []
+
+    class Pages(mmap.mmap):
+        def madvise(self, option, *rest):
+            asked.append(option)
+            return super().madvise(option, *rest)
+
+    monkeypatch.setattr(mmap, "mmap", Pages)
+    zeros((1000,), torch.int8)
+    assert not asked
+    zeros((3 * 2**20,), torch.int8)
+    assert asked == [mmap.MADV_HUGEPAGE]

@@ -1,0 +1,178 @@
+"""What begins a step on a GPU neither reads from it nor waits for it.
+
+The meta device stands for a GPU: it computes shapes and no numbers, so that nothing can be read
+from it. What is copied to it is watched: on a GPU the host waits for all that was queued before,
+unless the copy comes from pinned memory, which is what `transfer` is for.
+"""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from fakes.modular_guide import ModularGuide
+from nereid_backend import SamplingParams
+from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.request import Request
+from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.execution import transfer
+from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.execution.runner import Runner
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = torch.device("meta")
+BLOCK = 4
+
+
+class Watch(TorchDispatchMode):
+    """Notes what goes to the device past `transfer`."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_copies = 0
+        self.waited: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.name()
+        goes_there = isinstance(result, torch.Tensor) and result.device == DEVICE
+        comes_from = {arg.device for arg in args if isinstance(arg, torch.Tensor)}
+        copies = name.startswith(("aten::to", "aten::_to_copy", "aten::copy_"))
+        if goes_there and copies and torch.device("cpu") in comes_from:
+            self.num_copies += 1
+            if not _is_inside(transfer.__file__):
+                self.waited.append(name)
+        # What torch.tensor and new_tensor end with.
+        if goes_there and name in ("aten::detach_", "aten::lift_fresh"):
+            self.waited.append(name)
+        return result
+
+
+def _is_inside(file):
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class MetaPath:
+    """Builds each step's batch as the packed path does; there are no numbers in its logits."""
+
+    def __init__(self, vocab_size, dtype):
+        self.vocab_size, self.dtype = vocab_size, dtype
+        self.builder = BatchBuilder(
+            max_num_seqs=32, max_model_len=4096, block_size=BLOCK, null_block=4000
+        )
+
+    def forward(self, plan, sampled=None):
+        batch = self.builder.build(plan, DEVICE, sampled)
+        assert batch.input_ids.device == batch.attention.slots.device == DEVICE
+        return torch.empty(batch.num_logits, self.vocab_size, dtype=self.dtype, device=DEVICE)
+
+    def clear(self, request):
+        raise AssertionError("a step failed")
+
+
+WISHES = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 4},
+    {},
+    {"temperature": 0.7, "min_p": 0.1, "logprobs": 0},
+    {"top_p": 0.9},
+    {"top_k": 7},
+    {"top_k": 7, "top_p": 0.9, "min_p": 0.1, "logprobs": 20},
+    {"frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    {"bad_words_token_ids": [[1, 2], [7]], "min_tokens": 9, "stop_token_ids": [5]},
+    {"logit_bias": {3: 2.0}, "allowed_token_ids": [1, 2, 3]},
+    {"prompt_logprobs": 2},
+    {"guide": True},
+    {"guide": True, "top_p": 0.5, "temperature": 1.3},
+]
+
+
+def start_requests(wishes, lengths):
+    """A scheduler whose requests all run, and the plan of the step in which they begin."""
+    scheduler = Scheduler(
+        BlockPool(4000), block_size=BLOCK, max_num_seqs=32, max_num_batched_tokens=5000
+    )
+    rng = random.Random(0)
+    for number, (wish, length) in enumerate(zip(wishes, lengths, strict=True)):
+        settings = dict(wish)
+        has_guide = settings.pop("guide", False)
+        prompt = [rng.randrange(40) for _ in range(length)]
+        request = Request(str(number), prompt, SamplingParams(**settings), max_total_tokens=4000)
+        request.guide = ModularGuide(45) if has_guide else None
+        scheduler.add(request)
+    return scheduler
+
+
+@pytest.mark.parametrize("vocab_size", [45, 40_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_begun_without_waiting_for_the_device(vocab_size, dtype):
+    # Lengths so different that decodes are cut into groups.
+    lengths = [3 if number % 3 else 700 for number in range(len(WISHES))]
+    scheduler = start_requests(WISHES, lengths)
+    runner = Runner(MetaPath(vocab_size, dtype))
+    first = scheduler.plan()
+    with Watch() as watch:
+        flight = runner.start(first)
+        runner.sample(flight, first)
+        second = scheduler.plan_ahead(first)
+        assert len(second.pending) == len(WISHES) == len(second.chunks)
+        ahead = runner.start(second, flight)
+    assert watch.waited == []
+    assert watch.num_copies > 0
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        flight.choosing.result()
+    # The other requests' kinds go through the sampler alone, too.
+    for index, wish in enumerate(WISHES):
+        scheduler = start_requests([wish], [lengths[index]])
+        runner = Runner(MetaPath(vocab_size, dtype))
+        plan = scheduler.plan()
+        with Watch() as watch:
+            flight = runner.start(plan)
+            runner.sample(flight, plan)
+            ahead = runner.start(scheduler.plan_ahead(plan), flight)
+        assert watch.waited == [], wish
+        assert ahead.plan.pending
+
+
+def test_the_watch_sees_what_would_wait():
+    for work in (
+        lambda: torch.tensor([1, 2], device=DEVICE),
+        lambda: torch.from_numpy(np.zeros(3)).to(DEVICE),
+        lambda: torch.empty(2, device=DEVICE).new_tensor(1.0),
+        lambda: torch.empty(2, device=DEVICE).copy_(torch.zeros(2)),
+    ):
+        with torch.inference_mode(), Watch() as watch:
+            work()
+        assert len(watch.waited) == 1
+    for read in (
+        lambda tensor: tensor.nonzero(),
+        lambda tensor: tensor[tensor > 0],
+        lambda tensor: tensor.sum().item(),
+        lambda tensor: tensor.tolist(),
+        lambda tensor: bool((tensor > 0).any()),
+    ):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            read(torch.empty(4, device=DEVICE))
+
+
+def test_arrays_lie_in_one_aligned_buffer_and_come_back_in_their_shapes():
+    rng = np.random.default_rng(0)
+    shapes = [(3,), (1, 7), (0,), (2, 0), (8,), (5, 9), (1,)]
+    arrays = [rng.integers(0, 99, shape) for shape in shapes]
+    # Also those that are not contiguous.
+    arrays.append(rng.integers(0, 99, (6, 2)).T)
+    packed = transfer.pack(arrays)
+    parts = transfer.unpack(packed, arrays)
+    for array, part in zip(arrays, parts, strict=True):
+        assert part.shape == array.shape
+        assert np.array_equal(part.numpy(), array)
+        assert (part.data_ptr() - packed.data_ptr()) % 64 == 0
+    assert {part.untyped_storage().data_ptr() for part in parts if part.numel()} == {
+        packed.untyped_storage().data_ptr()
+    }

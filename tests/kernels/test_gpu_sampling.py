@@ -1,0 +1,240 @@
+"""The sampling kernel against its twin, and against the sampler that has no kernel."""
+
+import numpy as np
+import pytest
+import torch
+from kernels import sampling_twin as twin
+from kernels.sampling_twin import settings_of
+from nereid_backend import EngineConfig
+from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.request import Request
+from nereid_backend.execution import gpu_sampling, sampler, startup
+from nereid_backend.execution.verify import Position
+
+VOCABS = [1, 3, 700]
+FILTERS = {
+    "none": (1.0, 0, 0.0),
+    "top_p": (0.9, 0, 0.0),
+    "small top_p": (0.05, 0, 0.0),
+    "top_p of next to nothing": (1e-9, 0, 0.0),
+    "top_k of one": (1.0, 1, 0.0),
+    "top_k": (1.0, 50, 0.0),
+    "more than there is": (1.0, 10**9, 0.0),
+    "min_p": (1.0, 0, 0.05),
+    "min_p of one": (1.0, 0, 1.0),
+    "all": (0.8, 40, 0.02),
+}
+
+
+def rows_of(name, count, vocab_size, seed=0):
+    """Rows of logits: text has few likely tokens, the others try the searches' ends."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, vocab_size, generator=generator)
+    if name == "text":
+        return logits * 3
+    if name == "wide":
+        return logits * 30
+    if name == "flat":
+        return torch.zeros(count, vocab_size)
+    if name == "one-hot":
+        return torch.full((count, vocab_size), -200.0).index_fill_(
+            1, torch.tensor([vocab_size // 2]), 5.0
+        )
+    if name == "ties":
+        return (logits * 2).round()
+    if name == "masked":
+        hidden = torch.rand(count, vocab_size, generator=generator) < 0.9
+        hidden[:, 0] = False
+        return (logits * 3).masked_fill(hidden, float("-inf"))
+    assert name == "neighbours"
+    # One step of float32 between one logit and the next.
+    steps = torch.randperm(vocab_size, generator=generator)
+    return (torch.tensor(8.0).view(torch.int32) - steps.int()).view(torch.float32).repeat(count, 1)
+
+
+KINDS = ["text", "wide", "flat", "one-hot", "ties", "masked", "neighbours"]
+
+
+def check(logits, settings, device, raw=None):
+    raw = logits if raw is None else raw
+    on_device = logits.to(device)
+    own = on_device if raw is logits else raw.to(device)
+    token_ids, logprobs, is_left = gpu_sampling.choose(on_device, own, settings)
+    expected_ids, expected_logprobs, expected_left = twin.choose(logits, raw, settings)
+    if device.type == "cpu":
+        assert token_ids.tolist() == expected_ids
+        assert is_left.tolist() == expected_left
+        torch.testing.assert_close(logprobs, expected_logprobs, equal_nan=True)
+    else:
+        # The hardware's exponential is another one in its last bits.
+        differing = sum(a != b for a, b in zip(token_ids.tolist(), expected_ids, strict=True))
+        assert differing <= max(1, len(expected_ids) // 50)
+    return token_ids.cpu()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab_size", VOCABS)
+def test_every_filter_on_every_kind_of_row_gives_the_twins_token(kind, vocab_size, device):
+    random = np.random.default_rng(0)
+    settings = settings_of(
+        *(
+            (temperature, top_p, min(top_k, vocab_size), min_p, random.random())
+            for top_p, top_k, min_p in FILTERS.values()
+            for temperature in ((0.0, 0.7) if top_k == 1 else (0.7,))
+        )
+    )
+    check(rows_of(kind, settings.shape[1], vocab_size), settings, device)
+
+
+@pytest.mark.parametrize("kind", ["text", "flat", "masked"])
+def test_rows_of_several_tiles_add_up(kind, device):
+    settings = settings_of((0.7, 0.9, 0, 0.0, 0.3), (1.0, 1.0, 300, 0.0, 0.99))
+    check(rows_of(kind, 2, 9000), settings, device)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1e-300, 0.5, 1 - 2.0**-53])
+def test_the_ends_of_the_random_number_give_the_first_and_the_last_token_kept(uniform, device):
+    logits = rows_of("masked", 1, 9000)
+    token_ids = check(logits, settings_of((1.0, 1.0, 0, 0.0, uniform)), device)
+    kept = (logits[0] > float("-inf")).nonzero().flatten().tolist()
+    if uniform < 1e-9:
+        assert token_ids[0] == kept[0]
+    if uniform > 0.9:
+        assert token_ids[0] == kept[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_read_as_it_is(dtype, device):
+    logits = rows_of("text", 4, 900).to(dtype)
+    check(logits, settings_of(*[(0.8, 0.9, 20, 0.0, u) for u in (0.1, 0.4, 0.6, 0.95)]), device)
+
+
+def test_log_probabilities_are_the_models_own_and_the_choice_is_among_what_is_left(device):
+    raw = rows_of("text", 3, 900)
+    logits = raw.clone()
+    logits[:, 17:] = float("-inf")
+    settings = settings_of((0.0, 1, 0, 0, 0), (1.0, 1, 0, 0, 0.7), (1.5, 0.5, 3, 0.1, 0.2))
+    assert (check(logits, settings, device, raw) < 17).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+def test_rows_that_are_odd_say_so_and_leave_their_neighbours_alone(device):
+    logits = rows_of("text", 6, 900)
+    raw = logits.clone()
+    raw[0, 899], raw[1, 0], raw[2] = float("nan"), float("inf"), float("-inf")
+    logits[:3] = raw[:3]
+    logits[3] = float("-inf")  # nothing is allowed
+    settings = settings_of(*[(1.0, 0.9, 0, 0.0, 0.5)] * 5, (0.0, 1.0, 0, 0.0, 0.5))
+    token_ids, logprobs, is_left = gpu_sampling.choose(logits.to(device), raw.to(device), settings)
+    assert logprobs.isfinite().tolist() == [False] * 3 + [True] * 3
+    assert is_left[3:].tolist() == [False, True, True]
+    assert ((token_ids >= 0) & (token_ids < 900)).all()
+    check(logits[4:], settings[:, 4:].copy(), device)
+
+
+def test_rows_that_are_views_are_read_where_they_are(device):
+    logits = rows_of("text", 8, 1003)[::2, 1:1001]
+    assert not logits.is_contiguous()
+    check(logits, settings_of(*[(1.0, 0.9, 0, 0.0, u) for u in (0.1, 0.4, 0.6, 0.95)]), device)
+
+
+@pytest.mark.parametrize("name", ["none", "top_p", "top_k", "min_p", "all"])
+def test_the_kernel_and_the_sampler_differ_where_rounding_decides_and_rarely(name, device):
+    top_p, top_k, min_p = FILTERS[name]
+    random = np.random.default_rng(1)
+    count, vocab_size = 12, 2000
+    top_k = min(top_k, vocab_size)
+    uniform = random.random(count)
+    logits = torch.cat([rows_of(kind, count // 6, vocab_size, 2) for kind in KINDS[:6]])
+    settings = settings_of(*((0.8, top_p, top_k, min_p, u) for u in uniform))
+    found, _, _ = gpu_sampling.choose(logits.to(device), logits.to(device), settings)
+    batch = sampler.SamplingBatch(
+        np.full(count, 0.8, dtype=np.float32),
+        np.full(count, top_p, dtype=np.float32),
+        np.full(count, top_k, dtype=np.int64),
+        np.full(count, min_p, dtype=np.float32),
+        uniform,
+    )
+    assert (found.cpu() != sampler.draw(logits, batch)).sum() <= 1
+
+
+def test_the_comparison_at_load_passes_what_is_right_and_notices_what_is_wrong(device, monkeypatch):
+    assert gpu_sampling.num_differing(device) == 0
+    plain = gpu_sampling.choose
+
+    def wrong(logits, raw, settings):
+        settings = settings.copy()
+        settings[1] = 1.0  # top_p is forgotten
+        return plain(logits, raw, settings)
+
+    monkeypatch.setattr(gpu_sampling, "choose", wrong)
+    assert "are not those of the twin" in gpu_sampling.why_not(device)
+    gpu_sampling.why_not.cache_clear()
+
+
+def test_a_kernel_that_fails_to_run_is_a_reason_not_an_error(device, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("ptxas: no such target\nand more")
+
+    monkeypatch.setattr(gpu_sampling, "choose", fails)
+    assert gpu_sampling.why_not(device) == "RuntimeError: ptxas: no such target"
+    gpu_sampling.why_not.cache_clear()
+
+
+def positions_of(*params):
+    positions = []
+    for number, some in enumerate(params):
+        request = Request(str(number), [1, 2, 3], some, max_total_tokens=99)
+        request.seed = number
+        positions.append(Position(request, []))
+    return positions
+
+
+def test_a_sampler_with_the_kernel_chooses_and_reports_as_one_without(device):
+    params = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.9, top_p=0.8, logprobs=3),
+        SamplingParams(top_k=10**12),
+        SamplingParams(top_k=20, min_p=0.01, repetition_penalty=1.3),
+        SamplingParams(temperature=0.0, logit_bias={5: 100.0}, logprobs=2),
+        SamplingParams(allowed_token_ids=[4, 7]),
+    ]
+    logits = rows_of("text", len(params), 600).to(device)
+    found, expected = (
+        sampler.Sampler(has_kernel=has_kernel).choose(logits, positions_of(*params))
+        for has_kernel in (True, False)
+    )
+    assert found.token_ids == expected.token_ids
+    assert found.token_ids[4] == 5
+    assert found.token_ids[5] in (4, 7)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+    assert set(found.top) == {1, 4}
+    assert found.top[1].token_ids == expected.top[1].token_ids
+    assert not found.errors
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
+def test_a_sampler_with_the_kernel_says_which_rows_have_no_token(device):
+    logits = rows_of("text", 3, 600)
+    logits[0, 7] = float("nan")
+    nothing = SamplingParams(allowed_token_ids=[4], bad_words_token_ids=[[4]])
+    positions = positions_of(SamplingParams(), SamplingParams(), nothing)
+    found = sampler.Sampler(has_kernel=True).choose(logits.to(device), positions)
+    assert found.errors[0] == sampler.NOT_FINITE
+    assert set(found.errors) == {0, 2}
+
+
+@pytest.mark.parametrize("reason", [None, "2 of 16 tokens are not those of the twin"])
+def test_the_setting_takes_the_kernel_on_a_gpu_where_the_comparison_passes(reason, monkeypatch):
+    monkeypatch.setattr(gpu_sampling, "why_not", lambda device: reason)
+    said = []
+
+    def has_kernel(device, *, wanted):
+        config = EngineConfig("/model", sampling_kernel=wanted)
+        runner = startup._runner(config, torch.device(device), None, said.append)
+        return runner._sampler.has_kernel
+
+    assert has_kernel("cuda:0", wanted=True) == (reason is None)
+    assert not has_kernel("cuda:0", wanted=False)
+    assert not has_kernel("cpu", wanted=True)
+    assert said == ([] if reason is None else [f"sampling_kernel: off, because {reason}"])

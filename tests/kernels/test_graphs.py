@@ -1,0 +1,636 @@
+import dataclasses
+import random
+
+import pytest
+import torch
+from backend.exactness import open_engine
+from backend.tiny_models import BY_NAME, VOCAB_SIZE
+from kernels.recorded import CaptureError, Recorder, record, rerun
+from kernels.steps import SPECS, Steps
+from nereid_backend import SamplingParams
+from nereid_backend.attention import gpu
+from nereid_backend.attention.gpu import GpuInt8KVCache, GpuKVCache
+from nereid_backend.attention.gpu_batch import DecodeRows
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import Span
+from nereid_backend.core.request import Request
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.execution import compiled, graphs, packed, startup, tiers
+from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.execution.capture import NoRoomError, capture_on, is_lost
+from nereid_backend.execution.graphs import DecodeGraphs, Shape, StaticStep, row_counts
+from nereid_backend.execution.paths import Sizes
+
+CPU = torch.device("cpu")
+
+
+class SkippingCache(KVCache):
+    """The reference's cache, whose write skips tokens without a slot, as the kernel's does."""
+
+    def __init__(self, layers, *, num_blocks, **options):
+        super().__init__(layers, num_blocks=num_blocks + 1, **options)
+        self.null_block = num_blocks  # the block behind it takes what is skipped
+
+    def store(self, layer, key, value, rows):
+        last = self.keys[layer].view(-1, key.shape[-1]).shape[0] - 1
+        super().store(layer, key, value, torch.where(rows < 0, last, rows))
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    folders = {}
+
+    def folder(name):
+        if name not in folders:
+            folders[name] = BY_NAME[name].save(tmp_path_factory.mktemp("model"))
+        return folders[name]
+
+    return folder
+
+
+@pytest.fixture
+def engine_of(folder_of, monkeypatch):
+    """A function that opens an engine over a kind of cache, with graphs where capture is given."""
+    opened = []
+
+    def make(name, capture=None, *, kind=SkippingCache, patience=0, **settings):
+        monkeypatch.setattr(tiers, "cache_type", lambda *_: kind)
+        # The kernels' own check takes long in the interpreter, and has tests of its own.
+        monkeypatch.setattr(tiers, "proven_type", lambda kind, *_: kind)
+        # Packed products are called past torch, where the stand-in does not see them.
+        settings = {"device": "cpu", "max_model_len": 128, **settings}
+        engine = open_engine(folder_of(name), prepack=False, **settings)
+        opened.append(engine)
+        if capture is not None:
+            path, info = engine._runner._path, engine.info
+            sizes = Sizes(info.num_blocks, info.block_size, info.max_num_seqs, info.max_model_len)
+            path.graphs = DecodeGraphs(path.run, capture, sizes, CPU, patience=patience)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+def graphs_of(engine):
+    return engine._runner._path.graphs
+
+
+def poison(engine):
+    """Wrong numbers wherever a graph reads or leaves its own."""
+    found = graphs_of(engine)
+    for step, _ in found._graphs.values():
+        step._numbers.copy_(torch.tensor([[7], [5], [2], [3]]).expand_as(step._numbers))
+        step._table.zero_()
+    if found._logits is not None:
+        found._logits.fill_(float("nan"))
+
+
+def run(engine, seed, *, poisoned=False, count=14):
+    """Requests of all kinds that come and go; answers by name."""
+    rng = random.Random(seed)
+    waiting = []
+    for number in range(count):
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 21, 40]))]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.0]),
+            seed=number,
+            max_tokens=rng.randint(1, 20),
+            ignore_eos=True,
+            logprobs=rng.choice([None, 2]),
+            n=rng.choice([1, 1, 2]),
+        )
+        waiting.append((str(number), prompt, params))
+    answers = {}
+    while waiting or engine.has_work():
+        if waiting and rng.random() < 0.4:
+            engine.add_request(*waiting.pop())
+        if poisoned:
+            with torch.inference_mode():
+                poison(engine)
+        for update in engine.step():
+            assert update.error is None
+            answers.setdefault((update.request_id, update.index), []).extend(update.new_token_ids)
+        engine.check()
+    return answers
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gemma3", "deepseek_v3, k and v of different sizes", "gpt_oss"]
+)
+def test_replayed_steps_give_the_tokens_of_steps_run_as_they_are(name, seed, engine_of):
+    expected = run(engine_of(name), seed)
+    engine = engine_of(name, record)
+    assert run(engine, seed, poisoned=True) == expected
+    assert graphs_of(engine).failure is None
+    assert graphs_of(engine).num_replays > 2 * graphs_of(engine).num_captures > 4
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_tiny_architecture_can_be_captured(name, engine_of):
+    prompts, params = [[5, 6, 7], [8] * 15, [9]], SamplingParams(max_tokens=6, ignore_eos=True)
+    answers = []
+    for capture in (None, record):
+        engine = engine_of(name, capture, seed=3)
+        outputs = engine.generate(prompts, params)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+    assert graphs_of(engine).failure is None
+    assert graphs_of(engine).num_replays == 5
+
+
+def test_replays_go_on_under_preemption_and_with_blocks_from_the_prefix_cache(engine_of):
+    small = {"kv_cache_memory": 44 * 1024, "max_num_batched_tokens": 9, "max_model_len": 64}
+    engine = engine_of("llama", record, **small)
+    assert run(engine, 5, poisoned=True) == run(engine_of("llama"), 5)
+    assert engine.num_preemptions > 0
+    assert graphs_of(engine).num_replays > 0
+
+
+def test_replays_give_the_same_tokens_where_the_next_step_is_begun_early(engine_of):
+    engine = engine_of("gemma2", record, async_scheduling=True)
+    assert run(engine, 7, poisoned=True) == run(engine_of("gemma2"), 7)
+    assert graphs_of(engine).num_replays > 0
+
+
+def test_a_model_whose_tokens_give_blocks_back_as_they_leave_its_windows_is_replayed(engine_of):
+    name = "mistral, sliding window"
+    engine = engine_of(name, record)
+    assert run(engine, 1, poisoned=True) == run(engine_of(name), 1)
+    assert graphs_of(engine).num_replays > 0
+
+
+@pytest.mark.parametrize("kind", [GpuKVCache, GpuInt8KVCache], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("three query heads a key head", "keys and values of 24 and 10", "window and chunks"),
+        *("chunks", "window, softcap and sinks"),
+    ],
+)
+def test_kernels_give_padded_rows_of_a_fixed_step_what_they_give_the_step(name, kind, device):
+    lengths = [15, 16, 70, 1, 33]
+    plain, padded = [
+        Steps(kind, SPECS[name], torch.float32, device, shapes=[(n, 1) for n in lengths]).fill()
+        for _ in range(2)
+    ]
+    expected = plain.run()
+    build = padded._builder.build
+
+    def build_padded(plan, device):
+        batch = build(plan, device)
+        step = StaticStep(Shape(8, 8, 0), 16, padded.cache.null_block, device)
+        step._numbers[:3, :] = 2  # wrong slots where nothing is filled in
+        step._table.zero_()
+        step.fill(dataclasses.replace(batch, num_logits=len(lengths)))
+        return step.batch()
+
+    padded._builder.build = build_padded
+    # Attention of padding's own queries, whatever they are.
+    padded._randn = more_rows(padded._randn, len(lengths), 8)
+    found = padded.run()
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[: len(lengths)], expected, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(padded.cache.tensors(), plain.cache.tensors(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+
+
+def decodes_of(lengths, device):
+    """A step of one token each, of sequences of some lengths, in blocks of 16."""
+    builder = BatchBuilder(
+        max_num_seqs=len(lengths), max_model_len=max(lengths), block_size=16, null_block=9999
+    )
+    chunks = []
+    for row, length in enumerate(lengths):
+        request = Request(str(row), [7] * length, SamplingParams(), max_total_tokens=length + 1)
+        request.row, request.block_table = row, list(range(10 * row, 10 * row + length // 16 + 1))
+        chunks.append(Chunk(request, length - 1, 1, True, True, 1))
+    return builder.build(StepPlan(chunks, len(lengths)), device)
+
+
+@pytest.mark.parametrize("many", [[15, 16, 70, 1, 33, 120], [5, 158, 6, 1]])
+def test_a_step_leaves_nothing_of_the_one_before_it(many, device):
+    used, fresh = (StaticStep(Shape(8, 10, 0), 16, 9999, device) for _ in range(2))
+    used.fill(decodes_of(many, device))
+    for step in (used, fresh):
+        step.fill(decodes_of([40, 2], device))
+    assert torch.equal(used._numbers, fresh._numbers)
+    assert torch.equal(used._table, fresh._table)
+    assert fresh._numbers.tolist() == [[7, 7] + [0] * 6, [39, 1] + [0] * 6,
+        [2 * 16 + 7, 10 * 16 + 1] + [-1] * 6, [40, 2] + [1] * 6]  # fmt: skip
+    assert fresh._table[0].tolist() == [0, 1, 2] + [9999] * 7
+    assert fresh._table[1].tolist() == [10] + [9999] * 9
+    assert (fresh._table[2:] == 9999).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 24])
+def test_what_kernels_read_begins_at_aligned_addresses(rows, device):
+    step = StaticStep(Shape(rows, 33, 0), 16, 9999, device)
+    batch = step.batch()
+    decodes = batch.attention.device_rows.decodes
+    read = [batch.input_ids, batch.position_ids, batch.attention.slots, batch.logits_index]
+    read += [decodes.table, decodes.table_starts, decodes.tokens, decodes.lens]
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in read)
+    assert all(tensor.is_contiguous() for tensor in read)
+
+
+def test_groups_of_lengths_come_to_the_rows_that_they_have_in_the_step(device):
+    lengths = [3, 1500, 5, 1400, 2]  # two groups, which alternate
+    batch = decodes_of(lengths, device)
+    assert len(batch.attention.decodes) == 2
+    step = StaticStep(Shape(8, 128, 0), 16, 9999, device)
+    step.fill(batch)
+    assert step._numbers[3].tolist() == [*lengths, 1, 1, 1]
+    assert [row.tolist().index(9999) for row in step._table[:5]] == [1, 94, 1, 88, 1]
+
+
+def more_rows(draw, count, rows):
+    """The same numbers, and ones behind them where as many as there are tokens were asked for."""
+
+    def drawn(*shape):
+        found = draw(*shape)
+        if shape[:2] != (1, count):
+            return found
+        return torch.cat([found, found.new_ones(1, rows - count, *shape[2:])], dim=1)
+
+    return drawn
+
+
+def test_an_engine_replays_the_kernels(engine_of, device):
+    if device.type != "cpu":
+        pytest.skip("on a GPU the engine captures by itself")
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    answers = []
+    for kind, capture in ((GpuKVCache, rerun), (SkippingCache, None)):
+        engine = engine_of("gpt_oss", capture, kind=kind)  # windows and sinks
+        outputs = engine.generate([[5, 6, 7], [8] * 15, [9]], params)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+        if capture is not None:
+            assert graphs_of(engine).num_replays == 3
+    assert answers[0] == answers[1]
+
+
+def test_padding_writes_to_no_block(engine_of, device):
+    if device.type != "cpu":
+        pytest.skip("runs the kernels in the interpreter")
+    engine = engine_of("llama", rerun, kind=GpuKVCache)
+    cache = engine._runner._path._cache
+    for name in ("a", "b", "c"):  # three rows in a graph of four
+        engine.add_request(name, [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    engine.step()
+    before = [tensor.clone() for tensor in cache.tensors()]
+    engine.step()
+    size = cache.keys[0].shape[2]
+    for old, new in zip(before, cache.tensors(), strict=True):
+        changed = (old != new).flatten(2).any(-1).any(-1)
+        assert changed.sum() == 3
+        places = (old != new).any(-1).any(1)[changed].nonzero()[:, 1]
+        assert places.tolist() == [4 % size] * 3
+    assert graphs_of(engine).num_replays == 2
+
+
+def test_logits_of_a_replay_stay_when_the_next_one_runs(engine_of, monkeypatch):
+    engine = engine_of("llama", record)
+    kept = []
+    forward = DecodeGraphs.forward
+
+    def keep(self, batch):
+        logits = forward(self, batch)
+        if logits is not None:
+            kept.append((logits, logits.clone()))
+        return logits
+
+    monkeypatch.setattr(DecodeGraphs, "forward", keep)
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(kept) == 7
+    assert all(torch.equal(logits, copy) for logits, copy in kept)
+    assert len({logits.sum().item() for logits, _ in kept}) > 1
+
+
+def test_a_replay_reads_nothing_from_the_device(engine_of, monkeypatch):
+    engine = engine_of("llama", record)
+    forward = DecodeGraphs.forward
+
+    def watched(self, batch):
+        if self.shape_of(batch) not in self._graphs:
+            return forward(self, batch)
+        with Recorder():  # raises when a number is read
+            return forward(self, batch)
+
+    monkeypatch.setattr(DecodeGraphs, "forward", watched)
+    engine.generate([[5, 6, 7], [8]], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert graphs_of(engine).num_replays == 7
+
+
+def test_only_steps_of_single_tokens_that_all_want_logits_are_replayed(engine_of):
+    engine = engine_of("llama", record, max_num_batched_tokens=8)
+    long = list(range(3, 36))  # chunks of eight and, at last, a single token
+    for _ in range(3):
+        engine.add_request("a", long, SamplingParams(max_tokens=1))
+        while engine.has_work():
+            engine.step()
+    # The prompt comes from the prefix cache but for its last token, the second and third time.
+    assert graphs_of(engine).num_replays <= 3
+    engine.add_request("a", [3] * 9, SamplingParams(max_tokens=9, ignore_eos=True))
+    before = graphs_of(engine).num_replays
+    while engine.has_work():
+        engine.step()
+    assert graphs_of(engine).num_replays == before + 9
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_capture_that_fails_is_reported_once_and_steps_run_as_they_are(engine_of, at, caplog):
+    captured = []
+
+    def failing(work):
+        captured.append(work)
+        if len(captured) == at:
+            work()
+            raise RuntimeError("CUDA error: operation not permitted\nwhen stream is capturing")
+        return record(work)
+
+    engine = engine_of("llama", failing)
+    assert run(engine, 0) == run(engine_of("llama"), 0)
+    assert graphs_of(engine).failure == "CUDA error: operation not permitted"
+    assert len(captured) == at
+    assert caplog.text.count("steps are launched kernel by kernel") == 1
+
+
+def test_without_room_for_more_graphs_those_that_are_there_are_replayed(engine_of, caplog):
+    captured = []
+
+    def full(work):
+        captured.append(work)
+        if len(captured) > 2:
+            raise NoRoomError("12 MiB are free")
+        return record(work)
+
+    engine = engine_of("llama", full)
+    assert run(engine, 0) == run(engine_of("llama"), 0)
+    assert graphs_of(engine).failure is None
+    assert graphs_of(engine).num_captures == 2
+    assert graphs_of(engine).num_replays > 2
+    assert caplog.text.count("12 MiB are free") == 1
+
+
+@pytest.mark.parametrize("wrong", [lambda logits: None, lambda logits: logits.mul_(1.2)])
+def test_a_graph_that_computes_something_else_is_not_used(engine_of, wrong, monkeypatch):
+    kept = []
+
+    def off(work):
+        replay = record(work)
+
+        def run_wrong():
+            if wrong(kept[0]._logits) is not None:
+                replay()
+                wrong(kept[0]._logits)
+
+        return run_wrong
+
+    engine = engine_of("llama", off)
+    kept.append(graphs_of(engine))
+    assert run(engine, 2) == run(engine_of("llama"), 2)
+    assert "a replay differs from its step" in graphs_of(engine).failure
+    assert graphs_of(engine).num_replays == 0
+
+
+def test_a_request_whose_logits_are_not_finite_does_not_end_the_replays(engine_of):
+    engine = engine_of("llama", record)
+    engine.add_request("a", [5, 6], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.add_request("b", [8, 6], SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.step()
+    with torch.inference_mode():
+        table = engine._scheduler._running[0].block_table
+        engine._runner._path._cache.values[0][table[0]] = float("nan")
+    ends = {}
+    while engine.has_work():
+        ends |= {u.request_id: u.finish_reason for u in engine.step() if u.finish_reason}
+    assert sorted(ends.values()) == ["error", "length"]
+    assert graphs_of(engine).failure is None
+
+
+def test_a_shape_is_captured_when_it_comes_again_and_the_one_used_longest_ago_is_dropped(
+    engine_of, monkeypatch
+):
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
+    engine = engine_of("llama", record, patience=1)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+
+    def batch_of(count):
+        engine.generate([[5 + i, 7] for i in range(count)], params)
+        return graphs_of(engine).num_captures
+
+    assert [batch_of(n) for n in (1, 2, 1, 2)] == [1, 2, 2, 2]
+    assert batch_of(4) == 3  # the graph of one row goes
+    assert [batch_of(n) for n in (2, 4, 1)] == [3, 3, 4]
+    assert sorted(shape.rows for shape in graphs_of(engine)._graphs) == [1, 4]
+
+
+def test_there_is_a_number_of_rows_for_every_step_and_little_padding():
+    assert row_counts(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    for most in (1, 3, 7, 100, 256, 500):
+        counts = row_counts(most)
+        assert counts[-1] >= most > (counts[-2] if len(counts) > 1 else 0)
+        for count in range(9, most):
+            rows = next(n for n in counts if n >= count)
+            assert rows - count < max(8, count / 4 + 1)
+    assert row_counts(10_000)[-1] == 512
+
+
+@pytest.mark.parametrize("span", [Span(), Span(window=700), Span(chunk=4096)], ids=str)
+def test_parts_reach_to_the_end_of_every_sequence_that_a_shape_takes(span, monkeypatch):
+    monkeypatch.setattr(gpu, "num_processors", lambda device: 132)
+    rng = random.Random(0)
+    nothing = torch.zeros(1, dtype=torch.int64)
+    for _ in range(200):
+        shape = Shape(rng.choice(row_counts(256)), 2 ** rng.randint(5, 13), rng.randint(0, 4))
+        bounds = shape.bounds(16)
+        assert sum(count for count, _ in bounds) == shape.rows
+        rows = DecodeRows(shape.rows, bounds, *[nothing] * 4)
+        tokens, parts = gpu.split(rows, span, 8, 64, CPU)
+        limit = min(n for n in (span.window, span.chunk, 16 * shape.width) if n is not None)
+        assert tokens * parts >= limit
+        assert parts <= 128
+
+
+def test_one_long_sequence_among_short_ones_is_cut_into_as_many_parts_as_without_graphs(
+    monkeypatch,
+):
+    monkeypatch.setattr(gpu, "num_processors", lambda device: 132)
+    nothing = torch.zeros(1, dtype=torch.int64)
+    exact = [(1, 65536), (63, 1024)]
+    total = sum(count * length for count, length in exact)
+    skew = int(64 * 65536 / total).bit_length() // 2
+    parts = [
+        gpu.split(DecodeRows(64, bounds, *[nothing] * 4), Span(), 8, 64, CPU)[1]
+        for bounds in (exact, Shape(64, 4096, skew).bounds(16), Shape(64, 4096, 0).bounds(16))
+    ]
+    assert parts[0] / 4 <= parts[1] <= 4 * parts[0]
+    assert parts[2] == 1
+
+
+# What a start says and does, with a stand-in where CUDA would capture.
+
+
+def start(folder_of, name, monkeypatch, capture=rerun, **settings):
+    lines = []
+    monkeypatch.setattr(tiers, "cache_type", lambda *_: SkippingCache)
+    monkeypatch.setattr(packed, "GpuKVCache", SkippingCache)
+    monkeypatch.setattr(startup, "capture_on", lambda *_: capture)
+    load = startup.load
+    monkeypatch.setattr(
+        "nereid_backend.engine.load", lambda config, hook, _: load(config, hook, lines.append)
+    )
+    engine = open_engine(folder_of(name), device="cpu", prepack=False, **settings)
+    return engine, "\n".join(lines)
+
+
+def test_at_load_replays_are_compared_with_the_model_alone(folder_of, monkeypatch, engine_of):
+    engine, said = start(folder_of, "gemma2", monkeypatch, record)
+    assert "replayed from captured graphs" in said
+    assert run(engine, 6) == run(engine_of("gemma2"), 6)
+    assert graphs_of(engine).num_replays > 0
+    assert engine.info.seconds["graphs"] > 0
+    engine.close()
+
+
+def test_a_model_that_reads_its_numbers_is_not_replayed_and_the_log_says_why(
+    folder_of, monkeypatch
+):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    forward = LlamaMLP.forward
+
+    def reads(self, hidden):
+        return forward(self, hidden if hidden.abs().sum().item() >= 0 else -hidden)
+
+    monkeypatch.setattr(LlamaMLP, "forward", reads)
+    engine, said = start(folder_of, "llama", monkeypatch, record)
+    assert "not replayed from captured graphs: aten.item" in said
+    assert graphs_of(engine) is None
+    engine.close()
+
+
+def test_a_replay_whose_steps_are_stale_shows_at_load(folder_of, monkeypatch):
+    def stale(work):
+        replay, runs = record(work), []
+
+        def sometimes():
+            runs.append(None)
+            if len(runs) <= 2:  # the first, and the step that it was captured for
+                replay()
+
+        return sometimes
+
+    engine, said = start(folder_of, "llama", monkeypatch, stale)
+    assert "not replayed from captured graphs: differs from the model alone" in said
+    assert graphs_of(engine) is None
+    engine.close()
+
+
+def test_a_replay_that_stores_no_keys_shows_at_load(folder_of, monkeypatch):
+    def forgetful(work):
+        replay, runs = record(work), []
+
+        def forgets():
+            runs.append(None)
+            path = kept[-1]
+            before = [tensor.clone() for tensor in path._cache.tensors()]
+            replay()
+            for tensor, old in zip(path._cache.tensors(), before, strict=True):
+                tensor.copy_(old)
+
+        return forgets
+
+    kept = []
+    make = packed.PackedPath.__init__
+
+    def keep(self, *args):
+        make(self, *args)
+        kept.append(self)
+
+    monkeypatch.setattr(packed.PackedPath, "__init__", keep)
+    engine, said = start(folder_of, "llama", monkeypatch, forgetful)
+    assert "not replayed from captured graphs: differs from the model alone" in said
+    engine.close()
+
+
+@pytest.mark.timeout(240)
+def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of, tmp_path):
+    monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
+    # Compiled code calls no operators of torch's, so all of it is run again.
+    engine, said = start(folder_of, "llama", monkeypatch, rerun, compile_forward=True)
+    assert "the forward pass is compiled\nsteps of decodes are replayed" in said
+    assert run(engine, 8) == run(engine_of("llama"), 8)
+    assert graphs_of(engine).num_replays > 0
+    engine.close()
+
+
+def test_cuda_graphs_false_captures_nothing(folder_of, monkeypatch):
+    engine, said = start(folder_of, "llama", monkeypatch, record, cuda_graphs=False)
+    assert "graphs" not in said
+    assert graphs_of(engine) is None
+    engine.close()
+
+
+def test_a_model_on_another_path_is_not_captured(tmp_path, monkeypatch):
+    from backend.tiny_models import Family
+
+    bloom = Family("bloom", "bloom", {"n_layer": 2, "n_head": 4}).save(tmp_path)
+    engine, said = start(lambda _: bloom, "bloom", monkeypatch, record)
+    assert "only the packed path with attention's kernels can be" in said
+    engine.close()
+
+
+def test_a_processor_has_nothing_to_capture():
+    assert capture_on(CPU) is None
+    assert not is_lost(CPU)
+
+
+@pytest.mark.gpu
+def test_captured_work_is_repeated_on_what_its_tensors_hold_then(device):
+    if device.type != "cuda":
+        pytest.skip("no GPU")
+    source, target = (torch.zeros(8, device=device) for _ in range(2))
+    capture = capture_on(device)
+    replay = capture(lambda: target.copy_(source.sin() + 1))
+    for value in (1.0, 2.0):
+        source.fill_(value)
+        replay()
+        torch.testing.assert_close(target, source.sin() + 1)
+    with pytest.raises(RuntimeError):
+        capture(lambda: target.fill_(source.sum().item()))
+    assert not is_lost(device)
+    assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+    with pytest.raises(NoRoomError):
+        capture_on(device, 2**50)(lambda: None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_on_a_gpu_captured_steps_give_the_tokens_of_launched_ones(name, folder_of, device):
+    if device.type != "cuda":
+        pytest.skip("no GPU")
+    answers = []
+    for settings in ({"cuda_graphs": False}, {}, {"async_scheduling": True}):
+        engine = open_engine(folder_of(name), device="cuda", max_model_len=128, **settings)
+        answers.append(run(engine, 9))
+        if settings.get("cuda_graphs", True):
+            assert graphs_of(engine).failure is None
+            assert graphs_of(engine).num_replays > 0
+        engine.close()
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
+
+
+def test_the_stand_in_freezes_numbers_of_the_host_and_refuses_to_read_tensors():
+    source, target, number = torch.ones(2), torch.zeros(2), [3]
+    replay = record(lambda: target.copy_(source * number[0]))
+    source.fill_(2.0)
+    number[0] = 100
+    replay()
+    assert target.tolist() == [6.0, 6.0]
+    with pytest.raises(CaptureError):
+        record(lambda: target.fill_(source.sum().item()))

@@ -10,6 +10,10 @@ from nereid_client.admission import Gate
 from nereid_client.app import create_app
 from nereid_client.settings import SettingsError, settings_from_flags
 
+# Longer than clients and balancers keep idle connections (httpx, which OpenAI's library uses: 5 s).
+# A server that is the first to close one does so, now and then, as a request arrives on it.
+_KEEP_ALIVE_S = 75
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM; 2 when a setting is wrong.
@@ -35,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         port=settings.port,
         log_level=settings.log_level,
         access_log=settings.log_level == "debug",
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=5,
     )
     return 0

@@ -1,20 +1,15 @@
 """The way to the language model: the `Backend` protocol and its Triton gRPC implementation."""
 
-import asyncio
 import json
 import re
-import struct
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import grpc
 import numpy as np
-import tritonclient.grpc.aio as triton_grpc
-from tritonclient.grpc import InferInput, InferRequestedOutput
-from tritonclient.utils import InferenceServerException
 
+from nereid_client.calls import TritonCalls, decode_strings, infer_request
 from nereid_client.deltas import Delta
 from nereid_client.errors import BackendError
 
@@ -25,9 +20,6 @@ _UNREACHABLE = "the Triton server at {} can't be reached; is it running?"
 _LOST = "the connection to the Triton server was lost ({}); try again"
 _SICK = "is not healthy"  # of a stub that died; only a new server helps
 _STOPPING = "Server is stopping"
-_RECONNECT_MS = 1000  # at most so long after one attempt comes the next
-_READY_TIMEOUT_S = 2.0
-_END_TIMEOUT_S = 5.0
 # Put in front by the Triton server, and by the ensemble's steps.
 _PLACE = re.compile(r"^(\[request id: [^\]]*\] )?(in ensemble '[^']*', )?")
 _TAG = re.compile(r"^\[([A-Z_]+)\] ")
@@ -98,8 +90,7 @@ class TritonBackend:
         """
         self._url = url
         self._ensemble = ensemble
-        self._client = connect(url)
-        self._ending: set[asyncio.Task[None]] = set()
+        self._calls = TritonCalls(url)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
         """See `Backend.generate`.
@@ -108,23 +99,18 @@ class TritonBackend:
         the stream is left to end by itself. Server 2.51 can crash when a cancel meets the end of a
         stream (its issues 7368 and 8034), and many clients hang up at the sight of a finish reason.
         """
+        outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
         # Not with the header `triton_grpc_error`, which turns an error's code into the stream's
         # status: server 2.51 then takes each error for a cancel, and sooner or later crashes.
-        stream = self._client.stream_infer(_once(self._request(generation)))
-        reading: asyncio.Future[Any] | None = None
+        stream = self._calls.stream(self._request(self._ensemble, generation, outputs))
         is_over = False
         running = generation.num_choices
         try:
-            # Our task may be cancelled while it waits, a read may not: one that is leaves memory
-            # behind in gRPC, with the response that it waited for (its issue 43360).
-            while (
-                message := await asyncio.shield(reading := asyncio.ensure_future(_next(stream)))
-            ) is not None:
-                result, error = message
-                if error is not None:
+            while (message := await stream.read()) is not None:
+                if message.error_message:
                     is_over = True
-                    raise read_error(str(error))
-                deltas = _decode_response(result.get_response(), generation.with_text)
+                    raise read_error(message.error_message)
+                deltas = _decode_response(message.infer_response, generation.with_text)
                 running -= sum("finish_reason" in delta for delta in deltas)
                 is_over = running <= 0
                 for delta in deltas:
@@ -132,74 +118,46 @@ class TritonBackend:
                 if is_over:
                     return
         except grpc.RpcError as error:
-            raise self._backend_error(error) from None
-        except asyncio.CancelledError:
-            # grpc raises this both when our task is cancelled and when the call alone was.
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():
-                raise BackendError("CANCELLED", "the gRPC stream was cancelled") from None
-            raise
+            raise self._stream_error(error) from None
         finally:
-            if not is_over:
-                stream.cancel()  # a stream that has ended takes no notice
-            self._let_end(stream, reading)
+            if is_over:
+                stream.leave()
+            else:
+                stream.give_up()
 
     async def tokenize(self, generation: Generation) -> list[int]:
         """See `Backend.tokenize`: a call of the ensemble's first step alone."""
+        request = self._request(_TOKENIZER, generation, [_PROMPT_TOKEN_IDS])
         try:
-            result = await self._client.infer(
-                _TOKENIZER,
-                _inputs(generation),
-                request_id=generation.request_id,
-                outputs=[InferRequestedOutput(_PROMPT_TOKEN_IDS)],
-            )
-        except InferenceServerException as error:
+            response = await self._calls.infer(request)
+        except grpc.RpcError as error:
             raise self._call_error(error) from None
-        return [int(token_id) for token_id in result.as_numpy(_PROMPT_TOKEN_IDS)]
+        (raw,) = response.raw_output_contents  # of the one output that was asked for
+        return [int(token_id) for token_id in np.frombuffer(raw, np.int32)]
 
     async def is_live(self) -> bool:
         """See `Backend.is_live`."""
-        try:
-            return bool(await self._client.is_server_live(client_timeout=_READY_TIMEOUT_S))
-        except InferenceServerException:
-            return False
+        return await self._calls.is_live()
 
     async def is_ready(self) -> bool:
         """See `Backend.is_ready`."""
-        try:
-            return bool(
-                await self._client.is_model_ready(self._ensemble, client_timeout=_READY_TIMEOUT_S)
-            )
-        except InferenceServerException:
-            return False
+        return await self._calls.is_model_ready(self._ensemble)
 
     async def close(self) -> None:
         """See `Backend.close`."""
-        await asyncio.gather(*self._ending, return_exceptions=True)
-        await self._client.close()
+        await self._calls.close()
 
-    def _let_end(self, stream: Any, reading: asyncio.Future[Any] | None) -> None:  # noqa: ANN401
-        task = asyncio.create_task(_drain(stream, reading))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+    def _request(self, model: str, generation: Generation, outputs: list[str]) -> Any:  # noqa: ANN401
+        return infer_request(model, generation.request_id, _inputs(generation), outputs)
 
-    def _request(self, generation: Generation) -> dict[str, Any]:
-        outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
-        return {
-            "model_name": self._ensemble,
-            "request_id": generation.request_id,
-            "inputs": _inputs(generation),
-            "outputs": [InferRequestedOutput(name) for name in outputs],
-        }
-
-    def _call_error(self, error: InferenceServerException) -> BackendError:
-        code = str(error.status() or "INTERNAL").removeprefix("StatusCode.")
-        told = read_error(str(error.message()))
+    def _call_error(self, error: grpc.RpcError) -> BackendError:
+        code: str = error.code().name
+        told = read_error(error.details() or code)
         if code == "UNAVAILABLE":
             return BackendError(code, self._outage(told.message))
         return BackendError(told.code if code == "INTERNAL" else code, told.message)
 
-    def _backend_error(self, error: grpc.RpcError) -> BackendError:
+    def _stream_error(self, error: grpc.RpcError) -> BackendError:
         code: str = error.code().name
         details: str = error.details() or code
         return BackendError(code, self._outage(details) if code == "UNAVAILABLE" else details)
@@ -208,21 +166,6 @@ class TritonBackend:
         if "failed to connect" in details:
             return _UNREACHABLE.format(self._url)
         return _LOST.format(details)
-
-
-def connect(url: str) -> Any:  # noqa: ANN401 - untyped library
-    """A client of the server at host:port that finds it soon after it has come back.
-
-    gRPC's own wait between two attempts grows to two minutes.
-    """
-    options = [
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_receive_message_length", -1),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS),
-        ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
-    ]
-    return triton_grpc.InferenceServerClient(url, channel_args=options)
 
 
 def read_error(text: str) -> BackendError:
@@ -241,44 +184,15 @@ def is_outage(text: str) -> bool:
     return _SICK in text or _STOPPING in text
 
 
-async def _next(stream: Any) -> Any:  # noqa: ANN401 - untyped library
-    """The next response and error, None at the stream's end."""
-    return await anext(stream, None)
-
-
-async def _drain(stream: Any, reading: asyncio.Future[Any] | None) -> None:  # noqa: ANN401
-    """Read what follows: the end of the stream, of which nobody needs to know."""
-    # A call that was cancelled says so to its reader with asyncio's own exception.
-    with suppress(grpc.RpcError, TimeoutError, asyncio.CancelledError):
-        async with asyncio.timeout(_END_TIMEOUT_S):
-            if reading is not None:
-                await reading
-            async for _ in stream:
-                pass
-
-
-async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    yield request
-
-
-def _inputs(generation: Generation) -> list[Any]:
-    inputs = [_tensor("stream", "BOOL", [True])]
+def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
+    inputs: list[tuple[str, str, Sequence[Any]]] = [("stream", "BOOL", [True])]
     for name in ("text_input", "chat_request", "sampling_parameters"):
         text = getattr(generation, name)
         if text is not None:
-            inputs.append(_tensor(name, "BYTES", [text.encode()]))
+            inputs.append((name, "BYTES", [text.encode()]))
     if generation.input_ids is not None:
-        inputs.append(_tensor("input_ids", "INT32", list(generation.input_ids)))
+        inputs.append(("input_ids", "INT32", generation.input_ids))
     return inputs
-
-
-_DTYPES: dict[str, Any] = {"BOOL": np.bool_, "BYTES": np.object_, "INT32": np.int32}
-
-
-def _tensor(name: str, datatype: str, values: list[Any]) -> Any:  # noqa: ANN401 - untyped library
-    tensor = InferInput(name, [len(values)], datatype)
-    tensor.set_data_from_numpy(np.array(values, dtype=_DTYPES[datatype]))
-    return tensor
 
 
 def _decode_response(response: Any, with_text: bool) -> list[Delta]:  # noqa: ANN401 - a protobuf message
@@ -294,14 +208,3 @@ def _decode_response(response: Any, with_text: bool) -> list[Delta]:  # noqa: AN
         if text:
             delta["text"] = text.decode()
     return [delta for delta in deltas if delta]
-
-
-def decode_strings(raw: bytes) -> list[bytes]:
-    """The strings of a BYTES tensor: each is a little-endian uint32 length and so many bytes."""
-    strings = []
-    position = 0
-    while position < len(raw):
-        (length,) = struct.unpack_from("<I", raw, position)
-        position += 4 + length
-        strings.append(raw[position - length : position])
-    return strings

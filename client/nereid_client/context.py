@@ -9,9 +9,10 @@ from typing import Any, NoReturn, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from nereid_client.backends import Backend
-from nereid_client.errors import ApiError, from_validation
+from nereid_client.errors import ApiError, Disconnected, from_validation
 from nereid_client.protocol.requests import GenerationRequest
 from nereid_client.reply import Reply
 from nereid_client.settings import Settings
@@ -81,9 +82,12 @@ def reply_of(request: Request, body: GenerationRequest, kind: str) -> Reply:
 async def read_body(request: Request) -> dict[str, Any]:
     """The request's JSON object, as sent.
 
-    Raises: ApiError 400 that says where the JSON is broken; 413 when it is too large.
+    Raises: ApiError 400 that says where the JSON is broken; 413 when it is too large; Disconnected.
     """
-    raw = await request.body()
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        raise Disconnected from None
     try:
         body = json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:

@@ -1,6 +1,9 @@
 """Models, health, request ids, the API key, CORS."""
 
 import pytest
+from fakes.fake_backend import FakeBackend
+from nereid_client.app import create_app
+from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
@@ -55,6 +58,26 @@ async def test_the_same_request_id_twice_gives_the_backend_two_names(connect, ba
             await client.post("/v1/chat/completions", json=HELLO, headers=headers)
     first, second = (generation.request_id for generation in backend.generations)
     assert first != second
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/v1/responses"])
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(path):
+    app = create_app(Settings(served_model_name="echo"), FakeBackend)
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+    messages = [
+        {"type": "http.request", "body": b'{"messages": [', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        pass
+
+    async with app.router.lifespan_context(app):
+        await app(scope, receive, send)
+    assert not messages
 
 
 @pytest.mark.parametrize("given", [None, "", "x" * 129, "two words", "tab\there"])

@@ -1,10 +1,12 @@
-"""How often what died is started again, and how a dead stub is found."""
+"""How often what died is started again, and how a stub that is dead or given up is found."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 
+import pytest
 from nereid_client.cli.children import children_of
 from nereid_client.cli.restarts import RestartPolicy, Restarts
 from nereid_client.cli.stubs import StubWatch
@@ -68,6 +70,43 @@ def test_a_stub_that_died_and_was_not_waited_for_is_found(tmp_path):
         assert look_for(watch, 5) == "a model"
     finally:
         process.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "has_crashed"), [(signal.SIGABRT, True), (signal.SIGKILL, False)]
+)
+def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, number, has_crashed):
+    process = stub(tmp_path, 60)
+    watch = StubWatch(os.getpid())
+    watch.dead_model()
+    process.send_signal(number)
+    try:
+        assert look_for(watch, 5)
+        assert watch.has_crashed == has_crashed
+    finally:
+        process.wait()
+
+
+def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
+    stub(tmp_path, 0).wait()  # makes the program
+    program = tmp_path / "triton_python_backend_stub"
+    waiting = subprocess.Popen(["/bin/bash", "-c", f"{program} 60 & wait"])
+    working = subprocess.Popen(["/bin/bash", "-c", f"{program} 60 & read -t 60 < <(sleep 60)"])
+    time.sleep(0.3)
+    try:
+        for process, is_given_up in ((waiting, True), (working, False)):
+            clock = Clock()
+            watch = StubWatch(process.pid, clock)
+            watch.dead_model()
+            assert not watch.is_one_given_up()
+            clock.now += 6
+            assert watch.is_one_given_up() == is_given_up
+    finally:
+        for process in (waiting, working):
+            for child in children_of(process.pid):
+                os.kill(child.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
 
 
 def test_a_stub_that_was_waited_for_was_meant_to_end(tmp_path):

@@ -132,6 +132,37 @@ def test_a_server_that_crashes_while_it_starts_is_started_again(tmp_path):
         assert answers_again(running)
 
 
+def test_a_server_that_gives_up_a_stub_while_it_starts_is_started_again(tmp_path):
+    flag, program = tmp_path / "hung", tmp_path / "tritonserver"
+    stub = tmp_path / "triton_python_backend_stub"
+    stub.symlink_to("/bin/sleep")
+    program.write_text(
+        f"#!/bin/bash\nif [ ! -e {flag} ]; then touch {flag}; {stub} 600 & wait; fi\n"
+        f'exec {NEREID.parent / "tritonserver"} "$@"\n'
+    )
+    program.chmod(0o755)
+    with serve(tmp_path, f"--tritonserver={program}") as running:
+        running.wait_until_ready()
+        assert "waits for the end of a process that goes on" in "\n".join(running.lines)
+        assert answers_again(running)
+
+
+def test_a_server_whose_stub_is_found_sick_while_it_starts_is_started_again(tmp_path):
+    flag, program = tmp_path / "sick", tmp_path / "tritonserver"
+    line = "E1122 10:20:42 1 model.cc:1] Stub process executor_0_0 is not healthy."
+    program.write_text(
+        f'#!/bin/bash\nif [ ! -e {flag} ]; then touch {flag}; echo "{line}"; exit 1; fi\n'
+        f'exec {NEREID.parent / "tritonserver"} "$@"\n'
+    )
+    program.chmod(0o755)
+    with serve(tmp_path, f"--tritonserver={program}") as running:
+        running.wait_until_ready()
+        assert "tritonserver ended with exit code 1; it is started again" in "\n".join(
+            running.lines
+        )
+        assert answers_again(running)
+
+
 def test_a_server_that_hangs_in_its_own_crash_is_started_again(tmp_path):
     flag, program = tmp_path / "crashed", tmp_path / "tritonserver"
     program.write_text(

@@ -1,4 +1,4 @@
-"""A gRPC server whose streams never end; as a program it prints its port and runs until killed."""
+"""A gRPC server that never comes to an end; as a program it prints its port and then just runs."""
 
 import asyncio
 
@@ -7,15 +7,23 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 
 class Endless(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers every stream with responses of 4 KiB until somebody stops it."""
+    """Answers a stream with responses of 4 KiB until somebody stops it, and nothing else ever.
+
+    A stream with the prompt "silent" gets no response either.
+    """
 
     async def ServerLive(self, request, context):
         return service_pb2.ServerLiveResponse(live=True)
 
+    async def ModelInfer(self, request, context):
+        await asyncio.Event().wait()
+
     async def ModelStreamInfer(self, requests, context):
         response = service_pb2.ModelStreamInferResponse()
         response.infer_response.id = "x" * 4096
-        async for _ in requests:
+        async for request in requests:
+            if any(b"silent" in raw for raw in request.raw_input_contents):
+                await asyncio.Event().wait()
             while True:
                 yield response
                 await asyncio.sleep(0.01)

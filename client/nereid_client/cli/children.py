@@ -27,6 +27,8 @@ _ERROR_LINES = 5
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
 _CRASH_LINE = re.compile(r"Signal \((4|6|7|8|11)\) received")
+# Of a stub that died, or that had no processor for a second.
+_SICK_STUB = "is not healthy"
 _CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -95,7 +97,8 @@ class Child:
     @property
     def has_crashed(self) -> bool:
         """Whether it ended in a way that no program chooses, and nobody from outside."""
-        return self.crash is not None or self.exit_code in _CRASHES
+        is_sick = any(_SICK_STUB in line for line in self.errors)
+        return self.crash is not None or self.exit_code in _CRASHES or is_sick
 
     def describe_end(self) -> str:
         """How it ended, for a message."""
@@ -189,23 +192,38 @@ class Process:
         parent: its parent's.
         name: the first 15 characters of its program's name.
         state: a letter: R, S, D, T, and Z for one that has ended and was not waited for.
+        exit_status: how one with a Z has ended, as waitpid tells it.
     """
 
     pid: int
     parent: int
     name: str
     state: str
+    exit_status: int
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether it ended in a way that no program chooses, and nobody from outside."""
+        return self.state == "Z" and -os.WTERMSIG(self.exit_status) in _CRASHES
+
+
+def process_of(pid: int) -> Process | None:
+    """A process; None when it is gone."""
+    return _process(Path(f"/proc/{pid}"))
+
+
+def is_waiting_for_a_child(pid: int) -> bool:
+    """Whether one of its threads waits for the end of a child process, as far as we may know."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/wchan"):
+        with contextlib.suppress(OSError):
+            if thread.read_text() == "do_wait":
+                return True
+    return False
 
 
 def children_of(pid: int) -> list[Process]:
     """The direct children of a process, dead ones that it did not wait for among them."""
     return [process for process in _processes() if process.parent == pid]
-
-
-def state_of(pid: int) -> str:
-    """A process's state, see `Process`; empty when it is gone."""
-    process = _process(Path(f"/proc/{pid}"))
-    return process.state if process else ""
 
 
 def command_line(pid: int) -> list[str]:
@@ -256,15 +274,17 @@ def _process(entry: Path) -> Process | None:
     except OSError:  # ended meanwhile
         return None
     head, _, rest = status.rpartition(")")  # the name may hold anything
-    state, parent = rest.split()[:2]
-    return Process(int(entry.name), int(parent), head.partition("(")[2], state)
+    fields = rest.split()
+    name, parent = head.partition("(")[2], int(fields[1])
+    return Process(int(entry.name), parent, name, fields[0], int(fields[-1]))
 
 
 def _reap(pid: int) -> bool:
     """Whether the process has ended; true also for a zombie that another process must reap."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid
-    return state_of(pid) in ("", "Z")
+    process = process_of(pid)
+    return process is None or process.state == "Z"
 
 
 def _command(pid: int) -> str:

@@ -4,18 +4,28 @@ Server 2.51 goes on when one of its Python stubs dies: its health pages still sa
 model was working on may wait for ever, and nothing is started again. What shows it is the process
 table, where the dead stub stays the server's child until the server ends. A stub whose model is
 unloaded is waited for at once, so only one that stays dead was not meant to die.
+
+A stub that has no processor for a second while it starts, on a busy machine, is given up as sick:
+the server then waits for its end without ending it, for ever, where the stub is well.
 """
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from nereid_client.cli.children import children_of, command_line, state_of
+from nereid_client.cli.children import (
+    children_of,
+    command_line,
+    is_waiting_for_a_child,
+    process_of,
+)
 
 _PROGRAM = "triton_python_backend_stub"
 _NAME_LENGTH = 15  # of what the kernel keeps
 _RESCAN_EVERY_S = 5.0
 _DEAD_FOR_S = 0.4
+_LOOK_EVERY_S = 1.0
+_GIVEN_UP_FOR_S = 5.0
 
 
 class StubWatch:
@@ -24,6 +34,9 @@ class StubWatch:
     Args:
         server: the server's process id, or that of the script that becomes it.
         clock: seconds that never go back.
+
+    Attributes:
+        has_crashed: whether the stub that was found dead ended in a way that no program chooses.
     """
 
     def __init__(self, server: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,6 +45,9 @@ class StubWatch:
         self._models: dict[int, str] = {}
         self._dead_since: dict[int, float] = {}
         self._rescan_due = 0.0
+        self._look_due = 0.0
+        self._waiting_since: float | None = None
+        self.has_crashed = False
 
     def dead_model(self) -> str | None:
         """The name of a model whose stub has died, None while all live."""
@@ -40,13 +56,27 @@ class StubWatch:
             self._rescan_due = now + _RESCAN_EVERY_S
             self._rescan()
         for pid, model in list(self._models.items()):
-            state = state_of(pid)
-            if state == "":  # the server has waited for it: unloaded
+            process = process_of(pid)
+            if process is None:  # the server has waited for it: unloaded
                 del self._models[pid]
                 self._dead_since.pop(pid, None)
-            elif state == "Z" and now - self._dead_since.setdefault(pid, now) >= _DEAD_FOR_S:
+            elif process.state != "Z":
+                continue
+            elif now - self._dead_since.setdefault(pid, now) >= _DEAD_FOR_S:
+                self.has_crashed = process.has_crashed
                 return model
         return None
+
+    def is_one_given_up(self) -> bool:
+        """Whether the server, which is starting, waits for the end of a stub that goes on."""
+        now = self._clock()
+        if now >= self._look_due:
+            self._look_due = now + _LOOK_EVERY_S
+            if not (self._models and is_waiting_for_a_child(self._server)):
+                self._waiting_since = None
+            elif self._waiting_since is None:
+                self._waiting_since = now
+        return self._waiting_since is not None and now - self._waiting_since >= _GIVEN_UP_FOR_S
 
     def _rescan(self) -> None:
         for child in children_of(self._server):

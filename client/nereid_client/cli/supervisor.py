@@ -106,6 +106,16 @@ class Part:
         model = self.stubs.dead_model()
         return f"{self.name}: the process of {model} died" if model else None
 
+    @property
+    def is_worth_another_start(self) -> bool:
+        """Whether it failed in a way that no setting and no checkpoint explains.
+
+        Server 2.51 can abort in the start-up of its stubs on a busy machine, give up one of them,
+        or lose it.
+        """
+        stubs = self.stubs
+        return self.child.has_crashed or stubs.has_crashed or stubs.is_one_given_up()
+
 
 class Supervisor:
     """Runs a plan until a signal comes, or something fails that can't be mended."""
@@ -191,9 +201,8 @@ class Supervisor:
                 what = self._failure_of_server(part)
             if what is None:
                 continue
-            # Before the first "ready" it is a wrong setting, unless the program itself broke:
-            # server 2.51 can abort in the start-up of its stubs on a busy machine.
-            is_worth_it = self._is_announced or part.child.has_crashed
+            # Before the first "ready" it is a wrong setting, unless the program itself broke.
+            is_worth_it = self._is_announced or part.is_worth_another_start
             wait_s = part.restarts.next_wait_s() if is_worth_it else None
             if wait_s is None:
                 return self._report(what, part)
@@ -208,6 +217,8 @@ class Supervisor:
         if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_ANSWERS_S:
             # One of its models has given up and refuses every request from now on.
             return f"{server.name}: {server.child.refusals[0]}"
+        if self._warming is not None and server.stubs.is_one_given_up():
+            return f"{server.name} waits for the end of a process that goes on"
         if self._warming is not None and (self._warming.failure or self._beside.failure):
             return self._warming.failure or self._beside.failure
         return self._hang.finding if self._hang is not None else None

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import grpc
 import numpy as np
 import numpy.typing as npt
-from tritonclient.grpc import InferInput
-from tritonclient.utils import InferenceServerException
 
-from nereid_client.backends import connect, decode_strings, is_outage
+from nereid_client.backends import is_outage
+from nereid_client.calls import TritonCalls, decode_strings, infer_request
 from nereid_client.errors import BackendError
 
 EMBEDDING = "embedding"
@@ -81,28 +81,22 @@ class TritonPooling:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._client: Any = None
+        self._calls: TritonCalls | None = None
 
     async def infer(self, call: PoolingCall) -> PoolingReply:
         """See `PoolingBackend.infer`."""
-        if self._client is None:
-            self._client = connect(self._url)
+        if self._calls is None:
+            self._calls = TritonCalls(self._url)
+        request = infer_request(call.model, call.request_id, _inputs(call))
         try:
-            result = await self._client.infer(call.model, _inputs(call), request_id=call.request_id)
-        except InferenceServerException as error:
+            return _decode(await self._calls.infer(request))
+        except grpc.RpcError as error:
             raise _backend_error(error, call.model, self._url) from None
-        except asyncio.CancelledError:
-            # grpc raises this both when our task is cancelled and when the call alone was.
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():
-                raise BackendError("CANCELLED", "the call was cancelled") from None
-            raise
-        return _decode(result.get_response())
 
     async def close(self) -> None:
         """See `PoolingBackend.close`."""
-        if self._client is not None:
-            await self._client.close()
+        if self._calls is not None:
+            await self._calls.close()
 
 
 class Directory:
@@ -138,12 +132,11 @@ class Directory:
         return found
 
 
-_DTYPES: Mapping[str, Any] = {"BOOL": np.bool_, "BYTES": np.object_, "INT32": np.int32}
 _OUTPUTS: Mapping[str, Any] = {"FP32": np.float32, "INT32": np.int32}
 _INPUT_TYPES = {"return_info": "BOOL", "input_ids": "INT32", "input_lengths": "INT32"}
 
 
-def _inputs(call: PoolingCall) -> list[Any]:
+def _inputs(call: PoolingCall) -> list[tuple[str, str, Sequence[Any] | npt.NDArray[Any]]]:
     tensors = dict(call.tensors)
     options = {name: value for name, value in call.options.items() if value is not None}
     if options:
@@ -151,11 +144,8 @@ def _inputs(call: PoolingCall) -> list[Any]:
     inputs = []
     for name, values in tensors.items():
         datatype = _INPUT_TYPES.get(name, "BYTES")
-        if datatype == "BYTES":
-            values = [value.encode() for value in values]
-        tensor = InferInput(name, [len(values)], datatype)
-        tensor.set_data_from_numpy(np.array(values, dtype=_DTYPES[datatype]))
-        inputs.append(tensor)
+        strings = [value.encode() for value in values] if datatype == "BYTES" else None
+        inputs.append((name, datatype, values if strings is None else strings))
     return inputs
 
 
@@ -171,9 +161,9 @@ def _decode(response: Any) -> PoolingReply:  # noqa: ANN401 - a protobuf message
     return PoolingReply(arrays, strings)
 
 
-def _backend_error(error: InferenceServerException, model: str, url: str) -> BackendError:
-    code = str(error.status() or "INTERNAL").removeprefix("StatusCode.")
-    message = str(error.message())
+def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
+    code: str = error.code().name
+    message = error.details() or code
     if code == "NOT_FOUND" or message.startswith("Request for unknown model"):
         return BackendError("NOT_FOUND", f"the Triton server has no model {model!r}")
     if code == "UNAVAILABLE" and "failed to connect" in message:

@@ -1,0 +1,36 @@
+"""`python -m nereid_client` as a program."""
+
+import http.client
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from fakes.live_frontend import free_port, wait_for
+
+
+def listens(port):
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def answers(connection):
+    connection.request("GET", "/health")
+    return connection.getresponse().read()
+
+
+def test_a_connection_is_open_longer_than_clients_keep_an_idle_one():
+    port = free_port()
+    flags = ["--port", str(port), "--grpc-url", f"127.0.0.1:{free_port()}"]
+    with subprocess.Popen([sys.executable, "-m", "nereid_client", *flags]) as program:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        try:
+            wait_for(lambda: listens(port), timeout_s=30)
+            assert answers(connection)
+            time.sleep(6)  # httpx keeps one for 5
+            assert answers(connection)
+        finally:
+            connection.close()
+            program.terminate()

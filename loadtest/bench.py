@@ -80,7 +80,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 4, 16], help="batch sizes")
     parser.add_argument("--context", type=int, default=512, help="prompt length of the decode rows")
     parser.add_argument(
-        "--answer", type=int, default=32, help="tokens generated in the decode rows"
+        "--answer", type=int, default=128, help="tokens generated in the decode rows"
     )
     parser.add_argument(
         "--mixed", type=int, default=0, metavar="N", help="N requests at random times"

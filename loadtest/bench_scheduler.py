@@ -4,7 +4,9 @@
     python loadtest/bench_scheduler.py [--steps 300]
 
 The model is a tensor of random logits, which is not counted. Its vocabulary is small and all choose
-greedily, so that "sample" is mostly what the sampler keeps count of.
+greedily, so that "sample" is mostly what the sampler keeps count of. "step" is all four, and
+"ahead" the same work where the next step is begun before this one's tokens are read
+(async_scheduling): a GPU that is busy for longer never waits.
 """
 
 import argparse
@@ -22,11 +24,13 @@ from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepPlan
 from nereid_backend.execution.batch import BatchBuilder
 from nereid_backend.execution.runner import Runner
+from nereid_backend.failures import StepFailures
+from nereid_backend.lookahead import LookAhead
 from torch import Tensor
 
 T = TypeVar("T")
 
-PARTS = ("plan", "build", "sample", "commit")
+PARTS = ("plan", "build", "sample", "commit", "step", "ahead")
 _BLOCK_SIZE = 16
 _PROMPT = 64
 _VOCAB = 256
@@ -44,6 +48,8 @@ def main() -> None:
     print(f"{'running':>8} {'waiting':>8}" + "".join(f"{part:>14}" for part in PARTS))
     for num_running, num_waiting in ((1, 0), (16, 0), (64, 0), (1000, 0), (1000, 10_000)):
         found = measure(num_running, num_waiting, steps)
+        found["step"] = [sum(parts) for parts in zip(*found.values(), strict=True)]
+        found["ahead"] = measure_ahead(num_running, num_waiting, steps)
         spreads = "".join(f"{_spread(found[part]):>14}" for part in PARTS)
         print(f"{num_running:8} {num_waiting:8}{spreads}")
 
@@ -58,13 +64,18 @@ class _RandomPath:
             block_size=_BLOCK_SIZE,
             null_block=0,
         )
+        self._max_num_seqs = max_num_seqs
         self.build_s = 0.0
         self.model_s = 0.0
+        # Whether the last step was one of decodes alone, of all that may run.
+        self.was_full = False
 
-    def forward(self, plan: StepPlan) -> Tensor:
-        """See ForwardPath."""
-        batch, self.build_s = timed(lambda: self._builder.build(plan, torch.device("cpu")))
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
+        """See AheadPath."""
+        device = torch.device("cpu")
+        batch, self.build_s = timed(lambda: self._builder.build(plan, device, sampled))
         logits, self.model_s = timed(lambda: torch.rand(batch.num_logits, _VOCAB))
+        self.was_full = len(plan.chunks) == plan.num_tokens == self._max_num_seqs
         return logits
 
     def clear(self, request: Request) -> None:
@@ -80,6 +91,37 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 
 def measure(num_running: int, num_waiting: int, steps: int) -> dict[str, list[float]]:
     """Seconds of each part of each step, by name, while all running requests decode."""
+    scheduler, path = _begin(num_running, num_waiting, steps)
+    runner = Runner(path)
+    found: dict[str, list[float]] = {part: [] for part in PARTS[:4]}
+    while len(found["plan"]) < steps:
+        plan, plan_s = timed(scheduler.plan)
+        result, run_s = timed(lambda: runner.run(plan))  # noqa: B023 - called at once
+        _, commit_s = timed(lambda: scheduler.commit(plan, result))  # noqa: B023 - the same
+        if path.was_full:
+            sample_s = run_s - path.build_s - path.model_s
+            for part, seconds in zip(
+                found, (plan_s, path.build_s, sample_s, commit_s), strict=True
+            ):
+                found[part].append(seconds)
+    assert scheduler.num_waiting == num_waiting
+    return found
+
+
+def measure_ahead(num_running: int, num_waiting: int, steps: int) -> list[float]:
+    """Seconds of each step that is planned ahead, while all running requests decode."""
+    scheduler, path = _begin(num_running, num_waiting, steps)
+    look_ahead = LookAhead(scheduler, Runner(path), StepFailures(1), lambda _: None)
+    found: list[float] = []
+    while len(found) < steps:
+        _, step_s = timed(look_ahead.step)
+        if path.was_full:
+            found.append(step_s - path.model_s)
+    return found
+
+
+def _begin(num_running: int, num_waiting: int, steps: int) -> tuple[Scheduler, _RandomPath]:
+    """Requests, of which so many may run, and a path for them."""
     blocks = num_running * (-(-(_PROMPT + steps) // _BLOCK_SIZE) + 2)
     scheduler = Scheduler(
         BlockPool(blocks),
@@ -93,21 +135,7 @@ def measure(num_running: int, num_waiting: int, steps: int) -> dict[str, list[fl
         prompt = [rng.randrange(_VOCAB) for _ in range(_PROMPT)]
         params = SamplingParams(temperature=0.0)
         scheduler.add(Request(str(number), prompt, params, max_total_tokens=length))
-    path = _RandomPath(num_running, length)
-    runner = Runner(path)
-    found: dict[str, list[float]] = {part: [] for part in PARTS}
-    while len(found["plan"]) < steps:
-        plan, plan_s = timed(scheduler.plan)
-        result, run_s = timed(lambda: runner.run(plan))  # noqa: B023 - called at once
-        _, commit_s = timed(lambda: scheduler.commit(plan, result))  # noqa: B023 - the same
-        if plan.num_tokens == len(plan.chunks) == num_running:
-            sample_s = run_s - path.build_s - path.model_s
-            for part, seconds in zip(
-                PARTS, (plan_s, path.build_s, sample_s, commit_s), strict=True
-            ):
-                found[part].append(seconds)
-    assert scheduler.num_waiting == num_waiting
-    return found
+    return scheduler, _RandomPath(num_running, length)
 
 
 def _spread(seconds: list[float]) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long after a client has gone its blocks are free, through every door and in every state.
 
-    python loadtest/cancel_times.py [--repeats 5] [--states queued ...]
+    python loadtest/cancel_times.py [--repeats 5] [--states queued ...] [--doors WORD]
 
 Starts the demo model, with one sequence at a time and little prefill a step so that requests stay
 in each state for long enough. The clock stops when the server's metrics show the request gone and
@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+import httpx
 import numpy as np
 import tritonclient.grpc.aio as grpcclient
 from processes import gauges
@@ -26,7 +27,8 @@ from served import Served
 from tritonclient.grpc import InferInput
 
 Json = dict[str, Any]
-Close = Callable[[], Awaitable[None]]
+# Gives up a request; the result is when it was to end, if not now.
+Close = Callable[[], Awaitable[float | None]]
 
 _SETTINGS = {
     "NEREID_MAX_NUM_SEQS": "1",
@@ -38,6 +40,7 @@ _SETTINGS = {
 _NAME = "demo"
 _PREFILL_S = 0.1
 _LIMIT_S = 20.0
+_TIMEOUT_S = 2.0
 _ENDLESS: Json = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
 STATES = ("queued", "prefilling", "decoding", "constrained")
 
@@ -175,6 +178,37 @@ async def openai_whole(served: Served, fields: Json) -> Close:
     return await _http(served.openai_port, "/v1/completions", {"model": _NAME, **fields})
 
 
+async def openai_timeout(served: Served, fields: Json) -> Close:
+    """The OpenAI API, a request that has so long to be answered and no longer."""
+    headers = {"X-Request-Timeout": f"{_TIMEOUT_S:g}"}
+    url = f"{served.openai_url}/completions"
+    sent = time.monotonic()
+    client = httpx.AsyncClient(timeout=_LIMIT_S, trust_env=False, headers=headers)
+    task = asyncio.create_task(client.post(url, json={"model": _NAME, **fields}))
+
+    async def close() -> float:
+        if (response := await task).status_code != 504:
+            raise RuntimeError(f"no timeout: {response.status_code} {response.text[:200]}")
+        await client.aclose()
+        return sent + _TIMEOUT_S
+
+    return close
+
+
+async def responses_cancel(served: Served, fields: Json) -> Close:
+    """The Responses API: a background response that is cancelled."""
+    body = {"input" if name == "prompt" else name: value for name, value in fields.items()}
+    body["max_output_tokens"] = body.pop("max_tokens")
+    client = httpx.AsyncClient(timeout=_LIMIT_S, trust_env=False, base_url=served.openai_url)
+    made = await client.post("/responses", json={"model": _NAME, "background": True, **body})
+
+    async def close() -> None:
+        await client.post(f"/responses/{made.json()['id']}/cancel")
+        await client.aclose()
+
+    return close
+
+
 DOORS: dict[str, Callable[[Served, Json], Awaitable[Close]]] = {
     "gRPC stream cancelled": grpc_cancel,
     "gRPC cancelled, no stream": grpc_whole_cancel,
@@ -183,6 +217,8 @@ DOORS: dict[str, Callable[[Served, Json], Awaitable[Close]]] = {
     "HTTP generate": http_whole,
     "OpenAI stream": openai_stream,
     "OpenAI, no stream": openai_whole,
+    "OpenAI, X-Request-Timeout": openai_timeout,
+    "Responses, cancelled": responses_cancel,
 }
 
 
@@ -215,8 +251,8 @@ async def measure(served: Served, door: str, state: str) -> float:
     close = await DOORS[door](served, fields_of(state))
     await _until(served, _is_in(state, num_others), state)
     await asyncio.sleep(_PREFILL_S)
-    gone = time.monotonic()
-    await close()
+    now = time.monotonic()
+    gone = await close() or now
     await _until(
         served,
         lambda found: (
@@ -236,12 +272,12 @@ async def measure(served: Served, door: str, state: str) -> float:
 
 
 async def measure_all(
-    served: Served, repeats: int, states: Sequence[str]
+    served: Served, repeats: int, states: Sequence[str], doors: Sequence[str]
 ) -> dict[tuple[str, str], list[float]]:
     """(door, state) -> seconds of each repetition."""
     found: dict[tuple[str, str], list[float]] = {}
     for state in states:
-        for door in DOORS:
+        for door in doors:
             found[door, state] = [await measure(served, door, state) for _ in range(repeats)]
             print(_row(door, state, found[door, state]), flush=True)
     return found
@@ -257,12 +293,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--states", nargs="*", default=STATES, choices=STATES)
+    parser.add_argument("--doors", default="", metavar="WORD", help="those whose name has this")
     args = parser.parse_args()
+    doors = [door for door in DOORS if args.doors in door]
     with Served(
         environment=_SETTINGS, arguments=["--log-level=warning", f"--served-model-name={_NAME}"]
     ) as served:
         print("| Door | State | median ms | worst ms |\n|---|---|---|---|", flush=True)
-        found = asyncio.run(measure_all(served, args.repeats, args.states))
+        found = asyncio.run(measure_all(served, args.repeats, args.states, doors))
     every = [seconds for row in found.values() for seconds in row]
     median, worst = statistics.median(every) * 1000, max(every) * 1000
     print(f"| all | all | {median:.0f} | {worst:.0f} |")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the attention kernels for GPUs, on a machine without one, and print what they take.
+"""Compile the kernels for GPUs, on a machine without one, and print what they take.
 
     python loadtest/compile_kernels.py --capabilities 80 90 --specs 128
 
 One JSON object a line, a kernel each: shared memory, registers, bytes of registers that did not fit
 (stack_bytes), which matrix instructions it uses, and how many asynchronous copies. Launches are the
-ones that attention/gpu.py makes; they are recorded instead of run.
+ones that attention/gpu.py and execution/gpu_sampling.py make; they are recorded instead of run.
 """
 
 import argparse
@@ -18,14 +18,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from nereid_backend.attention import gpu, triton_decode, triton_prefill, triton_store
 from nereid_backend.attention.batch import Prefill
-from nereid_backend.attention.gpu import Step
+from nereid_backend.attention.gpu import Float8, Step
 from nereid_backend.attention.gpu_batch import DecodeRows, PrefillRows
 from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.attention.tuning import KERNELS, Device, Entry, Tuning
+from nereid_backend.execution import gpu_sampling, triton_sampling
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -39,12 +41,13 @@ SPECS = {
     "192-128": LayerSpec(16, 16, 192, 128),
     "128-chunk": LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
 }
-# A cache of int8 stands for bfloat16 kept as integers.
+# Caches of 8 bits stand for bfloat16 kept as integers, or as 8-bit floating point (in bytes).
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
     "int8": torch.int8,
+    "fp8": torch.uint8,
 }
 _POINTERS = {
     torch.float32: "*fp32",
@@ -52,8 +55,13 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.int64: "*i64",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.float64: "*fp64",
 }
-_MODULES = (triton_store, triton_decode, triton_prefill)
+_MODULES = (triton_store, triton_decode, triton_prefill, triton_sampling)
+# Beside the kinds of layer: the choice of tokens.
+_SAMPLING = "sampling"
+_VOCAB_SIZE = 151_936
 
 
 class Recorder:
@@ -71,14 +79,14 @@ class Recorder:
 
 
 def record(
-    spec: LayerSpec, dtype: torch.dtype, generation: int, tuning: Tuning | None = None
+    case: str, dtype: torch.dtype, capability: int, tuning: Tuning | None = None
 ) -> list[Recorder]:
-    """The launches of one layer of a step with decodes and a prefill.
+    """The launches of one layer of a step with decodes and a prefill, or of a choice of tokens.
 
     Args:
-        spec: the layer.
-        dtype: of its cache.
-        generation: of the GPU, for the default tuning.
+        case: name of the layer in SPECS, or "sampling".
+        dtype: of its cache, or of the logits.
+        capability: of the GPU, such as 90.
         tuning: instead of that.
     """
     recorders = {
@@ -89,12 +97,18 @@ def record(
     try:
         for (module, name), recorder in recorders.items():
             setattr(module, name, recorder)
-        device = Device({}, generation)
-        run_layer(spec, dtype, device if tuning is None else fixed(tuning, generation))
+        device = Device({}, capability // 10)
+        if tuning is not None:
+            device = fixed(tuning, capability // 10)
+        if case == _SAMPLING:
+            run_sampling(dtype)
+        else:
+            float8 = Float8.DEVICE if capability >= 89 else Float8.BITS
+            run_layer(SPECS[case], dtype, device, float8)
     finally:
         for (module, name), recorder in recorders.items():
             setattr(module, name, recorder.kernel)
-    return list(recorders.values())
+    return [recorder for recorder in recorders.values() if recorder.launches]
 
 
 def kernel_names(module: ModuleType) -> list[str]:
@@ -108,12 +122,11 @@ def fixed(tuning: Tuning, generation: int) -> Device:
     return Device({name: [Entry(2**16, s, tuning) for s in sizes] for name in KERNELS}, generation)
 
 
-def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device) -> None:
+def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float8) -> None:
     """Call everything that gpu.attend calls, on tensors without memory."""
     num_tokens, block_size = 80, 16
-
-    is_integer = dtype == torch.int8
-    model_dtype = torch.bfloat16 if is_integer else dtype
+    is_scaled = dtype.itemsize == 1
+    model_dtype = torch.bfloat16 if is_scaled else dtype
 
     def empty(*shape: int, of: torch.dtype = model_dtype) -> Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -131,7 +144,8 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device) -> None:
         empty(65, spec.num_kv_heads, block_size, spec.value_dim, of=dtype),
         spec.key_dim**-0.5,
         empty(spec.num_heads) if spec.has_sinks else None,
-        (scales, scales) if is_integer else None,
+        (scales, scales) if is_scaled else None,
+        float8 if dtype == torch.uint8 else Float8.NONE,
     )
     query = packed(spec.num_heads, spec.key_dim)
     out = empty(num_tokens, spec.num_heads, spec.value_dim)
@@ -143,6 +157,12 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device) -> None:
     gpu.decode(query, step, decodes, out, device.tuning("decode", dim, itemsize))
     prefills = PrefillRows([Prefill(16, 80, 1024, numbers(1, 68))], numbers(68), numbers(1, 4))
     gpu.prefill(query, step, prefills, out, device.tuning("prefill", dim, itemsize))
+
+
+def run_sampling(dtype: torch.dtype) -> None:
+    """Call what chooses tokens, on logits without memory."""
+    logits = torch.empty(64, _VOCAB_SIZE, dtype=dtype, device="meta")
+    gpu_sampling.choose(logits, logits, np.zeros((5, 64)))
 
 
 def compile_launch(
@@ -199,7 +219,8 @@ def main() -> None:
     """Compile what the command line names, and print a line for each kernel."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90])
-    parser.add_argument("--specs", nargs="+", choices=SPECS, default=list(SPECS))
+    specs = [*SPECS, _SAMPLING]
+    parser.add_argument("--specs", nargs="+", choices=specs, default=specs)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
     parser.add_argument(
         "--tuning",
@@ -213,8 +234,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for name in args.specs:
         for dtype in args.dtypes:
+            if name == _SAMPLING and DTYPES[dtype].itemsize == 1:
+                continue
             for capability in args.capabilities:
-                for recorder in record(SPECS[name], DTYPES[dtype], capability // 10, tuning):
+                for recorder in record(name, DTYPES[dtype], capability, tuning):
                     line = {"kernel": recorder.kernel.__name__, "spec": name, "dtype": dtype}
                     for launch in recorder.launches:
                         facts = compile_launch(recorder.kernel, *launch, capability)

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from nereid_backend.attention import gpu, reference
-from nereid_backend.attention.gpu import GpuInt8KVCache, GpuKVCache
+from nereid_backend.attention.float8_cache import Float8KVCache
+from nereid_backend.attention.gpu import GpuKVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.scaled_cache import ScaledKVCache
 from nereid_backend.attention.tuning import Entry, Table, Tuning
 from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
@@ -146,13 +148,13 @@ class LayerStep:
     def expected(self) -> tuple[Tensor, KVCache]:
         """The twin's answer in float32, and the cache that it read, both with the step's keys.
 
-        Before the kernels have run; over a cache of integers, after: it reads what they wrote.
+        Before the kernels have run; over a cache of 8 bits, after: it reads what they wrote.
         """
         cache = self._make_cache(KVCache, self.cache.null_block, torch.float32)
         query, key, value = (tensor.float() for tensor in self.inputs)
         rows = self.batch.store_rows(self.spec.num_kv_heads)
-        if isinstance(self.cache, GpuInt8KVCache):
-            key, value = self._restore(cache, rows)
+        if isinstance(self.cache, ScaledKVCache):
+            key, value = self._restore(self.cache, cache, rows)
         else:
             cache.keys[0].copy_(self.cache.keys[0])
             cache.values[0].copy_(self.cache.values[0])
@@ -171,7 +173,7 @@ class LayerStep:
     def decode_bytes(self) -> int:
         """Keys and values that the decodes read."""
         lens = [cached + 1 for cached, new in self.shapes if new == 1]
-        if isinstance(self.cache, GpuInt8KVCache):
+        if isinstance(self.cache, ScaledKVCache):
             return sum(lens) * self.spec.bytes_per_token(1, torch.float32.itemsize)
         return sum(lens) * self.spec.bytes_per_token(self.dtype.itemsize)
 
@@ -181,42 +183,57 @@ class LayerStep:
         pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in self.shapes if new > 1)
         return 2 * pairs * self.spec.num_heads * (self.spec.key_dim + self.spec.value_dim)
 
-    def _restore(self, cache: KVCache, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill a plain cache from integers; returns the step's own keys and values as inputs."""
+    def _restore(self, cache: ScaledKVCache, twin: KVCache, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill a plain cache from one of 8 bits; returns the step's own keys and values as inputs.
+
+        Raises:
+            KernelError: what the step wrote is off by more than the rounding.
+        """
         found = []
         pairs = (
-            (cache.keys[0], self.cache.keys[0], self.cache.key_scales[0], self.inputs[1]),
-            (cache.values[0], self.cache.values[0], self.cache.value_scales[0], self.inputs[2]),
+            (twin.keys[0], cache.keys[0], cache.key_scales[0], self.inputs[1]),
+            (twin.values[0], cache.values[0], cache.value_scales[0], self.inputs[2]),
         )
-        for target, integers, scales, given in pairs:
-            torch.mul(integers.float(), scales[..., None], out=target)
+        for target, kept, scales, given in pairs:
+            for part in _slices(len(kept)):
+                target[part] = cache.restored(kept[part], scales[part])
             stored = target.view(-1, target.shape[3])[rows].view(
                 given.shape[1], -1, target.shape[3]
             )
-            stored = stored.transpose(0, 1)
-            # Half a step of the integers, and some for numbers halfway between two.
-            allowed = given.float().abs().amax(-1, keepdim=True) * (0.51 / 127)
-            if not bool(((stored - given.float()).abs() <= allowed).all()):
-                raise KernelError("the write of integers is off by more than their rounding")
+            stored, wanted = stored.transpose(0, 1), given.float()
+            largest = wanted.abs().amax(-1, keepdim=True)
+            if isinstance(cache, Float8KVCache):
+                allowed = wanted.abs() * (1.01 / 16) + largest * 2.0**-17
+            else:
+                # Half a step of the integers, and some for numbers halfway between two.
+                allowed = largest * (0.51 / 127)
+            if not bool(((stored - wanted).abs() <= allowed).all()):
+                raise KernelError("the write of 8 bits is off by more than their rounding")
             found.append(stored)
         return found[0], found[1]
 
     def _fill(self) -> None:
         """Random keys and values, but for the null block."""
         cache = self.cache
-        for tensor in (cache.keys[0], cache.values[0]):
-            if isinstance(cache, GpuInt8KVCache):
-                tensor[:-1].random_(-127, 128)
-            else:
+        for name in ("key", "value"):
+            tensor = getattr(cache, f"{name}s")[0]
+            if not isinstance(cache, ScaledKVCache):
                 tensor[:-1].normal_()
-        if isinstance(cache, GpuInt8KVCache):
-            for scales in (cache.key_scales[0], cache.value_scales[0]):
-                scales[:-1].uniform_(0.5 / 127, 2 / 127)
+                continue
+            scales = getattr(cache, f"{name}_scales")[0]
+            for part in _slices(len(tensor) - 1):
+                drawn = torch.randn(tensor[part].shape, device=self.device)
+                tensor[part], scales[part] = cache.rounded(drawn)
 
     def _make_cache(self, kind: type[Any], num_blocks: int, dtype: torch.dtype) -> Any:  # noqa: ANN401
         return kind(
             [self.spec], num_blocks=num_blocks, block_size=BLOCK, dtype=dtype, device=self.device
         )
+
+
+def _slices(count: int) -> list[slice]:
+    """Some blocks at a time: numbers of 32 bits for all of them take too much memory."""
+    return [slice(i, min(i + 4096, count)) for i in range(0, count, 4096)]
 
 
 def check(

@@ -5,6 +5,7 @@ import base64
 import html
 import io
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ tr:last-child td { font-weight: 600; }
 img { width: 100%; } .wide { overflow-x: auto; } .legend { color: #57606a; font-size: 13px; }
 li { font-family: ui-monospace, monospace; font-size: 13px; }
 """
+_LEGEND = re.sub("`(.+?)`", r"<code>\1</code>", html.escape(LEGEND))
 _MAX_FAILURES = 100
 # Counters are published every second; over less than two, a rate is a matter of luck.
 _RATE_WINDOW_S = 2.0
@@ -76,7 +78,7 @@ def _section(phase: Phase, colours: dict[str, str]) -> str:
     image = base64.b64encode(picture(phase, colours)).decode()
     return (
         f"<h2>{html.escape(phase.name)}: {html.escape(phase.told)}</h2><p>{html.escape(told)}</p>"
-        f"<div class=wide>{_table(COLUMNS, rows(phase))}</div><p class=legend>{LEGEND}</p>"
+        f"<div class=wide>{_table(COLUMNS, rows(phase))}</div><p class=legend>{_LEGEND}</p>"
         f"<img alt='plots of {html.escape(phase.name)}' src='data:image/png;base64,{image}'>"
         f"<details><summary>The server's own numbers along the run</summary>"
         f"{_table(('nereid:', 'mean, or increase', ''), gauge_rows(phase))}</details>"

@@ -6,7 +6,9 @@
 The real server runs on a scripted engine of a known capacity (so many sequences at once, each of so
 many steps of so many milliseconds), so that the figures are those of queue, server and frontend and
 not of a model. Requests go to the OpenAI API and arrive at random times, whatever became of the
-earlier ones (open loop).
+earlier ones (open loop). The client is a light one, on connections of its own for each request: one
+that falls behind on the machine that it shares with the server would measure itself, so how late it
+was is told, too.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
+from light_client import Answer, posted
 from served import Served
 
 _NAME = "scripted"
@@ -31,6 +33,7 @@ _STEP_MS = 50.0
 CAPACITY_PER_S = _NUM_SEQS / (_NUM_STEPS * _STEP_MS / 1000)
 QUEUE_TIMEOUT_S = 1.0
 """What a request may wait for its turn: the bound of the design."""
+_USAGE = {"stream_options": {"include_usage": True}}
 _SCRIPT = [{"when": "", "token_ids": [10], "delay_ms": _STEP_MS, "ends": False}]
 
 
@@ -47,6 +50,7 @@ class Phase:
         retry_after: what they said about when to come back.
         wrong: answers that were cut short or otherwise not as scripted.
         finished_in_time: answers that ended while requests came.
+        late_s: how long after its time a request was sent at worst.
     """
 
     offered_per_s: float
@@ -57,6 +61,7 @@ class Phase:
     retry_after: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     finished_in_time: int = 0
+    late_s: float = 0.0
 
     @property
     def throughput(self) -> float:
@@ -76,13 +81,14 @@ class Phase:
             f"{sum(self.refused.values())}",
             f"{at_share(refusals, 0.99) * 1000:.0f}",
             ", ".join(f"{s} s" for s in sorted(self.retry_after)) or "-",
+            f"{self.late_s * 1000:.0f}",
         )
         return f"| {' | '.join(cells)} |"
 
 
 HEAD = (
     "| Phase | Offered/s | Finished/s | TTFT median ms | TTFT p99 ms | Refused | Refusal p99 ms "
-    "| Retry-After |\n|---|---|---|---|---|---|---|---|"
+    "| Retry-After | Client late by ms |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -109,33 +115,29 @@ async def offer(served: Served, per_second: float, seconds: float, seed: int = 0
     """Let requests arrive at random, so many a second on average."""
     rng = random.Random(seed)
     phase = Phase(per_second, seconds)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=60, limits=limits, trust_env=False) as client:
-        ends = time.monotonic() + seconds
-        running = []
-        due = time.monotonic()
-        while due < ends:
-            await asyncio.sleep(max(due - time.monotonic(), 0.0))
-            running.append(asyncio.create_task(_ask(client, served, phase, ends)))
-            due += rng.expovariate(per_second)
-        await asyncio.gather(*running)
+    ends = time.monotonic() + seconds
+    running = []
+    due = time.monotonic()
+    while due < ends:
+        await asyncio.sleep(max(due - time.monotonic(), 0.0))
+        phase.late_s = max(phase.late_s, time.monotonic() - due)
+        running.append(asyncio.create_task(_ask(served, phase, ends)))
+        due += rng.expovariate(per_second)
+    await asyncio.gather(*running)
     return phase
 
 
-async def _ask(client: httpx.AsyncClient, served: Served, phase: Phase, ends: float) -> None:
+async def _ask(served: Served, phase: Phase, ends: float) -> None:
     body = {"model": _NAME, "prompt": "Go", "max_tokens": _NUM_STEPS, "stream": True}
     started, first, num_tokens = time.monotonic(), None, 0
-    options = {"stream_options": {"include_usage": True}}
-    url = served.openai_url + "/completions"
-    async with client.stream("POST", url, json=body | options) as response:
-        if response.status_code != 200:
-            await response.aread()
-            _note_refusal(phase, response, started)
+    async with (
+        asyncio.timeout(60),
+        posted(served.openai_port, "/v1/completions", body | _USAGE) as answer,
+    ):
+        if answer.status != 200:
+            _note_refusal(phase, answer, await answer.text(), started)
             return
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
+        async for event in answer.events():
             if "error" in event:
                 phase.wrong.append(str(event["error"]))
                 return
@@ -148,13 +150,14 @@ async def _ask(client: httpx.AsyncClient, served: Served, phase: Phase, ends: fl
     phase.finished_in_time += time.monotonic() <= ends
 
 
-def _note_refusal(phase: Phase, response: httpx.Response, started: float) -> None:
-    phase.refused[response.status_code] += 1
+def _note_refusal(phase: Phase, answer: Answer, text: str, started: float) -> None:
+    retry_after = answer.headers.get("retry-after")
+    phase.refused[answer.status] += 1
     phase.refused_s.append(time.monotonic() - started)
-    if response.status_code not in (429, 503) or "Retry-After" not in response.headers:
-        phase.wrong.append(f"{response.status_code} {response.text}")
+    if answer.status not in (429, 503) or retry_after is None:
+        phase.wrong.append(f"{answer.status} {text}")
     else:
-        phase.retry_after[response.headers["Retry-After"]] += 1
+        phase.retry_after[retry_after] += 1
 
 
 async def measure(served: Served, factor: float, seconds: float) -> dict[str, Phase]:

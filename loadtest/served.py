@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole server for a test or a benchmark: `nereid serve` on free ports, stopped at the end."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -14,7 +15,9 @@ from types import TracebackType
 from typing import Self
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
-_START_TIMEOUT_S = 180.0
+_START_TIMEOUT_S = 150.0  # less than a test may take, so that its output is seen
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def free_ports(count: int) -> list[int]:
@@ -91,6 +94,15 @@ class Served:
         return f"127.0.0.1:{self.grpc_port}"
 
     def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:  # a test's time may be over meanwhile
+            self.stop()
+            self._remove_logs()
+            raise
+        return self
+
+    def _start(self) -> None:
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 self._command,
@@ -100,20 +112,22 @@ class Served:
                 env=self._environment,
                 cwd=_REPOSITORY,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         deadline = time.monotonic() + _START_TIMEOUT_S
         while "nereid: ready" not in self.output:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                output = self.output
-                self._remove_logs()
-                raise RuntimeError(f"nereid serve did not become ready:\n{output}")
+                raise RuntimeError(f"nereid serve did not become ready:\n{self._last_words()}")
             time.sleep(0.1)
-        return self
+
+    def _last_words(self) -> str:
+        self.stop()
+        return self.output
 
     def stop(self) -> int:
         """Ask it to stop as a service manager would; its exit code."""
-        assert self.process is not None
+        if self.process is None:
+            return 0
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
@@ -130,3 +144,8 @@ class Served:
     def _remove_logs(self) -> None:
         for log in (self._log, self._server_log):
             log.unlink(missing_ok=True)
+
+
+def _end_with_parent() -> None:
+    """In the child: a test or a benchmark that is killed takes its server along."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

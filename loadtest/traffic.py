@@ -233,7 +233,7 @@ class Asker:
                 raise
             outcome.kind = "hung" if manner.cancel_after_s is None else "cancelled"
         except (httpx.HTTPError, ConnectionError) as error:
-            outcome.kind, outcome.detail = "lost", f"{type(error).__name__}: {error}"
+            outcome.kind, outcome.detail = "lost", f"{error} ({_chain(error)})"
         outcome.ended = time.monotonic()
         if outcome.is_cut:
             outcome.kind = "cancelled"
@@ -264,6 +264,16 @@ class Asker:
                 outcome.answer = _whole(ask, response.json())
                 return
             await _read(outcome, _events(response), manner)
+
+
+def _chain(error: BaseException) -> str:
+    """The types of an error and of those behind it: which side closed a connection is the last."""
+    names = []
+    at: BaseException | None = error
+    while at is not None:
+        names.append(type(at).__name__)
+        at = at.__cause__ or at.__context__
+    return " from ".join(names)
 
 
 def _http_client() -> httpx.AsyncClient:

@@ -77,6 +77,21 @@ def test_a_dropped_http_stream_stops_the_sequence(served, gauge):
     assert seconds_until_idle(gauge) < 3.0
 
 
+def test_a_dropped_http_answer_in_one_piece_is_bounded_by_its_timeout(served, gauge):
+    """The server's own door does not see that nobody waits for a `generate`."""
+    timed_out = gauge("requests_timed_out_total")
+    fields = json.dumps(ENDLESS | {"timeout": 0.6})
+    body = json.dumps({"text_input": "For ever", "sampling_parameters": fields})
+    with socket.create_connection(("127.0.0.1", served.http_port), timeout=10) as connection:
+        head = "POST /v2/models/llm/generate HTTP/1.1\r\nHost: x\r\nContent-Length: "
+        connection.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
+        while not is_busy(gauge):
+            pass
+    assert seconds_until_idle(gauge) < 3.0
+    time.sleep(0.3)
+    assert gauge("requests_timed_out_total") == timed_out + 1
+
+
 def test_a_dropped_openai_stream_stops_the_sequence(served, gauge):
     with openai.OpenAI(base_url=served.openai_url, api_key="none") as client:
         model = client.models.list().data[0].id

@@ -85,7 +85,7 @@ bench-peers: ## Install llama.cpp (built from source, about ten minutes) for `ma
 bench-attention: setup ## Decode attention: the native CPU kernel against the torch reference and the memory's speed
 	@$(BIN)/python loadtest/bench_attention.py $(ARGS)
 
-bench-serve: setup ## Tokens/s through the Triton server against the same engine in process
+bench-serve: setup ## Tokens/s through the Triton server and the frontend against the same engine in process
 	@$(BIN)/python loadtest/bench_serve.py $(ARGS)
 
 bench-engine: setup ## The engine alone against transformers' generate

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
-_START_TIMEOUT_S = 150.0  # less than a test may take, so that its output is seen
+_START_TIMEOUT_S = 480.0  # less than a test may take, so that its output is seen
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -130,7 +130,7 @@ class Served:
             return 0
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def __exit__(
         self,

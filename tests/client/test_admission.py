@@ -2,13 +2,16 @@
 
 import asyncio
 import collections
+import itertools
 import json
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nereid_client import admission
 from nereid_client.admission import Admission, Gate, Throttle
 from nereid_client.app import create_app
 from nereid_client.deadlines import Deadlines
@@ -16,7 +19,7 @@ from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
-SLOW = "a " + "<pause 0.02>b " * 200
+SLOW = "a " + "<pause 0.02>b " * 1500
 
 
 def body(text, **fields):
@@ -47,7 +50,7 @@ async def test_one_request_too_many_is_a_429_at_once(gated):
     assert gate.num_requests == 2
     started = time.monotonic()
     answer = await client.post("/v1/chat/completions", json=body("hi"))
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 15  # and not until there is room
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["type"] == "rate_limit_error"
@@ -91,7 +94,7 @@ async def test_an_answer_that_takes_too_long_is_a_504_and_is_given_up(connect, b
 
 async def test_a_stream_that_takes_too_long_ends_with_an_error_event(connect, backend, chunks_of):
     async with connect() as client:
-        headers = {"X-Request-Timeout": "0.1"}
+        headers = {"X-Request-Timeout": "1"}
         answer = await client.post(
             "/v1/chat/completions", json=body(SLOW, stream=True), headers=headers
         )
@@ -107,7 +110,7 @@ async def test_the_server_limit_holds_for_callers_that_ask_for_more(connect, bac
         headers = {"X-Request-Timeout": "60"}
         answer = await client.post("/v1/chat/completions", json=body(SLOW), headers=headers)
     assert answer.status_code == 504
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf"])
@@ -139,7 +142,7 @@ async def test_a_client_that_reads_nothing_is_given_up():
     app = Deadlines(endless, limit_s=0, unread_s=0.1)
     started = time.monotonic()
     await app(scope, None, unread)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
     assert ended == [True]
 
 
@@ -157,7 +160,7 @@ async def test_a_late_stream_nobody_reads_does_not_wait_for_its_last_word():
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
     started = time.monotonic()
     await Deadlines(silent, limit_s=0.05, unread_s=0)(scope, None, first_only)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30
 
 
 class Server:
@@ -243,7 +246,11 @@ def test_one_refusal_holds_nobody_up():
     assert throttle.refusal(1.41) is None
 
 
-async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(connect, backend):
+async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(connect, monkeypatch):
+    # Two milliseconds from one look at the clock to the next, whatever the machine is busy with.
+    ticks = itertools.count(1.0, 0.002)
+    clock = SimpleNamespace(monotonic=lambda: next(ticks))
+    monkeypatch.setattr(admission, "time", clock)
     full = "<fail UNAVAILABLE 9 requests wait; try again in 7 s>"
     path = "/v1/chat/completions"
     async with connect() as client:
@@ -256,7 +263,7 @@ async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(conn
         # Another door's queue is another one, and so are pages.
         assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
         assert (await client.get("/health/ready")).status_code == 200
-        await asyncio.sleep(0.6)
+        clock.monotonic = lambda: next(ticks) + 0.6
         assert (await client.post(path, json=body("hi"))).status_code == 200
 
 
@@ -270,7 +277,7 @@ async def test_a_servers_own_503_without_a_time_teaches_nothing():
     async def send(message):
         sent.append(message)
 
-    admission = Admission(app, Gate(10))
+    limited = Admission(app, Gate(10))
     for _ in range(50):
-        await admission({"type": "http", "method": "POST", "path": "/"}, None, send)
+        await limited({"type": "http", "method": "POST", "path": "/"}, None, send)
     assert {message["body"] for message in sent if "body" in message} == {b"{}"}

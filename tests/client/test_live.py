@@ -66,15 +66,15 @@ def test_a_client_that_goes_away_aborts_its_request(backend, port, path, prompt,
         wait_for(lambda: len(backend.active) == number)
         if stream and "queue" not in prompt:
             assert b"200 OK" in connection.recv(65536)
-    wait_for(lambda: not backend.active, timeout_s=3)
+    wait_for(lambda: not backend.active)
     assert len(backend.aborted) == before + number
 
 
 def test_a_client_that_does_not_read_holds_up_nothing(backend, port):
     words = " ".join(["word"] * 30_000)
     with start_request(port, TEXT, prompt=words, stream=True, max_tokens=30_000) as connection:
-        wait_for(lambda: backend.active, timeout_s=3)
-        wait_for(lambda: not backend.active, timeout_s=10)  # generated to the end meanwhile
+        wait_for(lambda: backend.active)
+        wait_for(lambda: not backend.active)  # generated to the end meanwhile
         received = b""
         while not received.endswith(b"0\r\n\r\n"):
             received += connection.recv(1 << 20)

@@ -170,7 +170,7 @@ async def test_a_client_that_goes_cancels_the_call(pooling):
         "server": ("x", 1), "client": ("y", 2), "asgi": {"version": "3.0"}, "root_path": "",
     }  # fmt: skip
     async with app.router.lifespan_context(app):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(25):
             await app(scope, receive, send)
     assert len(pooling.cancelled) == 1
 

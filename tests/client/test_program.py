@@ -7,7 +7,8 @@ import sys
 import time
 from contextlib import suppress
 
-from fakes.live_frontend import free_port, wait_for
+from fakes.live_frontend import wait_for
+from served import free_ports
 
 
 def listens(port):
@@ -22,12 +23,12 @@ def answers(connection):
 
 
 def test_a_connection_is_open_longer_than_clients_keep_an_idle_one():
-    port = free_port()
-    flags = ["--port", str(port), "--grpc-url", f"127.0.0.1:{free_port()}"]
+    port, nobodys = free_ports(2)
+    flags = ["--port", str(port), "--grpc-url", f"127.0.0.1:{nobodys}"]
     with subprocess.Popen([sys.executable, "-m", "nereid_client", *flags]) as program:
         connection = http.client.HTTPConnection("127.0.0.1", port)
         try:
-            wait_for(lambda: listens(port), timeout_s=30)
+            wait_for(lambda: listens(port), timeout_s=120)
             assert answers(connection)
             time.sleep(6)  # httpx keeps one for 5
             assert answers(connection)

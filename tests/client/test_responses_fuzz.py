@@ -73,7 +73,7 @@ async def test_a_body_of_any_kind_is_answered_or_refused(connect, backend, seed)
             store = responses.store
             assert len(store) <= 20
             assert 0 <= store.num_bytes <= 100_000
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while responses.store.running:
                 await asyncio.sleep(0.001)
         assert client._transport.app.state.gate.num_requests == 0

@@ -49,7 +49,7 @@ async def get(client, response_id):
 
 
 async def until(client, response_id, *statuses):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while (found := await get(client, response_id))["status"] not in statuses:
             await asyncio.sleep(0.005)
     return found
@@ -57,6 +57,13 @@ async def until(client, response_id, *statuses):
 
 def events_of(text):
     return [json.loads(block.split("data: ")[1]) for block in text.split("\n\n")[:-1]]
+
+
+async def hold(condition):
+    """Wait until it is true."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 async def is_gone(client, response_id):
@@ -211,14 +218,13 @@ async def test_only_so_many_bytes_are_kept_and_they_are_counted(backend):
 
 
 async def test_a_response_is_forgotten_in_time_also_where_nobody_asks(backend):
-    async with frontend(backend, stored_response_age_s=1) as (client, app):
+    async with frontend(backend, stored_response_age_s=2) as (client, app):
         made = await create(client)
         ran = await create(client, background=True, stream=False)
         await until(client, ran["id"], "completed")
         store = app.state.responses.store
         assert len(store) == 2
-        await asyncio.sleep(1.1)
-        assert len(store) == store.num_bytes == 0
+        await hold(lambda: len(store) == store.num_bytes == 0)
         assert await is_gone(client, made["id"])
 
 
@@ -234,7 +240,7 @@ async def test_where_nothing_is_kept_that_is_said(backend):
 
 
 async def test_a_background_response_comes_back_at_once_and_can_be_polled(client, backend):
-    made = await create(client, "one <pause 0.05>two <pause 0.05>three", background=True)
+    made = await create(client, "one <pause 0.3>two <pause 0.3>three", background=True)
     assert (made["status"], made["output"], made["background"]) == ("queued", [], True)
     running = await until(client, made["id"], "in_progress")
     assert text_of(running["output"][0]).startswith("one ")
@@ -272,13 +278,11 @@ async def test_cancelling_stops_the_generation(client, backend, text, stream):
         followed = asyncio.create_task(
             client.post(PATH, json={"input": text, "background": True, "stream": True})
         )
-        while not backend.active:
-            await asyncio.sleep(0.001)
+        await hold(lambda: backend.active)
         (response_id,) = client._transport.app.state.responses._tasks
     else:
         response_id = (await create(client, text, background=True))["id"]
-        await asyncio.sleep(0.02)
-        assert backend.active
+        await hold(lambda: backend.active)
     cancelled = (await client.post(f"{PATH}/{response_id}/cancel")).json()
     assert cancelled["status"] == "cancelled"
     assert not backend.active
@@ -296,8 +300,8 @@ async def test_a_response_cancelled_before_it_began_is_cancelled(backend):
         await create(client, "never", background=True)
         (task,) = responses._tasks.values()
         task.cancel()
-        await asyncio.sleep(0.01)
-        assert app.state.gate.num_requests == 0
+        await hold(task.done)
+        await hold(lambda: app.state.gate.num_requests == 0)
         assert responses.store.running == []
 
 
@@ -333,8 +337,7 @@ async def test_a_background_stream_can_be_read_again_from_anywhere(client, is_ov
     body = {"input": text, "background": True, "stream": True}
     whole = asyncio.create_task(client.post(PATH, json=body))
     responses = client._transport.app.state.responses
-    while not responses._tasks:
-        await asyncio.sleep(0.001)
+    await hold(lambda: responses._tasks)
     (response_id,) = responses._tasks
     if is_over:
         await whole
@@ -354,10 +357,9 @@ async def test_a_background_stream_can_be_read_again_from_anywhere(client, is_ov
 
 async def test_a_background_stream_goes_on_without_its_client(backend):
     async with frontend(backend) as (client, app):
-        body = {"input": "one <pause 0.05>two", "background": True, "stream": True}
+        body = {"input": "one <pause 0.5>two", "background": True, "stream": True}
         reader = asyncio.create_task(client.post(PATH, json=body))
-        while not backend.active:
-            await asyncio.sleep(0.001)
+        await hold(lambda: backend.active)
         (response_id,) = app.state.responses._tasks
         reader.cancel()
         final = await until(client, response_id, "completed")
@@ -383,8 +385,7 @@ async def test_the_end_of_the_server_ends_background_responses(backend):
     async with frontend(backend) as (client, app):
         await create(client, LONG, background=True)
         await create(client, "<pause 60>queued", background=True)
-        while len(backend.active) < 2:
-            await asyncio.sleep(0.001)
+        await hold(lambda: len(backend.active) == 2)
     assert not backend.active
     assert len(backend.aborted) == 2
     assert app.state.gate.num_requests == 0
@@ -433,8 +434,7 @@ async def test_a_foreground_stream_that_is_left_is_neither_finished_nor_kept(bac
     async with frontend(backend) as (client, app):
         for stream in (True, False):
             reader = asyncio.create_task(client.post(PATH, json={"input": LONG, "stream": stream}))
-            while not backend.active:
-                await asyncio.sleep(0.001)
+            await hold(lambda: backend.active)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             assert not backend.active

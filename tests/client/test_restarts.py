@@ -7,7 +7,8 @@ import sys
 import time
 
 import pytest
-from nereid_client.cli.children import children_of
+from fakes.live_frontend import wait_for
+from nereid_client.cli.children import children_of, is_waiting_for_a_child
 from nereid_client.cli.restarts import RestartPolicy, Restarts
 from nereid_client.cli.stubs import StubWatch
 
@@ -67,7 +68,7 @@ def test_a_stub_that_died_and_was_not_waited_for_is_found(tmp_path):
     assert watch.dead_model() is None
     process.kill()
     try:
-        assert look_for(watch, 5) == "a model"
+        assert look_for(watch, 60) == "a model"
     finally:
         process.wait()
 
@@ -81,10 +82,16 @@ def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, number, has_
     watch.dead_model()
     process.send_signal(number)
     try:
-        assert look_for(watch, 5)
+        assert look_for(watch, 60)
         assert watch.has_crashed == has_crashed
     finally:
         process.wait()
+
+
+def num_asleep(process):
+    """How many of its children have become the programs that they are to be."""
+    names = [child.name for child in children_of(process.pid)]
+    return names.count("triton_python_b") + names.count("sleep")
 
 
 def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
@@ -92,8 +99,9 @@ def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
     program = tmp_path / "triton_python_backend_stub"
     waiting = subprocess.Popen(["/bin/bash", "-c", f"{program} 60 & wait"])
     working = subprocess.Popen(["/bin/bash", "-c", f"{program} 60 & read -t 60 < <(sleep 60)"])
-    time.sleep(0.3)
     try:
+        wait_for(lambda: num_asleep(waiting) == 1 and is_waiting_for_a_child(waiting.pid))
+        wait_for(lambda: num_asleep(working) == 2 and not is_waiting_for_a_child(working.pid))
         for process, is_given_up in ((waiting, True), (working, False)):
             clock = Clock()
             watch = StubWatch(process.pid, clock)

@@ -24,7 +24,7 @@ def bash():
             ["bash", "-c", command],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             env=os.environ | environment,
         )
 
@@ -90,7 +90,7 @@ def test_killing_the_command_itself_ends_the_servers(tmp_path):
         running.wait_until_ready()
         running.signal(signal.SIGKILL)
         assert running.wait() == -signal.SIGKILL
-        wait_for(lambda: running.left() == [], timeout_s=20)
+        wait_for(lambda: running.left() == [])
         assert running.shared_memory() == []
 
 

@@ -121,7 +121,7 @@ async def test_closing_the_answer_cancels_the_request_on_the_server(backend, ser
     answer = backend.generate(generation)
     await anext(answer)
     await answer.aclose()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(60):
         while "nereid: to-be-closed was cancelled" not in server.lines:
             await asyncio.sleep(0.02)
 
@@ -129,16 +129,19 @@ async def test_closing_the_answer_cancels_the_request_on_the_server(backend, ser
 async def test_cancelling_the_reading_task_cancels_the_request_on_the_server(backend, server):
     generation = Generation("to-be-cancelled", text_input="a " + "<pause 0.02>b " * 500)
 
+    has_begun = asyncio.Event()
+
     async def read():
         async for _ in backend.generate(generation):
-            pass
+            has_begun.set()
 
     task = asyncio.create_task(read())
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(60):
+        await has_begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(60):
         while "nereid: to-be-cancelled was cancelled" not in server.lines:
             await asyncio.sleep(0.02)
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 
 import uvicorn
 from fakes.fake_backend import FakeBackend
@@ -29,18 +28,16 @@ def test_a_stream_that_nobody_reads_is_cancelled():
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     wait_for(lambda: server.started)
-    text = "a " + ("b" * 20_000 + " <pause 0.001>") * 2_000  # more than any socket's buffers
+    text = "a " + ("b" * 20_000 + " <pause 0.004>") * 2_000  # more than any socket's buffers
     body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": True})
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
-            wait_for(lambda: backend.active, timeout_s=20)
-            started = time.monotonic()
-            wait_for(lambda: backend.aborted, timeout_s=20)
-            assert time.monotonic() - started < 15
+            wait_for(lambda: backend.active)
+            wait_for(lambda: backend.aborted)
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert not thread.is_alive()

@@ -8,6 +8,7 @@ errors with a code. Markup in the prompt asks for what a plain echo can't show:
     <tool_call>{"name": "f", "arguments": {}}</tool_call>
     <hold>one two</hold>                           words whose text comes with the last of them
     <pause 0.05>                                   seconds to wait, here
+    <until /a/file>                                waits until there is this file
     <fail UNAVAILABLE the queue is full>           an error, here
     <vanish>                                       the stream ends without a finish reason
 
@@ -20,11 +21,13 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 _MARKUP = re.compile(
     r"<think>(?P<think>.*?)</think>|<tool_call>(?P<call>.*?)</tool_call>|<hold>(?P<hold>.*?)</hold>"
-    r"|<pause (?P<pause>[\d.]+)>|<fail (?P<code>[A-Z_]+) (?P<message>[^>]*)>|(?P<vanish><vanish>)"
+    r"|<pause (?P<pause>[\d.]+)>|<until (?P<file>[^>]+)>"
+    r"|<fail (?P<code>[A-Z_]+) (?P<message>[^>]*)>|(?P<vanish><vanish>)"
     r"|(?P<word>\s*[^\s<]+\s?|\s+|<)",
     re.DOTALL,
 )
@@ -153,6 +156,9 @@ class Answer:
         for match in _MARKUP.finditer(self.prompt + own):
             if match["pause"]:
                 yield Pause(float(match["pause"]))
+            elif match["file"]:
+                while not Path(match["file"]).exists():
+                    yield Pause(0.02)
             elif match["code"]:
                 yield Failure(match["code"], match["message"])
                 ending.clear()

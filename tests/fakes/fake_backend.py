@@ -59,9 +59,10 @@ class FakeBackend:
                     yield delta  # type: ignore[misc]
             ended = True
         finally:
-            self.active.discard(generation.request_id)
             if not ended:
                 self.aborted.append(generation.request_id)
+            # Last: another thread takes this for the end of it all.
+            self.active.discard(generation.request_id)
 
     async def tokenize(self, generation: Generation) -> list[int]:
         if not self.is_up:

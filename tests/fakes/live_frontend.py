@@ -36,10 +36,10 @@ def live_frontend(backend: FakeBackend) -> Iterator[int]:
         yield port
     finally:
         server.should_exit = True
-        thread.join(timeout=10)
+        thread.join(timeout=30)
 
 
-def wait_for(condition, timeout_s: float = 10.0) -> None:  # type: ignore[no-untyped-def]
+def wait_for(condition, timeout_s: float = 60.0) -> None:  # type: ignore[no-untyped-def]
     """Poll until it is true.
 
     Raises: TimeoutError.

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from served import free_ports
 
-from fakes.live_frontend import free_port, wait_for
+from fakes.live_frontend import wait_for
 
 ECHO_REPOSITORY = Path(__file__).parent / "echo_repository"
 NEREID = Path(sys.prefix) / "bin" / "nereid"
@@ -30,7 +31,8 @@ class Serve:
     def __init__(self, folder: Path, *arguments: str, model: Path | None = None) -> None:
         checkpoint = model or make_checkpoint(folder)
         self.log = folder / "serve.log"
-        self.ports = {name: free_port() for name in ("http", "grpc", "metrics", "openai")}
+        names = ("http", "grpc", "metrics", "openai")
+        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
         command = [str(NEREID), "serve", f"--model={checkpoint}", f"--log-file={self.log}"]
         command += [f"--{name}-port={port}" for name, port in self.ports.items()]
         if not any(argument.startswith("--model-repository") for argument in arguments):
@@ -59,13 +61,13 @@ class Serve:
 
     def wait_until_ready(self) -> None:
         """Raises: AssertionError with the output when it ended instead."""
-        wait_for(lambda: self.curl or self._process.poll() is not None, timeout_s=60)
+        wait_for(lambda: self.curl or self._process.poll() is not None, timeout_s=300)
         assert self.curl, "\n".join(self.lines)
         self.descendants = psutil.Process(self._process.pid).children(recursive=True)
 
     def child(self, word: str) -> psutil.Process:
         """The descendant with this word in its command line."""
-        return next(p for p in self.descendants if word in " ".join(p.cmdline()))
+        return next(p for p in self.descendants if word in _command_line(p))
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
@@ -73,15 +75,15 @@ class Serve:
 
     def wait(self) -> int:
         """The exit code, once it and its output have ended."""
-        code = self._process.wait(timeout=40)
-        self._reader.join(timeout=5)
+        code = self._process.wait(timeout=120)
+        self._reader.join(timeout=30)
         if self._process.stdout:
             self._process.stdout.close()
         return code
 
     def left(self) -> list[psutil.Process]:
         """Descendants that still run."""
-        return [p for p in self.descendants if p.is_running() and p.status() != "zombie"]
+        return [p for p in self.descendants if _runs(p)]
 
     def shared_memory(self) -> list[Path]:
         """Its shared-memory files."""
@@ -94,6 +96,20 @@ class Serve:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=0.2)
         self.wait()
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or a zombie
+        return ""
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # ended between the two
+        return False
 
 
 @contextmanager

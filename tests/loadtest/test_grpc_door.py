@@ -46,15 +46,17 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self):
         self.said = []
         self.requests = []
-        self.cancelled = threading.Event()
+        self.is_over = threading.Event()
 
     def ModelStreamInfer(self, requests, context):
-        context.add_callback(self.cancelled.set)
+        # One of this call's own: the end of an earlier one may be told late.
+        is_over = self.is_over = threading.Event()
+        context.add_callback(is_over.set)
         for request in requests:
             self.requests.append(request)
             for one in self.said:
                 if isinstance(one, float):
-                    self.cancelled.wait(one)
+                    is_over.wait(one)
                 elif isinstance(one, grpc.StatusCode):
                     context.abort(one, "gone")
                 else:
@@ -76,10 +78,9 @@ def service():
 def judged(service):
     """The reply and the kinds of faults of one ask to a server with one answer."""
 
-    def send(said, ask=ASK, limit_s=10.0):
+    def send(said, ask=ASK, limit_s=60.0):
         service.said = said
         service.requests.clear()
-        service.cancelled.clear()
         door = GrpcDoor(service.address, limit_s)
         reply = door.send(ask)
         door.close()
@@ -111,7 +112,7 @@ def test_a_stream_with_a_wrong_token_is_told_by_its_fault(judged, texts, expecte
 
 
 def test_a_stream_without_its_final_response_hangs(judged):
-    assert judged([*answer(TEN, is_final=False), 20.0], limit_s=0.5)[1] == ["hung"]
+    assert judged([*answer(TEN, is_final=False), 60.0], limit_s=0.5)[1] == ["hung"]
 
 
 def test_a_stream_without_its_finish_reason_is_unended(judged):
@@ -133,21 +134,20 @@ def test_errors_are_told_by_their_code(judged):
 
 def test_a_client_that_goes_away_cancels_its_call(judged, service):
     started = time.monotonic()
-    reply, faults = judged([*answer(TEN)[:5], 20.0], ASK.cancelled(0.25))
-    assert time.monotonic() - started < 5
+    reply, faults = judged([*answer(TEN)[:5], 60.0], ASK.cancelled(1.0))
+    assert time.monotonic() - started < 30
     assert (reply.end, faults) == ("cancelled", [])
-    assert service.cancelled.wait(5)
+    assert service.is_over.wait(60)
 
 
 def test_a_connection_is_used_again_whatever_became_of_the_stream_before(service):
     door = GrpcDoor(service.address)
     for said, ask, expected in (
         (answer(TEN), ASK, "whole"),
-        ([response({"content": TEN[0]}), 20.0], ASK.cancelled(0.2), "cancelled"),
+        ([response({"content": TEN[0]}), 60.0], ASK.cancelled(0.2), "cancelled"),
         ([failed("[INVALID_ARGUMENT] no")], ASK, "whole"),
         (answer(TEN), ASK, "whole"),
     ):
         service.said = said
-        service.cancelled.clear()
         assert door.send(ask).end == expected
     door.close()

@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+from fakes.live_frontend import wait_for
 from fakes.streams import chunk, event, play, stream
 from scenarios import numbered
 from scenarios.asks import bad, chat, chat_at_once, embedding, generate_stream, rerank
@@ -21,7 +22,7 @@ ASK = chat(QUESTION, 10, ignore_eos=True)
 def judged():
     """The reply and the kinds of faults of one ask to a server with one answer."""
 
-    def send(parts, ask=ASK, status=200, ends=True, limit_s=10.0):
+    def send(parts, ask=ASK, status=200, ends=True, limit_s=60.0):
         with play(lambda body: (status, parts, ends)) as server:
             reply = HttpDoor(server.url, limit_s).send(ask)
         return reply, [fault.kind for fault in Judge().faults(ask, reply)]
@@ -118,18 +119,16 @@ def test_nobody_listening_is_broken():
 
 
 def test_a_client_that_goes_away_closes_its_connection_in_time():
-    parts = [part for one in stream(TEN) for part in (one, 0.1)]
+    parts = [part for one in stream(NUMBERS[:200]) for part in (one, 0.1)]
     with play(lambda body: (200, parts)) as server:
         started = time.monotonic()
-        ask = ASK.cancelled(0.25)
+        ask = chat(QUESTION, 200, ignore_eos=True).cancelled(1.0)
         reply = HttpDoor(server.url).send(ask)
-        assert time.monotonic() - started < 0.6
+        assert time.monotonic() - started < 15  # and not the 20 s of the whole stream
         assert reply.end == "cancelled"
-        assert 0 < len(reply.pieces) < 10
+        assert 0 < len(reply.pieces) < 200
         assert Judge().faults(ask, reply) == []
-        deadline = time.monotonic() + 5
-        while not server.num_lost_clients and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: server.num_lost_clients)
         assert server.num_lost_clients == 1
 
 

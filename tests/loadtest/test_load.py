@@ -16,7 +16,7 @@ from scenarios import numbered, records
 LOADTEST = Path(load.__file__).parent
 
 
-def locust(url, tmp_path, *scenarios, seconds=2, file=LOADTEST / "locustfile.py"):
+def locust(url, tmp_path, *scenarios, seconds=3, file=LOADTEST / "locustfile.py"):
     """Numbered tokens from a fake server: exit code, and what became of the requests."""
     kept = tmp_path / "records"
     done = subprocess.run(
@@ -35,7 +35,7 @@ def locust(url, tmp_path, *scenarios, seconds=2, file=LOADTEST / "locustfile.py"
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert kept.exists(), done.stderr
     return done.returncode, records.read(kept)
@@ -74,7 +74,7 @@ def test_a_right_server_passes(tmp_path):
         code, found = locust(server.url, tmp_path, "SteadyChat")
     assert code == 0
     assert {one.outcome for one in found} == {"ok"}
-    assert 4 <= len(found) <= 18
+    assert 4 <= len(found) <= 26
 
 
 def test_a_server_with_wrong_streams_fails_and_each_is_told_by_its_fault(tmp_path):
@@ -121,7 +121,7 @@ def test_numbered_tokens_tell_series_and_place():
 @pytest.mark.triton
 def test_a_few_seconds_of_the_mix_on_the_real_server(tmp_path, monkeypatch, capsys):
     chosen = ["SteadyChat", "Bursts", "Writers", "GrpcChat", "Fickle", "Mistaken"]
-    command = ["load.py", "--seconds=4", "--phases", "numbered", f"--out={tmp_path}"]
+    command = ["load.py", "--seconds=6", "--phases", "numbered", f"--out={tmp_path}"]
     monkeypatch.setattr(sys, "argv", [*command, "--scenarios", *chosen])
     code = load.main()
     said = capsys.readouterr().out

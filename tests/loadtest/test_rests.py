@@ -24,7 +24,7 @@ def served():
     with subprocess.Popen([sys.executable, SERVER, str(port)]) as process:
         ports = dict.fromkeys(("http_port", "grpc_port", "metrics_port", "openai_port"), port)
         made = SimpleNamespace(process=process, output="", **ports)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not processes.gauges(made) and time.monotonic() < deadline:
             time.sleep(0.02)
         yield made
@@ -51,7 +51,7 @@ def check_around(served, paths, num_rests=1):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(rests, "_CLOSED_S", 0.2)
+    monkeypatch.setattr(rests, "_CLOSED_S", 2.0)
     monkeypatch.setattr(rests, "_LIMIT_S", 0.5)
 
 

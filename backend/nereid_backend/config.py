@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's settings: one frozen object, checked when it is made."""
 
-import difflib
-import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from nereid_backend.errors import ConfigError
+from nereid_backend.text_settings import from_texts
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
@@ -115,12 +113,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self._check_names()
         for name in ("block_size", "max_num_seqs", "max_num_waiting", "max_step_failures"):
-            _check_count(name, getattr(self, name), minimum=1)
+            check_count(name, getattr(self, name), minimum=1)
         for name in ("max_model_len", "max_num_batched_tokens", "num_threads"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), minimum=2 if name == "max_model_len" else 1)
+                check_count(name, getattr(self, name), minimum=2 if name == "max_model_len" else 1)
         for name in ("seed", "num_speculative_tokens"):
-            _check_count(name, getattr(self, name), minimum=0)
+            check_count(name, getattr(self, name), minimum=0)
         for field in fields(self):
             if field.type is bool and not isinstance(getattr(self, field.name), bool):
                 value = getattr(self, field.name)
@@ -152,19 +150,7 @@ class EngineConfig:
         Raises:
             ConfigError: an unknown name (the nearest known one is suggested) or a wrong value.
         """
-        known = {field.name: field for field in fields(cls)}
-        for name in settings:
-            if name not in known:
-                raise ConfigError(unknown_setting(name, list(known)))
-        values = {
-            name: read_setting(name, str(known[name].type), text.strip())
-            for name, text in settings.items()
-            if text.strip()
-        }
-        missing = [n for n, f in known.items() if f.default is MISSING and n not in values]
-        if missing:
-            raise ConfigError(f"{missing[0]}: must be set; it has no default")
-        return cls(**values)
+        return from_texts(cls, settings)
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -175,31 +161,21 @@ class EngineConfig:
 
     def _check_grammar_limits(self) -> None:
         for name in ("grammar_threads", "max_grammar_bytes"):
-            _check_count(name, getattr(self, name), minimum=1)
-        _check_count("grammar_cache_bytes", self.grammar_cache_bytes, minimum=0)
+            check_count(name, getattr(self, name), minimum=1)
+        check_count("grammar_cache_bytes", self.grammar_cache_bytes, minimum=0)
         limit = self.grammar_timeout
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
             raise ConfigError(f"grammar_timeout: must be more than 0 seconds, got {limit!r}")
 
     def _check_names(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model: must be the path of a checkpoint, got {self.model!r}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(
-                f"kv_cache_dtype: must be one of {', '.join(KV_CACHE_DTYPES)}, got "
-                f"{self.kv_cache_dtype!r}"
-            )
-        if self.weight_dtype not in WEIGHT_DTYPES:
-            raise ConfigError(
-                f"weight_dtype: must be one of {', '.join(WEIGHT_DTYPES)}, got "
-                f"{self.weight_dtype!r} (a checkpoint that is quantised already is loaded as it is)"
-            )
-        if not isinstance(self.device, str) or not re.fullmatch(
-            r"auto|cpu|cuda(:\d+)?", self.device
-        ):
-            raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        check_checkpoint(self.model, self.dtype, self.device)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        check_choice(
+            "weight_dtype",
+            self.weight_dtype,
+            WEIGHT_DTYPES,
+            hint=" (a checkpoint that is quantised already is loaded as it is)",
+        )
 
 
 def parse_bytes(value: int | str) -> int:
@@ -222,42 +198,34 @@ def parse_bytes(value: int | str) -> int:
     return size
 
 
-def _read_flag(text: str) -> bool:
-    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-
-
-def _check_count(name: str, value: object, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(f"{name}: must be an integer of at least {minimum}, got {value!r}")
-
-
-def unknown_setting(name: str, known: list[str]) -> str:
-    """The message for a setting that nothing knows, with the nearest known name."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
-    return f'unknown setting "{name}"{hint} (known: {", ".join(sorted(known))})'
-
-
-def read_setting(name: str, annotation: str, text: str) -> Any:  # noqa: ANN401 - one of the field types
-    """A setting's value from text, by the annotation of its field.
+def check_checkpoint(model: object, dtype: object, device: object) -> None:
+    """Check what every model has.
 
     Raises:
-        ConfigError: the text is not of that type.
+        ConfigError: a value is wrong.
     """
-    readers: dict[str, tuple[Callable[[str], object], str]] = {
-        "bool": (_read_flag, "true or false"),
-        "int": (int, "an integer"),
-        "float": (float, "a number"),
-    }
-    # kv_cache_memory is "int | str | None": text is one of its own types.
-    kind = next((k for k in readers if k in annotation and "str" not in annotation), None)
-    if kind is None:
-        return text
-    read, expected = readers[kind]
-    try:
-        value = read(text)
-    except (ValueError, KeyError):
-        raise ConfigError(f'{name}: must be {expected}, got "{text}"') from None
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f'{name}: must be {expected}, got "{text}"')
-    return value
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"model: must be the path of a checkpoint, got {model!r}")
+    check_choice("dtype", dtype, DTYPES)
+    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {device!r}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str], *, hint: str = "") -> None:
+    """Check a setting that is one of some words.
+
+    Raises:
+        ConfigError: it is none of them; the hint ends the message.
+    """
+    if value not in choices:
+        raise ConfigError(f"{name}: must be one of {', '.join(choices)}, got {value!r}{hint}")
+
+
+def check_count(name: str, value: object, *, minimum: int) -> None:
+    """Check a setting that counts something.
+
+    Raises:
+        ConfigError: it is no integer, or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{name}: must be an integer of at least {minimum}, got {value!r}")

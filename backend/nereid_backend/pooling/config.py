@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of an embedding model or reranker: one frozen object, checked when it is made."""
 
-import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 
-from nereid_backend.config import DTYPES, read_setting, unknown_setting
-from nereid_backend.errors import ConfigError
+from nereid_backend.config import check_checkpoint, check_choice, check_count
+from nereid_backend.text_settings import from_texts
 
 TASKS = ("auto", "embed", "rerank", "classify")
 POOLERS = ("cls", "lasttoken", "mean", "weightedmean", "mean_sqrt_len_tokens", "max", "splade")
@@ -44,24 +43,14 @@ class PoolingConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model: must be the path of a checkpoint, got {self.model!r}")
-        if self.task not in TASKS:
-            raise ConfigError(f"task: must be one of {', '.join(TASKS)}, got {self.task!r}")
-        if self.pooling is not None and self.pooling not in POOLERS:
-            raise ConfigError(f"pooling: must be one of {', '.join(POOLERS)}, got {self.pooling!r}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype: must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if not isinstance(self.device, str) or not re.fullmatch(
-            r"auto|cpu|cuda(:\d+)?", self.device
-        ):
-            raise ConfigError(f"device: must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        for name in ("max_batch_tokens", "max_model_len", "max_num_waiting", "num_threads"):
-            value = getattr(self, name)
-            if value is None and name != "max_num_waiting":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}: must be an integer of at least 1, got {value!r}")
+        check_checkpoint(self.model, self.dtype, self.device)
+        check_choice("task", self.task, TASKS)
+        if self.pooling is not None:
+            check_choice("pooling", self.pooling, POOLERS)
+        check_count("max_num_waiting", self.max_num_waiting, minimum=1)
+        for name in ("max_batch_tokens", "max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), minimum=1)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> "PoolingConfig":
@@ -73,16 +62,4 @@ class PoolingConfig:
         Raises:
             ConfigError: an unknown name (the nearest known one is suggested) or a wrong value.
         """
-        known = {field.name: field for field in fields(cls)}
-        for name in settings:
-            if name not in known:
-                raise ConfigError(unknown_setting(name, list(known)))
-        values = {
-            name: read_setting(name, str(known[name].type), text.strip())
-            for name, text in settings.items()
-            if text.strip()
-        }
-        missing = [n for n, f in known.items() if f.default is MISSING and n not in values]
-        if missing:
-            raise ConfigError(f"{missing[0]}: must be set; it has no default")
-        return cls(**values)
+        return from_texts(cls, settings)

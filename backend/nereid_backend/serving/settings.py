@@ -3,13 +3,14 @@
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from nereid_backend.config import EngineConfig, read_setting, unknown_setting
+from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
 from nereid_backend.serving.pooling.names import SETTING_NAMES as POOLING_NAMES
+from nereid_backend.text_settings import from_texts, split_texts
 
 PREFIX = "NEREID_"
 
@@ -148,24 +149,19 @@ def read_settings(
     Raises:
         ConfigError: an unknown name, a wrong value, or no model.
     """
-    texts = _parameters(args) | _variables(environ)
-    engine_names = {field.name for field in fields(EngineConfig)}
-    serving = {field.name: field for field in fields(ServingSettings)}
-    for name in texts:
-        if name not in engine_names and name not in serving:
-            raise ConfigError(unknown_setting(name, sorted(engine_names | serving.keys())))
-    values = {
-        name: read_setting(name, str(field.type), texts[name])
-        for name, field in serving.items()
-        if name in texts
-    }
-    engine = EngineConfig.from_settings({n: t for n, t in texts.items() if n in engine_names})
-    return ServingSettings(**values), engine
+    texts = parameters(args) | variables(PREFIX, environ, OTHER_NAMES)
+    serving, engine = split_texts(texts, ServingSettings, EngineConfig)
+    return from_texts(ServingSettings, serving), EngineConfig.from_settings(engine)
 
 
-def _parameters(args: Mapping[str, str]) -> dict[str, str]:
-    parameters = json.loads(args["model_config"]).get("parameters", {})
-    texts = {name: value.get("string_value", "").strip() for name, value in parameters.items()}
+def parameters(args: Mapping[str, str]) -> dict[str, str]:
+    """The parameters of a model's config.pbtxt that are not empty, by name.
+
+    Args:
+        args: as for `read_settings`; a checkpoint's relative path counts from the repository.
+    """
+    found = json.loads(args["model_config"]).get("parameters", {})
+    texts = {name: value.get("string_value", "").strip() for name, value in found.items()}
     texts = {name: text for name, text in texts.items() if text}
     if "model" in texts:
         repository = Path(args["model_repository"]).parent
@@ -173,10 +169,19 @@ def _parameters(args: Mapping[str, str]) -> dict[str, str]:
     return texts
 
 
-def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    texts = {}
-    for variable, text in environ.items():
-        name = variable.removeprefix(PREFIX).lower()
-        if variable.startswith(PREFIX) and name not in OTHER_NAMES and text.strip():
-            texts[name] = text.strip()
-    return texts
+def variables(
+    prefix: str, environ: Mapping[str, str], others: Collection[str] = ()
+) -> dict[str, str]:
+    """The environment variables with a prefix that are not empty, by lower-case name without it.
+
+    Args:
+        prefix: of their names.
+        environ: all variables.
+        others: names that somebody else reads.
+    """
+    texts = {
+        variable.removeprefix(prefix).lower(): text.strip()
+        for variable, text in environ.items()
+        if variable.startswith(prefix) and text.strip()
+    }
+    return {name: text for name, text in texts.items() if name not in others}

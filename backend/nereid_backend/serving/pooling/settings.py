@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of one pooling model: config.pbtxt parameters, overridden by NEREID_EMBEDDING_*."""
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from nereid_backend.config import read_setting, unknown_setting
 from nereid_backend.errors import ConfigError
 from nereid_backend.pooling.config import PoolingConfig
-from nereid_backend.serving.settings import PREFIX
+from nereid_backend.serving.settings import PREFIX, parameters, variables
+from nereid_backend.text_settings import from_texts, split_texts
 
 NOT_SERVED = "none"
 
@@ -70,24 +69,13 @@ def read_pooling_settings(
         ConfigError: an unknown name or a wrong value; the message gives the variable's name.
     """
     prefix = f"{PREFIX}{kind.upper()}_"
-    texts = _parameters(args) | _variables(prefix, environ)
-    serving_fields = {field.name: field for field in fields(PoolingServing)}
-    config_names = {field.name for field in fields(PoolingConfig)}
-    for name in texts:
-        if name not in config_names and name not in serving_fields:
-            known = [f"{kind}_{known}" for known in (*config_names, *serving_fields)]
-            raise ConfigError(unknown_setting(f"{kind}_{name}", known))
+    texts = _parameters(args) | variables(prefix, environ)
+    ours, theirs = split_texts(texts, PoolingServing, PoolingConfig, prefix=f"{kind}_")
     try:
-        serving = PoolingServing(
-            **{
-                name: read_setting(name, str(field.type), texts[name])
-                for name, field in serving_fields.items()
-                if name in texts
-            }
-        )
+        serving = from_texts(PoolingServing, ours)
         if texts.get("model", NOT_SERVED).lower() == NOT_SERVED:
             return PoolingSettings(f"{prefix}MODEL", serving, None)
-        config = PoolingConfig.from_settings({n: t for n, t in texts.items() if n in config_names})
+        config = PoolingConfig.from_settings(theirs)
     except ConfigError as error:
         raise ConfigError(f"{kind}_{error}") from None
     return PoolingSettings(f"{prefix}MODEL", serving, config)
@@ -95,19 +83,7 @@ def read_pooling_settings(
 
 def _parameters(args: Mapping[str, str]) -> dict[str, str]:
     """The file's parameters; its default checkpoint counts only where it is there."""
-    parameters = json.loads(args["model_config"]).get("parameters", {})
-    texts = {name: value.get("string_value", "").strip() for name, value in parameters.items()}
-    texts = {name: text for name, text in texts.items() if text}
-    if "model" in texts and texts["model"].lower() != NOT_SERVED:
-        repository = Path(args["model_repository"]).parent
-        path = (repository / texts["model"]).resolve()
-        texts["model"] = str(path) if path.is_dir() else NOT_SERVED
+    texts = parameters(args)
+    if "model" in texts and not Path(texts["model"]).is_dir():
+        texts["model"] = NOT_SERVED
     return texts
-
-
-def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        variable.removeprefix(prefix).lower(): text.strip()
-        for variable, text in environ.items()
-        if variable.startswith(prefix) and text.strip()
-    }

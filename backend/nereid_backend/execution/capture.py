@@ -7,6 +7,7 @@ Nothing here has run on a GPU yet.
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -15,6 +16,9 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 # Left free besides what the largest step needs: graphs are the last to take memory.
 _SPARE_BYTES = 256 * 2**20
+# Captures that did not end well: the allocator of pinned memory, whose part cannot be ended from
+# Python, goes on asking them.
+_given_up: list[torch.cuda.CUDAGraph] = []
 
 
 class NoRoomError(Exception):
@@ -62,13 +66,35 @@ def capture_on(device: torch.device, reserve_bytes: int = 0) -> Capture | None:
                 except BaseException:
                     # Ends the capture; that this fails as well must not hide why.
                     with suppress(Exception):
-                        graph.capture_end()
+                        _end(graph, pool)
                     raise
-                graph.capture_end()
+                _end(graph, pool)
             torch.cuda.synchronize()
         return graph.replay
 
     return capture
+
+
+def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torch's handle
+    """End a capture on the current device.
+
+    Where CUDA has given it up, as after a read from the device, torch's own end stops halfway: its
+    allocator then takes the capture for one that goes on. It asks it at every allocation, never
+    gives back what it has cached, so that memory runs out early, and fails when asked to.
+
+    Raises:
+        RuntimeError: there is no graph.
+    """
+    try:
+        graph.capture_end()
+    except Exception:
+        device = torch.cuda.current_device()
+        # It says so itself where the allocator's part had ended before.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+            _given_up.append(graph)
+        raise
 
 
 def is_lost(device: torch.device) -> bool:

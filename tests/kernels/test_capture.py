@@ -1,0 +1,114 @@
+"""The lines that talk to CUDA, on a stand-in for it that keeps account as torch's allocator does."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from nereid_backend.execution import capture
+
+DEVICE = torch.device("cuda:0")
+POOL = (0, 1)
+
+
+class Cuda:
+    """One device's captures: which are under way for the allocator, and who uses the pool."""
+
+    def __init__(self):
+        self.under_way = []
+        self.users = 0
+        self.is_given_up = False
+        self.fails_at_instantiation = False
+
+    def begin(self):
+        assert POOL not in self.under_way
+        self.under_way.append(POOL)
+        self.users += 1
+
+    def end(self, _device, pool):
+        if pool not in self.under_way:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.under_way.remove(pool)
+
+    def release(self, _device, pool):
+        assert pool == POOL
+        self.users -= 1
+        assert self.users >= 0
+
+    def read(self):
+        self.is_given_up = True
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    found = Cuda()
+
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode):
+            assert (pool, capture_error_mode) == (POOL, "thread_local")
+            found.begin()
+
+        def capture_end(self):
+            if found.is_given_up:
+                raise RuntimeError("CUDA error: operation failed due to a previous error")
+            found.end(0, POOL)
+            if found.fails_at_instantiation:
+                raise RuntimeError("CUDA error: out of memory")
+
+        def replay(self):
+            pass
+
+    for name, value in {
+        "device": lambda _: nullcontext(),
+        "stream": lambda _: nullcontext(),
+        "Stream": object,
+        "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: POOL,
+        "synchronize": lambda: None,
+        "current_device": lambda: 0,
+        "mem_get_info": lambda: (2**40, 2**40),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", found.end)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", found.release)
+    monkeypatch.setattr(capture, "_given_up", [])
+    return found
+
+
+def test_a_capture_that_cuda_gives_up_is_over_for_the_allocator(cuda):
+    work = [lambda: None, cuda.read]
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        capture.capture_on(DEVICE)(lambda: work.pop(0)())
+    assert cuda.under_way == []
+    assert cuda.users == 0
+    # The allocator of pinned memory goes on asking the graph.
+    assert len(capture._given_up) == 1
+
+
+def test_a_capture_that_cuda_gives_up_silently_is_over_for_the_allocator(cuda):
+    def work():
+        cuda.is_given_up = True  # by a library that keeps the error to itself
+
+    with pytest.raises(RuntimeError, match="previous error"):
+        capture.capture_on(DEVICE)(work)
+    assert cuda.under_way == []
+    assert cuda.users == 0
+
+
+def test_work_that_fails_by_itself_ends_its_capture(cuda):
+    work = [lambda: None, lambda: 1 / 0]
+    with pytest.raises(ZeroDivisionError):
+        capture.capture_on(DEVICE)(lambda: work.pop(0)())
+    assert cuda.under_way == []
+    # The graph is whole, and gives the pool back itself.
+    assert cuda.users == 1
+    assert capture._given_up == []
+
+
+def test_a_graph_for_which_there_is_no_memory_gives_its_pool_back_itself(cuda):
+    cuda.fails_at_instantiation = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capture.capture_on(DEVICE)(lambda: None)
+    assert cuda.under_way == []
+    assert cuda.users == 1
+    assert capture._given_up == []

@@ -1,5 +1,6 @@
 """`python -m nereid_client`: run the OpenAI frontend in front of a Triton server that runs."""
 
+import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         gate.is_draining = True
 
     signal.signal(signal.SIGUSR1, drain)
+    # What stays for good need not be looked through again, in the middle of streams.
+    gc.collect()
+    gc.freeze()
     uvicorn.run(
         app,
         host=settings.host,

@@ -9,6 +9,7 @@ one of 100 bytes.
 """
 
 import asyncio
+import collections
 import struct
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -105,6 +106,9 @@ class TritonCalls:
 class Stream:
     """One request and its responses. Ends with `leave` or `give_up`, whatever happened before.
 
+    One task reads all of it and is never cancelled; who waits for a response waits for what that
+    task has read.
+
     Args:
         call: of grpc.aio.
         outlive: takes what must still run when nobody waits for it any more.
@@ -113,21 +117,21 @@ class Stream:
     def __init__(self, call: Any, outlive: Callable[[Coroutine[Any, Any, None]], None]) -> None:  # noqa: ANN401 - untyped library
         self._call = call
         self._outlive = outlive
-        self._has_begun = False
-        self._reading: asyncio.Future[Any] | None = None
+        self._responses: collections.deque[Any] = collections.deque()
+        self._news = asyncio.Event()
+        self._reading = asyncio.create_task(self._read_all())
 
     async def read(self) -> Any:  # noqa: ANN401 - a protobuf message
         """The next ModelStreamInferResponse; None at the end.
 
         Raises: grpc.RpcError; BackendError when the call alone was cancelled.
         """
-        if not self._has_begun:
-            # A read that waits for this, too, is one more operation that can fail.
-            await self._call.initial_metadata()
-            self._has_begun = True
-        self._reading = asyncio.ensure_future(self._call.read())
-        response = await _shielded(self._reading)
-        return None if response is grpc.aio.EOF else response
+        while not self._responses:
+            if self._reading.done():
+                return await self._reading
+            self._news.clear()
+            await self._news.wait()
+        return self._responses.popleft()
 
     def leave(self) -> None:
         """Read no more; the server is at its end, or near."""
@@ -139,16 +143,21 @@ class Stream:
         self._outlive(self._end())
 
     async def _end(self) -> None:
-        draining = asyncio.ensure_future(self._drain())
-        await asyncio.wait([draining], timeout=_END_TIMEOUT_S)
+        await asyncio.wait([self._reading], timeout=_END_TIMEOUT_S)
         Call.cancel(self._call)
-        await _end_of(draining)
+        await _end_of(self._reading)
 
-    async def _drain(self) -> None:
-        if self._reading is not None:
-            await self._reading
-        while await self._call.read() is not grpc.aio.EOF:
-            pass
+    async def _read_all(self) -> None:
+        try:
+            # A read that waits for this, too, is one more operation that can fail.
+            await self._call.initial_metadata()
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                self._responses.append(response)
+                self._news.set()
+        except asyncio.CancelledError:
+            raise _cancelled() from None
+        finally:
+            self._news.set()
 
 
 def infer_request(
@@ -199,11 +208,15 @@ async def _shielded(reading: asyncio.Future[Any]) -> Any:  # noqa: ANN401 - unty
     try:
         return await asyncio.shield(reading)
     except asyncio.CancelledError:
-        # grpc raises this of a call that was cancelled, too.
-        task = asyncio.current_task()
-        if task is None or not task.cancelling():
-            raise BackendError("CANCELLED", "the call was cancelled") from None
-        raise
+        raise _cancelled() from None
+
+
+def _cancelled() -> BaseException:
+    """What a CancelledError means: grpc raises it of a call that was cancelled, too."""
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        return BackendError("CANCELLED", "the call was cancelled")
+    return asyncio.CancelledError()
 
 
 async def _answer_of(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library
@@ -212,5 +225,5 @@ async def _answer_of(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped lib
 
 async def _end_of(reading: asyncio.Future[Any]) -> None:
     """Wait for it; nobody needs to know how it ended."""
-    with suppress(grpc.RpcError, asyncio.CancelledError):
+    with suppress(grpc.RpcError, BackendError, asyncio.CancelledError):
         await reading

@@ -13,12 +13,12 @@ from nereid_client.reply import Json, Reply, usage_of
 async def chat_events(
     reply: Reply, view: ReasoningView, first: Delta | None, rest: AsyncGenerator[Delta]
 ) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events, its choices interleaved.
+    """The answer as server-sent events, its choices interleaved; what is due at once together.
 
     An error of the backend becomes an event of its own and ends the stream, without [DONE].
     """
-    for index in range(reply.num_choices):
-        yield sse.event(_chunk(reply, _choice(index, {"role": "assistant", "content": ""})))
+    roles = [_choice(at, {"role": "assistant", "content": ""}) for at in range(reply.num_choices)]
+    told = [sse.event(_chunk(reply, role)) for role in roles]
     delta = first
     usages: list[Usage | None] = [None] * reply.num_choices
     unfinished_choices = set(range(reply.num_choices))
@@ -28,18 +28,20 @@ async def chat_events(
             usages[index] = delta.get("usage", usages[index])
             if "finish_reason" in delta:
                 unfinished_choices.discard(index)
-            for chunk in _chunks(reply, view.show(delta), usages):
-                yield sse.event(chunk)
+            told += [sse.event(chunk) for chunk in _chunks(reply, view.show(delta), usages)]
+            if told and unfinished_choices:  # the end is sent with what follows it at once
+                yield b"".join(told)
+                told = []
             delta = await anext(rest, None)
         if unfinished_choices:
             raise unfinished()
     except FrontendError as error:
-        yield sse.event(to_api_error(error).body())
+        yield b"".join([*told, sse.event(to_api_error(error).body())])
         return
     if reply.include_usage:
         last = reply.frame("chat.completion.chunk", [])
-        yield sse.event({**last, "usage": usage_of([usages])})
-    yield sse.DONE
+        told.append(sse.event({**last, "usage": usage_of([usages])}))
+    yield b"".join([*told, sse.DONE])
 
 
 def chat_completion(reply: Reply, totals: Sequence[Delta]) -> Json:

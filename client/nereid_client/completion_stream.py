@@ -83,7 +83,7 @@ _SAYS_SOMETHING = ("text", "finish_reason", "logprobs", "token_ids", "prompt_tok
 async def completion_events(
     reply: Reply, wishes: Wishes, first: Indexed | None, rest: AsyncGenerator[Indexed]
 ) -> AsyncGenerator[bytes]:
-    """The answers as server-sent events, their choices interleaved.
+    """The answers as server-sent events, their choices interleaved; what is due at once together.
 
     An error of the backend becomes an event of its own and ends the stream, without [DONE].
 
@@ -94,25 +94,29 @@ async def completion_events(
         rest: the others.
     """
     progress = _Progress(reply, wishes)
-    for prompt, echo in enumerate(wishes.echoes):
-        for at in range(reply.num_choices if echo else 0):
-            index = prompt * reply.num_choices + at
-            yield sse.event(progress.chunk(index, _choice(echo, {})))
+    told = [
+        sse.event(progress.chunk(prompt * reply.num_choices + at, _choice(echo, {})))
+        for prompt, echo in enumerate(wishes.echoes)
+        for at in range(reply.num_choices if echo else 0)
+    ]
     item = first
     try:
         while item is not None:
             if chunk := progress.take(*item):
-                yield sse.event(chunk)
+                told.append(sse.event(chunk))
+            if told and progress.running:  # the end is sent with what follows it at once
+                yield b"".join(told)
+                told = []
             item = await anext(rest, None)
         if progress.running:
             raise unfinished()
     except FrontendError as error:
-        yield sse.event(to_api_error(error).body())
+        yield b"".join([*told, sse.event(to_api_error(error).body())])
         return
     if reply.include_usage:
         last = reply.frame("text_completion", [])
-        yield sse.event({**last, "usage": usage_of(progress.usages)})
-    yield sse.DONE
+        told.append(sse.event({**last, "usage": usage_of(progress.usages)}))
+    yield b"".join([*told, sse.DONE])
 
 
 def completion(reply: Reply, wishes: Wishes, answers: Sequence[Sequence[Delta]]) -> Json:

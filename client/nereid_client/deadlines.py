@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+from typing import Self
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,10 +16,6 @@ TIMEOUT_HEADER = "x-request-timeout"
 _LAST_WORD_S = 1.0
 
 _log = logging.getLogger(__name__)
-
-
-class Unread(Exception):
-    """The client did not read what was sent to it for too long."""
 
 
 class Deadlines:
@@ -38,7 +35,7 @@ class Deadlines:
         """
         self._app = app
         self._limit_s = limit_s
-        self._unread_s = unread_s or None
+        self._unread_s = unread_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application for as long as it may take."""
@@ -50,15 +47,17 @@ class Deadlines:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        answer = _Answer(send, self._unread_s)
+        answer = _Answer(send)
         try:
             async with asyncio.timeout(limit_s) as running:
-                await self._app(scope, receive, answer.send)
+                with _Watch(answer, running, self._unread_s) as watch:
+                    await self._app(scope, receive, answer.send)
         except TimeoutError:
             if not running.expired():
                 raise
-            await answer.end_late(scope, receive, limit_s or 0)
-        except Unread:
+            if not watch.found_unread:
+                await answer.end_late(scope, receive, limit_s or 0)
+                return
             _log.warning(
                 "request %s: its client read nothing for %g s (unread_timeout_s); it was ended",
                 scope.get("state", {}).get("request_id"),
@@ -86,21 +85,24 @@ class Deadlines:
 
 
 class _Answer:
-    """Passes an answer on, and knows how far it has come."""
+    """Passes an answer on, and knows how far it has come.
 
-    def __init__(self, send: Send, unread_s: float | None) -> None:
+    Attributes:
+        waits_since: since when, by the loop's clock, a message waits to be taken; None while none.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self.waits_since: float | None = None
         self._send = send
-        self._unread_s = unread_s
+        self._clock = asyncio.get_running_loop().time
         self._has_begun = self._is_stream = self._has_ended = False
 
     async def send(self, message: Message) -> None:
+        self.waits_since = self._clock()
         try:
-            async with asyncio.timeout(self._unread_s) as waiting:
-                await self._send(message)
-        except TimeoutError:
-            if not waiting.expired():
-                raise
-            raise Unread from None
+            await self._send(message)
+        finally:
+            self.waits_since = None
         if message["type"] == "http.response.start":
             self._has_begun = True
             kind = Headers(raw=message["headers"]).get("content-type", "")
@@ -125,3 +127,39 @@ class _Answer:
                     await self._send({**last, "more_body": False})
             except TimeoutError:
                 return
+
+
+class _Watch:
+    """Ends a request whose client does not take its answer: one timer for all of its messages.
+
+    Args:
+        answer: what the client should take.
+        running: expires when it does not.
+        unread_s: how long it may leave a message; 0 for ever.
+    """
+
+    def __init__(self, answer: _Answer, running: asyncio.Timeout, unread_s: float) -> None:
+        self.found_unread = False
+        self._answer = answer
+        self._running = running
+        self._unread_s = unread_s
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        if self._unread_s:
+            self._timer = self._loop.call_later(self._unread_s, self._look)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        now, since = self._loop.time(), self._answer.waits_since
+        due = (now if since is None else since) + self._unread_s
+        if due > now:
+            self._timer = self._loop.call_at(due, self._look)
+        elif not self._running.expired():
+            self.found_unread = True
+            self._running.reschedule(now)

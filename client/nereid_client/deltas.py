@@ -200,6 +200,11 @@ async def interleaved(
 
     Closing this generator closes the sources. Raises: BackendError, the first that any raises.
     """
+    if len(sources) == 1:  # which needs no tasks
+        async with aclosing(sources[0]) as source:
+            async for delta in source:
+                yield 0, delta
+        return
     queue: _Queue = asyncio.Queue(maxsize=1)
     feeders = [
         asyncio.create_task(_feed(queue, index, source)) for index, source in enumerate(sources)

@@ -38,7 +38,7 @@ class EventStream(Response):
         """Nothing is sent yet.
 
         Args:
-            events: what to send.
+            events: what to send; each piece costs a write to the socket. Nothing follows DONE.
             source: what `events` reads from; it is closed too, for `events` may never have begun.
         """
         super().__init__()
@@ -63,9 +63,12 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            is_last = False
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                is_last = data.endswith(DONE)
+                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+            if not is_last:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

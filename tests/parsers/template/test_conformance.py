@@ -5,6 +5,7 @@ import time
 
 import pytest
 from nereid_parsers import StreamParser, analyze_template, fold
+from nereid_parsers.template.limits import MAX_SECONDS
 from parsers.support import conformance
 
 CASES = conformance()
@@ -61,12 +62,12 @@ def test_what_a_template_renders_is_read_back(formats, size):
     assert 1 - len(CONTRADICTORY) / len(cases) > FLOOR
 
 
-def test_an_analysis_takes_less_than_a_tenth_of_a_second():
+def test_an_analysis_takes_a_small_part_of_the_time_that_it_may():
     slow = {}
     for path in sorted((CASES / "templates").glob("*.jinja")):
         text = path.read_text(encoding="utf-8")
         took = min(_seconds(text) for _ in range(2))
-        if took > 0.1:
+        if took > MAX_SECONDS / 2:
             slow[path.name] = took
     assert slow == {}
 

@@ -294,12 +294,12 @@ def test_masks_are_filled_while_the_model_computes():
     class Waiting(HashedPath):
         def forward(self, plan):
             model_started.set()
-            assert mask_filled.wait(5)
+            assert mask_filled.wait(60)
             return super().forward(plan)
 
     class Told(ModularGuide):
         def fill(self, row):
-            assert model_started.wait(5)
+            assert model_started.wait(60)
             mask_filled.set()
             return super().fill(row)
 

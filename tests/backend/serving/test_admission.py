@@ -38,19 +38,19 @@ def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_be_larger():
 
 
 def queue_with_a_rate(per_second, num_waiting):
-    """Requests have left it at that rate until now, and so many wait."""
+    """Requests have left it at that rate until now, and so many wait; and when that is."""
     admission, now = Admission(1000, 0), time.monotonic()
     timings = [enter(admission, arrived=now) for _ in range(num_waiting + 20)]
     for at, timing in enumerate(timings[:20]):
         admission.leave(timing, now - (19 - at) / per_second)
-    return admission
+    return admission, now
 
 
 def test_a_request_that_would_wait_in_vain_is_refused_at_once():
-    admission = queue_with_a_rate(per_second=10, num_waiting=100)
+    admission, now = queue_with_a_rate(per_second=10, num_waiting=100)
     with pytest.raises(CapacityError, match=r"for about 10\.\d s.*may wait 5 s.*again in 11 s"):
-        enter(admission, queue_timeout_s=5.0)
-    enter(admission, queue_timeout_s=30.0)
+        enter(admission, arrived=now, queue_timeout_s=5.0)
+    enter(admission, arrived=now, queue_timeout_s=30.0)
 
 
 def test_a_short_queue_has_no_rate_and_refuses_nobody():
@@ -61,7 +61,7 @@ def test_a_short_queue_has_no_rate_and_refuses_nobody():
 
 
 def test_the_rate_of_an_old_queue_is_forgotten():
-    admission = queue_with_a_rate(per_second=0.1, num_waiting=1)
+    admission, _ = queue_with_a_rate(per_second=0.1, num_waiting=1)
     admission.leave(Timing(0.0, 1), time.monotonic())
     enter(admission, queue_timeout_s=1.0)
 

@@ -95,7 +95,7 @@ def measured():
                 [sys.executable, __file__, server.stdout.readline()],
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=300,
                 env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
             )
         finally:
@@ -106,8 +106,11 @@ def measured():
 
 @pytest.mark.parametrize("kind", MAX_BYTES)
 def test_a_call_that_is_given_up_leaves_no_memory_behind(measured, kind):
-    rounds = measured[kind]
-    assert statistics.median(rounds[1:]) < MAX_BYTES[kind], rounds  # the first one fills caches
+    rounds = measured[kind][1:]  # the first one fills caches
+    # What a round leaves for the next one to free may be in the median, or in the mean if it was
+    # the last one. A leak is in both.
+    left = min(statistics.median(rounds), statistics.fmean(rounds))
+    assert left < MAX_BYTES[kind], rounds
 
 
 if __name__ == "__main__":

@@ -15,5 +15,5 @@ def test_the_structured_example_prints_each_answer_with_its_probability():
     with live_frontend(FakeBackend()) as port:
         url = f"http://127.0.0.1:{port}/v1"
         command = [sys.executable, EXAMPLE, prompt, "--n=1", f"--base-url={url}"]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.stdout == "90%  name='Ada' age=36\n", run.stderr

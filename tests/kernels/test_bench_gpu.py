@@ -17,7 +17,7 @@ def run(*arguments):
         [sys.executable, "-W", "ignore", str(SCRIPT), *arguments],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 

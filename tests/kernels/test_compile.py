@@ -26,7 +26,7 @@ def lines(tmp_path_factory):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=150,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

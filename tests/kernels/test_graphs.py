@@ -557,7 +557,6 @@ def test_a_replay_that_stores_no_keys_shows_at_load(folder_of, monkeypatch):
     engine.close()
 
 
-@pytest.mark.timeout(240)
 def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of, tmp_path):
     monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
     # Compiled code calls no operators of torch's, so all of it is run again.

@@ -15,7 +15,7 @@ from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
-from nereid_backend.execution import sampler
+from nereid_backend.execution import drawing, sampler
 from nereid_backend.failures import StepFailures
 from nereid_backend.lookahead import LookAhead
 
@@ -236,7 +236,7 @@ def make_requests(rng, count):
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_answers_are_the_same_with_and_without(checkpoint, family, num_tokens, seed, monkeypatch):
-    monkeypatch.setattr(sampler, "_LIKELIEST_DEFERRED", 16)
+    monkeypatch.setattr(drawing, "_LIKELIEST_DEFERRED", 16)
     rng = random.Random(seed)
     requests = make_requests(rng, 30)
     guided = rng.sample(sorted(requests), 6)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of tokens in one launch on a GPU; what it computes is in `triton_sampling.py`.
 
-Its twin is `sampler.draw`, from which it differs where rounding decides: weights are one
+Its twin is `drawing.draw`, from which it differs where rounding decides: weights are one
 exponential of the hardware's, and sums are exact.
 """
 
@@ -73,7 +73,7 @@ def why_not(device: torch.device) -> str | None:
 @torch.inference_mode()
 def num_differing(device: torch.device) -> int:
     """How many of some rows' tokens are not those that the twin chooses."""
-    from nereid_backend.execution.sampler import SamplingBatch, draw
+    from nereid_backend.execution.drawing import SamplingBatch, draw
 
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(size=(_ROWS, _VOCAB_SIZE)).astype(np.float32) * 3)

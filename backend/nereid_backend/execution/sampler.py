@@ -1,70 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """From logits to tokens, for all positions of a step at once.
 
-Random numbers do not come from a generator with a state, but from a hash of the request's seed and
-of how many tokens its answer has so far. A request's draws are therefore the same whatever else is
-in the batch, and the same again when it is computed a second time after a preemption.
-
-One uniform number picks a token from the cumulated probabilities in vocabulary order: unlike an
-order by probability, that one does not change when two nearly equal probabilities swap places.
+What requests ask is applied (logits.py), then the likeliest token is taken or one is drawn
+(drawing.py); on a GPU one kernel may do either (gpu_sampling.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Sampled
 from nereid_backend.execution import gpu_sampling
+from nereid_backend.execution.drawing import Doubt, SamplingBatch, draw_or_doubt
 from nereid_backend.execution.logits import LogitsProcessor, Wishes, why_nothing_is_left
 from nereid_backend.execution.logprobs import RankedRows, rank_tokens, slices
 from nereid_backend.execution.masks import StepMasks, Words
 from nereid_backend.execution.transfer import HostCopy, upload
 from nereid_backend.execution.verify import Position
 
-Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
-
-# Among so many of the likeliest tokens are mostly all that top_k and top_p leave. To look at more
-# is cheap on a GPU, and to do without is not: what was computed with a wrong token is lost.
-_LIKELIEST, _LIKELIEST_DEFERRED = 64, 512
-
-# Rows of at least so many blocks are searched block by block.
-_BLOCK, _MIN_BLOCKS = 512, 32
-
 NOT_FINITE = "the model's logits are not finite numbers; its weights or this dtype may overflow"
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """Sampling parameters of some requests, one element each.
-
-    Attributes:
-        temperature: above 0.
-        top_k: 0 is off.
-        uniform: [0, 1), the random number of this draw.
-    """
-
-    temperature: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    min_p: NDArray[np.float32]
-    uniform: NDArray[np.float64]
-
-    def rows(self, index: NDArray[np.int64]) -> "SamplingBatch":
-        """Some of the requests."""
-        return SamplingBatch(
-            self.temperature[index],
-            self.top_p[index],
-            self.top_k[index],
-            self.min_p[index],
-            self.uniform[index],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +63,6 @@ class _Piece(NamedTuple):
         )
 
 
-class _Doubt(NamedTuple):
-    """Rows that may have been drawn from too few tokens.
-
-    Attributes:
-        rows: which.
-        is_known: [len(rows)] bool, on the device: false where it is so.
-    """
-
-    rows: NDArray[np.int64]
-    is_known: Tensor
-
-
 class _Part(NamedTuple):
     """What was chosen for a piece, where it was computed.
 
@@ -131,7 +80,7 @@ class _Part(NamedTuple):
     columns: tuple[Tensor, Tensor, Tensor]
     asking: list[int]
     ranked: RankedRows | None
-    doubt: _Doubt | None
+    doubt: Doubt | None
     logits: Tensor | None
 
 
@@ -166,10 +115,10 @@ class Choosing:
         choices = Choices(token_ids, logprobs)
         for part in self._parts:
             self._read_more(part, tensors, choices)
-        if not (all(is_left) and np.isfinite(logprobs).all()):
+        if not (all(is_left) and all(map(math.isfinite, logprobs))):
             positions = [position for part in self._parts for position in part.piece.positions]
             for index, position in enumerate(positions):
-                if not np.isfinite(logprobs[index]):
+                if not math.isfinite(logprobs[index]):
                     choices.errors[index] = NOT_FINITE
                 elif not is_left[index]:
                     choices.errors[index] = why_nothing_is_left(position.request)
@@ -277,18 +226,18 @@ class Sampler:
 
 def _choose_tokens(
     logits: Tensor, positions: Sequence[Position], *, defers: bool
-) -> tuple[Tensor, _Doubt | None]:
+) -> tuple[Tensor, Doubt | None]:
     """The likeliest token or a random one, as each request wants: [n] int64."""
     random = [i for i, p in enumerate(positions) if not p.request.params.is_greedy]
     if len(random) == len(positions):
-        return _draw(logits, _sampling_batch(positions), defers=defers)
+        return draw_or_doubt(logits, SamplingBatch.of(positions), defers=defers)
     token_ids = _argmax(logits)
     if not random:
         return token_ids, None
     index = np.array(random)
     rows = upload(index, logits.device)
-    batch = _sampling_batch([positions[i] for i in random])
-    drawn, doubt = _draw(logits[rows], batch, defers=defers)
+    batch = SamplingBatch.of([positions[i] for i in random])
+    drawn, doubt = draw_or_doubt(logits[rows], batch, defers=defers)
     if doubt is not None:
         doubt = doubt._replace(rows=index[doubt.rows])
     return token_ids.index_copy(0, rows, drawn), doubt
@@ -324,207 +273,10 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:
     ]
 
 
-def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw one token a row: temperature, then min_p, top_k and top_p, then the random number.
-
-    Shapes: logits [n, vocab_size] float32; returns [n] int64. Rows of logits that are not finite
-    give any token.
-    """
-    return _draw(logits, batch, defers=False)[0]
-
-
-def _draw(logits: Tensor, batch: SamplingBatch, *, defers: bool) -> tuple[Tensor, _Doubt | None]:
-    """What `draw` does; if it defers, some rows of the result may be in doubt."""
-    if (batch.temperature != 1).any():
-        logits = logits / _column(batch.temperature, logits)
-    probs = logits.softmax(-1)
-    vocab_size = logits.shape[1]
-    is_filtered = (batch.top_p < 1) | ((batch.top_k > 0) & (batch.top_k < vocab_size))
-    if not is_filtered.any():
-        return _draw_from_all(probs, batch), None
-    rows = np.flatnonzero(is_filtered)
-    if is_filtered.all():
-        token_ids, is_known = _draw_filtered(probs, batch, defers=defers)
-        return token_ids, None if is_known is None else _Doubt(rows, is_known)
-    token_ids = probs.new_empty(len(probs), dtype=torch.int64)
-    index = upload(rows, probs.device)
-    drawn, is_known = _draw_filtered(probs[index], batch.rows(rows), defers=defers)
-    token_ids[index] = drawn
-    others = np.flatnonzero(~is_filtered)
-    index = upload(others, probs.device)
-    token_ids[index] = _draw_from_all(probs[index], batch.rows(others))
-    return token_ids, None if is_known is None else _Doubt(rows, is_known)
-
-
-def _draw_filtered(
-    probs: Tensor, batch: SamplingBatch, *, defers: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Draw from rows of which top_k or top_p leaves a part, mostly a few tokens.
-
-    These are found among a row's likeliest ones; only a row that may have more is looked at whole:
-    here, or by the caller if it defers.
-
-    Returns:
-        Tokens [n] int64, and where the caller must look: [n] bool, false where a row has more.
-    """
-    width = min(_LIKELIEST_DEFERRED if defers else _LIKELIEST, probs.shape[1])
-    values, token_ids = probs.topk(width, dim=-1)
-    top_k, top_p = _column(batch.top_k, probs), _column(batch.top_p, probs)
-    kth = values.gather(1, top_k.clamp(1, width) - 1)
-    cut = torch.maximum(
-        torch.where((top_k > 0) & (top_k <= width), kth, 0),
-        values[:, :1] * _column(batch.min_p, probs),
-    )
-    kept = values * (values >= cut)
-    # What top_p is a share of: of everything, where nothing was cut, else of what is left. That is
-    # known only if the cut is seen, as is the nucleus only if its end is.
-    total = torch.where(cut > 0, kept.sum(-1, keepdim=True), 1.0)
-    is_known = ((cut == 0) & (top_k <= 0)) | (values[:, -1:] < cut)
-    size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
-    threshold = torch.where(top_p < 1, torch.maximum(kept.gather(1, size - 1), cut), cut)
-    # Tokens that tie with the last one stay, so all of them must be there.
-    is_known &= values[:, -1:] < threshold
-    token_ids, order = token_ids.sort(dim=-1)
-    kept = (kept * (kept >= threshold)).gather(1, order)
-    chosen = token_ids.gather(1, _pick(kept, batch)[:, None]).squeeze(1)
-    if defers:
-        return chosen, is_known.squeeze(1)
-    unknown = (~is_known.squeeze(1)).nonzero().squeeze(1)
-    if len(unknown) > 0:
-        some = batch.rows(unknown.cpu().numpy())
-        chosen[unknown] = _draw_from_all(probs[unknown], some)
-    return chosen, None
-
-
-def _draw_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw from rows after min_p, top_k and top_p, looking at every token."""
-    vocab_size = probs.shape[1]
-    if batch.min_p.any():
-        floor = probs.amax(-1, keepdim=True) * _column(batch.min_p, probs)
-        probs = probs.masked_fill(probs < floor, 0.0)
-    needs_top_k = (batch.top_k > 0) & (batch.top_k < vocab_size)
-    if needs_top_k.any():
-        probs = _filter_rows(probs, needs_top_k, _keep_top_k, batch.top_k)
-    needs_top_p = batch.top_p < 1
-    if needs_top_p.any():
-        probs = _filter_rows(probs, needs_top_p, _keep_top_p, batch.top_p)
-    return _pick(probs, batch)
-
-
-def _pick(weights: Tensor, batch: SamplingBatch) -> Tensor:
-    """The index at which each row's random number lies among its cumulated weights: [n] int64.
-
-    A wide row is cut into blocks: to sum them up and then to cumulate one of them is faster than to
-    cumulate all.
-    """
-    num_blocks = weights.shape[1] // _BLOCK
-    uniform = _column(batch.uniform, weights)
-    if num_blocks < _MIN_BLOCKS:
-        cumulated = weights.cumsum(-1)
-        return _search(cumulated, _share(cumulated, uniform))
-    # The last block is longer than the others by what is left of the row.
-    width = weights.shape[1] - (num_blocks - 1) * _BLOCK
-    blocks = weights[:, : num_blocks * _BLOCK]
-    sums = blocks.view(len(weights), num_blocks, _BLOCK).sum(-1)
-    sums[:, -1] += weights[:, num_blocks * _BLOCK :].sum(-1)
-    cumulated = sums.cumsum(-1)
-    target = _share(cumulated, uniform)
-    block = _search(cumulated, target)[:, None]
-    before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = weights.gather(1, block * _BLOCK + torch.arange(width, device=weights.device))
-    inside[:, _BLOCK:] *= block == num_blocks - 1
-    return block.squeeze(1) * _BLOCK + _search(inside.cumsum(-1), target - before)
-
-
-def _share(cumulated: Tensor, uniform: Tensor) -> Tensor:
-    """A share [n, 1] of each row's total."""
-    return (uniform * cumulated[:, -1:].double()).float()
-
-
-def _search(cumulated: Tensor, target: Tensor) -> Tensor:
-    """The index of the first sum above the target, in each row: [n] int64."""
-    total = cumulated[:, -1:]
-    # Rounding may reach the total itself, after which there is no token.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cumulated, target.contiguous(), right=True).squeeze(1)
-    return index.clamp_(max=cumulated.shape[1] - 1)
-
-
-def _column(values: Numbers, like: Tensor) -> Tensor:
-    return upload(values, like.device)[:, None]
-
-
-def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each seed and counter, always the same for the same pair.
-
-    Source: the output function of SplitMix64 (Steele, Lea, Flood 2014), applied to the seed's hash
-    plus the counter's multiple of the golden gamma.
-    """
-    gamma = np.uint64(0x9E3779B97F4A7C15)
-    mixed = _mix64(_mix64(seeds + gamma) + (counters + np.uint64(1)) * gamma)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def _sampling_batch(positions: Sequence[Position]) -> SamplingBatch:
-    params = [position.request.params for position in positions]
-    seeds = np.array([position.request.seed for position in positions], dtype=np.uint64)
-    counters = np.array([position.num_output_tokens for position in positions], dtype=np.uint64)
-    return SamplingBatch(
-        temperature=np.array([p.temperature for p in params], dtype=np.float32).clip(min=1e-6),
-        top_p=np.array([p.top_p for p in params], dtype=np.float32),
-        top_k=np.array([max(0, p.top_k) for p in params], dtype=np.int64),
-        min_p=np.array([p.min_p for p in params], dtype=np.float32),
-        uniform=uniform_numbers(seeds, counters),
-    )
-
-
 def _kernel_settings(positions: Sequence[Position]) -> gpu_sampling.Settings:
     """What `gpu_sampling.choose` must know of each position."""
-    batch = _sampling_batch(positions)
+    batch = SamplingBatch.of(positions)
     is_greedy = [position.request.params.is_greedy for position in positions]
     temperature = np.where(is_greedy, 0.0, batch.temperature)
     top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)
     return np.stack([temperature, batch.top_p, top_k, batch.min_p, batch.uniform])
-
-
-def _filter_rows(
-    probs: Tensor,
-    is_wanted: NDArray[np.bool_],
-    keep: Callable[[Tensor, Numbers], Tensor],
-    values: Numbers,
-) -> Tensor:
-    """Apply a filter to the rows that want it."""
-    if is_wanted.all():
-        return keep(probs, values)
-    rows = upload(is_wanted.nonzero()[0], probs.device)
-    return probs.index_copy(0, rows, keep(probs[rows], values[is_wanted]))
-
-
-def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
-    """Zero all but the top_k [n] largest of each row; ties with the last one stay."""
-    largest = probs.topk(int(top_k.max()), dim=-1).values
-    return probs.masked_fill(probs < largest.gather(1, _column(top_k - 1, probs)), 0.0)
-
-
-def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
-    """Zero all but the nucleus of each row; ties with its last token stay."""
-    rising = _sorted(probs)
-    cumulated = rising.cumsum(-1)
-    # A token belongs to the nucleus when those above it do not reach top_p of the total: when it
-    # and those below it are more than the rest.
-    rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
-    first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
-    return probs * (probs >= rising.gather(1, first))
-
-
-def _sorted(probs: Tensor) -> Tensor:
-    if probs.device.type != "cpu":
-        return probs.sort(dim=-1).values
-    # numpy sorts with vector instructions, more than ten times as fast as torch on a CPU.
-    return torch.from_numpy(np.sort(probs.numpy(), axis=-1))

@@ -15,21 +15,15 @@ ones. When blocks run out, one of those behind gives its blocks back: of the low
 one with the least to compute again. The first in order is never preempted for another, so it ends;
 then the next is the first.
 
-A step can be planned ahead, while the one before it is computed:
-
-    plan            plan_ahead(A)       commit(A)   settle(B)   plan_ahead(B)       commit(B)
-    A: a b c        B: a b c d          b ended     B: a c d    C: a c d            ...
-
-It is taken for granted then that each request of A that samples gets one token there. What turns
-out otherwise is put right when A is committed: settle(B) says what of B still counts, drop(B) that
-nothing does. A sequence that ends while a step has it under way keeps its row and blocks until that
-step is committed. What takes from others what a step under way may use, to preempt, and to copy
-a block that it writes to, is never planned ahead; is_held_up then says that a plan fell short.
+A step can be planned ahead, while the one before it is computed (ahead.py). What takes from others
+what a step under way may use, to preempt, and to copy a block that it writes to, is never planned
+ahead; is_held_up then says that a plan fell short.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from nereid_backend.core.ahead import StepsUnderWay
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
 from nereid_backend.core.guide import Guide
@@ -46,9 +40,6 @@ from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 # for; levels beyond the limit count as the limit, so that everybody's turn comes.
 AGEING_STEPS = 256
 _MAX_LEVEL = 100
-
-# Stands for a token that is being sampled while the step after it is planned.
-_PENDING = -1
 
 
 class Scheduler:
@@ -116,17 +107,13 @@ class Scheduler:
         self._ended: list[RequestUpdate] = []
         # Whether a prompt that must go whole did not fit beside the running requests.
         self._is_overdue = False
-        # Plans that are not committed, of which one was made ahead, in order.
-        self._under_way: list[StepPlan] = []
-        # Sequences that have ended but are in one of these; they have rows and blocks.
-        self._leaving: dict[Request, None] = {}
-        self._is_ahead = False
+        self._under_way = StepsUnderWay()
         self.is_held_up = False
 
     @property
     def num_running(self) -> int:
         """Sequences with blocks."""
-        return len(self._running) - len(self._leaving)
+        return len(self._running) - len(self._under_way.leaving)
 
     @property
     def num_waiting(self) -> int:
@@ -146,7 +133,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would do or report anything."""
-        return bool(self._groups or self._ended or self._leaving)
+        return bool(self._groups or self._ended or self._under_way.leaving)
 
     def add(self, request: Request, *, is_prepared: bool = True) -> None:
         """Accept a request. Its id is new and each of its sequences fits the pool when alone.
@@ -217,59 +204,15 @@ class Scheduler:
             A plan; one without chunks needs no commit.
         """
         assert self.lookup is None, "guesses are made from the last token"
-        sampling = [chunk.request for chunk in before.chunks if chunk.samples]
-        for chunk in before.chunks:
-            chunk.request.num_computed_tokens = chunk.start + chunk.num_tokens
-        for request in sampling:
-            request.token_ids.append(_PENDING)
-        self._is_ahead = True
-        try:
-            plan = self._plan()
-        finally:
-            self._is_ahead = False
-            for request in sampling:
-                request.token_ids.pop()
-        if not plan.chunks:
-            return plan
-        sources = {request: source for source, request in enumerate(sampling)}
-        plan.pending.extend(
-            (index, sources[chunk.request])
-            for index, chunk in enumerate(plan.chunks)
-            if chunk.request in sources
-        )
-        self._under_way = [before, plan]
-        return plan
+        return self._under_way.plan_next(before, self._plan)
 
     def settle(self, plan: StepPlan, drawn: Sequence[int]) -> StepPlan:
-        """What counts of a plan that was made ahead, now that the one before it is committed.
-
-        Args:
-            plan: as plan_ahead returned it.
-            drawn: what stood for the tokens that were not known (StepResult.drawn).
-
-        Returns:
-            The plan to go on with. A chunk that was computed with another token than the right one
-            has none any more; one behind which more is known by now does not sample.
-        """
-        chunks = plan.chunks
-        for index, source in plan.pending:
-            chunk = chunks[index]
-            token_ids = chunk.request.token_ids
-            is_right = token_ids[chunk.start] == drawn[source]
-            if is_right and len(token_ids) == chunk.start + 1:
-                continue
-            if chunks is plan.chunks:
-                chunks = list(chunks)
-            chunks[index] = chunk._replace(num_tokens=int(is_right), samples=False)
-        if chunks is plan.chunks:
-            return plan
-        settled = replace(plan, chunks=chunks, num_tokens=sum(c.num_tokens for c in chunks))
-        self._under_way = [settled]
-        return settled
+        """What counts of a plan that was made ahead; see `StepsUnderWay.settle`."""
+        return self._under_way.settle(plan, drawn)
 
     def drop(self, plan: StepPlan) -> None:
         """Take a plan back that was made ahead; its requests keep what they got for it."""
-        self._land(plan)
+        self._under_way.land(plan)
         self._let_leave()
 
     def _plan(self) -> StepPlan:
@@ -289,12 +232,13 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Take in what a plan's step brought and report what is new, ended requests included."""
         updates, self._ended = self._ended, []
-        self._land(plan)
+        self._under_way.land(plan)
+        leaving = self._under_way.leaving
         sampled = iter(result.sampled)
         tainted: set[int] = set()
         for index, chunk in enumerate(plan.chunks):
             request = chunk.request
-            if request in self._leaving:
+            if request in leaving:
                 # What was wrong with it may still harm others.
                 if chunk.samples and next(sampled).error is not None:
                     tainted |= self._tables.blocks_of(request)
@@ -319,12 +263,12 @@ class Scheduler:
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """End every sequence of a plan whose step failed, and report that."""
         updates, self._ended = self._ended, []
-        self._land(plan)
+        self._under_way.land(plan)
         tainted = {b for chunk in plan.chunks for b in self._tables.blocks_of(chunk.request)}
         updates += [
             self._end(chunk.request, "error", error=error)
             for chunk in plan.chunks
-            if chunk.request not in self._leaving
+            if chunk.request not in self._under_way.leaving
         ]
         self._purge(tainted)
         self._let_leave()
@@ -362,9 +306,10 @@ class Scheduler:
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
         index = 0
+        is_ahead = self._under_way.is_planning
         while index < len(self._running) and budget > 0:
             request = self._running[index]
-            if self._is_ahead and self._will_end(request):
+            if is_ahead and self._under_way.will_end(request):
                 index += 1
                 continue
             # One token stays for each of those that come after.
@@ -404,7 +349,7 @@ class Scheduler:
 
     def _try_admit(self, request: Request) -> bool:
         group = self._groups[request.request_id]
-        if self._is_ahead and request in group.followers:
+        if self._under_way.is_planning and request in group.followers:
             self.is_held_up = True
             return False
         while not self._tables.try_admit(request, group):
@@ -433,7 +378,7 @@ class Scheduler:
         while self.pool.num_free < num_blocks:
             if self._tables.drop_oldest_prompt():
                 continue
-            if self._is_ahead:
+            if self._under_way.is_planning:
                 self.is_held_up = True
                 return False
             victim = min(self._running.after(index), key=_loss, default=request)
@@ -501,8 +446,8 @@ class Scheduler:
         group = self._groups[request.request_id]
         is_follower = request in group.followers
         if request.row is not None:
-            if any(request is chunk.request for plan in self._under_way for chunk in plan.chunks):
-                self._leaving[request] = None
+            if request in self._under_way:
+                self._under_way.leaving[request] = None
             else:
                 self._leave(request)
         elif group.is_prepared and (group.is_split or not is_follower):
@@ -524,22 +469,10 @@ class Scheduler:
             is_refused=is_refused,
         )
 
-    def _will_end(self, request: Request) -> bool:
-        """Whether the step under way is a sequence's last, as far as that is known."""
-        return request in self._leaving or len(request.token_ids) >= request.max_total_tokens
-
-    def _land(self, plan: StepPlan) -> None:
-        """A plan is not under way any more."""
-        self._under_way = [other for other in self._under_way if other is not plan]
-
     def _let_leave(self) -> None:
         """Take the rows and blocks of those who have ended and are in no step under way."""
-        if not self._leaving:
-            return
-        busy = {chunk.request for plan in self._under_way for chunk in plan.chunks}
-        for request in list(self._leaving):
-            if request not in busy:
-                del self._leaving[request]
+        if self._under_way.leaving:
+            for request in self._under_way.take_free():
                 self._leave(request)
 
     def _leave(self, request: Request) -> None:
@@ -561,7 +494,9 @@ class Scheduler:
             return
         self._tables.drop_prompts_with(blocks)
         for request in list(self._running):
-            if request not in self._leaving and not blocks.isdisjoint(request.block_table):
+            if request not in self._under_way.leaving and not blocks.isdisjoint(
+                request.block_table
+            ):
                 self._tables.forget(self._tables.blocks_of(request))
                 self._preempt(request)
         self._tables.forget(blocks)

@@ -170,13 +170,19 @@ async def measure(served: Served, factor: float, seconds: float) -> dict[str, Ph
     return phases
 
 
-def judge(phases: dict[str, Phase]) -> list[str]:
-    """What is wrong with the figures."""
+def judge(phases: dict[str, Phase], least_share: float = 0.9, slack: float = 2.0) -> list[str]:
+    """What is wrong with the figures.
+
+    Args:
+        phases: `peak` and `overload` among them.
+        least_share: of the peak's throughput that overload must leave.
+        slack: the first token may take so many times what a request may wait.
+    """
     peak, overload = phases["peak"], phases["overload"]
     found = [f"{name}: {line}" for name, phase in phases.items() for line in phase.wrong[:3]]
-    if overload.throughput < 0.9 * peak.throughput:
+    if overload.throughput < least_share * peak.throughput:
         found.append(f"throughput fell from {peak.throughput:.1f} to {overload.throughput:.1f}/s")
-    limit_s = 2 * QUEUE_TIMEOUT_S
+    limit_s = slack * QUEUE_TIMEOUT_S
     slowest_s = at_share(sorted(overload.first_s) or [0.0], 0.99)
     if slowest_s > limit_s:
         found.append(f"p99 of the first token is {slowest_s:.2f} s, above {limit_s:g} s")

@@ -1,7 +1,5 @@
-import re
-import urllib.request
-
 import pytest
+from e2e.gauges_page import gauge_of
 from served import Served
 
 
@@ -15,11 +13,4 @@ def served():
 @pytest.fixture(scope="session")
 def gauge(served):
     """Reads one of the engine's gauges from the server's metrics page."""
-
-    def read(name):
-        url = f"http://127.0.0.1:{served.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as page:
-            text = page.read().decode()
-        return float(re.search(rf"^nereid:{name}{{.*}} (\S+)$", text, re.MULTILINE)[1])
-
-    return read
+    return gauge_of(served.metrics_port)

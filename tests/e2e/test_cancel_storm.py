@@ -4,6 +4,7 @@ import asyncio
 import random
 
 import pytest
+import rests
 import storm_asks
 from cancel_storm import Storm, serve
 from watch import Watch
@@ -12,6 +13,13 @@ pytestmark = pytest.mark.triton
 
 SEED = 20
 NUM_REQUESTS = 240
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a busy machine a server needs longer to see that its clients have gone."""
+    monkeypatch.setattr(rests, "_LIMIT_S", 60.0)
+    monkeypatch.setattr(rests, "_CLOSED_S", 30.0)
 
 
 def blow(load):

@@ -15,7 +15,7 @@ GREEDY = json.dumps({"temperature": 0, "max_tokens": 12, "ignore_eos": True})
 
 def post(url, body):
     request = urllib.request.Request(url, json.dumps(body).encode(), method="POST")
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=120) as reply:
         return reply.read().decode()
 
 

@@ -19,7 +19,7 @@ def run(served, *command):
         "OPENAI_BASE_URL": served.openai_url,
     }
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

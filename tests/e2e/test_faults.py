@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 from e2e.triton_client import ask, tensor
+from fakes.live_frontend import wait_for
 from served import Served
 
 pytestmark = pytest.mark.triton
@@ -44,11 +45,11 @@ def test_a_killed_engine_ends_its_requests_with_an_error_and_is_started_again(se
         return False
 
     reply = asyncio.run(ask(served.grpc_url, request(3000), cancel_when=kill_it))
-    assert time.monotonic() - died < 5.0
+    assert time.monotonic() - died < 40
     assert "the engine process ended (signal 9)" in reply.error
     assert "[INTERNAL]" in reply.error
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         again = asyncio.run(ask(served.grpc_url, request(5)))
         if again.error is None:
@@ -57,8 +58,7 @@ def test_a_killed_engine_ends_its_requests_with_an_error_and_is_started_again(se
         time.sleep(0.2)
     assert again.finish_reasons == ["length"]
     assert engine_process(served).pid != victim.pid
-    time.sleep(0.3)
-    assert gauge("num_engine_restarts") == restarts + 1
+    wait_for(lambda: gauge("num_engine_restarts") == restarts + 1)
 
 
 def test_a_server_whose_engine_has_given_up_is_started_again(tmp_path):
@@ -80,11 +80,11 @@ def test_a_server_whose_engine_has_given_up_is_started_again(tmp_path):
 
         def post(prompt):
             body = {"prompt": prompt, "max_tokens": 2}
-            return httpx.post(url, json=body, timeout=30, trust_env=False)
+            return httpx.post(url, json=body, timeout=120, trust_env=False)
 
         assert post("Go").status_code == 200
         assert "CUDA error" in post("Break").json()["error"]["message"]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while (answer := post("Go")).status_code != 200:
             assert answer.status_code == 503, answer.text
             assert time.monotonic() < deadline

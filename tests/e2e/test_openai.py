@@ -74,7 +74,7 @@ def test_broken_json_is_a_400_in_the_apis_shape(served):
         headers={"Content-Type": "application/json"},
     )
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=10)
+        urllib.request.urlopen(request, timeout=60)
     with caught.value as answer:
         assert answer.code == 400
         assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"

@@ -16,7 +16,7 @@ def ask(served):
     def run(question, *arguments):
         command = [sys.executable, str(EXAMPLE), question, f"--base-url={served.openai_url}"]
         done = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, timeout=90, check=False
+            [*command, *arguments], capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()

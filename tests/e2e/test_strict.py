@@ -123,7 +123,7 @@ async def run_all(url):
         if problem is not None:
             problems.append((number, kind, problem, answer["choices"][0]["message"]))
 
-    async with httpx.AsyncClient(timeout=170) as client:
+    async with httpx.AsyncClient(timeout=500) as client:
         await asyncio.gather(*(run(client, number) for number in range(NUM_CASES)))
     return outcomes, problems
 

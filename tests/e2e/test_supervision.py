@@ -5,9 +5,11 @@ import random
 import signal
 import time
 
+import faults
 import processes
 import pytest
-from faults import FAULTS, is_broken, long_requests, measure
+from fakes.live_frontend import wait_for
+from faults import FAULTS, long_requests, measure
 from served import Served
 from traffic import Ask, Asker, asks
 
@@ -42,30 +44,32 @@ def probe():
     [f for f in FAULTS if f.name in ("kill -9 postprocessor stub", "kill -9 frontend")],
     ids=lambda fault: fault.role,
 )
-def test_nobody_waits_for_what_died_and_service_comes_back(stack, fault):
+def test_nobody_waits_for_what_died_and_service_comes_back(stack, fault, monkeypatch):
+    monkeypatch.setattr(faults, "_RECOVERY_LIMIT_S", 400.0)
     requests = [probe(), *long_requests("chat", {})]
     row = with_asker(stack, lambda asker: measure(stack, asker, fault, requests))
-    assert not is_broken(row), row.cells()
-    assert any(outcome.kind != "ok" for outcome in row.outcomes)
-    deadline = time.monotonic() + 10
-    while processes.what_is_busy(stack) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes.what_is_busy(stack)
+    kinds = {outcome.kind for outcome in row.outcomes}
+    assert kinds - {"ok"}, row.cells()
+    assert not kinds & {"hung", "wrong"}, row.cells()
+    assert row.last_end_s is None or row.last_end_s < 40, row.cells()
+    assert row.recovery_s is not None, row.cells()
+    wait_for(lambda: not processes.what_is_busy(stack))
 
 
 def test_sigterm_lets_a_stream_finish_and_frees_everything():
-    with Served(arguments=FLAGS) as running:
+    with Served(arguments=[*FLAGS, "--drain-timeout=200"]) as running:
         url = f"http://127.0.0.1:{running.openai_port}"
-        long = probe().body | {"max_tokens": 400, "ignore_eos": True, "stream": True}
+        long = probe().body | {"max_tokens": 800, "ignore_eos": True, "stream": True}
 
         async def stop_in_the_middle():
             asker = Asker(url, running.http_url)
+            # What it was asked before it was ready may be over for its client alone.
+            wait_for(lambda: processes.num_in_frontend(running) == 0)
             task = asyncio.create_task(asker.ask(Ask("chat", "/v1/chat/completions", long)))
-            while not processes.gauges(running).get("num_requests"):
+            while not await asyncio.to_thread(processes.num_in_frontend, running):
                 assert not task.done()
-                await asyncio.sleep(0.02)
             running.process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 100
             refused = await asker.ask(probe())
             while refused.kind == "ok" and time.monotonic() < deadline:
                 refused = await asker.ask(probe())
@@ -76,5 +80,5 @@ def test_sigterm_lets_a_stream_finish_and_frees_everything():
         outcome, refused = asyncio.run(stop_in_the_middle())
         assert outcome.kind == "ok", outcome.detail
         assert refused.kind in ("refused", "lost"), refused.detail
-        assert running.process.wait(60) == 0
+        assert running.process.wait(240) == 0
     assert processes.shared_memory(running) == []

@@ -17,7 +17,7 @@ from served import Served
 
 CASES = int(os.environ.get("FUZZ_CASES", "0"))
 SEED = os.environ.get("FUZZ_SEED", "0")
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -65,9 +65,9 @@ def goes_on(server):
     def check():
         body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
         url = f"{server.openai_url}/chat/completions"
-        answer = httpx.post(url, json=body, timeout=30, trust_env=False)
+        answer = httpx.post(url, json=body, timeout=120, trust_env=False)
         assert answer.status_code == 200, answer.text
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (busy := processes.what_is_busy(server)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not busy

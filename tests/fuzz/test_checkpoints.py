@@ -30,7 +30,7 @@ _DTYPES = (
     7,
 )
 _NUMBERS = (0, -1, 1, 2**31, 2**53, 2**63, 2**64 - 1, 10**30, 0.5, None, "1", [])
-_SECONDS = 10.0
+_SECONDS = 60.0
 _ADDRESS_SPACE = 8 << 30
 _GROWTH_MIB = 300.0
 

@@ -89,7 +89,7 @@ def constraint(rng):
 def test_any_constraint_is_kept_or_refused(server, rounds, goes_on):
     url = f"{server.openai_url}/chat/completions"
     base = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
-    with httpx.Client(timeout=15, trust_env=False) as client:
+    with httpx.Client(timeout=120, trust_env=False) as client:
         for number, rng in rounds("constraint", 120):
             fields = constraint(rng)
             try:

@@ -57,7 +57,7 @@ _FIELDS = (
 @pytest.fixture(scope="module")
 def client(server):
     url = f"http://127.0.0.1:{server.openai_port}"
-    with httpx.Client(base_url=url, timeout=20, trust_env=False) as made:
+    with httpx.Client(base_url=url, timeout=120, trust_env=False) as made:
         yield made
 
 

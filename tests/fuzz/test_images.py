@@ -61,7 +61,7 @@ def is_text(one):
 
 def post(server, path, data):
     """Status and JSON of the answer."""
-    with httpx.Client(timeout=20, trust_env=False) as client:
+    with httpx.Client(timeout=120, trust_env=False) as client:
         address = f"http://127.0.0.1:{server.openai_port}{path}"
         answer = client.post(address, content=data, headers={"Content-Type": "application/json"})
     return answer.status_code, answer.json()

@@ -102,9 +102,9 @@ def answers(stub, made):
     """Error messages of the answers to one request."""
     try:
         if made.model_name == "llm":
-            replies = stub.ModelStreamInfer(iter([made]), timeout=20)
+            replies = stub.ModelStreamInfer(iter([made]), timeout=120)
             return [reply.error_message for reply in replies if reply.error_message]
-        stub.ModelInfer(made, timeout=20)
+        stub.ModelInfer(made, timeout=120)
     except grpc.RpcError as error:
         return [f"{error.code().name} {error.details()}"]
     return []

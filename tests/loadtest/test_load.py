@@ -121,7 +121,7 @@ def test_numbered_tokens_tell_series_and_place():
 @pytest.mark.triton
 def test_a_few_seconds_of_the_mix_on_the_real_server(tmp_path, monkeypatch, capsys):
     chosen = ["SteadyChat", "Bursts", "Writers", "GrpcChat", "Fickle", "Mistaken"]
-    command = ["load.py", "--seconds=6", "--phases", "numbered", f"--out={tmp_path}"]
+    command = ["load.py", "--seconds=5", "--phases", "numbered", f"--out={tmp_path}"]
     monkeypatch.setattr(sys, "argv", [*command, "--scenarios", *chosen])
     code = load.main()
     said = capsys.readouterr().out

@@ -51,7 +51,7 @@ def check_around(served, paths, num_rests=1):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(rests, "_CLOSED_S", 2.0)
+    monkeypatch.setattr(rests, "_CLOSED_S", 1.2)
     monkeypatch.setattr(rests, "_LIMIT_S", 0.5)
 
 

@@ -184,7 +184,7 @@ def answers_of(engine, requests, *, guided=(), aborts=()):
             name, (prompt, params) = pending.pop()
             engine.add_request(name, prompt, params)
             if name in guided:
-                for sequence in engine._scheduler._groups[name].sequences.values():
+                for sequence in engine._scheduler._groups.sequences_of(name):
                     sequence.guide = ModularGuide(VOCAB_SIZE)
         for update in engine.step():
             answer = answers.setdefault((update.request_id, update.index), Answer())

@@ -26,13 +26,14 @@ from dataclasses import replace
 from nereid_backend.core.ahead import StepsUnderWay
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.groups import Groups
 from nereid_backend.core.guide import Guide
 from nereid_backend.core.ngram import PromptLookup
 from nereid_backend.core.outputs import FinishReason, RequestUpdate
 from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.progress import append_sampled, make_update, num_equal
 from nereid_backend.core.ranked import RankedRequests
-from nereid_backend.core.request import Group, Request
+from nereid_backend.core.request import Request
 from nereid_backend.core.sight import Sight
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 
@@ -97,11 +98,9 @@ class Scheduler:
             sight=sight,
             most_step_tokens=None if whole_prefill else max_num_batched_tokens,
         )
-        self._groups: dict[str, Group] = {}
-        self._num_sequences = 0
+        self._groups = Groups(self._tables, shares_prompts=self._shares)
         self._num_added = 0
         self._num_steps = 0
-        self._waiting = RankedRequests()
         self._running = RankedRequests()
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._ended: list[RequestUpdate] = []
@@ -118,7 +117,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without blocks."""
-        return self._num_sequences - self.num_running
+        return self._groups.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request of this name is in work, or its end is still to be reported."""
@@ -128,8 +127,7 @@ class Scheduler:
 
     def is_preparing(self, request_id: str) -> bool:
         """Whether a request waits for start() or refuse()."""
-        group = self._groups.get(request_id)
-        return group is not None and not group.is_prepared
+        return self._groups.is_preparing(request_id)
 
     def has_work(self) -> bool:
         """Whether a step would do or report anything."""
@@ -148,43 +146,27 @@ class Scheduler:
         for sequence in sequences:
             sequence.rank = (due, request.params.priority, self._num_added, sequence.index)
         self._num_added += 1
-        self._num_sequences += len(sequences)
-        group = self._groups[request.request_id] = Group(sequences)
-        group.is_prepared = is_prepared
-        if is_prepared:
-            self._enqueue(group)
+        self._groups.add(sequences, is_prepared=is_prepared)
 
     def start(self, request_id: str, guide: Guide) -> None:
         """Let a request that was added unprepared run. Unknown ones are ignored."""
-        group = self._groups.get(request_id)
-        if group is None:
-            return
-        group.is_prepared = True
-        leader, *others = group.sequences.values()
-        for other in others:
-            other.guide = guide.fork()
-        leader.guide = guide
-        self._enqueue(group)
+        self._groups.start(request_id, guide)
 
     def refuse(self, request_id: str, error: str, *, is_refused: bool = True) -> None:
         """End a request that was added unprepared: its guide cannot be made."""
-        group = self._groups.get(request_id)
-        if group is not None:
-            self._ended += [
-                self._end(sequence, "error", error=error, is_refused=is_refused)
-                for sequence in list(group.sequences.values())
-            ]
+        self._ended += [
+            self._end(sequence, "error", error=error, is_refused=is_refused)
+            for sequence in self._groups.sequences_of(request_id)
+        ]
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request or one of its sequences at once; the next commit reports it.
 
         Unknown ones are ignored.
         """
-        group = self._groups.get(request_id)
-        if group is None:
-            return
+        sequences = self._groups.sequences_of(request_id)
         # The last first: none becomes the one that computes the prompt only to be ended next.
-        chosen = [s for s in reversed(group.sequences.values()) if index in (None, s.index)]
+        chosen = [s for s in reversed(sequences) if index in (None, s.index)]
         ended = [self._end(sequence, "abort") for sequence in chosen]
         self._ended += reversed(ended)
 
@@ -287,22 +269,7 @@ class Scheduler:
         rows = [request.row for request in self._running if request.row is not None]
         assert len(rows) == len(self._running), "a running request has no row"
         assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows leaked"
-        assert all(r.row is None and not r.block_table for r in self._waiting)
-        groups = self._groups.values()
-        assert self._num_sequences == sum(len(group.sequences) for group in groups)
-        assert self.num_waiting == len(self._waiting) + sum(map(_num_held_back, groups))
-
-    def _enqueue(self, group: Group) -> None:
-        """Let a group's first sequence wait for a row, or all where each computes the prompt."""
-        leader, *group.followers = group.sequences.values()
-        self._waiting.add(leader)
-        if not self._shares:
-            self._split(group)
-
-    def _split(self, group: Group) -> None:
-        group.is_split = True
-        for follower in group.followers:
-            self._waiting.add(follower)
+        self._groups.check(self.num_running)
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
         index = 0
@@ -333,8 +300,9 @@ class Scheduler:
         if self.is_held_up:
             return
         is_overdue, self._is_overdue = self._is_overdue, False
-        while self._waiting and self._free_rows and budget > 0:
-            request = self._waiting[0]
+        waiting = self._groups.waiting
+        while waiting and self._free_rows and budget > 0:
+            request = waiting[0]
             if self._whole_prefill and chunks and len(request.token_ids) > budget:
                 self._is_overdue = not is_overdue
                 break
@@ -348,7 +316,7 @@ class Scheduler:
                 break
 
     def _try_admit(self, request: Request) -> bool:
-        group = self._groups[request.request_id]
+        group = self._groups.of(request)
         if self._under_way.is_planning and request in group.followers:
             self.is_held_up = True
             return False
@@ -356,17 +324,10 @@ class Scheduler:
             # With nobody running, only prompts that groups hold can be in the way.
             if self._running or not self._tables.drop_oldest_prompt():
                 return False
-        if request in group.followers:
-            self._unfollow(group, request)
-        self._waiting.remove(request)
+        self._groups.admit(request)
         request.row = self._free_rows.pop()
         self._running.add(request)
         return True
-
-    def _unfollow(self, group: Group, request: Request) -> None:
-        group.followers.remove(request)
-        if not group.followers:
-            self._tables.drop_prompt(group)
 
     def _make_room(self, index: int, num_blocks: int) -> bool:
         """Preempt until there is room for the running request at a place in the order.
@@ -390,7 +351,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._leave(request)
         request.prompt_logprobs = []
-        self._waiting.add(request)
+        self._groups.waiting.add(request)
         self.num_preemptions += 1
 
     def _guess(self, request: Request, limit: int) -> None:
@@ -419,10 +380,7 @@ class Scheduler:
             assert self.lookup is not None
             self.lookup.learn(request, len(drafts), num_right)
         self._tables.remember(request)
-        group = self._groups[request.request_id]
-        if group.followers and not group.is_split:
-            self._tables.hold_prompt(group, request)
-            self._split(group)
+        self._groups.share_prompt(request)
         top = sampled.top[: len(new_token_ids)] if sampled.top is not None else None
         update = make_update(request, new_token_ids, top)
         if reason is None:
@@ -440,26 +398,14 @@ class Scheduler:
         is_refused: bool = False,
     ) -> RequestUpdate:
         """Forget a sequence; returns its last update."""
-        self._num_sequences -= 1
         if self.lookup is not None:
             self.lookup.forget(request)
-        group = self._groups[request.request_id]
-        is_follower = request in group.followers
+        self._groups.remove(request)
         if request.row is not None:
             if request in self._under_way:
                 self._under_way.leaving[request] = None
             else:
                 self._leave(request)
-        elif group.is_prepared and (group.is_split or not is_follower):
-            self._waiting.remove(request)
-        del group.sequences[request.index]
-        if not group.sequences:
-            del self._groups[request.request_id]
-        if is_follower:
-            self._unfollow(group, request)
-        elif group.followers and not group.is_split and group.is_prepared:
-            # The one that computed the prompt for all is gone: the next one does.
-            self._waiting.add(group.followers.pop(0))
         update = update or make_update(request, [], None)
         return replace(
             update,
@@ -516,13 +462,6 @@ def _loss(request: Request) -> tuple[int, int, int]:
     """Sorts first what is best preempted: low priority, little to compute again, arrived late."""
     num_lost = request.num_computed_tokens - request.num_reused_tokens
     return -request.params.priority, num_lost, -request.rank[2]
-
-
-def _num_held_back(group: Group) -> int:
-    """Sequences that do not even wait for a row."""
-    if not group.is_prepared:
-        return len(group.sequences)
-    return 0 if group.is_split else len(group.followers)
 
 
 def _has_many_tokens(chunk: Chunk) -> bool:

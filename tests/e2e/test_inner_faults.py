@@ -39,6 +39,7 @@ def serving():
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_a_fault_ends_what_it_must_and_service_comes_back(serving, name, monkeypatch):
     monkeypatch.setattr(inner_faults, "_RECOVERY_LIMIT_S", 400.0)
+    monkeypatch.setattr(inner_faults, "_CLIENT_TIMEOUT_S", 240.0)
     fault = next(fault for fault in faults() if fault.name.startswith(name))
 
     async def measure():

@@ -1,4 +1,4 @@
-"""The lines that talk to CUDA, on a stand-in for it that keeps account as torch's allocator does."""
+"""The lines that talk to CUDA, on a stand-in that keeps account as torch's allocator does."""
 
 from contextlib import nullcontext
 

@@ -40,6 +40,7 @@ SPECS = {
     "256-softcap-window": LayerSpec(16, 8, 256, 256, Span(window=4096), 50.0),
     "192-128": LayerSpec(16, 16, 192, 128),
     "128-chunk": LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
+    "512": LayerSpec(8, 2, 512, 512),
 }
 # Caches of 8 bits stand for bfloat16 kept as integers, or as 8-bit floating point (in bytes).
 DTYPES = {

@@ -15,12 +15,10 @@ SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 KERNELS = {"store_kernel", "decode_kernel", "reduce_kernel", "prefill_kernel", "sample_kernel"}
 
 
-@pytest.fixture(scope="module")
-def lines(tmp_path_factory):
+def compiled(folder, *options):
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
-    options = ("--specs", "128", "sampling", "--dtypes", "bfloat16", "int8", "fp8")
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *options],
         capture_output=True,
@@ -30,6 +28,12 @@ def lines(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    options = ("--specs", "128", "sampling", "--dtypes", "bfloat16", "int8", "fp8")
+    return compiled(tmp_path_factory.mktemp("cache"), *options)
 
 
 def test_every_kernel_compiles_for_ampere_and_hopper(lines):
@@ -51,3 +55,10 @@ def test_attention_multiplies_on_tensor_cores_and_copies_ahead(lines):
             expected = "wgmma.mma_async" if is_hopper_prefill else "mma.sync"
             assert expected in line["products"], line
             assert line["num_async_copies"] > 0, line
+
+
+@pytest.mark.timeout(600)
+def test_heads_of_512_fit_a_device_of_their_generation_too(tmp_path):
+    for line in compiled(tmp_path, "--specs", "512", "--dtypes", "bfloat16"):
+        assert line["shared_bytes"] <= SHARED_BYTES[line["capability"]], line
+        assert line["stack_bytes"] == 0, line

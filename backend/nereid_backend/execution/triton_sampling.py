@@ -149,7 +149,8 @@ def draw(
     return pick(logits, greatest, factor, vocab_size, low, target, TILE)
 
 
-@triton.jit
+# A service has steps of one row, of multiples of 16 and of others: each would be compiled for.
+@triton.jit(do_not_specialize=["num_rows"])
 def sample_kernel(
     logits, raw, settings, token_ids, logprobs, is_left,
     logits_stride, raw_stride, vocab_size, num_rows,

@@ -140,6 +140,9 @@ def default_tuning(kernel: str, dim: int, itemsize: int, generation: int = 9) ->
         return _byte_tuning(kernel, dim, generation)
     if kernel == "decode":
         return Tuning(16, 64, 4, 3) if dim <= 128 else Tuning(16, 32, 4, 3)
+    if dim > 256:
+        # As wide as that, 64 rows spill 2 KiB a thread on 9.0, and do not fit in 99 KiB on 8.6.
+        return Tuning(32, 32 if generation in _SHARED_PRODUCTS else 16, 8, 2)
     if generation not in _SHARED_PRODUCTS:
         if dim <= 128:
             return Tuning(128, 32, 8, 3)

@@ -1,0 +1,58 @@
+"""What kernels are compiled anew for while a service runs; the interpreter compiles nothing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Numbers that a model and its cache fix. Triton compiles a kernel for each that is 1, a multiple of
+# 16 or neither; others, which change from step to step, would stop a service for seconds each time.
+FIXED = {
+    "decode_kernel": {"query_head_stride", "query_token_stride", "scale", "cap"},
+    "reduce_kernel": set(),
+    "prefill_kernel": {"query_head_stride", "query_token_stride", "scale", "cap"},
+    "store_kernel": {
+        *("key_head_stride", "key_token_stride", "value_head_stride", "value_token_stride"),
+    },
+    "sample_kernel": {"logits_stride", "raw_stride", "vocab_size"},
+}
+
+PROGRAM = """
+import json
+from nereid_backend.attention.triton_decode import decode_kernel, reduce_kernel
+from nereid_backend.attention.triton_prefill import prefill_kernel
+from nereid_backend.attention.triton_store import store_kernel
+from nereid_backend.execution.triton_sampling import sample_kernel
+
+kernels = (decode_kernel, reduce_kernel, prefill_kernel, store_kernel, sample_kernel)
+print(json.dumps({
+    kernel.__name__: [
+        p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize)
+    ]
+    for kernel in kernels
+}))
+"""
+# Tensors, whose addresses are multiples of 16 bytes.
+TENSORS = {
+    *("query", "keys", "values", "key_scales", "value_scales", "out", "parts", "weights_log"),
+    *("sinks", "table", "table_starts", "tokens", "lens", "sequences", "tiles", "key", "value"),
+    *("slots", "logits", "raw", "settings", "token_ids", "logprobs", "is_left"),
+}
+
+
+def test_no_kernel_is_compiled_for_numbers_that_change_from_step_to_step():
+    pytest.importorskip("triton")
+    environment = {**os.environ}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = {name: set(params) - TENSORS for name, params in json.loads(done.stdout).items()}
+    assert found == FIXED

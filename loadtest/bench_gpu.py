@@ -684,4 +684,6 @@ def engine_lines(found: Report | None) -> list[str]:
 
 
 if __name__ == "__main__":
+    # So that a program that it has started ends with it, and the model on disk goes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

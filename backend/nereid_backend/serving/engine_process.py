@@ -7,24 +7,17 @@ FD is the inherited end of a socket pair. The first message is the settings; fro
 
     stub -> engine    ["add", id, int32 ids as bytes, params]  ["abort", id, index or None]
                       ["stop"]
-    engine -> stub    ["progress", line]  ["ready", info]  ["failed", kind, message]
-                      ["refused", id, kind, message]
-                      ["updates", [row, ...]], the fields of RequestUpdate in their order
+    engine -> stub    ["updates", [row, ...]], the fields of RequestUpdate in their order
                       ["begun", [[id, monotonic time], ...]], requests that left the queue
                       ["stats", {name: number}], while working every 0.1 s and when work ends
-                      ["fatal", message]: the process ends because of this
+                      and what every child says (child_process.py)
 """
 
 import contextlib
-import dataclasses
-import faulthandler
 import gc
 import logging
 import os
-import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -34,8 +27,9 @@ import numpy as np
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo, RequestUpdate
 from nereid_backend.core.params import SamplingParams
-from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
+from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.serving.channel import Channel, ChannelClosedError
+from nereid_backend.serving.child_process import connect, load, words_of
 from nereid_backend.serving.wire import pack_update
 
 _STATS_INTERVAL_S = 0.1
@@ -84,13 +78,9 @@ MakeEngine = Callable[[EngineConfig, Callable[[str], None]], StepEngine]
 
 def serve(argv: Sequence[str], make: MakeEngine) -> int:
     """Serve one engine over the socket whose descriptor is the first argument."""
-    faulthandler.enable()
-    # Ctrl-C reaches the whole process group; the stub says when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    channel = Channel(socket.socket(fileno=int(argv[1])))
+    channel = connect(argv)
     with contextlib.suppress(ChannelClosedError):
-        engine = _load(channel, make)
+        engine = load(channel, lambda settings, progress: make(EngineConfig(**settings), progress))
         if engine is not None:
             # What is there now stays. Looking through it again with each full collection stops a
             # step for a fifth of a second.
@@ -99,28 +89,6 @@ def serve(argv: Sequence[str], make: MakeEngine) -> int:
             _warm_up(engine)
             return _serve(engine, channel)
     return 1
-
-
-def _exit_with_parent(parent: int) -> None:
-    """End this process when its parent has died, whatever it is doing (loading, say)."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def _load(channel: Channel, make: MakeEngine) -> StepEngine | None:
-    (settings,) = channel.receive(None)
-    try:
-        config = EngineConfig(**settings)
-        engine = make(config, lambda line: channel.send(["progress", line]))
-    except NereidError as error:
-        channel.send(["failed", type(error).__name__, str(error)])
-        return None
-    except Exception as error:  # noqa: BLE001 - the process ends here, and the stub must hear why
-        channel.send(["failed", type(error).__name__, f"{type(error).__name__}: {error}"])
-        return None
-    channel.send(["ready", dataclasses.asdict(engine.info)])
-    return engine
 
 
 def _warm_up(engine: StepEngine) -> None:
@@ -148,8 +116,7 @@ def _serve(engine: StepEngine, channel: Channel) -> int:
                 updates = engine.step()
             except Exception as error:
                 log.exception("the engine gives up")
-                told = isinstance(error, NereidError)
-                channel.send(["fatal", str(error) if told else f"{type(error).__name__}: {error}"])
+                channel.send(["fatal", words_of(error)])
                 return 1
             begun = getattr(engine, "begun", None)
             if begun:
@@ -196,8 +163,7 @@ def _handle(engine: StepEngine, channel: Channel, message: list[Any]) -> None:
     except Exception as error:
         # Whatever is wrong with this request, the others are not affected.
         log.exception("request %s could not be added", request_id)
-        told = f"{type(error).__name__}: {error}"
-        channel.send(["refused", request_id, EngineError.__name__, told])
+        channel.send(["refused", request_id, EngineError.__name__, words_of(error)])
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:

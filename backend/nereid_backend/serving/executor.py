@@ -22,8 +22,9 @@ from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving import names, tensors
 from nereid_backend.serving.admission import Admission
+from nereid_backend.serving.child import EngineDiedError, Refusal
 from nereid_backend.serving.delivery import Delivery
-from nereid_backend.serving.engine_client import Begun, EngineClient, EngineDiedError, Refusal
+from nereid_backend.serving.engine_client import Begun, EngineClient
 from nereid_backend.serving.feedback import FeedbackReader, Signal
 from nereid_backend.serving.metrics import Metrics
 from nereid_backend.serving.settings import read_settings

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages on their way out of this process, sent by a thread of their own.
 
-Sending waits when the other end does not read: an engine that hangs must neither hold up the
+Sending waits when the other end does not read: a process that hangs must neither hold up the
 server's thread that brings requests nor the loop that is to find out that it hangs.
 """
 
@@ -18,7 +18,7 @@ class Outbox:
         self._channel = channel
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._send_all, name="engine-outbox", daemon=True)
+        self._thread = threading.Thread(target=self._send_all, name="outbox", daemon=True)
         self._thread.start()
 
     def put(self, message: object) -> None:

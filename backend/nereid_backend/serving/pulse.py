@@ -2,7 +2,6 @@
 """Whether a process that works beside a stub hangs: the watch over engines and pooling workers."""
 
 import os
-import subprocess
 import time
 
 # A pause of this process counts as no more than this: the other may have paused with it.
@@ -10,7 +9,6 @@ _LONGEST_LOOK_S = 0.5
 # A process on the CPU that uses at least so much of one computes, and may take so much longer.
 _MIN_LOAD = 0.1
 _MOST_PATIENCE = 10
-_KILL_TIMEOUT_S = 5.0
 
 
 class Pulse:
@@ -58,39 +56,6 @@ class Pulse:
         used_s = _cpu_seconds(self._pid) - self._cpu_before_s
         computes = used_s > _MIN_LOAD * (self.silent_s - limit_s / 2)
         return not (is_on_cpu and computes) or self.silent_s > _MOST_PATIENCE * limit_s
-
-
-def kill_if_hung(
-    process: subprocess.Popen[bytes],
-    pulse: Pulse,
-    limit: tuple[float, str],
-    *,
-    name: str,
-    is_working: bool,
-    is_on_cpu: bool,
-) -> str | None:
-    """Kill a process that hangs; call it as often as `Pulse.hangs`, whose arguments these are.
-
-    Args:
-        process: that the pulse is of.
-        pulse: its signs of life.
-        limit: its seconds, and the setting that says so.
-        name: what the process is called in errors.
-        is_working: whether it has work.
-        is_on_cpu: whether it computes on the CPU.
-
-    Returns:
-        Why it was killed; None: it was not.
-    """
-    limit_s, setting = limit
-    if not pulse.hangs(limit_s, is_working=is_working, is_on_cpu=is_on_cpu):
-        return None
-    process.kill()
-    process.wait(_KILL_TIMEOUT_S)
-    return (
-        f"the {name} was at one step for {pulse.silent_s:.0f} s without a sign of life; "
-        f"the limit is {limit_s:g} s ({setting}); it was killed"
-    )
 
 
 def _cpu_seconds(pid: int) -> float:

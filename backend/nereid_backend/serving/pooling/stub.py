@@ -28,7 +28,7 @@ import triton_python_backend_utils as pb_utils
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError
 from nereid_backend.serving import tensors
-from nereid_backend.serving.engine_client import EngineDiedError, Refusal
+from nereid_backend.serving.child import EngineDiedError, Refusal
 from nereid_backend.serving.pooling import names
 from nereid_backend.serving.pooling.jobs import Job, Outcome
 from nereid_backend.serving.pooling.settings import PoolingSettings, read_pooling_settings

@@ -248,32 +248,11 @@ def attend(
 ) -> Tensor:
     """Store one packed step's keys and values in one layer, then attend.
 
-    Args:
-        inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
-            value [num_kv_heads, num_tokens, value_dim].
-        layer: its number in the cache, and what it needs.
-        cache: gets the keys and values. Mutated.
-        batch: where everything is.
-        scale: factor on the scores.
-        sinks: [num_heads], or None.
-
-    Returns:
-        [num_tokens, num_heads, value_dim] in the query's dtype.
+    Arguments and result are those of `reference.attend`. Mutates: cache.
     """
-    query, key, value = inputs
-    # The kernels read rows whose last dimension is contiguous.
-    head, token, last = query.stride()
-    if last != 1:
-        query = query.contiguous()
-        head, token, _ = query.stride()
-    key_head, key_token, last = key.stride()
-    if last != 1:
-        key = key.contiguous()
-        key_head, key_token, _ = key.stride()
-    value_head, value_token, last = value.stride()
-    if last != 1:
-        value = value.contiguous()
-        value_head, value_token, _ = value.stride()
+    query = inputs[0]
+    held = [_with_rows(tensor) for tensor in inputs]  # until the kernels have read them
+    query_rows, key_rows, value_rows = map(_rows_of, held)
     step = _native_step(batch)
     spec = layer[1]
     out = query.new_empty(step.num_tokens, spec.num_heads, spec.value_dim)
@@ -286,9 +265,9 @@ def attend(
         kernels().nereid_attend(
             native,
             ctypes.byref(group),
-            *(query.data_ptr(), head, token),
-            *(key.data_ptr(), key_head, key_token),
-            *(value.data_ptr(), value_head, value_token),
+            *query_rows,
+            *key_rows,
+            *value_rows,
             step.slots,
             num_tokens,
             sinks_at,
@@ -301,7 +280,7 @@ def attend(
             native,
             step.prefills,
             len(step.prefills),
-            *(query.data_ptr(), head, token),
+            *query_rows,
             sinks_at,
             out.data_ptr(),
             num_threads,
@@ -334,6 +313,17 @@ def serving(
         yield
     finally:
         kernels().nereid_serve(None)
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """A tensor as the kernels can read it: its last dimension is contiguous."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _rows_of(tensor: Tensor) -> tuple[int, int, int]:
+    """`Rows` of cpu_kernels.h: where they are, and the strides of head and token."""
+    head, token, _ = tensor.stride()
+    return tensor.data_ptr(), head, token
 
 
 def _native_step(batch: AttentionBatch) -> _NativeStep:

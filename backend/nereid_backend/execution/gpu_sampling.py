@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nereid_backend.execution.drawing import SamplingBatch, draw
 from nereid_backend.execution.transfer import upload
 
 # Tokens that a program looks at at once, and its warps: no register spilled (compile_kernels.py).
@@ -73,8 +74,6 @@ def why_not(device: torch.device) -> str | None:
 @torch.inference_mode()
 def num_differing(device: torch.device) -> int:
     """How many of some rows' tokens are not those that the twin chooses."""
-    from nereid_backend.execution.drawing import SamplingBatch, draw
-
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(size=(_ROWS, _VOCAB_SIZE)).astype(np.float32) * 3)
     logits[1::4] = (logits[1::4] * 2).round()  # many tie

@@ -12,7 +12,7 @@ DTYPES = [
     if native_linear.can_pack(torch.ones(2, 2, dtype=dtype))
 ]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
-pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no 512-bit vectors")
+pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no wide vectors")
 
 
 @given(
@@ -93,3 +93,9 @@ def test_an_input_of_another_size_or_type_is_refused():
 def test_odd_inputs_of_bfloat16_are_left_to_others():
     assert not native_linear.can_pack(torch.ones(4, 3, dtype=torch.bfloat16))
     assert not native_linear.can_pack(torch.ones(4, 4, dtype=torch.float16))
+
+
+def test_bfloat16_is_left_to_a_library_that_uses_the_processors_tiles(monkeypatch):
+    monkeypatch.setattr(native_linear, "_has_tiles", lambda: True)
+    assert not native_linear.can_pack(torch.ones(4, 4, dtype=torch.bfloat16))
+    assert native_linear.can_pack(torch.ones(4, 4)) == (torch.float32 in DTYPES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers computed by our own kernel (cpu_linear.cpp), on CPUs with 512-bit vectors.
+"""Linear layers computed by our own kernel (cpu_linear.cpp), on CPUs with wide vectors.
 
 The kernel reads weights in order and ahead of time, which a step of few rows lives on, from a
 layout that serves one row and many. A row gives the same bits alone and among others. As an
@@ -46,7 +46,7 @@ def can_pack(weight: Tensor) -> bool:
     """Whether the kernel takes a layer with this weight, [out_features, in_features]."""
     if weight.device.type != "cpu" or 0 in weight.shape or not _has_kernel(weight.dtype):
         return False
-    return weight.dtype != torch.bfloat16 or weight.shape[1] % 2 == 0
+    return weight.dtype != torch.bfloat16 or (weight.shape[1] % 2 == 0 and not _has_tiles())
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -113,6 +113,12 @@ def _has_kernel(dtype: torch.dtype) -> bool:
         return bool(kernels().nereid_has_linear(int(dtype == torch.bfloat16)))
     except KernelBuildError:
         return False
+
+
+@functools.cache
+def _has_tiles() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 (AMX), which oneDNN uses and we do not."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
 _library: Any = torch.library.Library("nereid", "FRAGMENT")  # type: ignore[no-untyped-call]

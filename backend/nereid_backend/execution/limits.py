@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a request may be: what the model is exact for, and what the memory holds."""
 
+import gc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -204,6 +205,9 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
         ConfigError: more was asked for than there is.
     """
     if device.type == "cuda":
+        # What loading left in torch's own store of freed memory is free as well.
+        gc.collect()
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         usable = int(total * config.gpu_memory_utilization) - (total - free) - activations
     else:

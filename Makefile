@@ -110,7 +110,7 @@ bench-growth: setup ## Charts of how a step grows with batch, context, waiting r
 	@$(BIN)/python loadtest/growth.py $(ARGS)
 
 bench-gpu: ## On a machine with an NVIDIA GPU: checks every kernel against its twin, then measures (no network; needs torch with CUDA)
-	@$(PYTHON) loadtest/bench_gpu.py $(ARGS)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) loadtest/bench_gpu.py $(ARGS)
 
 loadtest: setup ## Two minutes of mixed load on servers of its own, every answer checked: make loadtest ARGS='--seconds 20'
 	@$(BIN)/python loadtest/load.py $(ARGS)

@@ -59,7 +59,10 @@ def main(load: Callable[[str, dict[str, Any]], Contestant]) -> None:
     if facts is not None:
         result |= facts()
     result["peak_bytes"] = peak_bytes()
-    print(json.dumps(result))
+    print(json.dumps(result), flush=True)
+    close = getattr(contestant, "close", None)
+    if close is not None:
+        close()
 
 
 def peak_bytes() -> int:

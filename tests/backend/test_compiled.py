@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 pytestmark = [
     pytest.mark.skipif(
-        not native_linear.can_pack(torch.ones(2, 2)), reason="no compiler, or no wide vectors"
+        not native_linear.can_pack(torch.ones(2, 2)), reason="no compiler, or no 512-bit vectors"
     ),
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

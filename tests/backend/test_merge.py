@@ -17,7 +17,7 @@ IS_PACKED = [
         True,
         marks=pytest.mark.skipif(
             not native_linear.can_pack(torch.ones(2, 2)),
-            reason="no compiler, or no wide vectors",
+            reason="no compiler, or no 512-bit vectors",
         ),
         id="packed",
     ),

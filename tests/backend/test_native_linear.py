@@ -12,7 +12,7 @@ DTYPES = [
     if native_linear.can_pack(torch.ones(2, 2, dtype=dtype))
 ]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
-pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no wide vectors")
+pytestmark = pytest.mark.skipif(not DTYPES, reason="no compiler, or no 512-bit vectors")
 
 
 @given(

@@ -82,7 +82,7 @@ void nereid_attend_prefills(const Layer* layer, const Prefill* prefills, int64_t
                             int num_threads);
 
 // Whether nereid_linear can be called here with bfloat16 (else float32).
-int nereid_has_linear(int is_bfloat16);
+int nereid_has_linear();
 
 // x [num_rows][dim] to out [num_rows][num_outputs], both packed tightly; bias [num_outputs] or null. dim is even
 // for bfloat16. Layout of weights: cpu_linear.cpp.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layers on a CPU with wide vectors: a plain C interface over raw pointers, called from
+// Linear layers on a CPU with 512-bit vectors: a plain C interface over raw pointers, called from
 // native_linear.py.
 //
 // A weight [num_outputs, dim] lies in panels of 16 outputs, the last one filled up with zeros:
@@ -27,30 +27,12 @@
 #include <omp.h>
 #endif
 
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
-#define NEREID_LINEAR 1
-#endif
-
 namespace {
 
-#ifdef __AVX512F__
 constexpr int kMostRows = 12;  // of a tile: with two panels 24 of 32 registers
-#else
-constexpr int kMostRows = 5;  // a vector takes two of 16 registers
-#endif
 constexpr int64_t kAhead = 2048;  // bytes; the best of 512 to 4096 for one to 16 rows on Zen 5
 
-#ifdef NEREID_LINEAR
-
-// How many panels are computed together: as many as there are registers for their sums.
-template <int R>
-constexpr int panels_of() {
 #ifdef __AVX512F__
-  return R <= 6 ? 4 : 2;
-#else
-  return R == 1 ? 4 : R == 2 ? 2 : 1;
-#endif
-}
 
 inline Halves to_halves(Floats numbers) {
   const Words words = reinterpret_cast<Words>(numbers);
@@ -174,13 +156,14 @@ inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x,
     }
 }
 
+// As many panels together as there are registers for their sums.
 template <typename T, int R>
 void rows(const Call<T>& call, int64_t first, int64_t last, const typename T::Input* x, typename T::Number* out,
           const typename T::Word* next) {
-  constexpr int P = panels_of<R>(), Q = P < 2 ? P : 2;
+  constexpr int P = R <= 6 ? 4 : 2;
   int64_t panel = first;
   if (next) {
-    for (; panel + Q <= last; panel += Q) tile<T, R, Q, false>(call, panel, x, out, next);
+    for (; panel + 2 <= last; panel += 2) tile<T, R, 2, false>(call, panel, x, out, next);
     for (; panel < last; ++panel) tile<T, R, 1, false>(call, panel, x, out, next);
     return;
   }
@@ -196,10 +179,8 @@ void some_rows(int64_t count, const Call<T>& call, int64_t first, int64_t last, 
   case R:                                           \
     rows<T, R>(call, first, last, x, out, next);    \
     break;
-    NEREID_ROWS(1) NEREID_ROWS(2) NEREID_ROWS(3) NEREID_ROWS(4) NEREID_ROWS(5)
-#ifdef __AVX512F__
-    NEREID_ROWS(6) NEREID_ROWS(7) NEREID_ROWS(8) NEREID_ROWS(9) NEREID_ROWS(10) NEREID_ROWS(11) NEREID_ROWS(12)
-#endif
+    NEREID_ROWS(1) NEREID_ROWS(2) NEREID_ROWS(3) NEREID_ROWS(4) NEREID_ROWS(5) NEREID_ROWS(6)
+    NEREID_ROWS(7) NEREID_ROWS(8) NEREID_ROWS(9) NEREID_ROWS(10) NEREID_ROWS(11) NEREID_ROWS(12)
 #undef NEREID_ROWS
   }
 }
@@ -258,15 +239,15 @@ void linear(const void* weight, const void* bias, const void* input, void* outpu
   }
 }
 
-#endif  // NEREID_LINEAR
+#endif  // __AVX512F__
 
 }  // namespace
 
 extern "C" {
 
-// Whether nereid_linear can be called here with bfloat16 (else float32).
-int nereid_has_linear(int) {
-#ifdef NEREID_LINEAR
+// Whether nereid_linear can be called here.
+int nereid_has_linear() {
+#ifdef __AVX512F__
   return 1;
 #else
   return 0;
@@ -277,7 +258,7 @@ int nereid_has_linear(int) {
 // for bfloat16.
 void nereid_linear(int is_bfloat16, const void* weight, const void* bias, const void* x, void* out, int64_t num_rows,
                    int64_t dim, int64_t num_outputs, int num_threads) {
-#ifdef NEREID_LINEAR
+#ifdef __AVX512F__
   if (is_bfloat16) {
     linear<Bfloat16s>(weight, bias, x, out, num_rows, dim, num_outputs, num_threads);
   } else {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers computed by our own kernel (cpu_linear.cpp), on CPUs with wide vectors.
+"""Linear layers computed by our own kernel (cpu_linear.cpp), on CPUs with 512-bit vectors.
 
 The kernel reads weights in order and ahead of time, which a step of few rows lives on, from a
 layout that serves one row and many. A row gives the same bits alone and among others. As an
@@ -44,9 +44,11 @@ class NativeLinear(nn.Linear):
 
 def can_pack(weight: Tensor) -> bool:
     """Whether the kernel takes a layer with this weight, [out_features, in_features]."""
-    if weight.device.type != "cpu" or 0 in weight.shape or not _has_kernel(weight.dtype):
+    if weight.device.type != "cpu" or 0 in weight.shape or not is_available():
         return False
-    return weight.dtype != torch.bfloat16 or (weight.shape[1] % 2 == 0 and not _has_tiles())
+    if weight.dtype == torch.bfloat16:
+        return weight.shape[1] % 2 == 0 and not _has_tiles()
+    return weight.dtype == torch.float32
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -100,17 +102,11 @@ def _kernel():  # type: ignore[no-untyped-def]  # noqa: ANN202 - ctypes has no p
     return function
 
 
-def is_available() -> bool:
-    """Whether the kernel can be built here, for at least one dtype."""
-    return _has_kernel(torch.float32)
-
-
 @functools.cache
-def _has_kernel(dtype: torch.dtype) -> bool:
-    if dtype not in (torch.float32, torch.bfloat16):
-        return False
+def is_available() -> bool:
+    """Whether the kernel can be built here."""
     try:
-        return bool(kernels().nereid_has_linear(int(dtype == torch.bfloat16)))
+        return bool(kernels().nereid_has_linear())
     except KernelBuildError:
         return False
 

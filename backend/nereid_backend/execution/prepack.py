@@ -2,8 +2,8 @@
 """Linear layers in the layout that a CPU's matrix products read, made once after loading.
 
 On a CPU torch's own float32 product goes to a library that does not use every machine's widest
-vectors, and lays the weight out anew on every call. Where our kernel can be built the products are
-our own (native_linear.py), elsewhere oneDNN's. docs/performance.md has the figures.
+vectors, and lays the weight out anew on every call. With 512-bit vectors the products are our own
+(native_linear.py), elsewhere oneDNN's. docs/performance.md has the figures.
 """
 
 import torch

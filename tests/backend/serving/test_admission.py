@@ -47,8 +47,8 @@ def queue_with_a_rate(per_second, num_waiting):
 
 
 def test_a_request_that_would_wait_in_vain_is_refused_at_once():
-    admission, now = queue_with_a_rate(per_second=10, num_waiting=100)
-    with pytest.raises(CapacityError, match=r"for about 10\.\d s.*may wait 5 s.*again in 11 s"):
+    admission, now = queue_with_a_rate(per_second=10, num_waiting=103)
+    with pytest.raises(CapacityError, match=r"for about 10\.3 s.*may wait 5 s.*again in 11 s"):
         enter(admission, arrived=now, queue_timeout_s=5.0)
     enter(admission, arrived=now, queue_timeout_s=30.0)
 

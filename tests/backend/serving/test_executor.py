@@ -161,7 +161,7 @@ def test_a_full_queue_refuses_at_once_and_by_number_and_tokens(start):
 
 def test_a_stream_that_is_not_consumed_costs_bounded_memory_and_ends(start):
     model = start(
-        {"token_ids": [10], "ends": False, "tokens_per_step": 500},
+        {"token_ids": [10], "ends": False, "tokens_per_step": 500, "delay_ms": 50},
         max_pending_tokens=1000,
         max_model_len=100_000,
     )

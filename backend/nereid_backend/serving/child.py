@@ -228,13 +228,13 @@ class Child:
         name, process = self._role.name, self._process
         if process is None:
             return f"the {name} process is not running"
+        how = "closed its connection"
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(1.0)
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            if self._last_words:
-                return f"{self._last_words}; the {name} process ended ({how})"
-            return f"the {name} process ended ({how}); the server's log says why"
-        return f"the {name} process closed its connection"
+            how = f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
+        if self._last_words:
+            return f"{self._last_words}; the {name} process {how}"
+        return f"the {name} process {how}; the server's log says why"
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

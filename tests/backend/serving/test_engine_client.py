@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -153,3 +154,12 @@ def test_a_checkpoint_that_cannot_be_loaded_is_one_clear_line(tmp_path):
     assert "weights cannot be read" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert client.pid is None
+
+
+def test_what_an_engine_said_last_is_told_while_its_process_still_lingers():
+    client = EngineClient(EngineConfig(model=str(DEMO)), lambda _: None, MODULE)
+    client._process = subprocess.Popen(["sleep", "60"])
+    client._last_words = "CUDA error: gone"
+    with pytest.raises(EngineDiedError, match="CUDA error: gone; the engine process closed its"):
+        client.receive(0.0)
+    client.stop()

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -200,14 +201,15 @@ def limits(args: argparse.Namespace) -> dict[str, float]:
         return min(times)
 
     size = 2048
-    left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    # A processor without products of a dtype works it out in float32, and torch not always well.
+    squares = [torch.ones(size, size, dtype=kind) for kind in {dtype, torch.float32}]
     read = data.numel() * 4 / best(data.sum)
     if packed is not None:
         spent = best(lambda: native_linear.linear(vector, packed, None, 2**15))
         read = max(read, packed.numel() * packed.itemsize / spent)
     return {
         "read_bytes_per_s": read,
-        "matmul_flops": 2 * size**3 / best(lambda: left @ right),
+        "matmul_flops": 2 * size**3 / min(best(partial(torch.mm, x, x)) for x in squares),
     }
 
 

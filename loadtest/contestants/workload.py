@@ -93,7 +93,10 @@ def decode_rate(
     batch: int,
     workload: dict[str, Any],
 ) -> float:
-    """Tokens per second after the first ones: whole answers' time less that of the prompts."""
+    """Tokens per second after the first ones: whole answers' time less that of the prompts.
+
+    0 where the prompts' own time differed by more than that: longer answers, or more repeats, tell.
+    """
     times = []
     if workload.get("warm"):
         # What is done once for a batch of this size, as capturing its kernels, is not measured.
@@ -103,6 +106,8 @@ def decode_rate(
         whole = spent(contestant.generate, texts, workload["answer"])
         # Fresh prompts of the same size, lest a cache of prefixes answer them.
         times.append(whole - spent(contestant.start, prompts(batch, workload["context"])))
+    if statistics.median(times) <= 0:
+        return 0.0
     return rate(batch * (workload["answer"] - 1), times)
 
 

@@ -20,7 +20,7 @@ from nereid_backend.serving.wire import Ending, Opening, Part, StepState
 
 # Unconsumed steps of one stream; two keep the postprocessor busy while the next is on its way.
 MAX_UNCONSUMED_STEPS = 2
-_RESPONSES_PER_SECOND_PER_CPU = 250
+_RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
 # Text that arrives ten times a second still reads as flowing.
 _MAX_INTERVAL_S = 0.1

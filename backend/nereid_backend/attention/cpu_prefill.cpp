@@ -189,15 +189,6 @@ void lay_keys(const T* from, int64_t dim, int64_t stride, const float* scales, t
   }
 }
 
-// 16 dimensions of a value, or as many as there are.
-template <typename T>
-inline Floats load_some(const T* from, int64_t count) {
-  if (count >= kLanes) return load(from);
-  Floats numbers = {};
-  for (int64_t i = 0; i < count; ++i) numbers[i] = to_float(from[i]);
-  return numbers;
-}
-
 // Values of 16 tokens, of which `count` are there: one step of every panel for each unit of tokens. What is behind
 // the last token is zero, because it is multiplied by a weight of zero.
 template <typename T, typename U>

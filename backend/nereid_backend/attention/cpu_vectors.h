@@ -61,6 +61,15 @@ inline Floats load(const int8_t* at) {
 #endif
 }
 
+// 16 numbers, or as many as there are and zeros.
+template <typename T>
+inline Floats load_some(const T* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  Floats numbers = {};
+  for (int64_t i = 0; i < count; ++i) numbers[i] = to_float(from[i]);
+  return numbers;
+}
+
 inline Floats fill(float value) { return Floats{} + value; }
 
 inline Floats larger(Floats a, Floats b) {  // b where a is not a number

@@ -42,15 +42,7 @@ inline Halves to_halves(Floats numbers) {
   return __builtin_convertvector(result, Halves);
 }
 
-// A vector of which the first numbers are there.
-template <typename Number>
-inline Floats load_first(const Number* at, int64_t count) {
-  if (count >= kLanes) return load(at);
-  Floats numbers = {};
-  for (int64_t i = 0; i < count; ++i) numbers[i] = to_float(at[i]);
-  return numbers;
-}
-
+// As many of the first numbers as there are.
 template <typename Vector, typename Number>
 inline void store_first(Vector numbers, Number* to, int64_t count) {
   std::memcpy(to, &numbers, sizeof(Number) * std::min<int64_t>(count, kLanes));
@@ -133,7 +125,7 @@ inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x,
   Floats sums[R][P];
   for (int p = 0; p < P; ++p) {
     const int64_t place = (panel + p) * kLanes;
-    const Floats first = call.bias ? load_first(call.bias + place, call.num_outputs - place) : Floats{};
+    const Floats first = call.bias ? load_some(call.bias + place, call.num_outputs - place) : Floats{};
     for (int r = 0; r < R; ++r) sums[r][p] = first;
   }
   for (int64_t k = 0; k < words; ++k) {

@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 from nereid_backend.execution import native_linear
+from programs import Report, outcome
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 HERE = Path(__file__).parent
@@ -133,7 +133,7 @@ def run_rounds(path: Path, shape: str, args: argparse.Namespace) -> dict[str, An
         "repeat": args.repeat,
         "mixed": {"requests": args.mixed, "per_second": args.per_second} if args.mixed else None,
     }
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in args.contestants}
+    found: dict[str, list[Report]] = {name: [] for name in args.contestants}
     for number in range(args.rounds):
         for name, results in found.items():
             if results and "error" in results[0]:
@@ -147,27 +147,36 @@ def run_rounds(path: Path, shape: str, args: argparse.Namespace) -> dict[str, An
     return {name: median(results) for name, results in found.items()}
 
 
-def run_contestant(name: str, path: Path, workload: dict[str, Any]) -> dict[str, Any]:
-    """One process of a contestant."""
-    program, python, settings = CONTESTANTS[name]
+def run_contestant(
+    name: str,
+    path: Path | str,
+    workload: Report,
+    limit_s: float = _TIMEOUT_S,
+    settings: Report | None = None,
+) -> Report:
+    """What one process of a contestant measures; {"error": ...} where it does not, or not in time.
+
+    Args:
+        name: of CONTESTANTS.
+        path: the checkpoint.
+        workload: what contestants/workload.py reads.
+        limit_s: seconds after which the process is killed.
+        settings: of our engine, beside those of the contestant and of BENCH_ENGINE.
+    """
+    program, python, own = CONTESTANTS[name]
     if not python.exists():
         return {"error": "not installed; `make bench-peers` installs it"}
     command = [str(python), str(HERE / "contestants" / program), str(path), json.dumps(workload)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(workload["threads"]), "TQDM_DISABLE": "1"}
-    if settings:
-        given = json.loads(environment.get("BENCH_ENGINE", "{}"))
-        environment["BENCH_ENGINE"] = json.dumps({**given, **settings})
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {_TIMEOUT_S} s"}
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return {"error": lines[-1][:200]}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    given = json.loads(os.environ.get("BENCH_ENGINE", "{}"))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(workload["threads"]),
+        "TQDM_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "BENCH_ENGINE": json.dumps({**given, **own, **(settings or {})}),
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    return outcome(command, limit_s, environment)
 
 
 def median(results: list[dict[str, Any]]) -> dict[str, Any]:

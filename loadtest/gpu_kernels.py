@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpu_report import BenchError
 from nereid_backend.attention import gpu, reference
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import GpuKVCache
@@ -70,7 +71,7 @@ CANDIDATES = {
 TUNED_DIMS = (64, 128, 256)
 
 
-class KernelError(Exception):
+class KernelError(BenchError):
     """A kernel and its twin differ."""
 
 

@@ -108,18 +108,23 @@ FOUND = {
 
 
 @pytest.fixture
-def bench_gpu(monkeypatch):
-    import bench_gpu
+def report_of(monkeypatch):
+    """The report of a run whose contestants are a function."""
+    import gpu_engine
 
-    monkeypatch.setattr(bench_gpu, "make_model", lambda *_: (8_000_000, 8.0))
-    return bench_gpu
+    def report(run):
+        made = {"weights_bytes": 8_000_000, "forward_ms": 8.0}
+        monkeypatch.setattr(gpu_engine, "make_model", lambda *_: made)
+        monkeypatch.setattr(gpu_engine, "run_contestant", run)
+        args = SimpleNamespace(rehearse=True, folder=None, shape=None)
+        left_out = []
+        end = time.monotonic() + 100
+        return around(gpu_engine.engine(torch.device("cpu"), 1e9, args, end, left_out), left_out)
+
+    return report
 
 
-def report_of(bench_gpu, run, monkeypatch):
-    monkeypatch.setattr(bench_gpu, "run_contestant", run)
-    args = SimpleNamespace(rehearse=True, folder=None, shape=None)
-    left_out = []
-    engine = bench_gpu.engine(torch.device("cpu"), 1e9, args, 0.0, left_out)
+def around(engine, left_out):
     case = {"name": "8 of 32768", "milliseconds": 1.0, "rate": 1e9, "limit": 1e9, "share": 0.9}
     machine = {"device": "d", "date": "d", "command": "c"}
     return {
@@ -134,15 +139,16 @@ def report_of(bench_gpu, run, monkeypatch):
     }
 
 
-def test_targets_say_by_how_much_they_are_met_or_missed(bench_gpu, monkeypatch):
+def test_targets_say_by_how_much_they_are_met_or_missed(report_of):
+    from gpu_report import markdown
+
     asked = []
 
-    def run(name, folder, workload, started, settings=None):
+    def run(name, folder, workload, limit_s, settings):
         asked.append((name, settings))
         return FOUND if name == "nereid" else {"decode": {"3": 60.0}}
 
-    report = report_of(bench_gpu, run, monkeypatch)
-    text = bench_gpu.markdown(report)
+    text = markdown(report_of(run))
     assert "share of a copy's rate | at least 0.85 | 0.90 | met, 1.06 of it" in text
     assert "torch's fused | at least 0.7 | 0.35 | missed, 0.50 of it" in text
     # 8 MB at 1 GB/s are 8 ms, a step takes 10.
@@ -160,27 +166,32 @@ def test_targets_say_by_how_much_they_are_met_or_missed(bench_gpu, monkeypatch):
     assert "Left out" not in text
 
 
-def test_what_there_was_no_time_for_is_listed(bench_gpu, monkeypatch):
-    def run(name, folder, workload, started, settings=None):
+def test_what_there_was_no_time_for_is_listed(report_of):
+    from gpu_report import markdown
+
+    def run(name, folder, workload, limit_s, settings):
         if name == "nereid" and settings == {}:
             return FOUND
         return {"error": "no time was left of 480 s"}
 
-    report = report_of(bench_gpu, run, monkeypatch)
-    text = bench_gpu.markdown(report)
+    text = markdown(report_of(run))
     assert "times generate_batch | at least 3 |  | not measured" in text
     assert "- generate_batch: no time was left of 480 s" in text
     assert "- the engine, compiled: no time was left of 480 s" in text
 
 
-def test_a_contestant_is_not_begun_without_time_or_with_a_setting_that_is_not_there(bench_gpu):
-    late = time.monotonic() - bench_gpu._LIMIT_S + 5
-    assert "no time was left" in bench_gpu.run_contestant("nereid", "", {}, late)["error"]
-    found = bench_gpu.run_contestant("nereid", "", {}, time.monotonic(), {"unheard_of": True})
+def test_a_contestant_is_not_begun_without_time_or_with_a_setting_that_is_not_there():
+    from gpu_engine import run
+
+    late = run("nereid", "", {}, time.monotonic() + 5, {})
+    assert late == {"error": "no time was left"}
+    found = run("nereid", "", {}, time.monotonic() + 100, {"unheard_of": True})
     assert found == {"error": "this engine has no setting unheard_of"}
 
 
-def test_checks_that_take_too_long_give_up_what_is_left_of_them(bench_gpu):
+def test_checks_that_take_too_long_give_up_what_is_left_of_them():
+    import bench_gpu
+
     left_out = []
     late = time.monotonic() - bench_gpu._CHECKS_S
     found = bench_gpu.checks(torch.device("cpu"), SimpleNamespace(rehearse=True), late, left_out)

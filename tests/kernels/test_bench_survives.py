@@ -7,6 +7,9 @@ import time
 from types import SimpleNamespace
 
 import bench_gpu
+import gpu_engine
+import gpu_report
+import programs
 import pytest
 import torch
 from gpu_kernels import KernelError
@@ -72,23 +75,23 @@ def test_without_the_rate_of_a_copy_what_is_compared_with_it_is_not_judged(kept)
     assert code == 0
     assert report["decode"][0]["milliseconds"] > 0
     assert "the rate of a copy: OutOfMemoryError" in text
-    assert bench_gpu.Target("share of it", report["decode"][0]["share"], 0.85).ratio is None
+    assert gpu_report.Target("share of it", report["decode"][0]["share"], 0.85).ratio is None
 
 
 def engine(monkeypatch, make_model, shapes):
-    monkeypatch.setattr(bench_gpu, "make_model", make_model)
-    monkeypatch.setattr(bench_gpu, "shapes_for", lambda *_: shapes)
-    monkeypatch.setattr(bench_gpu, "run_contestant", lambda *_: {"error": "nothing is run here"})
+    monkeypatch.setattr(gpu_engine, "make_model", make_model)
+    monkeypatch.setattr(gpu_engine, "shapes_for", lambda *_: shapes)
+    monkeypatch.setattr(gpu_engine, "run_contestant", lambda *_: {"error": "nothing is run here"})
     left_out = []
     args = SimpleNamespace(rehearse=True, folder=None, shape=None)
-    return bench_gpu.engine(CPU, 1e9, args, 0.0, left_out), left_out
+    return gpu_engine.engine(CPU, 1e9, args, time.monotonic() + 100, left_out), left_out
 
 
 def test_where_the_large_model_cannot_be_made_a_smaller_one_is(monkeypatch):
     def make_model(folder, shape, *_):
         if shape == "8b":
-            raise bench_gpu.ModelError("not done after 90 s")
-        return 1_200_000_000, 3.0
+            raise gpu_report.BenchError("not done after 90 s")
+        return {"weights_bytes": 1_200_000_000, "forward_ms": 3.0}
 
     found, left_out = engine(monkeypatch, make_model, ["8b", "0.6b"])
     assert found["shape"] == "0.6b"
@@ -100,8 +103,8 @@ def test_without_any_model_there_is_a_report_without_an_engine(monkeypatch):
     assert found is None
     assert len(left_out) == 1
     report = {"decode": [], "prefill": [], "engine": found}
-    assert [target.verdict for target in bench_gpu.targets(report)] == ["not measured"] * 5
-    assert bench_gpu.engine_lines(found) == []
+    assert [target.verdict for target in gpu_report.targets(report)] == ["not measured"] * 5
+    assert gpu_report.engine_lines(found) == []
 
 
 # Programs, by what they do.
@@ -109,12 +112,12 @@ def test_without_any_model_there_is_a_report_without_an_engine(monkeypatch):
 
 def program(code, limit_s=20.0):
     started = time.monotonic()
-    found = bench_gpu.outcome([sys.executable, "-c", code], limit_s, dict(os.environ))
+    found = programs.outcome([sys.executable, "-c", code], limit_s, dict(os.environ))
     return found, time.monotonic() - started
 
 
 def test_a_result_counts_though_a_thread_does_not_let_its_program_end(monkeypatch):
-    monkeypatch.setattr(bench_gpu, "_ENDING_S", 0.2)
+    monkeypatch.setattr(programs, "_ENDING_S", 0.2)
     found, spent = program(
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(300,)).start()\n"
@@ -168,19 +171,25 @@ def test_a_program_without_a_result_says_how_it_ended(code, error):
 def test_no_contestant_gets_all_the_time_that_is_left(monkeypatch):
     limits = []
     monkeypatch.setattr(
-        bench_gpu, "outcome", lambda command, limit_s, environment: limits.append(limit_s) or {}
+        gpu_engine,
+        "run_contestant",
+        lambda name, path, workload, limit_s, settings: limits.append(limit_s) or {},
     )
-    bench_gpu.run_contestant("nereid", "", {}, time.monotonic() - bench_gpu._LIMIT_S + 100)
-    bench_gpu.run_contestant("nereid", "", {}, time.monotonic() - bench_gpu._LIMIT_S + 12)
+    gpu_engine.run("nereid", "", {}, time.monotonic() + 100, {})
+    gpu_engine.run("nereid", "", {}, time.monotonic() + 12, {})
     assert limits == [pytest.approx(60, abs=5), pytest.approx(10)]
 
 
 @pytest.mark.timeout(600)
 def test_a_model_is_made_in_a_process_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_gpu, "_MODEL_S", 250)
+    monkeypatch.setattr(gpu_engine, "_MODEL_S", 250)
     args = SimpleNamespace(rehearse=True)
-    weights_bytes, forward_ms = bench_gpu.make_model(str(tmp_path), "demo", 16, args)
-    assert (tmp_path / "model.safetensors").stat().st_size > weights_bytes * 0.9
-    assert forward_ms > 0
-    with pytest.raises(bench_gpu.ModelError, match="exit code 2"):
-        bench_gpu.make_model(str(tmp_path), "unheard of", 16, args)
+    made = gpu_engine.make_model(str(tmp_path), "demo", 16, args)
+    assert (tmp_path / "model.safetensors").stat().st_size > made["weights_bytes"] * 0.9
+    assert made["forward_ms"] > 0
+
+
+def test_a_model_that_cannot_be_made_says_why(monkeypatch):
+    monkeypatch.setattr(gpu_engine, "outcome", lambda *_: {"error": "not done after 90 s"})
+    with pytest.raises(gpu_report.BenchError, match="not done after 90 s"):
+        gpu_engine.make_model("", "demo", 16, SimpleNamespace(rehearse=True))

@@ -76,6 +76,7 @@ def reply_of(request: Request, body: GenerationRequest, kind: str) -> Reply:
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        service_tier=body.tier,
     )
 
 

@@ -88,6 +88,7 @@ _RETRY_AFTER = re.compile(r"try again in (\d+) s\b")  # the executor's guess, do
 _UNION_MEMBERS = {"str", "list[str]", "list[dict[str,any]]", "dict[str,any]"}  # pydantic's words
 _OPENING = re.compile(r"^(Input|String) should ")  # of pydantic's messages
 _TENSOR_NAME = re.compile(r"^(text_input|input_ids): ")  # the ensemble's names of `prompt`
+_TOO_LONG = re.compile(r"the limit is \d+ \(max_model_len\)")
 _BLAMED_FIELD = re.compile(r"^([a-z_][A-Za-z0-9_.\[\]]*): ")
 
 
@@ -100,6 +101,10 @@ def to_api_error(error: FrontendError) -> ApiError:
     status, code = _STATUS.get(error.code, (500, "internal_error"))
     message = _TENSOR_NAME.sub("prompt: ", error.message)
     blamed = _BLAMED_FIELD.match(message) if status == 400 else None
+    if status == 400 and _TOO_LONG.search(message):
+        # OpenAI's words besides its code: many clients know the case by either alone.
+        code = "context_length_exceeded"
+        message = f"Input tokens exceed the configured limit: {message}"
     return ApiError(
         status,
         message,

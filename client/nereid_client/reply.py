@@ -18,6 +18,7 @@ class Reply:
         include_usage: whether a last chunk reports the usage.
         continuous_usage: whether every chunk does.
         tokens_as_ids: whether tokens of log-probabilities are written `token_id:17`.
+        service_tier: what served it, where the request asked for a tier.
     """
 
     id: str
@@ -27,16 +28,18 @@ class Reply:
     include_usage: bool = False
     continuous_usage: bool = False
     tokens_as_ids: bool = False
+    service_tier: str | None = None
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
         """An answer or a chunk of this `object` with these choices."""
-        return {
+        frame = {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
         }
+        return frame if self.service_tier is None else frame | {"service_tier": self.service_tier}
 
 
 def usage_of(prompts: Iterable[Iterable[Usage | None]]) -> Json:

@@ -1,5 +1,7 @@
 """What a chat completion may hold besides text: choices, log-probabilities, ids, less reasoning."""
 
+import json
+
 import pytest
 from fakes.echo import token_id_of
 
@@ -159,6 +161,17 @@ async def test_what_stopped_it_is_given_under_both_names(chat, chunks_of):
     assert choice["stop_reason"] == choice["matched_stop"] == "two"
     last = chunks_of(await chat("one two", stop="two", stream=True))[-1]["choices"][0]
     assert last["stop_reason"] == last["matched_stop"] == "two"
+
+
+@pytest.mark.parametrize("asked", ["auto", "default", "flex", "priority"])
+async def test_whatever_tier_is_asked_for_the_answer_tells_the_one_there_is(
+    chat, chunks_of, backend, asked
+):
+    assert (await chat("hi", service_tier=asked)).json()["service_tier"] == "default"
+    chunks = chunks_of(await chat("hi", service_tier=asked, stream=True))
+    assert {chunk["service_tier"] for chunk in chunks} == {"default"}
+    assert "service_tier" not in json.loads(backend.generations[0].chat_request)
+    assert "service_tier" not in (await chat("hi")).json()
 
 
 async def test_reasoning_is_left_out_on_request(chat, chunks_of):

@@ -86,6 +86,35 @@ async def test_every_response_format_is_passed_on(chat, backend, kind):
     assert json.loads(backend.generations[0].chat_request)["response_format"] == kind
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+OTHER_FORMS = [
+    {"type": "json_object", "schema": SCHEMA},
+    {"type": "json_object", "value": SCHEMA},
+    {"type": "json_schema", "schema": SCHEMA, "strict": True},
+]
+
+
+@pytest.mark.parametrize("given", OTHER_FORMS)
+async def test_a_schema_in_the_format_itself_is_not_lost(post, backend, given):
+    told = []
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        messages = [{"role": "user", "content": "a"}]
+        response = await post(path, messages=messages, prompt="a", response_format=given)
+        assert response.status_code == 200, response.text
+        made = backend.generations[-1]
+        told.append(json.loads(made.chat_request or made.sampling_parameters)["response_format"])
+    for form in told:
+        assert form["type"] == "json_schema"
+        assert form["json_schema"]["schema"] == SCHEMA
+        assert form["json_schema"].get("strict") == given.get("strict")
+
+
+async def test_a_schema_in_the_format_itself_must_be_one(chat):
+    response = await chat("hi", response_format={"type": "json_object", "schema": "{}"})
+    error = response.json()["error"]
+    assert error["message"] == 'response_format: schema must be a JSON schema, got "{}"'
+
+
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 

@@ -257,3 +257,19 @@ async def test_a_body_over_the_limit_is_a_413_announced_or_not(connect):
         assert message == f"the body has {size} bytes; the limit is 1000 (max_body_bytes)"
         unannounced = await client.post("/v1/chat/completions", content=pieces())
         assert "more than 1000 bytes" in error_of(unannounced, 413)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+async def test_a_prompt_that_is_too_long_has_openais_code_and_words(connect, path):
+    told = "prompt has 9000 tokens; the limit is 4096 (max_model_len)"
+    asked = f"<fail INVALID_ARGUMENT {told}>"
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": asked}]},
+        "/v1/completions": {"prompt": asked},
+        "/v1/responses": {"input": asked},
+    }
+    async with connect() as client:
+        for stream in (False, True):
+            error = error_of(await client.post(path, json={**bodies[path], "stream": stream}), 400)
+            assert error["code"] == "context_length_exceeded"
+            assert error["message"] == f"Input tokens exceed the configured limit: {told}"

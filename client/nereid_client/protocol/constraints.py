@@ -25,6 +25,27 @@ def check_response_format(value: Mapping[str, Any]) -> None:
         raise ValueError(f"json_schema.schema must be a JSON schema, got {shown(schema)}")
 
 
+def plain_response_format(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The same format in OpenAI's form.
+
+    A schema may also stand in the format itself, as `schema` (llama.cpp) or, of a json_object,
+    `value` (TGI); without this it would go unheeded.
+
+    Raises: ValueError when what stands there is no schema.
+    """
+    names = {"json_object": ("schema", "value"), "json_schema": ("schema",)}
+    given = [name for name in names.get(str(value.get("type")), ()) if value.get(name) is not None]
+    if not given or value.get("json_schema") is not None:
+        return dict(value)
+    schema = value[given[0]]
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"{given[0]} must be a JSON schema, got {shown(schema)}")
+    wrapped: dict[str, Any] = {"name": str(value.get("name") or "answer"), "schema": schema}
+    if value.get("strict") is not None:
+        wrapped["strict"] = value["strict"]
+    return {"type": "json_schema", "json_schema": wrapped}
+
+
 def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
     """Accept none, auto, required, one named function, and OpenAI's allowed_tools.
 

@@ -56,7 +56,6 @@ REFUSED_IN_CHAT = {
     "moderation": Refusal("nothing here judges texts"),
     "prediction": Refusal("not offered; speculation with a given text changes no answer"),
     "store": Refusal("answers are not stored", _OFF),
-    "service_tier": Refusal("all requests have one tier; see priority", ("auto", "default")),
     "verbosity": Refusal("chat templates know no such switch; say it in a message", ("medium",)),
     "prompt_cache_retention": Refusal("cached prefixes go when room is needed", ("in_memory",)),
     "prompt_cache_options": Refusal("cached prefixes go when room is needed"),

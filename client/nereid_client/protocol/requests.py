@@ -14,6 +14,7 @@ from nereid_client.protocol.constraints import (
     check_logit_bias,
     check_response_format,
     check_tool_choice,
+    plain_response_format,
 )
 from nereid_client.protocol.refused import (
     REFUSED,
@@ -27,10 +28,18 @@ from nereid_client.protocol.refused import (
 Prompt = str | tuple[int, ...]
 
 MAX_CHOICES = 64
+ONLY_TIER = "default"
 MAX_LOGPROBS = 20
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")]
 
 _INT64 = 2**63
+_OWN = frozenset(
+    {
+        *("stream_reasoning", "return_tokens_as_token_ids", "request_id", "rid"),
+        "service_tier",
+    }
+)
+"""Fields of a chat's body that the frontend acts on itself."""
 _MAX_TOKEN_ID = 2**31 - 1  # `input_ids` is INT32
 
 
@@ -91,6 +100,7 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     request_id: RequestId | None = None
     rid: RequestId | None = None
+    service_tier: str | None = None
     user: str | None = None
 
     @field_validator("logit_bias")
@@ -102,8 +112,10 @@ class GenerationRequest(BaseModel):
     @field_validator("response_format")
     @classmethod
     def _known_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None:
-            check_response_format(value)
+        if value is None:
+            return None
+        value = plain_response_format(value)
+        check_response_format(value)
         return value
 
     @model_validator(mode="before")
@@ -133,6 +145,11 @@ class GenerationRequest(BaseModel):
     def given_id(self) -> str | None:
         """The request id in the body: vLLM's name of the field, or SGLang's."""
         return self.request_id or self.rid
+
+    @property
+    def tier(self) -> str | None:
+        """The tier that the answer tells of, where one was asked for: there is but one."""
+        return None if self.service_tier is None else ONLY_TIER
 
     @property
     def include_usage(self) -> bool:
@@ -193,10 +210,10 @@ class ChatCompletionRequest(GenerationRequest):
 
         Without nulls, which mean "not given", and without what the frontend does itself.
         """
-        own = ("stream_reasoning", "return_tokens_as_token_ids", "request_id", "rid")
-        return {
-            name: value for name, value in body.items() if value is not None and name not in own
+        given = {
+            name: value for name, value in body.items() if value is not None and name not in _OWN
         }
+        return given | ({"response_format": self.response_format} if self.response_format else {})
 
 
 class CompletionRequest(GenerationRequest):

@@ -9,7 +9,11 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from nereid_client.errors import shown
-from nereid_client.protocol.constraints import check_response_format, check_tool_choice
+from nereid_client.protocol.constraints import (
+    check_response_format,
+    check_tool_choice,
+    plain_response_format,
+)
 from nereid_client.protocol.refused import REFUSED_IN_CHAT, Refusal, refuse
 from nereid_client.protocol.requests import MAX_LOGPROBS, GenerationRequest, StreamOptions
 
@@ -217,7 +221,7 @@ class ResponsesRequest(GenerationRequest):
         if given.get("type") == "text":
             return None
         if given.get("type") != "json_schema":
-            return given
+            return plain_response_format(given)
         schema = {name: value for name, value in given.items() if name != "type"}
         return {"type": "json_schema", "json_schema": schema}
 
@@ -258,7 +262,8 @@ class ResponsesRequest(GenerationRequest):
         }
 
 
-_TRANSLATED = frozenset(ResponsesRequest.__annotations__) - {"parallel_tool_calls"} | {"stream"}
+_TRANSLATED = frozenset(ResponsesRequest.__annotations__) - {"parallel_tool_calls"}
+_TRANSLATED |= {"stream", "service_tier"}
 """Fields that the frontend acts on, or says in a chat completion's words."""
 
 

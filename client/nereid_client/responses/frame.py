@@ -1,5 +1,6 @@
 """What a response object repeats of its request."""
 
+from nereid_client.protocol.requests import ONLY_TIER
 from nereid_client.protocol.responses import Json, ResponsesRequest
 
 
@@ -30,7 +31,7 @@ def frame_of(
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "reasoning": {"effort": request.effort, "summary": reasoning.get("summary")},
-        "service_tier": "default",
+        "service_tier": ONLY_TIER,
         "temperature": request.temperature,
         "text": {"format": request.format},
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,

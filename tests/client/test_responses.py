@@ -473,3 +473,18 @@ async def test_what_is_no_text_is_refused_wherever_it_stands(connect, fields, ba
         response = await client.post("/v1/responses", content=body)
     assert response.status_code == 400
     assert "half a surrogate pair" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("description", ["", None])
+async def test_a_tool_may_have_an_empty_description(respond, backend, description):
+    response = await respond("hi", tools=[TOOL | {"description": description}])
+    assert response.status_code == 200, response.text
+    (tool,) = passed_on(backend)["tools"]
+    assert tool["function"].get("description") == description
+
+
+async def test_a_tool_needs_a_name(respond):
+    for name in ("", None, 3):
+        error = (await respond("hi", tools=[TOOL | {"name": name}])).json()["error"]
+        assert error["param"] == "tools[0].name"
+        assert error["message"].startswith("tools[0].name: must be a string that is not empty")

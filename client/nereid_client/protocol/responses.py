@@ -276,9 +276,11 @@ def _tool(tool: Json, place: str) -> FunctionTool:
     _refuse_within(place, tool, REFUSED_IN_TOOLS)
     for name, types in (("name", str), ("description", str), ("parameters", dict)):
         value = tool.get(name)
-        if (value is None and name == "name") or not isinstance(value, types | None) or value == "":
-            wanted = "an object" if types is dict else "a string that is not empty"
-            raise ValueError(f"{place}.{name}: must be {wanted}, got {shown(value)}")
+        if (not value and name == "name") or not isinstance(value, types | None):
+            wanted = {"name": "a string that is not empty", "parameters": "an object"}
+            raise ValueError(
+                f"{place}.{name}: must be {wanted.get(name, 'a string')}, got {shown(value)}"
+            )
     if not isinstance(tool.get("strict"), bool | None):
         raise ValueError(f"{place}.strict: must be true or false, got {shown(tool['strict'])}")
     return FunctionTool.model_validate(tool)

@@ -37,6 +37,7 @@ from nereid_parsers.format import (
     JsonArguments,
     JsonArray,
     Messages,
+    Opener,
     PythonCalls,
     Reasoning,
     ReasoningGate,
@@ -45,6 +46,7 @@ from nereid_parsers.format import (
     Slot,
     Stage,
     ToolSection,
+    Wrapper,
     pattern,
 )
 
@@ -185,7 +187,10 @@ def _reasoning(
         return []
     begin = part.open.strip()
     marked = {"type": "tag", "begin": begin, "content": free, "end": close}
-    return [optional(sequence(BLANKS, marked, BLANKS))]
+    written = [marked]
+    if part.opener is Opener.MODEL:  # some close at once what they did not open
+        written.append(const(close))
+    return [optional(sequence(BLANKS, one_of(*written), BLANKS))]
 
 
 def _answer(fmt: Format, layout: Sections, request: Request) -> Node:
@@ -200,7 +205,7 @@ def _answer(fmt: Format, layout: Sections, request: Request) -> Node:
     if request.must_call:
         calls = section_tag(layout.tools, request.tools, request.is_single)
         # Templates differ in the blanks around calls, and so do models.
-        return sequence(BLANKS, without_blanks(calls), BLANKS)
+        return sequence(*_empty_content(layout.content), BLANKS, without_blanks(calls), BLANKS)
     if json is not None:
         return one_of(section_tag(layout.tools, request.tools, request.is_single), json)
     return _auto(layout.tools, request)
@@ -212,6 +217,14 @@ def _content(layout: Sections, request: Request) -> Node | None:
     if node is None or wrapper is None:
         return node
     return sequence(const(wrapper.open), node, const(wrapper.close))
+
+
+def _empty_content(wrapper: Wrapper | None) -> list[Node]:
+    """The markers of content with nothing between, which some templates write before calls."""
+    if wrapper is None or not wrapper.open.strip():
+        return []
+    opened, closed = const(wrapper.open.strip()), const(wrapper.close.strip())
+    return [optional(sequence(BLANKS, opened, BLANKS, closed))]
 
 
 def _auto(tools: ToolSection, request: Request) -> Node:

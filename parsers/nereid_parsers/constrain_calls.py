@@ -33,6 +33,9 @@ BLANKS: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 _SPACE: Node = {"type": "regex", "pattern": r"( |\n {0,16})?"}
 _ID: Node = {"type": "regex", "pattern": '"[a-zA-Z0-9_.:-]{1,40}"'}
 _JSON_PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
+_STRING = frozenset({"string"})
+_LIMITS = ("enum", "const", "pattern", "format", "minLength", "maxLength")  # of a string
+_SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
 _MAX_OPTIONAL = 12  # optional arguments after which those in the middle must come in order
 
 
@@ -302,7 +305,7 @@ def _tagged(part: TaggedArguments, tool: ToolSchema) -> Node:
     for key in [*required, *others]:
         node = _tagged_value(part, key, tool.argument(key))
         nodes.append(node if key in required else optional(node))
-    return sequence(*nodes) if nodes else const("")
+    return sequence(*nodes) if nodes else BLANKS
 
 
 def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
@@ -320,17 +323,32 @@ def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) ->
         written = [
             sequence(
                 _opening(one.open, fields),
-                json_schema(schema, excludes=one.close.strip()),
+                _json_or_python(schema, kinds or frozenset(), one.close.strip()),
                 const(one.close),
             )
             for one in (part, *part.also)
         ]
         return one_of(*written)
-    # The text ends at the bare marker, for that is where the parser ends it.
-    end = part.close.strip()
+    opener = opening["value"] if opening["type"] == "const_string" else ""
+    plain = [one for one in part.also if opener and part.open.startswith(one.open)]
+    texts = [_text(_opening(one.open, fields), one.close) for one in (part, *plain)]
+    return one_of(*texts)
+
+
+def _json_or_python(schema: Mapping[str, Any], kinds: frozenset[str], excludes: str) -> Node:
+    """A bare value: as JSON, or where Python has another word for it, with that word."""
+    words = ["True", "False"] * ("boolean" in kinds) + ["None"] * ("null" in kinds)
+    if not words or "enum" in schema or "const" in schema:
+        return json_schema(schema, excludes=excludes)
+    return one_of(json_schema(schema, excludes=excludes), *map(const, words))
+
+
+def _text(opening: Node, closed: str) -> Node:
+    """Text between its tags; it ends at the bare marker, for that is where the parser ends it."""
+    end = closed.strip()
     begin = opening["value"] if opening["type"] == "const_string" else ""
     text = {"type": "tag", "begin": begin, "content": any_text(), "end": end}
-    rest = const(part.close.lstrip()[len(end) :])
+    rest = const(closed.lstrip()[len(end) :])
     return sequence(text, rest) if begin else sequence(opening, text, rest)
 
 
@@ -373,6 +391,8 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
         return one_of(const("True"), const("False"))
     if kinds is not None and "null" in kinds:
         return one_of(const("None"), json_schema({**schema, "type": sorted(kinds - {"null"})}))
+    if kinds == _STRING and not any(word in schema for word in _LIMITS):
+        return one_of(json_schema(schema), {"type": "regex", "pattern": _SINGLE_QUOTED})
     return json_schema(schema)
 
 

@@ -255,7 +255,7 @@ class Call:
 
     open    marker before each call, written form; may be empty.
     head    pattern between `open` and the body: `"{name}<｜tool▁sep｜>"`. Bodies that hold the name
-            themselves have an empty head, all others must show `{name}` in it.
+            themselves have an empty head, all others must show `{name}` in it, each time the same.
     body    see the body parts.
     close   marker behind each call, written form; may be empty.
     id      the call's id, made from the head's fields: `"functions.{name}:{number}"`.
@@ -272,7 +272,9 @@ class Call:
 
     def __post_init__(self) -> None:
         if isinstance(self.body, NAMED_BY_HEAD):
-            _need_pattern("Call.head", self.head, "name")
+            _need_pattern("Call.head", self.head)
+            if not any(part == Slot("name") for part in pattern(self.head)):
+                raise FormatError(f"Call.head: {self.head!r} must show {{name}}")
         elif self.head:
             _need_pattern("Call.head", self.head)
             if any(isinstance(part, Slot) and part.field == "name" for part in pattern(self.head)):

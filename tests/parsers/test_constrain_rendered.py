@@ -1,11 +1,12 @@
 """What a template renders for a message is something its inferred constraint lets through."""
 
+import ast
 import json
 import re
 from collections import defaultdict
 
 import pytest
-from nereid_parsers import analyze_template
+from nereid_parsers import analyze_template, parse
 from parsers.support import conformance
 from parsers.template.support import CALLS, NAMES, TOOLS, Renderer, message_of, source
 
@@ -93,3 +94,59 @@ def test_calls_as_real_templates_render_them_are_let_through(compiler):
                 failed[name].append((case["id"], problem))
     assert {name: found for name, found in failed.items() if name not in UNLIKE} == {}
     assert sum(map(len, failed.values())) <= 0.05 * count
+
+
+FLAGS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "set_flags",
+            "parameters": {
+                "type": "object",
+                "properties": {"on": {"type": "boolean"}, "note": {"type": ["integer", "null"]}},
+                "required": ["on"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "list_all", "parameters": {"type": "object"}}},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        (
+            "tagged_parameters",
+            "<tool_call>\n<function=set_flags>\n<parameter=on>\nTrue\n</parameter>\n"
+            "<parameter=note>\nNone\n</parameter>\n</function>\n</tool_call>",
+            {"on": True, "note": None},
+        ),
+        (
+            "tagged_parameters",
+            "<tool_call>\n<function=list_all>\n\n</function>\n</tool_call>",
+            {},
+        ),
+        (
+            "prompt_or_nothing",
+            '</think><call name="list_all">{}</call>',
+            {},
+        ),
+    ],
+)
+def test_what_models_write_for_the_same_is_let_through_and_read(name, text, arguments, compiler):
+    fmt = analyze_template(source(name)).format
+    prompt = Renderer(source(name)).render([{"role": "user", "content": "Hi"}], FLAGS, prompt=True)
+    tag = fmt.structural_tag(FLAGS, "required", prompt=prompt)
+    assert refused(compiler, tag, text) is None
+    message = parse(text, format=fmt, tools=FLAGS, prompt=prompt)
+    assert [json.loads(call.arguments) for call in message.tool_calls] == [arguments]
+    assert not message.content
+
+
+@pytest.mark.parametrize("value", ["'Gare du Nord'", "'it\\'s \"here\"'", '"Gare"'])
+def test_python_strings_may_stand_in_either_quotes(value, compiler):
+    fmt = analyze_template(source("python_list")).format
+    text = f"<|tool_call_start|>[get_Station(name={value})]<|tool_call_end|>"
+    assert refused(compiler, fmt.structural_tag(TOOLS, "required"), text) is None
+    message = parse(text, format=fmt, tools=TOOLS)
+    assert json.loads(message.tool_calls[0].arguments) == {"name": ast.literal_eval(value)}

@@ -16,6 +16,7 @@ from nereid_parsers.format import (
     BareKeyArguments,
     Call,
     Format,
+    JsonArguments,
     JsonArray,
     JsonObject,
     Keys,
@@ -52,6 +53,24 @@ def test_blanks_are_held_until_it_is_known_whether_a_marker_follows():
 
 def test_a_marker_cut_off_at_the_end_is_text():
     assert parsed(HERMES, "so <tool_c", 1).content == "so <tool_c"
+
+
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_reasoning_closed_twice_leaves_no_marker_in_the_content(size):
+    for text in ("<think>a</think>\n</think>\nb", "<think>a</think></think>b"):
+        message = parsed(QWEN, text, size)
+        assert (message.reasoning, message.content.strip()) == ("a", "b")
+    told = parsed(QWEN, "</think>b", size, prompt="<think>\n\n</think>\n\n")
+    assert (told.reasoning, told.content) == (None, "b")
+    assert parsed(QWEN, "so </think> closes it", size).content == "so </think> closes it"
+
+
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_a_name_that_stands_twice_in_a_head_is_the_same(size):
+    fmt = fmt_of(Call(JsonArguments(), head="to={name}<|m|><do {name}>", close="</do>"))
+    good, bad = "to=f<|m|><do f>{}</do>", "to=f<|m|><do g>{}</do>"
+    assert calls(parsed(fmt, good, size)) == [("f", {})]
+    assert parsed(fmt, bad, size).content == bad
 
 
 def test_feeding_a_finished_parser_is_a_mistake_finishing_twice_is_not():

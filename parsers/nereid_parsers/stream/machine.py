@@ -244,7 +244,9 @@ class Machine(Speech):
         return self.rest
 
     def _reasoning_marker(self, marker: str, act: Act) -> State:
-        at_start = not self.has_spoken and not self.sink.count and not self.has_reasoned
+        is_again = act is Act.CLOSE_REASONING and not self._calls_first  # closed twice
+        at_start = not self.has_spoken and not self.sink.count
+        at_start = at_start and (is_again or not self.has_reasoned)
         behind_marker = act is Act.OPEN_REASONING and self.is_fresh and not self._calls_first
         if not (at_start or behind_marker) or self.reasoning_part is None:
             return self._literal(marker)

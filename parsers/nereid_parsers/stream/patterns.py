@@ -44,6 +44,8 @@ class Pattern:
                     return NEED if size - at < MAX_HEAD else FAIL
                 if end == at and name != "rest":
                     return FAIL
+                if name == "name" and fields.get(name, text[at:end]) != text[at:end]:
+                    return FAIL  # a name that stands twice is the same
                 fields[name] = text[at:end]
                 at = end
             elif literal:

@@ -15,10 +15,15 @@ from typing import Any
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Messages, Reasoning, Sections, Source, Wrapper
-from nereid_parsers.template.content import compare_content
+from nereid_parsers.template.content import compare_content, compare_content_with_call
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.environment import CompiledTemplate
-from nereid_parsers.template.frame import Frame, compare_generation_prompt, turn_markers
+from nereid_parsers.template.frame import (
+    Frame,
+    compare_generation_prompt,
+    headers_behind_results,
+    turn_markers,
+)
 from nereid_parsers.template.limits import Budget
 from nereid_parsers.template.probe import BOS, EOS, Prober, without_marks
 from nereid_parsers.template.proof import Proof, prove
@@ -142,6 +147,9 @@ def _infer(
 ) -> TemplateAnalysis:
     reasoning = find_reasoning(frame)
     wrapper, compared = compare_content(frame, reasoning.part, reasoning.wrapper)
+    if wrapper is None:
+        wrapper, more = compare_content_with_call(frame, reasoning.part)
+        compared += more
     tools = find_tools(frame, reasoning.part, wrapper)
     fmt = _format(frame, reasoning.part, wrapper, tools, notes)
     proofs = prove(fmt, frame, reasoning, tools)
@@ -169,11 +177,14 @@ def _format(
     tools: FoundTools,
     notes: list[str],
 ) -> Format:
-    ends = tuple(dict.fromkeys((*frame.ends, *tools.ends, *frame.inner_headers)))
+    headers = (*frame.inner_headers, *headers_behind_results(frame))
+    ends = tuple(dict.fromkeys((*frame.ends, *tools.ends, *headers)))
+    marks = (*reasoning.opens, *reasoning.closes) if reasoning is not None else ()
+    turn = turn_markers(frame, tuple(mark.strip() for mark in marks))
     source = (Source("inferred from the chat template"),)
     try:
         layout = Sections(reasoning, wrapper, tools.part)
-        return Format("inferred", layout, ends=ends, turn=turn_markers(frame), sources=source)
+        return Format("inferred", layout, ends=ends, turn=turn, sources=source)
     except FormatError as error:
         notes.append(f"the parts found do not make a format: {error}")
         return Format("plain", Sections(), ends=ends, sources=source)

@@ -13,6 +13,7 @@ from nereid_parsers.format import (
 )
 from nereid_parsers.template.difference import MARKER, Row
 from nereid_parsers.template.probe import (
+    FIRST,
     ID_MARK,
     NUMBER_MARK,
 )
@@ -28,12 +29,14 @@ class CallTexts:
     arguments   one call of two arguments.
     number      one call whose argument is the number 41.
     two         two calls of one argument each; "" where only one can be made.
+    signs       one call whose argument is SIGNS: text with a line break and signs of markup.
     """
 
     one: str
     arguments: str
     number: str
     two: str
+    signs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ def headed(around: Row, behind_name: str, body: NamedBody) -> tuple[Call, ...]:
         and body.open.startswith(opened.strip())
     ):
         opened, lead = "", opened + lead  # the marker opens arguments too, so it ends no arguments
-    head = f"{escaped(lead)}{{name}}{escaped(behind_name)}"
+    head = f"{escaped(lead)}{{name}}{escaped(behind_name).replace(FIRST, '{name}')}"
     marks = {NUMBER_MARK: "{number}", ID_MARK: "{id}"}
     for mark, slot in marks.items():
         head = head.replace(mark, slot)
@@ -75,7 +78,8 @@ def _split_open(opened: str) -> tuple[str, str]:
     """(marker before the call, what of the head stands before the name)."""
     match = MARKER.match(opened.lstrip())
     if match is None:
-        return "", opened.lstrip() if opened.strip() else ""
+        bare = opened.lstrip()
+        return (opened[: len(opened) - len(bare)], bare) if bare else ("", "")
     lead = len(opened) - len(opened.lstrip()) + match.end()
     rest = opened[lead:]
     end = lead + len(rest) - len(rest.lstrip())

@@ -46,7 +46,7 @@ def read_tagged(texts: CallTexts) -> FoundCalls | None:
         _, ending = cut(rest, OTHER_VALUE)
         around = row(before, separating, ending)
     inner = row(before_key, between, around.item_close)
-    values = _value_tags(texts, inner, before_value)
+    values = _guarded(texts, _value_tags(texts, inner, before_value), before_value)
     around = Row(around.open, around.item_open, inner.close, around.separator, around.close)
     return FoundCalls("tagged arguments", headed(around, inner.open, values), around)
 
@@ -75,6 +75,23 @@ def _value_tags(texts: CallTexts, inner: Row, before_value: str) -> TaggedArgume
         number_close or close,
     )
     return TaggedArguments(plain.open, close, also=(other,))
+
+
+def _guarded(texts: CallTexts, values: TaggedArguments, before_value: str) -> TaggedArguments:
+    """The tags with the marks in which texts that hold signs stand, if they stand in any."""
+    if not in_order(texts.signs, FIRST, KEY, VALUE, OTHER_VALUE):
+        return values
+    before_text, rest = cut(cut(texts.signs, KEY)[1], VALUE)
+    behind_text, usual = cut(rest, OTHER_VALUE)[1], cut(cut(texts.one, KEY)[1], VALUE)[1]
+    mark = before_text.removeprefix(before_value)
+    if not mark.strip() or not before_text.startswith(before_value):
+        return values
+    closing = behind_text.removesuffix(usual)
+    if not closing.strip() or closing == behind_text:
+        return values
+    plain = TaggedArguments(values.open, values.close)
+    open_, close = values.open + escaped(mark), closing + values.close
+    return TaggedArguments(open_, close, also=(plain, *values.also))
 
 
 def _unlike_end(text: str, usual: str) -> str:

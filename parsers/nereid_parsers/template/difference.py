@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 # A token is never cut: `<|im_end|>`, `[TOOL_CALLS]`, a word, a fence, one blank, one other sign.
 _TOKEN = re.compile(
-    r"<[^<>\s][^<>\n]*>?|\[/?[A-Z][A-Z_ ]*\]|[\[\]]\w*~!?\w*[\[\]]|◁[^◁▷\n]*▷|```|\w+|\s|.",
+    r"<[^<>\s][^<>\n]*>?|\[/?[A-Z][A-Z_ ]*\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
+    r"|◁[^◁▷\n]*▷|```|\w+|\s|.",
     re.DOTALL,
 )
-MARKER = re.compile(r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|[\[\]]\w*~!?\w*[\[\]]|◁[^◁▷\n]*▷")
+MARKER = re.compile(
+    r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
+    r"|◁[^◁▷\n]*▷"
+)
 _PAIRS = (
     ("START", "END"), ("BEGIN", "END"), ("begin", "end"), ("start", "end"),
     ("prefix", "suffix"), ("open", "close"), ("◁", "◁/"),
@@ -107,6 +111,8 @@ def mirrored(marker: str) -> list[str]:
         found.append("<" + marker[2:-1] + "|>")
     if marker.startswith("["):
         found.append("[/" + marker[1:])
+    if marker.startswith("[|"):
+        found.append("[|/" + marker[2:])
     if marker.startswith(("<|", "<｜")):
         found += [marker[:2] + "/" + marker[2:], "</" + marker[1:]]
     found += [marker.replace(one, other) for one, other in _PAIRS if one in marker]

@@ -193,10 +193,25 @@ def _without_opened(header: str, answers: list[str]) -> str:
     return header
 
 
-def turn_markers(frame: Frame) -> tuple[str, ...]:
+def headers_behind_results(frame: Frame) -> tuple[str, ...]:
+    """The header, if behind a tool's result answers have it, but the prompt does not write it."""
+    header = frame.header.strip()
+    prompt = frame.prober.text(Scene(prompt=True, tools=True, after_tool=True))
+    if not markers(header) or prompt is None or RESULT not in prompt:
+        return ()
+    if header in after(prompt, RESULT):
+        return ()
+    turns = (Turn(CONTENT), Turn(calls=ONE))
+    texts = [frame.prober.text(Scene(turn, tools=True, after_tool=True)) for turn in turns]
+    shown = (text is not None and header in after(text, RESULT) for text in texts)
+    return (header,) if any(shown) else ()
+
+
+def turn_markers(frame: Frame, thinking: tuple[str, ...] = ()) -> tuple[str, ...]:
     """What opens the model's turn in any prompt; () where one kind of prompt shows nothing.
 
-    Behind a tool's result some templates write no header; what they write there counts too.
+    Behind a tool's result some templates write no header; what they write there counts too, but
+    for the markers of reasoning (`thinking`): those are the answer's.
     """
     header = frame.header.strip()
     while end := next((end for end in frame.ends if header.startswith(end)), ""):
@@ -209,5 +224,7 @@ def turn_markers(frame: Frame) -> tuple[str, ...]:
     rest = after(text, RESULT)
     if header in rest:
         return (header,)
+    while mark := next((mark for mark in thinking if rest.rstrip().endswith(mark)), ""):
+        rest = rest.rstrip().removesuffix(mark)
     found = markers(rest)
     return (header, found[-1]) if found and rest.rstrip().endswith(found[-1]) else ()

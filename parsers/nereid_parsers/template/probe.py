@@ -22,6 +22,7 @@ RESULT = "Bilby measured 42 degrees."
 FIRST, SECOND = "zqFirstTool", "zqSecondTool"
 KEY, OTHER_KEY = "zqKeyOne", "zqKeyTwo"
 VALUE, OTHER_VALUE = "zqValueOne", "zqValueTwo"
+SIGNS = f"{VALUE}\n<&> {OTHER_VALUE}"
 EOS = "<|zq-end-of-sequence|>"
 BOS = "<|zq-begin-of-sequence|>"
 NUMBER_MARK = "\ue010"  # stands for a call's running number in what was rendered

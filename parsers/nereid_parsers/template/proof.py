@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nereid_parsers.events import Message
-from nereid_parsers.format import Format
+from nereid_parsers.format import Format, Reasoning
 from nereid_parsers.stream.parser import parse
 from nereid_parsers.template.frame import Frame
 from nereid_parsers.template.probe import (
     CONTENT,
     ONE,
+    RESULT,
     TOOLS,
     ProbeCall,
     Scene,
     Turn,
+    drop_common_end,
     without_marks,
 )
 from nereid_parsers.template.reasoning import FoundReasoning
@@ -48,6 +50,9 @@ def prove(fmt: Format, frame: Frame, reasoning: FoundReasoning, tools: FoundTool
         scenes.append(("two calls", Scene(Turn(calls=TWO), tools=True)))
     if tools.with_content:
         scenes.append(("content and a call", Scene(Turn(CONTENT, calls=ONE), tools=True)))
+    if tools.form != "none":
+        behind = Scene(Turn(CONTENT), tools=True, after_tool=True)
+        scenes.append(("content behind a result", behind))
     found = []
     for name, scene in scenes:
         text, prompt = _output(frame, reasoning, scene)
@@ -59,7 +64,9 @@ def prove(fmt: Format, frame: Frame, reasoning: FoundReasoning, tools: FoundTool
 
 def _output(frame: Frame, reasoning: FoundReasoning, scene: Scene) -> tuple[str | None, str]:
     """(what the model would write, the prompt before it)."""
-    asking = Scene(None, True, scene.tools, switches=scene.switches, system=scene.system)
+    asking = replace(scene, turn=None, prompt=True)
+    if scene.after_tool:
+        return _continued(frame, reasoning.part, scene, asking)
     prompt, body = frame.prober.text(asking), frame.body(scene)
     if prompt is None or body is None:
         return None, ""
@@ -68,11 +75,27 @@ def _output(frame: Frame, reasoning: FoundReasoning, scene: Scene) -> tuple[str 
     if opened and body.lstrip().startswith(opened):
         body = body.lstrip()[len(opened) :]
     part = reasoning.part
+    if part is not None and opened.endswith(part.close.strip()):
+        body = body.lstrip().removeprefix(part.close.strip())  # both write an empty block's end
     if part is None or part.close.strip() in opened or part.close.strip() in body:
         return body, prompt
     if opened.endswith(part.open.strip()):  # the prompt made it think, the message did not
         return f"{part.close}{body}", prompt
     return body, prompt
+
+
+def _continued(
+    frame: Frame, part: Reasoning | None, scene: Scene, asking: Scene
+) -> tuple[str | None, str]:
+    """The same where the prompt is the very beginning of what is rendered; else nothing."""
+    prompt, whole = frame.prober.text(asking), frame.prober.text(scene)
+    if prompt is None or whole is None or RESULT not in prompt or not whole.startswith(prompt):
+        return None, ""
+    text = frame.without_end(drop_common_end(whole[len(prompt) :], frame.trail))
+    is_open = part is not None and prompt.rstrip().endswith(part.open.strip())
+    if part is not None and is_open and part.close.strip() not in text:
+        text = part.close + text  # the prompt made it think, the message did not
+    return without_marks(text), without_marks(prompt)
 
 
 def _differences(turn: Turn, got: Message) -> list[str]:

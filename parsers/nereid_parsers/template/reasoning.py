@@ -96,7 +96,7 @@ def compare_reasoning_presence(frame: Frame, found: FoundReasoning) -> None:
     if not opened:
         found.undecided.append(f"R1: {closed!r} closes reasoning, but nothing opens it")
         return
-    found.part = Reasoning(opened, closed, also_open=_last_alone(opened))
+    found.part = Reasoning(opened, closed, also_open=_last_alone(opened, closed + frame.header))
     rest = between[len(closed) :].replace(frame.header.strip() or "\0", "")
     found.wrapper = _wrapper(rest, behind) if stop == CONTENT else None
     if frame.header.strip() and frame.header.strip() in between:
@@ -176,10 +176,10 @@ def _last_marker(before: str) -> str:
     return before[len(lead.rstrip()) :]
 
 
-def _last_alone(opened: str) -> tuple[str, ...]:
-    """The last of several markers that open reasoning, if it is enough to know it by."""
+def _last_alone(opened: str, others: str) -> tuple[str, ...]:
+    """The last of several markers that open reasoning, if it stands in no other marking."""
     seen = markers(opened)
-    if len(seen) < 2 or not opened.rstrip().endswith(seen[-1]) or "sep" in seen[-1]:
+    if len(seen) < 2 or not opened.rstrip().endswith(seen[-1]) or seen[-1] in others:
         return ()
     return (seen[-1],)
 

@@ -21,6 +21,7 @@ from nereid_parsers.template.probe import (
     OTHER_KEY,
     OTHER_VALUE,
     SECOND,
+    SIGNS,
     TWO_ARGUMENTS,
     VALUE,
     ProbeCall,
@@ -67,6 +68,7 @@ def find_tools(frame: Frame, reasoning: Reasoning | None, wrapper: Wrapper | Non
         _calls_text(frame, reasoning, wrapper, (ProbeCall(arguments=TWO_ARGUMENTS),)),
         _calls_text(frame, reasoning, wrapper, (ProbeCall(arguments=((KEY, 41),)),)),
         compare_two_calls(frame, reasoning, wrapper, found),
+        _calls_text(frame, reasoning, wrapper, (ProbeCall(arguments=((KEY, SIGNS),)),)),
     )
     compare_names(frame, found)
     compare_arguments(frame, found)
@@ -88,11 +90,20 @@ def _calls_text(
     if body is None:
         return ""
     text = without_reasoning(body, reasoning)
-    if wrapper is not None and wrapper.open.strip() and not wrapper.close:
-        bare = text.lstrip()
-        if bare.startswith(wrapper.open.strip()):
-            text = bare[len(wrapper.open.strip()) :]
-    return text
+    return text if wrapper is None else _without_wrapper(text, wrapper)
+
+
+def _without_wrapper(text: str, wrapper: Wrapper) -> str:
+    """Text without the marker, or the empty pair of markers, of content at its start."""
+    opened, closed = wrapper.open.strip(), wrapper.close.strip()
+    bare = text.lstrip()
+    if not opened or not bare.startswith(opened):
+        return text
+    bare = bare[len(opened) :]
+    if not closed:
+        return bare
+    bare = bare.lstrip()
+    return bare[len(closed) :] if bare.startswith(closed) else text
 
 
 def compare_call_presence(
@@ -134,12 +145,13 @@ def compare_names(frame: Frame, found: FoundTools) -> None:
 
 
 def compare_arguments(frame: Frame, found: FoundTools) -> None:
-    """T4 to T6: none and one argument, one and two, one key and another, text and a number."""
+    """T4 to T7b: none and one argument, one and two, another key, a number, text with signs."""
     changes = (
         ("T4 no argument", "an argument less", ()),
         ("T5 two arguments", "a second argument", TWO_ARGUMENTS),
         ("T6 key and value", "another key and value", ((OTHER_KEY, OTHER_VALUE),)),
         ("T7 type", "a number instead of text", ((KEY, 41),)),
+        ("T7b signs", "text with a line break and signs", ((KEY, SIGNS),)),
     )
     left = frame.prober.text(calls_scene(ONE)) or ""
     for name, changed, arguments in changes:
@@ -187,7 +199,7 @@ def mark_counters(texts: CallTexts) -> CallTexts:
     """Replace numbers that count the calls, before or behind a name: `0 NAME`, `NAME index=0`."""
     before, behind = _counter_distances(texts.two)
     marked = []
-    for text in (texts.one, texts.arguments, texts.number, texts.two):
+    for text in (texts.one, texts.arguments, texts.number, texts.two, texts.signs):
         for name in (SECOND, FIRST):
             at = text.find(name)
             if at < 0:
@@ -230,7 +242,8 @@ def compare_content_before_call(frame: Frame, found: FoundTools) -> None:
     finding = "content comes first"
     if frame.header.strip() and frame.header.strip() in between:
         finding = "content and calls are turns of their own"
-        frame.inner_headers = (frame.header.strip(),)
+        ended = markers(between[: between.find(frame.header.strip())])[:1]
+        frame.inner_headers = (frame.header.strip(), *ended)
     found.comparisons.append(
         Comparison("T8 content before a call", "content", left, right, finding)
     )

@@ -13,6 +13,7 @@ from parsers.template.support import (
     NAMES,
     TOOLS,
     Renderer,
+    Written,
     message_of,
     source,
 )
@@ -101,6 +102,28 @@ def test_other_messages_come_back_as_they_were_put(name, size, analyses):
         got = streamed(analysis.format, written, size)
         assert (got.content or "").strip().removesuffix("</s>") == put.get("content", "")
         assert [(call.name, json.loads(call.arguments)) for call in got.tool_calls] == list(
+            put.get("calls", ())
+        )
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"no_switch_prompt", "parts_only"}))
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_an_answer_behind_a_tools_result_comes_back(name, size, analyses):
+    analysis, renderer = analyses[name], Renderer(source(name))
+    if analysis.supports.calls == "none":
+        pytest.skip("this template makes no calls")
+    call = message_of(calls=CALLS[:1], supports=analysis.supports)
+    identity = call["tool_calls"][0]["id"]
+    result = {"role": "tool", "tool_call_id": identity, "name": CALLS[0][0], "content": "Open."}
+    history = [{"role": "user", "content": "Is it open?"}, call, result]
+    for put in ({"content": "It is."}, {"calls": CALLS[1:2]}):
+        prompt = renderer.render(history, TOOLS, prompt=True)
+        whole = renderer.render([*history, message_of(**put, supports=analysis.supports)], TOOLS)
+        if not whole.startswith(prompt):
+            continue
+        got = streamed(analysis.format, Written(prompt, whole[len(prompt) :]), size)
+        assert (got.content or "").strip().removesuffix("</s>") == put.get("content", "")
+        assert [(c.name, json.loads(c.arguments)) for c in got.tool_calls] == list(
             put.get("calls", ())
         )
 

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.anyio
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Bern"}}</tool_call>'
 MARKUP = f"<think>it asks</think>let me look{CALL}{CALL}"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+TURN = [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 LOGPROBS = ["message.output_text.logprobs"]
 
 
@@ -488,3 +489,25 @@ async def test_a_tool_needs_a_name(respond):
         error = (await respond("hi", tools=[TOOL | {"name": name}])).json()["error"]
         assert error["param"] == "tools[0].name"
         assert error["message"].startswith("tools[0].name: must be a string that is not empty")
+
+
+@pytest.mark.parametrize("asked", [{"summary": "auto"}, {"generate_summary": "detailed"}])
+async def test_reasoning_stands_in_the_summary_where_one_is_asked_for(respond, asked):
+    fields = {"tools": [TOOL], "reasoning": asked}
+    whole = (await respond(MARKUP, **fields)).json()
+    assert whole["output"][0]["summary"] == [{"type": "summary_text", "text": "it asks"}]
+    assert whole["output"][0]["content"] == []
+    assert whole["reasoning"]["summary"] == next(iter(asked.values()))
+    events = events_of(await respond(MARKUP, stream=True, **fields))
+    final = StreamCheck().run(events)
+    assert final["output"][0]["summary"] == whole["output"][0]["summary"]
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds.count("reasoning_summary_part.added") == 1
+    assert kinds.count("reasoning_summary_text.delta") > 1
+    assert not any(kind.startswith("reasoning_text") for kind in kinds)
+
+
+async def test_reasoning_in_a_summary_is_read_when_it_comes_back(respond, backend):
+    whole = (await respond(MARKUP, reasoning={"summary": "auto"})).json()
+    await respond([{"role": "user", "content": "a"}, whole["output"][0], *TURN])
+    assert passed_on(backend)["messages"][1]["reasoning"] == "it asks"

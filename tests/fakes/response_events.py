@@ -70,7 +70,7 @@ class StreamCheck:
             assert not self.items
 
     def _of_item(self, kind: str, event: Json, item: _Item) -> None:
-        if kind.startswith("content_part."):
+        if kind.startswith(("content_part.", "reasoning_summary_part.")):
             is_begin = kind.endswith(".added")
             assert item.part == ("none" if is_begin else "added")
             assert item.is_written is not is_begin
@@ -94,6 +94,7 @@ class StreamCheck:
 
 def text_of(item: Json) -> str:
     """What an output item says: its text, or a call's arguments."""
-    text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+    parts = item.get("content") or item.get("summary")
+    text = item["arguments"] if item["type"] == "function_call" else parts[0]["text"]
     assert isinstance(text, str)
     return text

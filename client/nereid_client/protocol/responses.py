@@ -61,11 +61,12 @@ REFUSED_IN_TOOLS = {
     "allowed_callers": Refusal("only the model calls", (["direct"], [])),
     "output_schema": Refusal("what a function gives back is not checked"),
 }
+_NO_SUMMARY = "nothing here sums up; auto and detailed give the whole reasoning as the summary"
 _REFUSED_IN_REASONING = {
     "mode": Refusal("there is one mode", ("standard",)),
     "context": Refusal("the chat template decides what earlier reasoning is read", ("auto",)),
-    "summary": Refusal("nothing here sums up; reasoning comes whole, as reasoning_text", ("auto",)),
-    "generate_summary": Refusal("nothing here sums up; reasoning comes whole", ("auto",)),
+    "summary": Refusal(_NO_SUMMARY, ("auto", "detailed")),
+    "generate_summary": Refusal(_NO_SUMMARY, ("auto", "detailed")),
 }
 _REFUSED_IN_TEXT = {"verbosity": REFUSED_IN_CHAT["verbosity"]}
 
@@ -198,6 +199,13 @@ class ResponsesRequest(GenerationRequest):
     def effort(self) -> Any:  # noqa: ANN401 - as sent
         """How much the model shall think, None when nothing is said."""
         return (self.reasoning or {}).get("effort")
+
+    @property
+    def summary(self) -> str | None:
+        """As what kind of summary reasoning is wanted; None: as its text."""
+        given = self.reasoning or {}
+        asked = given.get("summary") or given.get("generate_summary")
+        return None if asked is None else str(asked)
 
     @property
     def wants_logprobs(self) -> bool:

@@ -52,6 +52,11 @@ class Answer:
         return self.status not in ("queued", "in_progress")
 
     @property
+    def _is_summary_wanted(self) -> bool:
+        """Whether reasoning is asked for as a summary, which is where many clients look for it."""
+        return (self.frame.get("reasoning") or {}).get("summary") is not None
+
+    @property
     def output(self) -> list[Json]:
         """The items so far."""
         written = [] if self._open is None else [self._open.item("in_progress")]
@@ -120,7 +125,8 @@ class Answer:
         events = []
         written = self._open
         if not isinstance(written, Text) or written.is_reasoning != is_reasoning:
-            written = Text(len(self._done) + (self._open is not None), is_reasoning)
+            index = len(self._done) + (self._open is not None)
+            written = Text(index, is_reasoning, is_reasoning and self._is_summary_wanted)
             events += self._begin(written)
         logprobs = [] if is_reasoning else chat_logprobs(taken)["content"]
         return [*events, self._numbered(written.add(text, logprobs))]

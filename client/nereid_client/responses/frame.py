@@ -16,7 +16,6 @@ def frame_of(
         created: Unix time in seconds.
         is_kept: whether it can be asked for again.
     """
-    reasoning = request.reasoning or {}
     return {
         "id": response_id,
         "object": "response",
@@ -30,7 +29,7 @@ def frame_of(
         "max_tool_calls": request.max_tool_calls,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "reasoning": {"effort": request.effort, "summary": reasoning.get("summary")},
+        "reasoning": {"effort": request.effort, "summary": request.summary},
         "service_tier": ONLY_TIER,
         "temperature": request.temperature,
         "text": {"format": request.format},

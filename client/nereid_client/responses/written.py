@@ -38,10 +38,12 @@ class Text:
 
     Attributes:
         is_reasoning: which of the two.
+        is_summary: whether reasoning stands in the item's `summary`, not in its `content`.
     """
 
     index: int
     is_reasoning: bool
+    is_summary: bool = False
     id: str = ""
     _pieces: list[str] = field(default_factory=list)
     _logprobs: list[Json] = field(default_factory=list)
@@ -62,11 +64,11 @@ class Text:
 
     def opening(self) -> list[Json]:
         """See `Written`."""
-        empty = Text(self.index, self.is_reasoning, self.id)._part()
+        empty = Text(self.index, self.is_reasoning, self.is_summary, self.id)._part()
         begun = self._item("in_progress", [])
         return [
             {"type": "response.output_item.added", "output_index": self.index, "item": begun},
-            {"type": "response.content_part.added", **self._place, "part": empty},
+            {"type": f"{self._kind_of_part}.added", **self._place, "part": empty},
         ]
 
     def closing(self, status: str) -> list[Json]:
@@ -78,22 +80,29 @@ class Text:
         item = self.item(status)
         return [
             done,
-            {"type": "response.content_part.done", **self._place, "part": part},
+            {"type": f"{self._kind_of_part}.done", **self._place, "part": part},
             {"type": "response.output_item.done", "output_index": self.index, "item": item},
         ]
 
     @property
     def _kind(self) -> str:
+        if self.is_summary:
+            return "response.reasoning_summary_text"
         return "response.reasoning_text" if self.is_reasoning else "response.output_text"
 
     @property
+    def _kind_of_part(self) -> str:
+        return "response.reasoning_summary_part" if self.is_summary else "response.content_part"
+
+    @property
     def _place(self) -> Json:
-        return {"item_id": self.id, "output_index": self.index, "content_index": 0}
+        part = "summary_index" if self.is_summary else "content_index"
+        return {"item_id": self.id, "output_index": self.index, part: 0}
 
     def _part(self) -> Json:
         text = "".join(self._pieces)
         if self.is_reasoning:
-            return {"type": "reasoning_text", "text": text}
+            return {"type": "summary_text" if self.is_summary else "reasoning_text", "text": text}
         return {
             "type": "output_text",
             "text": text,
@@ -101,11 +110,12 @@ class Text:
             "logprobs": list(self._logprobs),
         }
 
-    def _item(self, status: str, content: list[Json]) -> Json:
-        if self.is_reasoning:
-            kind: Json = {"type": "reasoning", "summary": []}
-        else:
-            kind = {"type": "message", "role": "assistant"}
+    def _item(self, status: str, parts: list[Json]) -> Json:
+        if not self.is_reasoning:
+            kind: Json = {"type": "message", "role": "assistant"}
+            return {"id": self.id, **kind, "status": status, "content": parts}
+        summary, content = (parts, []) if self.is_summary else ([], parts)
+        kind = {"type": "reasoning", "summary": summary}
         return {"id": self.id, **kind, "status": status, "content": content}
 
 

@@ -27,6 +27,7 @@ SOURCES = (
     Path(__file__).with_name("cpu_prefill.cpp"),
     Path(__file__).with_name("cpu_shim.cpp"),
     Path(__file__).parents[1] / "execution" / "cpu_linear.cpp",
+    Path(__file__).parents[1] / "execution" / "cpu_logits.cpp",
 )
 _HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))
 # What cpu_shim.cpp calls.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels for CPUs as they are called: from Python (cpu.py, native_linear.py) and from compiled models
-// (cpu_shim.cpp).
+// The kernels for CPUs as they are called: from Python (cpu.py, native_linear.py, native_logits.py) and from compiled
+// models (cpu_shim.cpp).
 //
 // Layout for block b and key-value head h (block_size a multiple of 16):
 //
@@ -88,6 +88,23 @@ int nereid_has_linear();
 // for bfloat16. Layout of weights: cpu_linear.cpp.
 void nereid_linear(int is_bfloat16, const void* weight, const void* bias, const void* x, void* out, int64_t num_rows,
                    int64_t dim, int64_t num_outputs, int num_threads);
+
+// Rows of logits, bfloat16 or float32, [num_rows][size], stride numbers apart: cpu_logits.cpp.
+//
+// The first of each row's tokens with the largest logit, and the logarithm of the sum of exponentials, which is no
+// number where a logit is none or plus infinity.
+void nereid_read_logits(int is_bfloat16, const void* logits, int64_t num_rows, int64_t stride, int64_t size,
+                        int64_t* likeliest, float* logsumexp, int num_threads);
+
+// A token of each row, drawn with probabilities proportional to exp(scale logit) by a number in [0, 1), which is a
+// share of them cumulated in the order of the vocabulary. Any token, where logits are no numbers.
+void nereid_draw(int is_bfloat16, const void* logits, int64_t num_rows, int64_t stride, int64_t size,
+                 const float* scales, const double* uniform, int64_t* tokens, int num_threads);
+
+// The width likeliest tokens of each row with their probabilities, the likeliest first, [num_rows][width]; where fewer
+// are within reach, token 0 with a probability of 0 stands for the others.
+void nereid_likeliest(int is_bfloat16, const void* logits, int64_t num_rows, int64_t stride, int64_t size,
+                      const float* scales, int64_t width, int64_t* tokens, float* probs, int num_threads);
 
 // A linear layer with weights [num_tiles][dim][16]: x [num_rows][dim] to out [num_rows][num_tiles * 16].
 void nereid_linear_int8(const int8_t* weight, const float* scales, const float* x, float* out, int64_t num_rows,

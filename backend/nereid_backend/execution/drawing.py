@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nereid_backend.execution import native_logits
 from nereid_backend.execution.transfer import upload
 from nereid_backend.execution.verify import Position
 
@@ -87,8 +88,8 @@ class Doubt(NamedTuple):
 def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Draw one token a row: temperature, then min_p, top_k and top_p, then the random number.
 
-    Shapes: logits [n, vocab_size] float32; returns [n] int64. Rows of logits that are not finite
-    give any token.
+    Shapes: logits [n, vocab_size], any float dtype; returns [n] int64. Rows of logits that are not
+    finite give any token.
     """
     return draw_or_doubt(logits, batch, defers=False)[0]
 
@@ -97,31 +98,39 @@ def draw_or_doubt(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, Doubt | None]:
     """What `draw` does; if it defers, some rows of the result may be in doubt."""
-    if (batch.temperature != 1).any():
-        logits = logits / _column(batch.temperature, logits)
-    probs = logits.softmax(-1)
-    vocab_size = logits.shape[1]
-    is_filtered = (batch.top_p < 1) | ((batch.top_k > 0) & (batch.top_k < vocab_size))
+    is_cut = (batch.top_k > 0) & (batch.top_k < logits.shape[1])
+    is_filtered = is_cut | (batch.top_p < 1) | (batch.min_p > 0)
     if not is_filtered.any():
-        return _draw_from_all(probs, batch), None
+        return _draw_unfiltered(logits, batch), None
     rows = np.flatnonzero(is_filtered)
     if is_filtered.all():
-        token_ids, is_known = _draw_filtered(probs, batch, defers=defers)
+        token_ids, is_known = _draw_filtered(logits, batch, defers=defers)
         return token_ids, None if is_known is None else Doubt(rows, is_known)
-    token_ids = probs.new_empty(len(probs), dtype=torch.int64)
-    index = upload(rows, probs.device)
-    drawn, is_known = _draw_filtered(probs[index], batch.rows(rows), defers=defers)
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    index = upload(rows, logits.device)
+    drawn, is_known = _draw_filtered(logits[index], batch.rows(rows), defers=defers)
     token_ids[index] = drawn
     others = np.flatnonzero(~is_filtered)
-    index = upload(others, probs.device)
-    token_ids[index] = _draw_from_all(probs[index], batch.rows(others))
+    index = upload(others, logits.device)
+    token_ids[index] = _draw_unfiltered(logits[index], batch.rows(others))
     return token_ids, None if is_known is None else Doubt(rows, is_known)
 
 
+def _draw_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Draw from rows of which nothing is left out."""
+    if native_logits.can_read(logits):
+        return native_logits.draw(logits, batch.temperature, batch.uniform)
+    return _pick(_probs(logits, batch), batch)
+
+
+def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    return (logits.float() / _column(batch.temperature, logits)).softmax(-1)
+
+
 def _draw_filtered(
-    probs: Tensor, batch: SamplingBatch, *, defers: bool
+    logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw from rows of which top_k or top_p leaves a part, mostly a few tokens.
+    """Draw from rows of which top_k, top_p or min_p leaves a part, mostly a few tokens.
 
     These are found among a row's likeliest ones; only a row that may have more is looked at whole:
     here, or by the caller if it defers.
@@ -129,13 +138,16 @@ def _draw_filtered(
     Returns:
         Tokens [n] int64, and where the caller must look: [n] bool, false where a row has more.
     """
-    width = min(_LIKELIEST_DEFERRED if defers else _LIKELIEST, probs.shape[1])
-    values, token_ids = probs.topk(width, dim=-1)
-    top_k, top_p = _column(batch.top_k, probs), _column(batch.top_p, probs)
+    width = min(_LIKELIEST_DEFERRED if defers else _LIKELIEST, logits.shape[1])
+    if native_logits.can_read(logits):
+        values, token_ids = native_logits.likeliest(logits, batch.temperature, width)
+    else:
+        values, token_ids = _probs(logits, batch).topk(width, dim=-1)
+    top_k, top_p = _column(batch.top_k, values), _column(batch.top_p, values)
     kth = values.gather(1, top_k.clamp(1, width) - 1)
     cut = torch.maximum(
         torch.where((top_k > 0) & (top_k <= width), kth, 0),
-        values[:, :1] * _column(batch.min_p, probs),
+        values[:, :1] * _column(batch.min_p, values),
     )
     kept = values * (values >= cut)
     # What top_p is a share of: of everything, where nothing was cut, else of what is left. That is
@@ -154,7 +166,7 @@ def _draw_filtered(
     unknown = (~is_known.squeeze(1)).nonzero().squeeze(1)
     if len(unknown) > 0:
         some = batch.rows(unknown.cpu().numpy())
-        chosen[unknown] = _draw_from_all(probs[unknown], some)
+        chosen[unknown] = _draw_from_all(_probs(logits[unknown], some), some)
     return chosen, None
 
 

@@ -168,19 +168,19 @@ class LogitsProcessor:
         """Apply what requests ask.
 
         Args:
-            logits: [n, vocab_size] float32. Not changed.
+            logits: [n, vocab_size], any float dtype. Not changed.
             positions: of the rows of logits.
             wishes: of their requests.
             masks: what the positions' guides allow; None is everything.
 
         Returns:
-            logits itself where nobody asks for anything, else new ones.
+            logits itself where nobody asks for anything, else new ones in float32.
         """
         asking = [i for i, wish in enumerate(wishes) if not wish.is_plain]
         if not asking and all(mask is None for mask in masks):
             return logits
         limits = [_both(wish.allowed, mask) for wish, mask in zip(wishes, masks, strict=True)]
-        logits = with_masks(logits, limits)
+        logits = with_masks(logits.float(), limits)
         if asking:
             self._put_out_of_reach(logits, positions, wishes, asking)
             _add_bias(logits, wishes, asking)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
+from nereid_backend.execution.logsumexp import row_facts
 from nereid_backend.execution.transfer import upload
 
 
@@ -58,7 +59,7 @@ def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
 
 
 def rank_tokens(
-    logits: Tensor, log_softmax: Tensor, token_ids: Tensor, num_top: Sequence[int]
+    logits: Tensor, logsumexp: Tensor, token_ids: Tensor, num_top: Sequence[int]
 ) -> RankedRows:
     """Log-probabilities of one token a row and of the likeliest ones there.
 
@@ -66,21 +67,21 @@ def rank_tokens(
 
     Args:
         logits: [n, vocab_size] float32, the model's own.
-        log_softmax: of logits.
+        logsumexp: [n] float32, of logits.
         token_ids: [n] int64.
         num_top: how many of the likeliest tokens each row wants.
     """
-    own = log_softmax.gather(1, token_ids[:, None])
-    is_likelier = logits > logits.gather(1, token_ids[:, None])
+    own = logits.gather(1, token_ids[:, None])
+    is_likelier = logits > own
     if logits.device.type == "cpu":
         # Row by row it is counted without making integers of everything first.
         ranks = torch.tensor([int(row.count_nonzero()) + 1 for row in is_likelier])
     else:
         ranks = is_likelier.sum(-1) + 1
     width = min(max(num_top), logits.shape[1])
-    top = log_softmax.topk(width, dim=-1)
+    top = logits.topk(width, dim=-1)
     ids = torch.cat((token_ids[:, None], top.indices), dim=1)
-    values = torch.cat((own, top.values), dim=1)
+    values = torch.cat((own, top.values), dim=1) - logsumexp[:, None]
     return RankedRows(ids, values, ranks, num_top)
 
 
@@ -95,7 +96,7 @@ def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[
     found: list[RankedRows] = []
     targets = upload(np.array(token_ids), logits.device)
     for piece in slices(len(token_ids), logits.shape[1], logits.device):
-        rows = logits[piece].float()
-        count = len(rows)
-        found.append(rank_tokens(rows, rows.log_softmax(-1), targets[piece], [num_top] * count))
+        rows = logits[piece]
+        facts, counts = row_facts(rows), [num_top] * len(rows)
+        found.append(rank_tokens(rows.float(), facts.logsumexp, targets[piece], counts))
     return found

@@ -21,6 +21,7 @@ from nereid_backend.execution import gpu_sampling
 from nereid_backend.execution.drawing import Doubt, SamplingBatch, draw_or_doubt
 from nereid_backend.execution.logits import LogitsProcessor, Wishes, why_nothing_is_left
 from nereid_backend.execution.logprobs import RankedRows, rank_tokens, slices
+from nereid_backend.execution.logsumexp import argmax, row_facts
 from nereid_backend.execution.masks import StepMasks, Words
 from nereid_backend.execution.transfer import HostCopy, upload
 from nereid_backend.execution.verify import Position
@@ -73,7 +74,7 @@ class _Part(NamedTuple):
         asking: positions of the piece that ask for log-probabilities.
         ranked: their log-probabilities.
         doubt: where to look again.
-        logits: [n, vocab_size] float32, kept for that.
+        logits: [n, vocab_size], the model's own, kept for that.
     """
 
     piece: _Piece
@@ -195,43 +196,40 @@ class Sampler:
         return Choosing(self, [self._choose(logits, part.piece.rows(rows), defers=False)]).result()
 
     def _choose(self, given: Tensor, piece: _Piece, *, defers: bool) -> _Part:
-        logits = given.float()
         asking = [i for i, p in enumerate(piece.positions) if p.request.params.logprobs is not None]
-        log_softmax = logits
-        if asking or not self.has_kernel:
-            log_softmax = logits.log_softmax(-1)
+        logits = given.float() if self.has_kernel else given
         processed = self._processor.process(logits, piece.positions, piece.wishes, piece.words)
+        facts = row_facts(given) if asking or not self.has_kernel else None
+        doubt, ranked, kept = None, None, None
         if self.has_kernel:
             columns = gpu_sampling.choose(processed, logits, _kernel_settings(piece.positions))
-            token_ids, doubt = columns[0], None
         else:
-            token_ids, doubt = _choose_tokens(processed, piece.positions, defers=defers)
+            assert facts is not None
+            likeliest = facts.likeliest if processed is given else None
+            token_ids, doubt = _choose_tokens(processed, likeliest, piece.positions, defers=defers)
             column = token_ids[:, None]
             is_left = processed.gather(1, column).squeeze(1) > float("-inf")
-            columns = token_ids, log_softmax.gather(1, column).squeeze(1), is_left
-        ranked = None
-        if asking:
+            own = given.gather(1, column).squeeze(1).float()
+            columns = token_ids, own - facts.logsumexp, is_left
+        if facts is not None and asking:
             counts = [piece.positions[i].request.params.logprobs or 0 for i in asking]
-            if len(asking) == len(token_ids):
-                ranked = rank_tokens(logits, log_softmax, token_ids, counts)
-            else:
-                rows = upload(np.array(asking), logits.device)
-                ranked = rank_tokens(logits[rows], log_softmax[rows], token_ids[rows], counts)
-        kept = None
+            rows = upload(np.array(asking), given.device)
+            own, sums, chosen = given[rows].float(), facts.logsumexp[rows], columns[0][rows]
+            ranked = rank_tokens(own, sums, chosen, counts)
         if doubt is not None:
             # The next forward pass may write over what this one gave.
-            kept = logits if given.dtype != logits.dtype else logits.clone()
+            kept = given.clone()
         return _Part(piece, columns, asking, ranked, doubt, kept)
 
 
 def _choose_tokens(
-    logits: Tensor, positions: Sequence[Position], *, defers: bool
+    logits: Tensor, likeliest: Tensor | None, positions: Sequence[Position], *, defers: bool
 ) -> tuple[Tensor, Doubt | None]:
-    """The likeliest token or a random one, as each request wants: [n] int64."""
+    """The likeliest token, if that is not known yet, or a random one, as each wants: [n] int64."""
     random = [i for i, p in enumerate(positions) if not p.request.params.is_greedy]
     if len(random) == len(positions):
         return draw_or_doubt(logits, SamplingBatch.of(positions), defers=defers)
-    token_ids = _argmax(logits)
+    token_ids = argmax(logits) if likeliest is None else likeliest
     if not random:
         return token_ids, None
     index = np.array(random)
@@ -241,13 +239,6 @@ def _choose_tokens(
     if doubt is not None:
         doubt = doubt._replace(rows=index[doubt.rows])
     return token_ids.index_copy(0, rows, drawn), doubt
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    if logits.device.type != "cpu":
-        return logits.argmax(-1)
-    # numpy looks for it with vector instructions: a quarter of torch's time.
-    return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:

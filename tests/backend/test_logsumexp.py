@@ -1,0 +1,90 @@
+"""What is known of a row of logits before a token is chosen."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nereid_backend.execution import native_logits
+from nereid_backend.execution.logsumexp import row_facts
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 5),
+    size=st.one_of(st.integers(1, 70), st.integers(4000, 13000)),
+    height=st.sampled_from([0.0, 0.1, 3.0, 50.0]),
+    share_out=st.sampled_from([0.0, 0.5, 1.0]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_rows_of_any_size_give_the_first_likeliest_token_and_the_logarithm_of_the_sum(
+    dtype, rows, size, height, share_out, threads, seed
+):
+    torch.manual_seed(seed)
+    logits = (torch.randn(rows, size) * height).to(dtype)
+    # Whole stretches are out of reach, as behind a guide; one token is left.
+    is_out = torch.rand(rows, size) < share_out
+    is_out[:, seed % size] = False
+    logits[is_out] = float("-inf")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = row_facts(logits)
+    finally:
+        torch.set_num_threads(before)
+    assert found.likeliest.tolist() == logits.float().argmax(-1).tolist()
+    expected = logits.double().logsumexp(-1)
+    assert (found.logsumexp.double() - expected).abs().max() < 4e-6 * max(1.0, height)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 15, 17, 4095, 4096, 8200])
+def test_of_equal_logits_the_first_is_the_likeliest(dtype, place):
+    logits = torch.zeros(2, 9000, dtype=dtype)
+    logits[0, place] = logits[0, 8500] = 5.0
+    assert row_facts(logits).likeliest.tolist() == [place, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 3, 4100, 8999])
+@pytest.mark.parametrize("others", [0.0, float("-inf")])
+def test_a_row_that_is_no_distribution_has_no_finite_sum_and_its_neighbours_have(
+    dtype, wrong, place, others
+):
+    logits = torch.zeros(3, 9000, dtype=dtype)
+    logits[1] = others
+    logits[1, place] = wrong
+    found = row_facts(logits)
+    assert found.logsumexp.isfinite().tolist() == [True, False, True]
+    assert 0 <= found.likeliest.min() <= found.likeliest.max() < 9000
+
+
+def test_a_row_of_which_nothing_is_left_has_no_finite_sum():
+    assert not row_facts(torch.full((1, 40), float("-inf"))).logsumexp.isfinite()
+
+
+def test_rows_that_lie_apart_are_read_where_they_lie():
+    wide = torch.randn(4, 60)
+    for logits in (wide[:, 3:50], wide[::2, :47], wide.T):
+        found, expected = row_facts(logits), row_facts(logits.contiguous())
+        assert torch.equal(found.likeliest, expected.likeliest)
+        assert torch.equal(found.logsumexp, expected.logsumexp)
+
+
+def test_without_a_compiler_torch_gives_the_same(monkeypatch):
+    logits = torch.randn(3, 5000)
+    native = row_facts(logits)
+    monkeypatch.setattr(native_logits, "_is_available", lambda: False)
+    plain = row_facts(logits)
+    assert torch.equal(native.likeliest, plain.likeliest)
+    torch.testing.assert_close(native.logsumexp, plain.logsumexp)
+
+
+def test_a_row_gives_the_same_bits_alone_and_among_others():
+    logits = torch.randn(7, 9001)
+    among = row_facts(logits).logsumexp
+    for row in range(7):
+        assert torch.equal(row_facts(logits[row : row + 1]).logsumexp, among[row : row + 1])

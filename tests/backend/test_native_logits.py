@@ -1,0 +1,107 @@
+"""Tokens drawn by the kernels that read rows of logits, against torch on whole vocabularies."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nereid_backend.execution import native_logits
+from nereid_backend.execution.drawing import SamplingBatch, draw
+
+DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = pytest.mark.skipif(
+    not native_logits.can_read(torch.ones(1, 1)), reason="there is no C++ compiler"
+)
+
+rows_of_logits = {
+    "dtype": st.sampled_from(DTYPES),
+    "size": st.one_of(st.integers(1, 70), st.integers(4000, 13000)),
+    "height": st.sampled_from([0.0, 0.1, 3.0, 20.0]),
+    "share_out": st.sampled_from([0.0, 0.5, 1.0]),
+    "temperature": st.sampled_from([1e-6, 0.3, 1.0, 1.7]),
+    "seed": st.integers(0, 2**16),
+}
+
+
+def some_logits(dtype, size, height, share_out, seed):
+    torch.manual_seed(seed)
+    logits = (torch.randn(3, size) * height).to(dtype)
+    is_out = torch.rand(3, size) < share_out
+    is_out[:, seed % size] = False
+    logits[is_out] = float("-inf")
+    return logits
+
+
+def probs_of(logits, temperature):
+    # The largest is taken off first: a tiny temperature makes all the others' differences huge.
+    logits = logits.double()
+    return ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+
+
+@given(**rows_of_logits, uniform=st.sampled_from([0.0, 0.2, 0.5, 0.97, 1 - 2**-53]))
+def test_a_draw_is_the_token_at_which_the_cumulated_probabilities_pass_the_random_number(
+    dtype, size, height, share_out, temperature, seed, uniform
+):
+    logits = some_logits(dtype, size, height, share_out, seed)
+    found = native_logits.draw(logits, np.float32([temperature] * 3), np.array([uniform] * 3))
+    probs = probs_of(logits, np.float32(temperature).item())
+    behind = probs.cumsum(-1)
+    for row, token in enumerate(found.tolist()):
+        assert probs[row, token] > 0
+        assert behind[row, token] >= uniform - 1e-5
+        assert behind[row, token] - probs[row, token] <= uniform + 1e-5
+
+
+@given(**rows_of_logits, width=st.integers(1, 64))
+def test_the_likeliest_tokens_come_with_their_probabilities(
+    dtype, size, height, share_out, temperature, seed, width
+):
+    logits = some_logits(dtype, size, height, share_out, seed)
+    width = min(width, size)
+    values, token_ids = native_logits.likeliest(logits, np.float32([temperature] * 3), width)
+    probs = probs_of(logits, np.float32(temperature).item())
+    torch.testing.assert_close(values.double(), probs.topk(width).values, rtol=1e-5, atol=1e-7)
+    is_there = values > 0
+    torch.testing.assert_close(
+        probs.gather(1, token_ids)[is_there], values.double()[is_there], rtol=1e-5, atol=1e-7
+    )
+    for row in range(3):
+        ids = token_ids[row][is_there[row]].tolist()
+        assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_rows_that_are_no_distribution_give_some_token_and_leave_their_neighbours_alone(
+    dtype, wrong
+):
+    logits = torch.zeros(3, 9000, dtype=dtype)
+    logits[1, 4100] = wrong
+    logits[:, 7] = 30.0
+    temperature, uniform = np.ones(3, dtype=np.float32), np.full(3, 0.5)
+    tokens = native_logits.draw(logits, temperature, uniform).tolist()
+    assert tokens[0] == tokens[2] == 7
+    assert 0 <= tokens[1] < 9000
+    _, ids = native_logits.likeliest(logits, temperature, 8)
+    assert ids[0, 0] == ids[2, 0] == 7
+    assert 0 <= ids.min() <= ids.max() < 9000
+
+
+@pytest.mark.parametrize(
+    "wish", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.99, "min_p": 0.01}]
+)
+def test_draws_are_those_that_torch_makes_without_the_kernels(wish, monkeypatch):
+    torch.manual_seed(0)
+    logits = torch.randn(200, 5000) * 4
+    batch = SamplingBatch(
+        np.full(200, 0.8, np.float32),
+        np.full(200, wish.get("top_p", 1.0), np.float32),
+        np.full(200, wish.get("top_k", 0), np.int64),
+        np.full(200, wish.get("min_p", 0.0), np.float32),
+        np.random.default_rng(0).random(200),
+    )
+    native = draw(logits, batch)
+    monkeypatch.setattr(native_logits, "_is_available", lambda: False)
+    plain = draw(logits, batch)
+    # A random number may lie so near to the border of two tokens that rounding decides.
+    assert (native != plain).sum() <= 1

@@ -41,7 +41,7 @@ import storm_asks
 from faults import table
 from grpc_door import GrpcDoor
 from rests import Rests
-from served import Served
+from served import ALONE, Served
 from soak import growing, process_table, server_side
 from storm_asks import Load, door_of
 from traffic import Ask, Asker, Manner, Outcome
@@ -267,9 +267,8 @@ def _rows(storm: Storm, kinds: list[str], part: int) -> list[list[str]]:
 def serve(load: Load) -> Served:
     """The server for a load, not yet started."""
     flags = [f"--served-model-name={storm_asks.MODEL}", "--log-level=warning"]
-    alone = ["--embedding-model=none", "--rerank-model=none"]
     restarts = ["--max-restarts=1000", "--restart-backoff=0"]
-    return Served(environment=load.environment, arguments=[*flags, *alone, *restarts])
+    return Served(environment=load.environment, arguments=[*flags, *ALONE, *restarts])
 
 
 def _blow(args: argparse.Namespace, load: Load, engine: str, num_requests: int) -> tuple[str, bool]:

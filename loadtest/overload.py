@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from light_client import Answer, posted
-from served import Served
+from served import ALONE, Served
 
 _NAME = "scripted"
 _NUM_SEQS = 8
@@ -107,7 +107,7 @@ def serve(folder: Path) -> Served:
         "NEREID_MAX_NUM_SEQS": str(_NUM_SEQS),
         "NEREID_DEFAULT_QUEUE_TIMEOUT_S": str(QUEUE_TIMEOUT_S),
     }
-    flags = ["--log-level=warning", f"--served-model-name={_NAME}"]
+    flags = ["--log-level=warning", f"--served-model-name={_NAME}", *ALONE]
     return Served(environment=environment, arguments=flags)
 
 

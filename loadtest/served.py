@@ -17,6 +17,8 @@ from typing import Self
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _START_TIMEOUT_S = 480.0  # less than a test may take, so that its output is seen
 _PR_SET_PDEATHSIG = 1
+# Flags of a server with the chat model alone: it starts in half the time.
+ALONE = ("--embedding-model=none", "--rerank-model=none")
 _LIBC = ctypes.CDLL(None)
 
 

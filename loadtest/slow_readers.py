@@ -20,7 +20,7 @@ from typing import Any
 
 from cancel_times import open_grpc
 from processes import gauges, sizes
-from served import Served
+from served import ALONE, Served
 
 _MAX_TOKENS = 3000
 _STEP_MS = 5.0
@@ -34,7 +34,7 @@ def serve(folder: Path) -> Served:
     path = folder / "script.json"
     path.write_text(json.dumps(_SCRIPT))
     environment = {"NEREID_ENGINE": "scripted", "NEREID_SCRIPT": str(path)}
-    return Served(environment=environment, arguments=["--log-level=warning"])
+    return Served(environment=environment, arguments=["--log-level=warning", *ALONE])
 
 
 class StalledRelay:

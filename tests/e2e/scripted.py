@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from served import Served
+from served import ALONE, Served
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "demo" / "chat"
@@ -44,4 +44,4 @@ def scripted(model, script, folder, **settings):
         "NEREID_SCRIPT": str(path),
         **{f"NEREID_{name.upper()}": value for name, value in settings.items()},
     }
-    return Served(model, environment=environment, arguments=["--log-level=warning"])
+    return Served(model, environment=environment, arguments=["--log-level=warning", *ALONE])

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import Served, free_ports
+from served import ALONE, Served, free_ports
 
 pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-ALONE = ("--embedding-model=none", "--rerank-model=none")
 
 
 def test_sigterm_stops_everything_and_exits_0():

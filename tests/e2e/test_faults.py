@@ -11,7 +11,7 @@ import psutil
 import pytest
 from e2e.triton_client import ask, tensor
 from fakes.live_frontend import wait_for
-from served import Served
+from served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
@@ -72,10 +72,8 @@ def test_a_server_whose_engine_has_given_up_is_started_again(tmp_path):
         "NEREID_ENGINE": "scripted",
         "NEREID_SCRIPT": str(script),
         "NEREID_MAX_ENGINE_RESTARTS": "0",
-        "NEREID_EMBEDDING_MODEL": "none",
-        "NEREID_RERANK_MODEL": "none",
     }
-    with Served(environment=environment, arguments=["--log-level=warning"]) as running:
+    with Served(environment=environment, arguments=["--log-level=warning", *ALONE]) as running:
         url = running.openai_url + "/completions"
 
         def post(prompt):

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 from e2e.triton_client import ask, chat
-from served import Served
+from served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
@@ -88,7 +88,7 @@ def test_plain_triton_clients_get_the_parts_in_the_delta(served):
 
 def test_parsing_can_be_switched_off():
     off = {"NEREID_REASONING_PARSER": "none", "NEREID_TOOL_PARSER": "none"}
-    with Served(environment=off) as served:
+    with Served(environment=off, arguments=ALONE) as served:
         reply = asyncio.run(ask(served.grpc_url, chat("What is 27 + 45?", temperature=0)))
     assert "".join(delta.get("content", "") for delta in reply.deltas) == reply.text
     assert "</think>" in reply.text

@@ -10,7 +10,7 @@ import pytest
 from e2e.gauges_page import gauge_of, is_busy, is_idle, num_given_up, wait_until_given_up
 from fakes.live_frontend import wait_for
 from fakes.response_events import StreamCheck
-from served import Served
+from served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
@@ -218,7 +218,7 @@ def narrow():
         environment={"NEREID_MAX_NUM_SEQS": "1", "NEREID_MAX_NUM_BATCHED_TOKENS": "4"},
         arguments=[
             *("--log-level=warning", "--drain-timeout=240"),
-            *("--embedding-model=none", "--rerank-model=none"),
+            *ALONE,
         ],
     ) as running:
         yield running

@@ -10,12 +10,12 @@ import processes
 import pytest
 from fakes.live_frontend import wait_for
 from faults import FAULTS, long_requests, measure
-from served import Served
+from served import ALONE, Served
 from traffic import Ask, Asker, asks
 
 pytestmark = pytest.mark.triton
 
-FLAGS = ["--log-level=warning", "--served-model-name=chat", "--restart-backoff=0"]
+FLAGS = ["--log-level=warning", "--served-model-name=chat", "--restart-backoff=0", *ALONE]
 
 
 @pytest.fixture(scope="module")

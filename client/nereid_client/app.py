@@ -77,7 +77,7 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
             allow_origins=settings.origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(middleware.RequestIds)
     return app

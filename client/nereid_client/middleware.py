@@ -50,13 +50,13 @@ class ApiKey:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._expected = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application, or answer 401."""
         if scope["type"] == "http" and _needs_key(scope):
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self._expected):
+            given = _key_of(Headers(scope=scope))
+            if not hmac.compare_digest(given.encode("latin-1"), self._expected):
                 error = ApiError(
                     401,
                     "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'",
@@ -66,6 +66,12 @@ class ApiKey:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _key_of(headers: Headers) -> str:
+    """What a caller shows: a bearer token, or else the header `api-key`, as Azure's clients do."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token if scheme.lower() == "bearer" else headers.get("api-key", "")
 
 
 def _needs_key(scope: Scope) -> bool:

@@ -100,6 +100,25 @@ async def test_with_a_key_only_its_bearer_reaches_the_api(connect):
         assert (await client.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": "bearer s3cret"}, 200),
+        ({"api-key": "s3cret"}, 200),
+        ({"api-key": "wrong"}, 401),
+        ({"api-key": ""}, 401),
+        ({"Authorization": "Bearer wrong", "api-key": "s3cret"}, 401),
+        ({"Authorization": "Bearer "}, 401),
+        ({"Authorization": "Basic s3cret"}, 401),
+        ({"Authorization": "Bearer s3cret s3cret"}, 401),
+        ({"Authorization": "Bearer \u00e9".encode("latin-1")}, 401),
+    ],
+)
+async def test_the_key_comes_as_a_bearer_token_or_as_api_key(connect, headers, status):
+    async with connect(api_key="s3cret") as client:
+        assert (await client.get("/v1/models", headers=headers)).status_code == status
+
+
 async def test_an_allowed_origin_may_call_and_others_may_not(connect):
     async with connect(cors_origins="https://a.example, https://b.example", api_key="k") as client:
         preflight = {
@@ -113,6 +132,17 @@ async def test_an_allowed_origin_may_call_and_others_may_not(connect):
         preflight["Origin"] = "https://c.example"
         refused = await client.options("/v1/chat/completions", headers=preflight)
         assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_a_page_may_read_when_to_come_again(connect, backend):
+    async with connect(cors_origins="https://a.example") as client:
+        backend.is_up = False
+        origin = {"Origin": "https://a.example"}
+        refused = await client.post("/v1/chat/completions", json=HELLO, headers=origin)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    exposed = refused.headers["access-control-expose-headers"].lower()
+    assert {"retry-after", "x-request-id"} <= set(exposed.replace(" ", "").split(","))
 
 
 async def test_without_cors_origins_no_page_is_let_in(connect):

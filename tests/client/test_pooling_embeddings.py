@@ -259,3 +259,72 @@ async def test_pooling_gives_a_vector_a_text_or_a_token(ask):
     assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
     answer = (await ask("/pooling", input=["ab", "c"], task="token_embed")).json()
     assert [item["data"] for item in answer["data"]] == [[[1.0] * 4] * 2, [[1.0] * 4]]
+
+
+async def test_cohere_gets_a_list_for_each_type_of_embedding(ask):
+    kinds = ["float", "base64", "binary", "ubinary"]
+    answer = (
+        await ask("/v2/embed", model="tiny-embed", texts=["abc", ""], embedding_types=kinds)
+    ).json()
+    rows = [vector("abc"), vector("")]
+    assert answer["response_type"] == "embeddings_by_type"
+    assert answer["texts"] == ["abc", ""]
+    assert answer["meta"]["billed_units"] == {"input_tokens": 3}
+    given = answer["embeddings"]
+    assert given["float"] == rows
+    decoded = [np.frombuffer(base64.b64decode(one), "<f4").tolist() for one in given["base64"]]
+    assert decoded == rows
+    assert given["ubinary"] == [[0b11110000], [0b01110000]]
+    assert given["binary"] == [[0b11110000 - 128], [0b01110000 - 128]]
+
+
+@pytest.mark.parametrize(
+    ("input_type", "prompt"),
+    [
+        ("search_query", "query"),
+        ("search_document", "document"),
+        ("clustering", "clustering"),
+        ("classification", None),
+        (None, None),
+    ],
+)
+async def test_coheres_input_type_is_the_models_prompt_of_that_name(
+    ask, pooling, input_type, prompt
+):
+    response = await ask("/v2/embed", texts=["a"], input_type=input_type)
+    assert response.status_code == 200, response.text
+    assert pooling.calls[0].options["prompt_name"] == prompt
+
+
+async def test_cohere_cuts_what_is_too_long_unless_told_otherwise(ask, pooling):
+    assert (await ask("/v2/embed", texts=["b" * 13])).status_code == 200
+    assert pooling.calls[0].options["truncate"] is True
+    refused = problem(await ask("/v2/embed", texts=["b" * 13], truncate="NONE"))
+    assert refused["message"] == "texts: element 0: has 13 tokens; the limit is 12"
+
+
+async def test_coheres_inputs_and_images_are_content_parts(ask, pooling):
+    inputs = [{"content": [{"type": "text", "text": "abc"}]}]
+    answer = (await ask("/v2/embed", inputs=inputs, output_dimension=2)).json()
+    assert answer["embeddings"] == {"float": [vector("abc")[:2]]}
+    assert (await ask("/v2/embed", images=["data:image/png;base64,AAAA"])).status_code == 200
+    assert [json.loads(part) for part in pooling.calls[-1].tensors["parts"]] == [
+        {"image": "data:image/png;base64,AAAA"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "texts"),
+        ({"texts": ["a"], "images": ["b"]}, "images"),
+        ({"texts": []}, "texts"),
+        ({"inputs": [{"content": []}]}, "inputs"),
+        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0]"),
+        ({"texts": ["a"], "truncate": "START"}, "truncate"),
+        ({"texts": ["a"], "output_dimension": 9}, "output_dimension"),
+        ({"texts": ["a"], "max_tokens": 3}, "max_tokens"),
+    ],
+)
+async def test_what_cohere_offers_and_this_does_not_is_refused_by_name(ask, body, param):
+    assert problem(await ask("/v2/embed", **body))["param"] == param

@@ -69,6 +69,7 @@ class FakePooling:
             "dimension": DIMENSION,
             "max_model_len": LIMIT,
             "labels": ["no", "yes"],
+            "prompts": {"query": "question: ", "document": "", "clustering": "topic: "},
         }
 
     def _embed(self, call):

@@ -67,6 +67,28 @@ def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
     return lambda row: _encode(row.tolist())
 
 
+def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
+    """How an array's signs are written: eight to a byte, the first in its highest bit.
+
+    Args:
+        is_signed: whether bytes go from -128 to 127 (Cohere's `binary`), or from 0 (`ubinary`).
+    """
+    offset = 128 if is_signed else 0
+    return lambda row: _encode((np.packbits(row > 0).astype(np.int16) - offset).tolist())
+
+
+async def lists_response(
+    head: Mapping[str, Any], key: str, lists: Mapping[str, Iterable[tuple[str, int]]]
+) -> Response:
+    """A JSON object with an object of long lists in it, written as `list_response` does."""
+    written = []
+    for name, items in lists.items():
+        pieces = [piece async for piece in _in_turns(items)]
+        written.append(f'"{name}":[{",".join(pieces)}]')
+    body = f'{{"{key}":{{{",".join(written)}}},{_encode(dict(head))[1:]}'
+    return Response(body, media_type="application/json")
+
+
 async def list_response(
     head: Mapping[str, Any], key: str, items: Iterable[tuple[str, int]]
 ) -> Response:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from nereid_client import sse
 from nereid_client.context import check_unicode, context_of, engine_request_id, read_body
@@ -22,9 +22,8 @@ from nereid_client.pooling.backend import (
     Served,
     TritonPooling,
 )
-from nereid_client.protocol.pooling import PoolingRequest
 
-R = TypeVar("R", bound=PoolingRequest)
+R = TypeVar("R", bound=BaseModel)
 
 _DOES = {EMBEDDING: "embeds", RERANK: "reranks"}
 
@@ -109,6 +108,26 @@ def need_kind(served: Served, kind: str, what: str) -> None:
             400,
             f"model: {served.name!r} gives {' and '.join(kinds)}, not {what}",
             param="model",
+        )
+
+
+def need_room(served: Served, name: str, asked: int | None) -> None:
+    """Refuse to cut texts before the model's limit.
+
+    Args:
+        served: the model.
+        name: the field that says where to cut.
+        asked: what it says, in tokens.
+
+    Raises: ApiError 400 with the limit.
+    """
+    limit = served.info.get("max_model_len")
+    if asked is not None and limit is not None and asked < limit:
+        raise ApiError(
+            400,
+            f"{name}: must be at least the model's limit, {limit}, got {asked}: texts are cut "
+            "there and not before; shorten them or leave it out",
+            param=name,
         )
 
 

@@ -3,7 +3,7 @@
 Fields that are not listed here are ignored, as those servers do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -95,6 +95,70 @@ class TeiEmbedRequest(EmbeddingOptions):
     """The body of TEI's `POST /embed`, `/embed_all` and `/embed_sparse`."""
 
     inputs: Any = Field(...)
+
+
+class CohereEmbedRequest(BaseModel):
+    """The body of Cohere's `POST /v2/embed`. Its texts are cut at the model's limit by default."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+
+    model: str | None = None
+    texts: list[str] | None = None
+    images: list[str] | None = None
+    inputs: list[dict[str, Any]] | None = None
+    input_type: (
+        Literal["search_query", "search_document", "classification", "clustering", "image"] | None
+    ) = None
+    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
+    output_dimension: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    truncate: Literal["NONE", "END"] | None = None
+
+    @model_validator(mode="after")
+    def _one_kind_of_input(self) -> Self:
+        given = [name for name in COHERE_INPUTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"{given[1] if given else 'texts'}: give one of texts, images, inputs")
+        return self
+
+    @property
+    def field(self) -> str:
+        """The name under which the input came."""
+        return next(name for name in COHERE_INPUTS if getattr(self, name) is not None)
+
+    @property
+    def input(self) -> list[Any]:
+        """Texts, or content parts.
+
+        Raises: ValueError for an input that is not one part; several make no one vector here.
+        """
+        if self.inputs is None:
+            return [{"image": image} for image in self.images] if self.images else self.texts or []
+        parts = []
+        for at, given in enumerate(self.inputs):
+            content = given.get("content")
+            if not isinstance(content, list) or len(content) != 1:
+                raise ValueError(
+                    f"inputs: element {at} must have a content of one part, got {shown(content)}"
+                )
+            parts.append(content[0])
+        return parts
+
+    def options(self, prompts: Iterable[str]) -> EmbeddingOptions:
+        """The same in this server's words.
+
+        Args:
+            prompts: names of the model's prompts, of which `input_type` may be one.
+        """
+        names = (self.input_type or "", (self.input_type or "").removeprefix("search_"))
+        return EmbeddingOptions(
+            dimensions=self.output_dimension,
+            prompt_name=next((name for name in names if name in prompts), None),
+            truncate=self.truncate != "NONE",
+        )
+
+
+COHERE_INPUTS = ("texts", "images", "inputs")
 
 
 class RerankRequest(PoolingRequest):

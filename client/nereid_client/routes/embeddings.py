@@ -1,17 +1,27 @@
-"""POST /v1/embeddings, and TEI's /embed, /embed_all and /embed_sparse."""
+"""POST /v1/embeddings, Cohere's /v2/embed, and TEI's /embed, /embed_all and /embed_sparse."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client.errors import ApiError
-from nereid_client.pooling.answers import list_response, rows_of, usage_of, vector_writer
+from nereid_client.context import request_id_of
+from nereid_client.errors import ApiError, BackendError
+from nereid_client.pooling.answers import (
+    Floats,
+    bits_writer,
+    list_response,
+    lists_response,
+    rows_of,
+    usage_of,
+    vector_writer,
+)
 from nereid_client.pooling.backend import EMBEDDING, PoolingReply, Served
-from nereid_client.pooling.context import choose, infer, need_kind, read
+from nereid_client.pooling.context import choose, infer, need_kind, need_room, read
 from nereid_client.protocol.pooling import (
+    CohereEmbedRequest,
     EmbeddingOptions,
     EmbeddingRequest,
     TeiEmbedRequest,
@@ -36,6 +46,44 @@ async def embeddings(request: Request) -> Response:
 
     head = {"object": "list", "model": served.name, "usage": usage_of(reply)}
     return await list_response(head, "data", items())
+
+
+@router.post("/v2/embed", summary="Vectors, in the shape of Cohere's version 2")
+async def cohere_embed(request: Request) -> Response:
+    """A list of vectors for each of `embedding_types`."""
+    body = await read(request, CohereEmbedRequest)
+    served = await choose(request, body.model, (EMBEDDING,))
+    need_kind(served, "dense", "one vector a text")
+    need_room(served, "max_tokens", body.max_tokens)
+    try:
+        value = body.input
+    except ValueError as error:
+        raise ApiError(400, str(error), param=body.field) from None
+    options = body.options(served.info.get("prompts") or {})
+    try:
+        reply = await embed(request, served, options, body.field, value, "dense")
+    except BackendError as error:
+        message = error.message.replace("dimensions: ", "output_dimension: ", 1)
+        raise BackendError(error.code, message) from None
+    rows = rows_of(reply)
+    kinds: Sequence[str] = body.embedding_types or ["float"]
+    lists = {kind: _written(rows, _COHERE[kind]) for kind in kinds}
+    tokens = usage_of(reply)["prompt_tokens"]
+    head = {
+        "id": f"embed-{request_id_of(request)}",
+        "response_type": "embeddings_by_type",
+        "texts": body.texts or [],
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": tokens}},
+    }
+    return await lists_response(head, "embeddings", lists)
+
+
+_COHERE = {
+    "float": vector_writer("float"),
+    "base64": vector_writer("base64"),
+    "binary": bits_writer(is_signed=True),
+    "ubinary": bits_writer(is_signed=False),
+}
 
 
 @router.post("/embed", summary="Vectors, in the shape of TEI")
@@ -92,13 +140,17 @@ async def embed(
     return await infer(request, served, inputs, options, fields)
 
 
+def _written(rows: list[Floats], write: Callable[[Floats], str]) -> Iterator[tuple[str, int]]:
+    return ((write(row), row.size) for row in rows)
+
+
 async def _bare_lists(request: Request, kind: str) -> Response:
     body = await read(request, TeiEmbedRequest)
     served = await choose(request, body.model, (EMBEDDING,))
     need_kind(served, kind, "one vector a text" if kind == "dense" else "a vector a token")
     reply = await embed(request, served, body, "inputs", body.inputs, kind)
     write = vector_writer("float")
-    return await list_response({}, "", ((write(row), row.size) for row in rows_of(reply)))
+    return await list_response({}, "", _written(rows_of(reply), write))
 
 
 def _pairs(row: Mapping[str, list[Any]]) -> list[dict[str, Any]]:

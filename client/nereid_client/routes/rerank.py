@@ -10,7 +10,7 @@ from nereid_client.errors import ApiError
 from nereid_client.pooling import answers
 from nereid_client.pooling.answers import Ranked, usage_of
 from nereid_client.pooling.backend import RERANK, PoolingReply, Served
-from nereid_client.pooling.context import choose, infer, need_kind, read
+from nereid_client.pooling.context import choose, infer, need_kind, need_room, read
 from nereid_client.protocol.pooling import RerankRequest
 
 router = APIRouter()
@@ -66,16 +66,8 @@ def _with_text(body: RerankRequest, shape: str) -> bool:
 
 
 def _check_length(body: RerankRequest, served: Served) -> None:
-    limit = served.info.get("max_model_len")
     for name in ("max_tokens_per_doc", "max_tokens_per_query"):
-        asked = getattr(body, name)
-        if asked is not None and limit is not None and asked < limit:
-            raise ApiError(
-                400,
-                f"{name}: must be at least the model's limit, {limit}, got {asked}: texts are cut "
-                "there and not before; shorten them or leave it out",
-                param=name,
-            )
+        need_room(served, name, getattr(body, name))
 
 
 def _write(

@@ -87,3 +87,15 @@ def test_prompt_logprobs_in_chunks_equal_those_of_transformers(checkpoint):
     assert sampled.top[0].logprobs == pytest.approx(
         expected[-1][sampled.top[0].token_ids].tolist(), abs=1e-4
     )
+
+
+def test_where_fewer_tokens_are_within_reach_than_asked_for_the_others_have_no_probability():
+    logits = torch.full((2, 50), float("-inf"))
+    logits[:, [3, 30]] = torch.tensor([1.0, 2.0])
+    (ranked,) = rank_prompt(logits, [3, 30], 4)
+    for row, own, rank in zip(ranked.read(*ranked.tensors), (3, 30), (2, 1), strict=True):
+        assert row.token_ids[:3] == [own, 30, 3]
+        assert row.rank == rank
+        assert row.logprobs[1] == pytest.approx(-0.3133, abs=1e-3)
+        assert row.logprobs[3:] == [float("-inf")] * 2
+        assert len(set(row.token_ids[1:])) == 4

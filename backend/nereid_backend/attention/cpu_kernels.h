@@ -102,7 +102,7 @@ void nereid_draw(int is_bfloat16, const void* logits, int64_t num_rows, int64_t 
                  const float* scales, const double* uniform, int64_t* tokens, int num_threads);
 
 // The width likeliest tokens of each row with their probabilities, the likeliest first, [num_rows][width]; where fewer
-// are within reach, token 0 with a probability of 0 stands for the others.
+// are within reach, token -1 with a probability of 0 stands for the others.
 void nereid_likeliest(int is_bfloat16, const void* logits, int64_t num_rows, int64_t stride, int64_t size,
                       const float* scales, int64_t width, int64_t* tokens, float* probs, int num_threads);
 

@@ -193,7 +193,7 @@ void likeliest_in(const T* row, int64_t size, float scale, int64_t width, int64_
   const std::vector<Candidate>& found = likeliest.sorted();
   for (int64_t i = 0; i < width; ++i) {
     const bool is_there = i < static_cast<int64_t>(found.size());
-    tokens[i] = is_there ? found[i].token : 0;
+    tokens[i] = is_there ? found[i].token : -1;
     probs[i] = is_there ? static_cast<float>(weight_of(found[i].logit, whole.top, scale) / whole.sum) : 0.0f;
   }
 }

@@ -141,6 +141,7 @@ def _draw_filtered(
     width = min(_LIKELIEST_DEFERRED if defers else _LIKELIEST, logits.shape[1])
     if native_logits.can_read(logits):
         values, token_ids = native_logits.likeliest(logits, batch.temperature, width)
+        token_ids.clamp_(min=0)  # what is not there has no weight, but is looked up
     else:
         values, token_ids = _probs(logits, batch).topk(width, dim=-1)
     top_k, top_p = _column(batch.top_k, values), _column(batch.top_p, values)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
+from nereid_backend.execution import native_logits
 from nereid_backend.execution.logsumexp import row_facts
 from nereid_backend.execution.transfer import upload
 
@@ -79,10 +80,19 @@ def rank_tokens(
     else:
         ranks = is_likelier.sum(-1) + 1
     width = min(max(num_top), logits.shape[1])
-    top = logits.topk(width, dim=-1)
-    ids = torch.cat((token_ids[:, None], top.indices), dim=1)
-    values = torch.cat((own, top.values), dim=1) - logsumexp[:, None]
+    ids = torch.cat((token_ids[:, None], _likeliest(logits, width)), dim=1)
+    values = logits.gather(1, ids) - logsumexp[:, None]
     return RankedRows(ids, values, ranks, num_top)
+
+
+def _likeliest(logits: Tensor, width: int) -> Tensor:
+    """The tokens with the largest logits, these first: [n, width] int64."""
+    if width > 0 and native_logits.can_read(logits):
+        ones = np.ones(len(logits), dtype=np.float32)
+        _, token_ids = native_logits.likeliest(logits, ones, width)
+        if (token_ids >= 0).all():
+            return token_ids
+    return logits.topk(width, dim=-1).indices
 
 
 def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[RankedRows]:

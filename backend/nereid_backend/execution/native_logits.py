@@ -63,8 +63,8 @@ def likeliest(
     """The likeliest tokens of each row.
 
     Returns:
-        Their probabilities, falling, [n, width] float32, and their ids, int64; of a row with fewer
-        within reach, 0 and 0 for the others.
+        Their probabilities, falling, [n, width] float32, and their ids, int64; 0 and -1 for what a
+        row lacks of tokens within reach.
     """
     probs = torch.empty(len(logits), width)
     token_ids = torch.empty(len(logits), width, dtype=torch.int64)

@@ -511,3 +511,41 @@ async def test_reasoning_in_a_summary_is_read_when_it_comes_back(respond, backen
     whole = (await respond(MARKUP, reasoning={"summary": "auto"})).json()
     await respond([{"role": "user", "content": "a"}, whole["output"][0], *TURN])
     assert passed_on(backend)["messages"][1]["reasoning"] == "it asks"
+
+
+SPACE = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [TOOL]}
+CALL_IN_SPACE = '<tool_call>{"name": "crm__f", "arguments": {}}</tool_call>'
+
+
+async def test_a_function_in_a_namespace_is_called_by_both_names(respond, backend):
+    described = TOOL | {"description": "Finds one."}
+    fields = {"tools": [TOOL, SPACE | {"tools": [described]}], "store": False}
+    (call,) = (await respond(CALL_IN_SPACE, **fields)).json()["output"]
+    assert (call["namespace"], call["name"]) == ("crm", "f")
+    offered = [tool["function"] for tool in passed_on(backend)["tools"]]
+    assert [function["name"] for function in offered] == ["f", "crm__f"]
+    assert offered[1]["description"] == "Customers.\n\nFinds one."
+    final = StreamCheck().run(events_of(await respond(CALL_IN_SPACE, stream=True, **fields)))
+    assert (final["output"][0]["namespace"], final["output"][0]["name"]) == ("crm", "f")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}
+    assert (await respond([call, output], **fields)).status_code == 200
+    (said,) = passed_on(backend)["messages"][0]["tool_calls"]
+    assert said["function"]["name"] == "crm__f"
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([SPACE | {"name": ""}], "tools[0].name"),
+        ([SPACE | {"tools": []}], "tools[0].tools"),
+        ([SPACE | {"tools": "f"}], "tools[0].tools"),
+        ([SPACE | {"tools": ["f"]}], "tools[0].tools[0]"),
+        ([SPACE | {"description": 1}], "tools[0].description"),
+        ([TOOL, SPACE | {"tools": [{"type": "custom", "name": "f"}]}], "tools[1].tools[0].type"),
+        ([SPACE, TOOL | {"name": "crm__f"}], "tools"),
+    ],
+)
+async def test_a_namespace_that_cannot_be_is_refused_with_its_place(respond, tools, param):
+    response = await respond("hi", tools=tools)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param

@@ -3,7 +3,7 @@
 Sampling fields beyond OpenAI's are those of chat completions and are passed on as there.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -182,6 +182,10 @@ class ResponsesRequest(GenerationRequest):
         if self.response_format_of_text is not None:
             _renamed("text.format", check_response_format, self.response_format_of_text)
         tools = self.chat_tools
+        names = [tool["function"]["name"] for tool in tools or ()]
+        for name in named_in_chat(self.tools or ()):
+            if names.count(name) > 1:
+                raise ValueError(f"tools: several are called {shown(name)}; rename one")
         if self.tool_choice is not None:
             check_tool_choice(self._choice(), tools or ())
         return self
@@ -238,7 +242,8 @@ class ResponsesRequest(GenerationRequest):
         """`tools` as a chat completion has them."""
         if self.tools is None:
             return None
-        return [_tool(tool, f"tools[{at}]").as_chat() for at, tool in enumerate(self.tools)]
+        functions = [_functions(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)]
+        return [function.as_chat() for several in functions for function in several]
 
     @property
     def chat_tool_choice(self) -> str | Json | None:
@@ -275,11 +280,51 @@ _TRANSLATED |= {"stream", "service_tier"}
 """Fields that the frontend acts on, or says in a chat completion's words."""
 
 
+def chat_name(namespace: str | None, name: str) -> str:
+    """What a function is called in the chat, which knows no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def named_in_chat(tools: Sequence[Json]) -> dict[str, tuple[str, str]]:
+    """The name in the chat of each function that stands in a namespace -> namespace and name."""
+    return {
+        chat_name(tool["name"], function["name"]): (tool["name"], function["name"])
+        for tool in tools
+        if tool["type"] == "namespace"
+        for function in tool["tools"]
+    }
+
+
+def _functions(tool: Json, place: str) -> list[FunctionTool]:
+    """The functions of a tool: itself, or those of a namespace, each with what is said of that."""
+    if tool.get("type") != "namespace":
+        return [_tool(tool, place)]
+    namespace, said, inner = (tool.get(name) for name in ("name", "description", "tools"))
+    for name, value, kind, wanted in (
+        ("name", namespace, str, "a string that is not empty"),
+        ("tools", inner, list, "a list of at least one function"),
+    ):
+        if not value or not isinstance(value, kind):
+            raise ValueError(f"{place}.{name}: must be {wanted}, got {shown(value)}")
+    if not isinstance(said, str | None):
+        raise ValueError(f"{place}.description: must be a string, got {shown(said)}")
+    functions = []
+    for at, given in enumerate(inner or ()):
+        if not isinstance(given, dict):
+            raise ValueError(f"{place}.tools[{at}]: must be an object, got {shown(given)}")
+        function = _tool(given, f"{place}.tools[{at}]")
+        description = "\n\n".join(filter(None, (said, function.description)))
+        update = {"name": chat_name(namespace, function.name), "description": description or None}
+        functions.append(function.model_copy(update=update))
+    return functions
+
+
 def _tool(tool: Json, place: str) -> FunctionTool:
     kind = tool.get("type")
     if kind != "function":
         raise ValueError(
-            f"{place}.type: {shown(kind)} is not offered; only functions are, which the caller runs"
+            f"{place}.type: {shown(kind)} is not offered; only functions are, alone or in a "
+            "namespace, which the caller runs"
         )
     _refuse_within(place, tool, REFUSED_IN_TOOLS)
     for name, types in (("name", str), ("description", str), ("parameters", dict)):

@@ -8,6 +8,7 @@ from typing import Any
 from nereid_client.deltas import Delta, ToolCallPiece, Usage, add_up, unfinished
 from nereid_client.errors import ApiError, BackendError
 from nereid_client.logprobs import chat_logprobs
+from nereid_client.protocol.responses import named_in_chat
 from nereid_client.responses.written import Call, Text, Tokens, Written
 
 Json = dict[str, Any]
@@ -30,6 +31,7 @@ class Answer:
 
     def __init__(self, frame: Json, *, is_queued: bool = False) -> None:
         self.frame = frame
+        self._in_namespaces = named_in_chat(frame.get("tools") or ())
         self.status = "queued" if is_queued else "in_progress"
         self._done: list[Json] = []
         self._open: Written | None = None
@@ -140,7 +142,9 @@ class Answer:
                 raise BackendError("INTERNAL", f"call {piece['index']} goes on after its end")
             self._num_calls = piece["index"] + 1
             index = len(self._done) + (self._open is not None)
-            call = Call(index, piece["index"], piece.get("id", ""), piece.get("name", ""))
+            namespace, name = self._in_namespaces.get(piece.get("name", ""), (None, None))
+            name = name or piece.get("name", "")
+            call = Call(index, piece["index"], piece.get("id", ""), name, namespace)
             events += self._begin(call)
         if arguments := piece.get("arguments"):
             events.append(self._numbered(call.add(arguments)))

@@ -120,12 +120,15 @@ def _call(item: Mapping[str, Any], place: str) -> Json:
             raise bad(f"{place}.arguments", f"must be JSON: {error}") from None
         except RecursionError:
             raise bad(f"{place}.arguments", "is nested too deeply") from None
-    return {
+    read = {
         "call_id": _string(item, "call_id", place),
         "name": _string(item, "name", place),
         "arguments": arguments,
         "status": status,
     }
+    if item.get("namespace") is not None:
+        read["namespace"] = _string(item, "namespace", place)
+    return read
 
 
 def _call_output(item: Mapping[str, Any], place: str) -> Json:

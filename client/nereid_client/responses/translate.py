@@ -7,7 +7,7 @@ from typing import Any
 
 from nereid_client.deltas import Delta
 from nereid_client.errors import ApiError, BackendError, to_api_error
-from nereid_client.protocol.responses import ResponsesRequest
+from nereid_client.protocol.responses import ResponsesRequest, chat_name
 
 Json = dict[str, Any]
 
@@ -104,7 +104,8 @@ def _write_reasoning(script: _Script, item: Json) -> None:
 def _write_call(script: _Script, item: Json) -> None:
     if item["status"] != "completed":  # cut off in its arguments: nobody has run it
         return
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    name = chat_name(item.get("namespace"), item["name"])
+    function = {"name": name, "arguments": item["arguments"]}
     call = {"id": item["call_id"], "type": "function", "function": function}
     script.assistant().setdefault("tool_calls", []).append(call)
 

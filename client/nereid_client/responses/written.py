@@ -127,12 +127,14 @@ class Call:
         call_index: which of the answer's calls.
         call_id: what its output will name.
         name: the function's.
+        namespace: where the function stands, if in one.
     """
 
     index: int
     call_index: int
     call_id: str
     name: str
+    namespace: str | None = None
     id: str = field(default_factory=lambda: new_id("function_call"))
     _pieces: list[str] = field(default_factory=list)
 
@@ -148,7 +150,7 @@ class Call:
 
     def item(self, status: str) -> Json:
         """See `Written`."""
-        return {
+        item = {
             "id": self.id,
             "type": "function_call",
             "status": status,
@@ -156,6 +158,7 @@ class Call:
             "name": self.name,
             "arguments": "".join(self._pieces),
         }
+        return item if self.namespace is None else item | {"namespace": self.namespace}
 
     def opening(self) -> list[Json]:
         """See `Written`."""

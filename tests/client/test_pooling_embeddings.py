@@ -328,3 +328,12 @@ async def test_coheres_inputs_and_images_are_content_parts(ask, pooling):
 )
 async def test_what_cohere_offers_and_this_does_not_is_refused_by_name(ask, body, param):
     assert problem(await ask("/v2/embed", **body))["param"] == param
+
+
+async def test_coheres_version_1_gives_one_list_unless_types_are_asked_for(ask):
+    plain = (await ask("/v1/embed", texts=["abc"])).json()
+    assert (plain["response_type"], plain["embeddings"]) == ("embeddings_floats", [vector("abc")])
+    typed = (await ask("/v1/embed", texts=["abc"], embedding_types=["float"])).json()
+    assert typed["response_type"] == "embeddings_by_type"
+    assert typed["embeddings"] == {"float": [vector("abc")]}
+    assert typed["meta"]["api_version"] == {"version": "1"}

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, Cohere's /v2/embed, and TEI's /embed, /embed_all and /embed_sparse."""
+"""POST /v1/embeddings, Cohere's /v1/embed and /v2/embed, TEI's /embed, /embed_all and _sparse."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,6 +51,16 @@ async def embeddings(request: Request) -> Response:
 @router.post("/v2/embed", summary="Vectors, in the shape of Cohere's version 2")
 async def cohere_embed(request: Request) -> Response:
     """A list of vectors for each of `embedding_types`."""
+    return await _cohere_embed(request, "2")
+
+
+@router.post("/v1/embed", summary="The same, in the shape of Cohere's version 1")
+async def cohere_embed_1(request: Request) -> Response:
+    """The same; one list of vectors where no `embedding_types` are given."""
+    return await _cohere_embed(request, "1")
+
+
+async def _cohere_embed(request: Request, version: str) -> Response:
     body = await read(request, CohereEmbedRequest)
     served = await choose(request, body.model, (EMBEDDING,))
     need_kind(served, "dense", "one vector a text")
@@ -66,15 +76,18 @@ async def cohere_embed(request: Request) -> Response:
         message = error.message.replace("dimensions: ", "output_dimension: ", 1)
         raise BackendError(error.code, message) from None
     rows = rows_of(reply)
-    kinds: Sequence[str] = body.embedding_types or ["float"]
-    lists = {kind: _written(rows, _COHERE[kind]) for kind in kinds}
     tokens = usage_of(reply)["prompt_tokens"]
     head = {
         "id": f"embed-{request_id_of(request)}",
-        "response_type": "embeddings_by_type",
         "texts": body.texts or [],
-        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": tokens}},
+        "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": tokens}},
     }
+    if version == "1" and body.embedding_types is None:
+        head["response_type"] = "embeddings_floats"
+        return await list_response(head, "embeddings", _written(rows, _COHERE["float"]))
+    kinds: Sequence[str] = body.embedding_types or ["float"]
+    head["response_type"] = "embeddings_by_type"
+    lists = {kind: _written(rows, _COHERE[kind]) for kind in kinds}
     return await lists_response(head, "embeddings", lists)
 
 

@@ -220,11 +220,16 @@ def _content(layout: Sections, request: Request) -> Node | None:
 
 
 def _empty_content(wrapper: Wrapper | None) -> list[Node]:
-    """The markers of content with nothing between, which some templates write before calls."""
+    """The markers of content with nothing between, which some templates write before calls.
+
+    The prompt may have written the first of them.
+    """
     if wrapper is None or not wrapper.open.strip():
         return []
     opened, closed = const(wrapper.open.strip()), const(wrapper.close.strip())
-    return [optional(sequence(BLANKS, opened, BLANKS, closed))]
+    if not wrapper.close.strip():
+        return [optional(sequence(BLANKS, opened))]
+    return [optional(sequence(BLANKS, optional(opened), BLANKS, closed))]
 
 
 def _auto(tools: ToolSection, request: Request) -> Node:

@@ -73,6 +73,17 @@ def test_a_name_that_stands_twice_in_a_head_is_the_same(size):
     assert parsed(fmt, bad, size).content == bad
 
 
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+def test_a_long_separator_is_awaited(size):
+    call = Call(JsonArguments(), head="<do {name}>", close="</do>")
+    fmt = fmt_of(call, separator="<|part|><|next|>model")
+    two = "<do f>{}</do><|part|><|next|>model<do g>{}</do>"
+    message = parsed(fmt, two, size)
+    assert (calls(message), message.content) == ([("f", {}), ("g", {})], None)
+    cut = parsed(fmt, "<do f>{}</do><|part|><|ne", size)
+    assert (calls(cut), cut.content) == ([("f", {})], None)
+
+
 def test_feeding_a_finished_parser_is_a_mistake_finishing_twice_is_not():
     parser = StreamParser(HERMES)
     parser.finish()
@@ -126,7 +137,6 @@ def test_a_section_without_calls_is_given_back():
     fmt = get_format("deepseek_v31")
     text = "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>"
     assert parsed(fmt, text, 1).content == text
-    assert parsed(fmt, "<｜tool▁calls▁begin｜>", 1).content == "<｜tool▁calls▁begin｜>"
 
 
 def test_a_call_without_arguments_has_an_empty_object():
@@ -156,8 +166,77 @@ def test_a_cut_off_call_is_ended_with_a_reason():
     assert fold(events).tool_calls[0].arguments == '{"a": "x'
 
 
-def test_a_cut_off_name_is_content():
-    assert parsed(HERMES, '<tool_call>{"name": "f', 1).content == '<tool_call>{"name": "f'
+CODER = get_format("qwen3_coder")
+DEEPSEEK = get_format("deepseek_v31")
+
+
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+@pytest.mark.parametrize(
+    ("fmt", "whole"),
+    [
+        (HERMES, '<tool_call>\n{"name": "f"'),
+        (CODER, "<tool_call>\n<function=f>\n<parameter"),
+        (DEEPSEEK, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
+    ],
+)
+def test_a_call_cut_off_at_its_beginning_is_markup(fmt, whole, size):
+    begun = whole.index(">", 3) + 1
+    for end in range(begun, len(whole) + 1):
+        message = parsed(fmt, "So: " + whole[:end], size)
+        assert message.content.rstrip() == "So:", whole[:end]
+        assert [call.name for call in message.tool_calls] in ([], ["f"])
+
+
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+@pytest.mark.parametrize("end", range(1, len("</tool_call>")))
+def test_a_closing_marker_cut_off_behind_a_call_is_markup(end, size):
+    text = '<tool_call>{"name": "f", "arguments": {}}\n' + "</tool_call>"[:end]
+    message = parsed(HERMES, text, size)
+    assert (calls(message), message.content) == ([("f", {})], None)
+
+
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+def test_a_tag_cut_off_between_arguments_is_no_content(size):
+    begun = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n"
+    rest = "<parameter=b"
+    for end in range(len(rest) + 1):
+        message = parsed(CODER, begun + rest[:end], size)
+        assert (calls(message), message.content) == ([("f", {"a": "x"})], None), rest[:end]
+
+
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+def test_a_marker_of_several_parts_is_markup_though_cut_off(size):
+    fmt = get_format("kimi_k3")
+    text = "<|open|>response<|sep|>Yes.<|close|>response<|sep|>"
+    for end in range(text.rindex("<|close|>") + len("<|close|>"), len(text)):
+        assert parsed(fmt, text[:end], size).content == "Yes.", text[:end]
+
+
+def test_prose_that_ends_like_a_words_beginning_stays():
+    fmt = fmt_of(Call(JsonArguments(), head="to={name}<|m|>", close="<|end|>"))
+    assert parsed(fmt, "set it to=five", 1).content == "set it to=five"
+    assert parsed(HERMES, "so <tool_c", 1).content == "so <tool_c"
+
+
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+def test_objects_glued_between_one_pair_of_markers_are_calls(size):
+    first, second = '{"name": "f", "arguments": {"a": "x"}}', '{"name": "g", "arguments": {}}'
+    for between in ("", "\n"):
+        text = f"<tool_call>\n{first}{between}{second}\n</tool_call>\nok"
+        message = parsed(HERMES, text, size, tools=TOOLS)
+        assert calls(message) == [("f", {"a": "x"}), ("g", {})]
+        assert message.content.strip() == "ok"
+    prose = f'<tool_call>{first}{{"x": 1}} is it'
+    assert parsed(HERMES, prose, size, tools=TOOLS).content == '{"x": 1} is it'
+
+
+@pytest.mark.parametrize("size", [1, 3, 10**6])
+def test_bare_keys_may_hold_json_in_the_place_of_quotes_of_their_own(size):
+    fmt = get_format("gemma4")
+    for inside in ('"a": "x \\"y\\"", b:3', 'a:"x \\"y\\"",b:3', 'a:<|"|>x "y"<|"|>,b:3'):
+        message = parsed(fmt, f"<|tool_call>call:f{{{inside}}}<tool_call|>ok", size)
+        assert calls(message) == [("f", {"a": 'x "y"', "b": 3})]
+        assert message.content == "ok"
 
 
 def test_ids_are_the_models_where_it_writes_them_in_time():

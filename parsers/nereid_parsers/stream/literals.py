@@ -25,15 +25,16 @@ _MAX_ATOM = 4096
 class Dialect:
     """How values are spelled.
 
-    quotes        marks around strings; an opening mark closes itself.
-    has_escapes   whether a backslash in a string escapes.
+    quotes    marks around strings; an opening mark closes itself.
+    escaped   those of them between which a backslash escapes.
     """
 
     quotes: tuple[str, ...]
-    has_escapes: bool
+    escaped: tuple[str, ...]
 
 
-PYTHON = Dialect(quotes=('"""', "'''", '"', "'"), has_escapes=True)
+_PYTHON_QUOTES = ('"""', "'''", '"', "'")
+PYTHON = Dialect(_PYTHON_QUOTES, escaped=_PYTHON_QUOTES)
 
 
 class LiteralScan:
@@ -125,7 +126,7 @@ class LiteralScan:
             out.append('"')
             self._quote = quote
             hold = "|".join(f"{re.escape(quote[:n])}\\Z" for n in range(len(quote) - 1, 0, -1))
-            marks = [re.escape(quote), *([r"\\"] if self._dialect.has_escapes else [])]
+            marks = [re.escape(quote), *([r"\\"] if quote in self._dialect.escaped else [])]
             self._string_end = re.compile("|".join([*marks, *([hold] if hold else [])]))
             return at + len(quote)
         if char in _CLOSERS and len(self._stack) < _MAX_DEPTH:

@@ -10,6 +10,7 @@ piece; only what may still become a marker, and blanks whose part is not known, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -40,6 +41,8 @@ from nereid_parsers.stream.speech import Speech
 State = Callable[[], "State | None"]
 
 _JUNK = "}])`"  # closing brackets too many, between a body and the marker that closes its call
+_FIRST_PART = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
+_MARKER_LIKE = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
 _MAX_JUNK = 16  # characters
 _MAX_CUTS = 16  # per message; bounds how often held arguments are read again
 
@@ -104,6 +107,7 @@ class Machine(Speech):
         self.final = True
         if self.state == self.undecided:
             self._decide(self.default_is_reasoning)
+        self._take_cut_marker()
         self._run()
         while self._body is not None and self.state == self.body:
             self._finish_body(self._body)
@@ -114,8 +118,27 @@ class Machine(Speech):
         elif self._raw and self.state == self.header:
             self._commit()
         elif self._raw and self.state in (self.open, self.between):
-            self._give_back(0, "a tool section without a call")
+            self._cut_or_back(0, "a tool section without a call")
         self._flush_blanks(self.state == self.reasoning)
+
+    def _take_cut_marker(self) -> None:
+        """A marker of several parts is markup though cut off, once its first part stands there."""
+        rest = self.text[self.at :]
+        if rest and self.state in (self.reasoning, self.content, self.rest):
+            acts = self.plan.reasoning_acts if self.state == self.reasoning else self.plan.acts
+            if any(marker.startswith(rest) and is_compound_start(marker, rest) for marker in acts):
+                self._take_marker(rest)
+
+    def _cut_or_back(self, size: int, reason: str) -> State:
+        """The text ends in a call's beginning: markup if it has the looks of it, else content."""
+        text = "".join(self._raw) + self.text[self.at :]
+        if not looks_like_markup(text):
+            return self._give_back(size, reason)
+        self._in_section = False
+        self._body = None
+        self._commit()
+        self._take_marker(self.text[self.at :])
+        return self.content
 
     def _literal(self, marker: str) -> State:
         """A marker that means nothing here is text."""
@@ -307,6 +330,12 @@ class Machine(Speech):
                 return self._begin_body(call, head)
             if head == NEED:
                 return None
+        if self.final and any(
+            call.match(self.text, self.at, final=False) == NEED
+            for call in self._candidates
+            if self._in_section or not call.is_bare
+        ):
+            return self._cut_or_back(len(self._marker), "no call follows the marker")
         return self._give_back(len(self._marker), "no call follows the marker")
 
     def _begin_body(self, call: CallPlan, head: Head) -> State:
@@ -439,8 +468,30 @@ class Machine(Speech):
             for index, token in enumerate(self._closing):
                 if self.text.startswith(token, begin):
                     return self._take_closing(begin + len(token), index)
-                if not self.final and token.startswith(self.text[begin:]):
-                    return None
+                if token.startswith(self.text[begin:]):
+                    return self._await_or_cut(begin)
+        return self._glued(at) or self.between
+
+    def _glued(self, at: int) -> State | None:
+        """Another object where a call's closing marker is due: the next call, its marker saved."""
+        call = self._call
+        is_marked = call is not None and bool(call.call.open.strip()) and bool(self._closing)
+        if call is None or not is_marked or not isinstance(call.call.body, JsonObject):
+            return None
+        if not self.text.startswith("{", at):
+            return None
+        self._hold_blanks(self.text[self.at : at])
+        self.at = at
+        self._marker = ""
+        self._is_sure = False
+        return self._begin_body(call, Head(at))
+
+    def _await_or_cut(self, begin: int) -> State | None:
+        """Behind a call the text ends in what may become the marker that is due there."""
+        if not self.final:
+            return None
+        if begin < len(self.text):
+            self._take_marker(self.text[self.at :])
         return self.between
 
     def _take_closing(self, end: int, index: int) -> State:
@@ -463,12 +514,16 @@ class Machine(Speech):
         if self._in_section and close:
             if self.text.startswith(close, at):
                 return self._close_section(close)
-            if not self.final and close.startswith(self.text[at:]):
-                return None
+            if close.startswith(self.text[at:]) and not (self.final and self._raw):
+                return self._await_or_cut(at)
         separator = tools.separator.strip()
-        if separator and self.sink.count and self.text.startswith(separator, at):
-            self._take_marker(separator)
-            return self.between
+        if separator and self.sink.count:
+            if self.text.startswith(separator, at):
+                self._take_marker(separator)
+                return self.between
+            is_awaited = not self.final or looks_like_markup(self.text[at:])
+            if is_awaited and separator.startswith(self.text[at:]):
+                return self._await_or_cut(at)
         return self._next_call()
 
     def _hold_blanks(self, blanks: str) -> None:
@@ -503,14 +558,25 @@ class Machine(Speech):
             self.state = found
             return
         was_open = self.sink.is_open
+        is_cut = body.status is MORE and self._is_sure and not self._is_closed_in_raw()
         body.finish()
         if was_open or (self.sink.count and body.status is not BROKEN):
             self._body = None
             self._flush_call()
             self._commit()
             self.state = self.content
+        elif self._raw and is_cut:
+            self.state = self._cut_or_back(0, "no call")
         elif self._raw:
             self.state = self._give_back(0, "no call")
+
+    def _is_closed_in_raw(self) -> bool:
+        """Whether a marker that ends calls stands in what was held: then it was not cut off."""
+        assert self._call is not None
+        assert self.plan.tools is not None or self._call is self.plan.message_call
+        closes = [*self._call.close, self.plan.tools.close.strip() if self.plan.tools else ""]
+        text = "".join(self._raw)
+        return any(close and close in text for close in closes)
 
     # ---- messages --------------------------------------------------------------------------------
 
@@ -550,6 +616,17 @@ class Machine(Speech):
             self._body = ArgumentsBody(self.sink, head.name, head.call_id)
             return self.body
         return self.reasoning if stage is Stage.REASONING else self.content
+
+
+def is_compound_start(marker: str, text: str) -> bool:
+    """Whether a marker starts with this text, in which its first part is whole, and goes on."""
+    first = _FIRST_PART.match(marker)
+    return first is not None and first.end() <= len(text) < len(marker)
+
+
+def looks_like_markup(text: str) -> bool:
+    """Whether text begins as markers do, or holds one: what prose hardly does."""
+    return _MARKER_LIKE.search(text) is not None
 
 
 def undecided_applies(policy: Policy, part: Reasoning | None) -> bool:

@@ -163,7 +163,8 @@ class BareKeyBody(Body):
         super().__init__(sink)
         self._name = name
         self._call_id = call_id
-        self._scan = LiteralScan(Dialect(quotes=(part.quote,), has_escapes=False))
+        others = () if part.quote == '"' else ('"',)  # models fall back to JSON at times
+        self._scan = LiteralScan(Dialect((part.quote, *others), escaped=others))
 
     def read(self, text: str, at: int) -> int:
         """Read on in the object; see Body.read."""

@@ -118,11 +118,18 @@ class TaggedBody(Body):
             return end
         if end == NEED or self._may_stop(text, at):
             return NEED
+        if self.final and self._is_cut(text, at):
+            return len(text)
         self.status = BROKEN  # text between arguments
         return at
 
     def _may_stop(self, text: str, at: int) -> bool:
         return not self.final and any(stop.startswith(text[at:]) for stop in self._plan.stops)
+
+    def _is_cut(self, text: str, at: int) -> bool:
+        """Whether the text ends in the beginning of a tag, or of what ends the row."""
+        begun = self._plan.match(text, at, final=False)[1] == NEED
+        return begun or any(stop.startswith(text[at:]) for stop in self._plan.stops)
 
     def _begin_value(self, fields: dict[str, str]) -> None:
         self._key = fields["key"].strip()

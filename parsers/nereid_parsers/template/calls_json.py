@@ -48,7 +48,11 @@ def read_json(texts: CallTexts) -> FoundCalls | None:
         single = Call(JsonObject(keys), open=opened, close=closed)
         return FoundCalls(inner.form, (*inner.calls, single), inner.row)
     around = row(texts.two[: first[0]], texts.two[first[1] : second[0]], texts.two[second[1] :])
-    return FoundCalls("JSON", (_object(keys, around),), around)
+    spelled = [_object(keys, around)]
+    if around.item_open.strip() and around.item_close.strip():  # models put several in one, too
+        several = Call(JsonArray(keys), open=around.item_open, close=around.item_close)
+        spelled.append(several)
+    return FoundCalls("JSON", tuple(spelled), around)
 
 
 def _arrays(texts: CallTexts, keys: Keys | NameIsKey, first: tuple[int, int]) -> FoundCalls:

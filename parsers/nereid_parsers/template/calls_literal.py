@@ -34,10 +34,12 @@ def read_python(texts: CallTexts) -> FoundCalls | None:
         opened, closed = opened.rstrip()[:-1], closed.lstrip()[1:]
     else:
         calls = PythonCalls("", "", separator, suffix)
-    call = Call(calls) if closed.strip() else Call(calls, open=opened)
-    return FoundCalls(
-        "Python calls", (call,), Row(opened if closed.strip() else "", "", "", "", closed)
-    )
+    if not closed.strip():
+        return FoundCalls("Python calls", (Call(calls, open=opened),), Row("", "", "", "", closed))
+    spelled = [Call(calls)]
+    if calls.open:  # the section's marks show calls without brackets, too
+        spelled.append(Call(PythonCalls("", "", separator, suffix)))
+    return FoundCalls("Python calls", tuple(spelled), Row(opened, "", "", "", closed))
 
 
 def _behind_paren(text: str, value: str) -> str:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from nereid_parsers import ConstraintError, StreamParser, analyze_template, fold
+from nereid_parsers import ConstraintError, StreamParser, analyze_template, fold, parse
 from nereid_parsers.format import Messages, NestedTags, Sections
 from nereid_parsers.template.limits import MAX_SECONDS
 from nereid_parsers.template.quarantine import QUARANTINE
@@ -172,6 +172,19 @@ def test_quarantine_entries_name_a_model_and_a_reason():
 def test_switches_given_as_template_variables_are_kept():
     given = analyze_template(source("tag_json"), enable_thinking=False)
     assert given.supports.switches == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tag_json", '<tool_call>\n[{"name": "list_all", "arguments": {}}]\n</tool_call>'),
+        ("python_list", "<|tool_call_start|>list_all()<|tool_call_end|>"),
+    ],
+)
+def test_rows_with_brackets_too_many_or_none_are_calls(name, text, analyses):
+    message = parse(text, format=analyses[name].format, tools=TOOLS)
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("list_all", "{}")]
+    assert not message.content
 
 
 def test_a_template_that_shows_no_calls_leaves_them_out():

@@ -153,6 +153,12 @@ def _infer(
     tools = find_tools(frame, reasoning.part, wrapper)
     fmt = _format(frame, reasoning.part, wrapper, tools, notes)
     proofs = prove(fmt, frame, reasoning, tools)
+    unread = next((one for one in proofs if one.name == "one call" and one.differs), None)
+    if unread is not None:
+        notes.append(f"calls are of no form that can be read back: {unread.text!r}")
+        tools.forget_calls()
+        fmt = _format(frame, reasoning.part, wrapper, tools, notes)
+        proofs = prove(fmt, frame, reasoning, tools)
     return TemplateAnalysis(
         fmt,
         _readable((*comparisons, *reasoning.comparisons, *compared, *tools.comparisons)),

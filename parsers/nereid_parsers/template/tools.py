@@ -51,6 +51,11 @@ class FoundTools:
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
 
+    def forget_calls(self) -> None:
+        """What was found was no description of the calls: they are content then."""
+        self.part, self.form, self.ends = None, "none", ()
+        self.is_parallel = self.with_content = False
+
 
 def calls_scene(calls: tuple[ProbeCall, ...], content: str = "") -> Scene:
     """A scene whose last message makes these calls."""

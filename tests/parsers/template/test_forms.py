@@ -128,6 +128,15 @@ def test_an_answer_behind_a_tools_result_comes_back(name, size, analyses):
         )
 
 
+def test_reasoning_that_the_prompt_opens_behind_a_tools_result_comes_back(analyses):
+    fmt, renderer = analyses["results_then_think"].format, Renderer(source("results_then_think"))
+    result = {"role": "tool", "name": CALLS[0][0], "content": "Open."}
+    history = [{"role": "user", "content": "Is it?"}, message_of(calls=CALLS[:1]), result]
+    prompt = renderer.render(history, TOOLS, prompt=True, thinking=True)
+    got = streamed(fmt, Written(prompt, "It says so.</think>It is."), 1)
+    assert (got.reasoning, got.content) == ("It says so.", "It is.")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_inferred_format_can_be_constrained_or_says_why_not(name, analyses):
     fmt = analyses[name].format
@@ -191,6 +200,20 @@ def test_a_template_that_shows_no_calls_leaves_them_out():
     analysis = analyze_template(source("plain"))
     assert analysis.format.layout.tools is None
     assert "no call comes out" in analysis.explain()
+
+
+def test_calls_that_do_not_come_back_are_not_decided():
+    no_words = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+        "{{ '<|a|><|b|>' + f.name + '<|c|>' + f.arguments + '<|d|>' }}{% endfor %}{% endfor %}"
+    )
+    analysis = analyze_template(no_words)
+    assert any("no form that can be read back" in note for note in analysis.undecided)
+    assert analysis.format.layout.tools is None
+    assert analysis.format.ends == ()
+    for text in ("Hi <|a|>", '{"name": "f", "arguments": {}}'):
+        assert parse(text, format=analysis.format).content == text
 
 
 def test_explain_shows_comparisons_format_and_proofs(analyses):

@@ -10,7 +10,6 @@ piece; only what may still become a marker, and blanks whose part is not known, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -34,15 +33,19 @@ from nereid_parsers.format import (
 )
 from nereid_parsers.stream.body import BROKEN, MORE, Body, CallSink
 from nereid_parsers.stream.json_bodies import ArgumentsBody
-from nereid_parsers.stream.patterns import FAIL, NEED, skip_blanks
+from nereid_parsers.stream.patterns import (
+    FAIL,
+    NEED,
+    is_compound_start,
+    looks_like_markup,
+    skip_blanks,
+)
 from nereid_parsers.stream.plan import Act, CallPlan, Head, Plan
 from nereid_parsers.stream.speech import Speech
 
 State = Callable[[], "State | None"]
 
 _JUNK = "}])`"  # closing brackets too many, between a body and the marker that closes its call
-_FIRST_PART = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
-_MARKER_LIKE = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
 _MAX_JUNK = 16  # characters
 _MAX_CUTS = 16  # per message; bounds how often held arguments are read again
 
@@ -616,17 +619,6 @@ class Machine(Speech):
             self._body = ArgumentsBody(self.sink, head.name, head.call_id)
             return self.body
         return self.reasoning if stage is Stage.REASONING else self.content
-
-
-def is_compound_start(marker: str, text: str) -> bool:
-    """Whether a marker starts with this text, in which its first part is whole, and goes on."""
-    first = _FIRST_PART.match(marker)
-    return first is not None and first.end() <= len(text) < len(marker)
-
-
-def looks_like_markup(text: str) -> bool:
-    """Whether text begins as markers do, or holds one: what prose hardly does."""
-    return _MARKER_LIKE.search(text) is not None
 
 
 def undecided_applies(policy: Policy, part: Reasoning | None) -> bool:

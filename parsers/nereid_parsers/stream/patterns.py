@@ -12,6 +12,8 @@ NEED = -1
 FAIL = -2
 MAX_HEAD = 2048  # characters; what is longer is no head, whatever it looks like
 
+_FIRST_PART = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
+_MARKER_LIKE = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
 _BLANK = re.compile(r"\s*").match
 _TOKENS = re.compile(r"\s+|(?<=>)(?=<)")
 _PARTS = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
@@ -94,3 +96,14 @@ def _field(name: str, follower: str) -> re.Pattern[str]:
 def tokens(marker: str) -> tuple[str, ...]:
     r"""The parts of a compound marker: `"</function>\n</tool_call>"` has two."""
     return tuple(part for part in _PARTS.split(marker.strip()) if part)
+
+
+def is_compound_start(marker: str, text: str) -> bool:
+    """Whether a marker starts with this text, in which its first part is whole, and goes on."""
+    first = _FIRST_PART.match(marker)
+    return first is not None and first.end() <= len(text) < len(marker)
+
+
+def looks_like_markup(text: str) -> bool:
+    """Whether text begins as markers do, or holds one: what prose hardly does."""
+    return _MARKER_LIKE.search(text) is not None

@@ -166,6 +166,14 @@ def _read_response_format(value: Any) -> AnswerRule | None:  # noqa: ANN401 - an
             "response_format: type must be text, json_object, json_schema or structural_tag, got "
             f"{_short(kind if isinstance(value, Mapping) else value)}"
         )
+    name = next((name for name in ("schema", "value") if value.get(name) is not None), None)
+    if kind == "json_object" and name is not None:
+        # llama.cpp's and TGI's way of giving a schema.
+        if not isinstance(value[name], Mapping | bool):
+            raise RequestError(
+                f"response_format: {name} must be a JSON schema, got {_short(value[name])}"
+            )
+        kind, value = "json_schema", {"schema": value[name], "strict": value.get("strict")}
     if kind == "json_schema":
         inner = value.get("json_schema", value)
         if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping | bool):

@@ -46,6 +46,14 @@ def test_every_dialect_says_the_same_with_a_plain_grammar(fields, kind):
     assert chat(fields, THINKING).spec == behind._replace(after="</think>")
 
 
+@pytest.mark.parametrize("name", ["schema", "value"])
+def test_a_schema_inside_json_object_is_what_the_answer_is_held_to(name):
+    given = {"response_format": {"type": "json_object", name: SCHEMA}}
+    wrapped = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
+    assert grammar_of_text(given) == grammar_of_text(wrapped)
+    assert grammar_of_text(given) != grammar_of_text({"response_format": {"type": "json_object"}})
+
+
 def test_where_the_model_may_still_begin_to_reason_the_grammar_covers_that_too():
     spec = chat({"regex": "a+"}, EITHER).spec
     assert (spec.kind, spec.after) == ("structural_tag", "")
@@ -121,6 +129,10 @@ def test_tools_are_held_to_their_schema_where_they_are_strict_or_alone(fields):
         ({"response_format": {"type": "xml"}}, "response_format: type must be text, json_object"),
         ({"response_format": "json"}, "response_format: type must be text"),
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema must be a JSON schema"),
+        (
+            {"response_format": {"type": "json_object", "schema": "{}"}},
+            "response_format: schema must be a JSON schema",
+        ),
         ({"regex": "a", "ebnf": "b"}, "ebnf: says what the answer must be, and regex does too"),
         ({"regex": 5}, "regex: must be a string, got 5"),
         ({"json_schema": "{"}, "json_schema: is no JSON"),

@@ -93,9 +93,10 @@ def test_rows_that_are_no_distribution_give_some_token_and_leave_their_neighbour
 @pytest.mark.parametrize(
     "wish", [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.99, "min_p": 0.01}]
 )
-def test_draws_are_those_that_torch_makes_without_the_kernels(wish, monkeypatch):
+@pytest.mark.parametrize("height", [1, 2, 4])
+def test_draws_are_those_that_torch_makes_without_the_kernels(wish, height, monkeypatch):
     torch.manual_seed(0)
-    logits = torch.randn(200, 5000) * 4
+    logits = torch.randn(200, 5000) * height  # the flatter, the more tokens are left
     batch = SamplingBatch(
         np.full(200, 0.8, np.float32),
         np.full(200, wish.get("top_p", 1.0), np.float32),

@@ -28,8 +28,8 @@ Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 # is cheap on a GPU, and to do without is not: what was computed with a wrong token is lost.
 _LIKELIEST, _LIKELIEST_DEFERRED = 64, 512
 # So many hold what is left of a row that the model is unsure of; our kernel finds them in a third
-# of the time that sorting all tokens takes.
-_LIKELIEST_UNSURE = 2048
+# of the time that sorting all tokens takes. Not so if the first ones have little probability.
+_LIKELIEST_UNSURE, _LEAST_HELD = 2048, 0.4
 
 # Rows of at least so many blocks are searched block by block.
 _BLOCK, _MIN_BLOCKS = 512, 32
@@ -142,24 +142,30 @@ def _draw_filtered(
         Tokens [n] int64, and where the caller must look: [n] bool, false where a row has more.
     """
     if defers:
-        return _draw_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
-    chosen, is_known = _draw_from_likeliest(logits, batch, _LIKELIEST)
+        chosen, is_known, _ = _draw_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
+        return chosen, is_known
+    chosen, is_known, held = _draw_from_likeliest(logits, batch, _LIKELIEST)
+    if native_logits.can_read(logits):
+        rows = (~is_known & (held >= _LEAST_HELD)).nonzero().squeeze(1)
+        if len(rows) > 0:
+            some = batch.rows(rows.numpy())
+            found = _draw_from_likeliest(logits[rows], some, _LIKELIEST_UNSURE)
+            chosen[rows], is_known[rows], _ = found
     rows = (~is_known).nonzero().squeeze(1)
-    if len(rows) > 0 and native_logits.can_read(logits):
-        some = batch.rows(rows.numpy())
-        chosen[rows], is_known = _draw_from_likeliest(logits[rows], some, _LIKELIEST_UNSURE)
-        rows = rows[~is_known]
     if len(rows) > 0:
         some = batch.rows(rows.cpu().numpy())
         chosen[rows] = _draw_from_all(_probs(logits[rows], some), some)
     return chosen, None
 
 
-def _draw_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> tuple[Tensor, Tensor]:
+def _draw_from_likeliest(
+    logits: Tensor, batch: SamplingBatch, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draw from the likeliest tokens of each row.
 
     Returns:
-        Tokens [n] int64, and whether they are all that top_k, top_p and min_p leave: [n] bool.
+        Tokens [n] int64; whether they are all that top_k, top_p and min_p leave, [n] bool; and the
+        probability of all that were looked at, [n] float32.
     """
     width = min(width, logits.shape[1])
     if native_logits.can_read(logits):
@@ -185,7 +191,7 @@ def _draw_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> tu
     token_ids, order = token_ids.sort(dim=-1)
     kept = (kept * (kept >= threshold)).gather(1, order)
     chosen = token_ids.gather(1, _pick(kept, batch)[:, None]).squeeze(1)
-    return chosen, is_known.squeeze(1)
+    return chosen, is_known.squeeze(1), values.sum(-1)
 
 
 def _draw_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:

@@ -104,7 +104,7 @@ def to_api_error(error: FrontendError) -> ApiError:
     if status == 400 and _TOO_LONG.search(message):
         # OpenAI's words besides its code: many clients know the case by either alone.
         code = "context_length_exceeded"
-        message = f"Input tokens exceed the configured limit: {message}"
+        message = f"{message}. Input tokens exceed the configured limit."
     return ApiError(
         status,
         message,

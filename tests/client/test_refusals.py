@@ -272,4 +272,4 @@ async def test_a_prompt_that_is_too_long_has_openais_code_and_words(connect, pat
         for stream in (False, True):
             error = error_of(await client.post(path, json={**bodies[path], "stream": stream}), 400)
             assert error["code"] == "context_length_exceeded"
-            assert error["message"] == f"Input tokens exceed the configured limit: {told}"
+            assert error["message"] == f"{told}. Input tokens exceed the configured limit."

@@ -21,7 +21,7 @@ from nereid_backend.attention.cpu_build import KernelBuildError, load_library
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 
-__all__ = ["CpuKVCache", "KernelBuildError", "attend", "cache_type", "kernels"]
+__all__ = ["CpuKVCache", "KernelBuildError", "attend", "cache_type", "has_kernels", "kernels"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,16 @@ def kernels() -> ctypes.CDLL:
     library.nereid_attend_prefills.restype = None
     library.nereid_serve.argtypes, library.nereid_serve.restype = [pointer], None
     return library
+
+
+@functools.cache
+def has_kernels() -> bool:
+    """Whether the kernels can be built here."""
+    try:
+        kernels()
+    except KernelBuildError:
+        return False
+    return True
 
 
 def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:

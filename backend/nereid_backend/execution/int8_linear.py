@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nereid_backend.attention.cpu import KernelBuildError, kernels
+from nereid_backend.attention.cpu import has_kernels, kernels
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
@@ -72,7 +72,7 @@ def quantise_linears(model: nn.Module) -> int:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners[parameter.data_ptr()] = owners.get(parameter.data_ptr(), 0) + 1
-    is_native = has_kernel()
+    is_native = has_kernels()  # without them every call widens the weights
     count = 0
     for module in list(model.modules()):
         weight = module.weight if type(module) is nn.Linear else None
@@ -83,15 +83,6 @@ def quantise_linears(model: nn.Module) -> int:
         _quantise(module, keep=owners[weight.data_ptr()] > 1, is_native=is_native)
         count += 1
     return count
-
-
-def has_kernel() -> bool:
-    """Whether the native kernel can be built here; without it every call widens the weights."""
-    try:
-        kernels()
-    except KernelBuildError:
-        return False
-    return True
 
 
 def model_bytes(model: nn.Module) -> int:

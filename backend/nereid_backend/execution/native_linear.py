@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nereid_backend.attention.cpu import KernelBuildError, kernels
+from nereid_backend.attention.cpu import has_kernels, kernels
 
 _LANES = 16
 
@@ -105,10 +105,7 @@ def _kernel():  # type: ignore[no-untyped-def]  # noqa: ANN202 - ctypes has no p
 @functools.cache
 def is_available() -> bool:
     """Whether the kernel can be built here."""
-    try:
-        return bool(kernels().nereid_has_linear())
-    except KernelBuildError:
-        return False
+    return has_kernels() and bool(kernels().nereid_has_linear())
 
 
 @functools.cache

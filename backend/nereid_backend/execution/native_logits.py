@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nereid_backend.attention.cpu import KernelBuildError, kernels
+from nereid_backend.attention.cpu import has_kernels, kernels
 
 
 class RowFacts(NamedTuple):
@@ -32,7 +32,7 @@ class RowFacts(NamedTuple):
 def can_read(logits: Tensor) -> bool:
     """Whether the kernels take these logits."""
     is_known = logits.dtype in (torch.float32, torch.bfloat16)
-    return logits.device.type == "cpu" and is_known and logits.shape[1] > 0 and _is_available()
+    return logits.device.type == "cpu" and is_known and logits.shape[1] > 0 and has_kernels()
 
 
 def read(logits: Tensor) -> RowFacts:
@@ -95,12 +95,3 @@ def _library() -> CDLL:
     for name in ("read_logits", "draw", "likeliest"):
         getattr(library, f"nereid_{name}").restype = None
     return library
-
-
-@functools.cache
-def _is_available() -> bool:
-    """Whether the kernels can be built here."""
-    try:
-        return kernels() is not None
-    except KernelBuildError:
-        return False

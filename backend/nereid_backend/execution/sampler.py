@@ -213,9 +213,10 @@ class Sampler:
             columns = token_ids, own - facts.logsumexp, is_left
         if facts is not None and asking:
             counts = [piece.positions[i].request.params.logprobs or 0 for i in asking]
-            rows = upload(np.array(asking), given.device)
-            own, sums, chosen = given[rows].float(), facts.logsumexp[rows], columns[0][rows]
-            ranked = rank_tokens(own, sums, chosen, counts)
+            is_all = len(asking) == len(piece.positions)
+            rows = slice(None) if is_all else upload(np.array(asking), given.device)
+            sums, chosen = facts.logsumexp[rows], columns[0][rows]
+            ranked = rank_tokens(given[rows].float(), sums, chosen, counts)
         if doubt is not None:
             # The next forward pass may write over what this one gave.
             kept = given.clone()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.choose import attention_name, cache_type, proven_type, stored_type
+from nereid_backend.attention.cpu import has_kernels
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
@@ -23,7 +24,7 @@ from nereid_backend.execution.capture import capture_on, is_lost
 from nereid_backend.execution.check import check_path
 from nereid_backend.execution.compiled import CompiledForward, compile_forward
 from nereid_backend.execution.graphs import DecodeGraphs
-from nereid_backend.execution.int8_linear import has_kernel, model_bytes, quantise_linears
+from nereid_backend.execution.int8_linear import model_bytes, quantise_linears
 from nereid_backend.execution.limits import (
     MemoryPlan,
     describe_memory,
@@ -232,7 +233,7 @@ def _quantised(checkpoint: Checkpoint, progress: Progress) -> Checkpoint:
             f"{checkpoint.architecture} does not; use auto"
         )
     difference = ((after - before).square().mean().sqrt() / before.std()).item()
-    slow = "" if has_kernel() else "; slow, because the native kernels cannot be built here"
+    slow = "" if has_kernels() else "; slow, because the native kernels cannot be built here"
     progress(
         f"weights of {num_layers} linear layers are 8-bit integers: logits differ by "
         f"{difference:.2g} of their spread{slow}"

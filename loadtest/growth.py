@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the time of a decode step grows, as charts: docs/growth/*.png and the data beside them.
+"""How the time of a decode step grows, as charts: docs/history/growth/*.png and the data beside them.
 
-    python loadtest/growth.py [--shapes demo 0.1b] [--steps 24] [--out docs/growth]
+    python loadtest/growth.py [--shapes demo 0.1b] [--steps 24] [--out docs/history/growth]
     python loadtest/growth.py --charts-only          # draws them again from the data
 
 Shapes that are not measured keep the figures that are there.
@@ -50,7 +50,7 @@ def main() -> int:
     )
     parser.add_argument("--shapes", nargs="+", choices=list(ANSWERS), default=list(ANSWERS))
     parser.add_argument("--steps", type=int, default=24, help="steps measured at each point")
-    parser.add_argument("--out", type=Path, default=DEMO.parents[1] / "docs" / "growth")
+    parser.add_argument("--out", type=Path, default=DEMO.parents[1] / "docs" / "history" / "growth")
     parser.add_argument("--charts-only", action="store_true", help="draw the data that is there")
     args = parser.parse_args()
     data = args.out / "growth.json"

@@ -5,7 +5,7 @@
     python tests/backend/archs.py llama mamba     these types again
 
 Each type runs in a process of its own, with a limit on time and memory. Results are lines of JSON
-in the file --results; docs/exactness.md is what --page prints.
+in the file --results; docs/history/exactness.md is what --page prints.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def table(results: dict[str, Result]) -> str:
 
 
 def page(results: dict[str, Result]) -> str:
-    """docs/exactness.md."""
+    """docs/history/exactness.md."""
     head = (Path(__file__).parent / "exactness_page.md").read_text()
     words = {
         "transformers": transformers.__version__,
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("build/archs.jsonl"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument(
-        "--page", action="store_true", help="print docs/exactness.md and do nothing"
+        "--page", action="store_true", help="print docs/history/exactness.md and do nothing"
     )
     asked = parser.parse_args()
     results = load_results(asked.results)

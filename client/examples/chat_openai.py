@@ -1,24 +1,31 @@
-"""Chat through the OpenAI API with the `openai` package, streaming.
+"""Chat over the OpenAI API with the `openai` package, and print the answer while it is written.
 
-python client/examples/chat_openai.py "What is 12 + 30?"
+.venv/bin/python client/examples/chat_openai.py "What is 12 + 30?"
+
+Needs the package `openai`; the environment `.venv` of this repository has it.
 """
 
 import argparse
 import os
 import sys
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ImportError as error:
+    sys.exit(f"{error}. Run this example with .venv/bin/python, or: pip install openai")
 
 
 def main() -> None:
-    """Ask once and print the answer as it comes; reasoning goes to stderr."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Send one message; print the answer to stdout and the reasoning to stderr."""
+    parser = argparse.ArgumentParser(description="Send one message and stream the answer.")
     parser.add_argument("prompt", nargs="?", default="Hello! Who are you?")
     parser.add_argument(
         "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
     )
-    parser.add_argument("--model", help="default: the first one that is served")
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--model", help="default: the first model that the server lists")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, help="limit of reasoning and answer together"
+    )
     args = parser.parse_args()
 
     client = OpenAI(base_url=args.base_url, api_key=os.environ.get("NEREID_API_KEY", "none"))
@@ -30,17 +37,20 @@ def main() -> None:
         stream=True,
         stream_options={"include_usage": True},
     )
-    usage = None
+    usage, finish_reason = None, None
     for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
-            # Not in OpenAI's types: reasoning is an addition of open servers.
+            finish_reason = choice.finish_reason or finish_reason
+            # OpenAI's types do not contain the field `reasoning`; open-source servers added it.
             sys.stderr.write(getattr(choice.delta, "reasoning", None) or "")
             sys.stdout.write(choice.delta.content or "")
             sys.stdout.flush()
     sys.stdout.write("\n")
     if usage is not None:
         sys.stderr.write(f"[{usage.prompt_tokens} + {usage.completion_tokens} tokens]\n")
+    if finish_reason == "length":
+        sys.stderr.write(f"The answer was cut off at {args.max_tokens} tokens; use --max-tokens.\n")
 
 
 if __name__ == "__main__":

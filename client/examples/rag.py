@@ -1,19 +1,27 @@
-"""Retrieval-augmented generation with three models of one server: embed, rerank, answer.
+"""Answer a question from a list of passages with three models of one server.
 
-    python client/examples/rag.py "Who keeps a hedgehog?"
+The embedding model finds similar passages, the reranker sorts them, and the chat model answers.
 
-The passages below are about the demo models' invented world; bring your own with --passages FILE,
-one to a line. Needs `openai`, `httpx` and `numpy`.
+    .venv/bin/python client/examples/rag.py "Who keeps a hedgehog?"
+
+The passages below describe the invented world of the demo models. Use your own passages with
+--passages FILE, where FILE has one passage per line. Needs the packages `openai`, `httpx` and
+`numpy`; the environment `.venv` of this repository has all three.
 """
 
 import argparse
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-import numpy as np
-import numpy.typing as npt
-import openai
+try:
+    import httpx
+    import numpy as np
+    import numpy.typing as npt
+    import openai
+except ImportError as error:
+    sys.exit(f"{error}. Run this example with .venv/bin/python, or: pip install openai httpx numpy")
 
 PASSAGES = """\
 Korvale is a city on the river Amber, famous for its bridges. Adela and Bram live there.
@@ -33,7 +41,7 @@ The river Tidewater flows through Saltmere.
 
 @dataclass(frozen=True)
 class Found:
-    """A passage and what the two stages thought of it."""
+    """A passage, its cosine similarity to the question, and the reranker's score."""
 
     text: str
     similarity: float
@@ -41,7 +49,7 @@ class Found:
 
 
 class Library:
-    """Passages with their vectors, and the server that embeds, reranks and answers."""
+    """Passages with their vectors, and clients of the server that embeds, reranks and answers."""
 
     def __init__(self, base_url: str, api_key: str, passages: list[str]) -> None:
         self._openai = openai.OpenAI(base_url=base_url, api_key=api_key)
@@ -52,18 +60,22 @@ class Library:
         self._vectors = self._embed(passages, None)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the server."""
         self._openai.close()
         self._http.close()
 
     def find(self, question: str, num_retrieved: int, num_kept: int) -> list[Found]:
-        """The passages that say most about the question: retrieved by vector, then reranked."""
+        """Return the most relevant passages, best first.
+
+        The `num_retrieved` passages with the highest cosine similarity are reranked, and the best
+        `num_kept` of these are returned.
+        """
         similarities = self._vectors @ self._embed([question], "query")[0]
         nearest = np.argsort(-similarities)[:num_retrieved]
         body = {
             "model": self._reranker,
             "query": question,
-            "documents": [self._passages[at] for at in nearest],
+            "documents": [self._passages[index] for index in nearest],
             "top_n": num_kept,
         }
         reply = self._http.post("/rerank", json=body).raise_for_status().json()
@@ -77,8 +89,8 @@ class Library:
         ]
 
     def answer(self, question: str, found: list[Found]) -> str:
-        """What the chat model says, with the passages before it."""
-        passages = "\n".join(one.text for one in found)
+        """Return the chat model's answer; the passages are in the system message."""
+        passages = "\n".join(passage.text for passage in found)
         reply = self._openai.chat.completions.create(
             model=self._chat,
             messages=[
@@ -92,35 +104,44 @@ class Library:
         return reply.choices[0].message.content or ""
 
     def _models(self) -> list[str]:
-        """The server lists the chat model, the embedder and the reranker in this order."""
+        """Return the names of the chat model, the embedding model and the reranker.
+
+        The server lists its models in this order.
+        """
         names = [model.id for model in self._openai.models.list()]
         if len(names) != 3:
-            raise SystemExit(f"rag.py needs a server with three models; it has {', '.join(names)}")
+            raise SystemExit(
+                "This example needs a server with a chat model, an embedding model and a reranker, "
+                f"but the server lists: {', '.join(names)}"
+            )
         return names
 
     def _embed(self, texts: list[str], prompt_name: str | None) -> npt.NDArray[np.float32]:
-        """Unit vectors [n, dim]."""
+        """Return one vector of length 1 per text, as a float32 array of shape [n, dim]."""
         extra = {"prompt_name": prompt_name} if prompt_name else {}
         reply = self._openai.embeddings.create(model=self._embedder, input=texts, extra_body=extra)
         return np.array([item.embedding for item in reply.data], dtype=np.float32)
 
 
 def main() -> None:
-    """Answer one question and show what the answer rests on."""
-    parser = argparse.ArgumentParser(description="Ask the passages a question.")
-    parser.add_argument("question")
-    parser.add_argument("--base-url", default="http://127.0.0.1:9000/v1")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--passages", type=Path, help="a file with one passage to a line")
-    parser.add_argument("--retrieve", type=int, default=6, help="passages from the embedder")
-    parser.add_argument("--keep", type=int, default=2, help="of these, by the reranker's opinion")
+    """Print the passages that were found, and the answer."""
+    parser = argparse.ArgumentParser(description="Answer a question from passages.")
+    parser.add_argument("question", nargs="?", default="Who keeps a hedgehog?")
+    parser.add_argument(
+        "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
+    )
+    parser.add_argument("--api-key", default=os.environ.get("NEREID_API_KEY", "none"))
+    parser.add_argument("--passages", type=Path, help="a text file with one passage per line")
+    parser.add_argument("--retrieve", type=int, default=6, help="passages that are reranked")
+    parser.add_argument("--keep", type=int, default=2, help="passages that the chat model reads")
     args = parser.parse_args()
     text = args.passages.read_text(encoding="utf-8") if args.passages else PASSAGES
     library = Library(args.base_url, args.api_key, [line for line in text.splitlines() if line])
     try:
         found = library.find(args.question, args.retrieve, args.keep)
-        for one in found:
-            print(f"[{one.relevance:.3f}, cosine {one.similarity:.3f}] {one.text}")  # noqa: T201
+        for passage in found:
+            scores = f"[{passage.relevance:.3f}, cosine {passage.similarity:.3f}]"
+            print(f"{scores} {passage.text}")  # noqa: T201
         print(library.answer(args.question, found))  # noqa: T201
     finally:
         library.close()

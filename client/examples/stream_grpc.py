@@ -1,7 +1,9 @@
-"""Stream from the ensemble `llm` over gRPC with the `tritonclient` package.
+"""Stream from the Triton model `llm` over gRPC with the `tritonclient` package.
 
-python client/examples/stream_grpc.py "Once upon a time"          a text to continue
-python client/examples/stream_grpc.py --chat "What is 12 + 30?"   a message to answer
+.venv/bin/python client/examples/stream_grpc.py "Once upon a time"          continue a text
+.venv/bin/python client/examples/stream_grpc.py --chat "What is 12 + 30?"   answer a message
+
+Needs the packages `tritonclient[grpc]` and `numpy`; the environment `.venv` has both.
 """
 
 import argparse
@@ -10,25 +12,28 @@ import os
 import queue
 import sys
 
-import numpy as np
-from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
+try:
+    import numpy as np
+    from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
+except ImportError as error:
+    sys.exit(f"{error}. Run this with .venv/bin/python, or: pip install 'tritonclient[grpc]'")
 
 
 def tensor(name: str, datatype: str, value: object) -> InferInput:
-    """One input of one element."""
+    """Return an input tensor of shape [1] that contains `value`."""
     dtype = np.bool_ if datatype == "BOOL" else np.object_
-    made = InferInput(name, [1], datatype)
-    made.set_data_from_numpy(np.array([value], dtype=dtype))
-    return made
+    infer_input = InferInput(name, [1], datatype)
+    infer_input.set_data_from_numpy(np.array([value], dtype=dtype))
+    return infer_input
 
 
 def main() -> None:
-    """Ask once and print the text as it comes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Send one request and print the text while it is written."""
+    parser = argparse.ArgumentParser(description="Stream text over gRPC.")
     parser.add_argument("prompt", nargs="?", default="Hello! Who are you?")
-    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a chat message")
     parser.add_argument("--url", default=os.environ.get("NEREID_GRPC_URL", "127.0.0.1:8001"))
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=256)
     args = parser.parse_args()
 
     inputs = [tensor("stream", "BOOL", True)]
@@ -41,22 +46,22 @@ def main() -> None:
         inputs.append(tensor("text_input", "BYTES", args.prompt.encode()))
         inputs.append(tensor("sampling_parameters", "BYTES", json.dumps(sampling).encode()))
 
-    answers: queue.Queue = queue.Queue()
+    responses: queue.Queue = queue.Queue()
     with InferenceServerClient(args.url) as client:
-        client.start_stream(callback=lambda result, error: answers.put((result, error)))
+        client.start_stream(callback=lambda result, error: responses.put((result, error)))
         client.async_stream_infer(
             "llm",
             inputs,
             outputs=[InferRequestedOutput("text_output")],
-            enable_empty_final_response=True,  # so that the end is a response of its own
+            enable_empty_final_response=True,  # the last response marks the end
         )
         while True:
-            result, error = answers.get()
+            result, error = responses.get()
             if error is not None:
-                sys.exit(f"the server says: {error}")
+                sys.exit(f"The server returned an error: {error}")
             text = result.as_numpy("text_output")
-            for piece in text if text is not None else ():
-                sys.stdout.write(piece.decode())
+            for part in text if text is not None else ():
+                sys.stdout.write(part.decode())
                 sys.stdout.flush()
             if result.get_response().parameters["triton_final_response"].bool_param:
                 break

@@ -1,6 +1,8 @@
-"""Several answers that obey a JSON schema, best first, with the `openai` package.
+"""Ask for several answers that match a JSON schema, and print the most probable one first.
 
-python client/examples/structured_openai.py "Invent a person." --n 3
+.venv/bin/python client/examples/structured_openai.py "Invent a person." --n 3
+
+Needs the packages `openai` and `pydantic`; the environment `.venv` of this repository has both.
 """
 
 import argparse
@@ -8,39 +10,52 @@ import math
 import os
 import sys
 
-from openai import OpenAI
-from pydantic import BaseModel
+try:
+    import openai
+    from pydantic import BaseModel, Field
+except ImportError as error:
+    sys.exit(f"{error}. Run this example with .venv/bin/python, or: pip install openai pydantic")
 
 
 class Person(BaseModel):
-    """What every answer is."""
+    """The object that every answer contains. The bounds become part of the JSON schema."""
 
-    name: str
-    age: int
+    name: str = Field(min_length=1, max_length=40)
+    age: int = Field(ge=0, le=120)
 
 
 def main() -> None:
     """Ask once for `n` answers; print each with the mean probability of its tokens."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("prompt", nargs="?", default="Invent a person: name and age.")
+    parser = argparse.ArgumentParser(description="Ask for answers that match a JSON schema.")
+    parser.add_argument("prompt", nargs="?", default="Invent a person.")
     parser.add_argument(
         "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
     )
-    parser.add_argument("--model", help="default: the first one that is served")
-    parser.add_argument("--n", type=int, default=3)
+    parser.add_argument("--model", help="default: the first model that the server lists")
+    parser.add_argument("--n", type=int, default=3, help="number of answers")
+    parser.add_argument("--max-tokens", type=int, default=256, help="limit for each answer")
     args = parser.parse_args()
 
-    client = OpenAI(base_url=args.base_url, api_key=os.environ.get("NEREID_API_KEY", "none"))
-    answer = client.chat.completions.parse(
-        model=args.model or client.models.list().data[0].id,
-        messages=[{"role": "user", "content": args.prompt}],
-        response_format=Person,
-        n=args.n,
-        logprobs=True,
-        max_completion_tokens=256,
-    )
+    client = openai.OpenAI(base_url=args.base_url, api_key=os.environ.get("NEREID_API_KEY", "none"))
+    try:
+        completion = client.chat.completions.parse(
+            model=args.model or client.models.list().data[0].id,
+            messages=[{"role": "user", "content": args.prompt}],
+            response_format=Person,
+            n=args.n,
+            temperature=1,  # with 0, the demo model's default, all answers would be equal
+            logprobs=True,
+            max_completion_tokens=args.max_tokens,
+            # Reasoning is not constrained by the schema, and its tokens count towards max_tokens.
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        )
+    except openai.LengthFinishReasonError:
+        sys.exit(
+            f"An answer was cut off after {args.max_tokens} tokens (finish_reason is length), so "
+            "it is not complete JSON. Raise --max-tokens."
+        )
     rated = []
-    for choice in answer.choices:
+    for choice in completion.choices:
         tokens = (choice.logprobs and choice.logprobs.content) or []
         mean = sum(token.logprob for token in tokens) / max(1, len(tokens))
         rated.append((math.exp(mean), choice.message.parsed))

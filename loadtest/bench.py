@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nereid_backend.execution import native_linear
+from nereid_backend.linear import native_linear
 from programs import Report, outcome
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

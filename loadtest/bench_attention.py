@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable
 
 import torch
-from nereid_backend.attention.cpu import CpuKVCache
+from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.int8_cache import CpuInt8KVCache
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.paths.step_batch import BatchBuilder
 
 BLOCK = 16
 FAR_BYTES = 2**26  # twice what the last-level cache of a large processor gives two cores

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from nereid_backend.constraints.backend import Compiled, GrammarBackend
-from nereid_backend.constraints.spec import schema_spec
-from nereid_backend.constraints.vocabulary import Vocabulary, load_vocabulary
-from nereid_backend.core.guide import GrammarSpec
-from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.grammar import GrammarSpec
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
+from nereid_backend.grammar.request_spec import schema_spec
+from nereid_backend.grammar.vocabulary import Vocabulary, load_vocabulary
 from nereid_parsers import get_format
 
 LARGE = 151_646
@@ -108,8 +108,8 @@ def milliseconds(work: Callable[[], object], times: int = 1) -> float:
 
 def backends(vocabulary: Vocabulary) -> dict[str, GrammarBackend]:
     """Both libraries over one vocabulary."""
-    from nereid_backend.constraints.llguidance_backend import LLGuidanceBackend
-    from nereid_backend.constraints.xgrammar_backend import XGrammarBackend
+    from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend
+    from nereid_backend.grammar.xgrammar_backend import XGrammarBackend
 
     eos = (vocabulary.size - 1,)
     return {

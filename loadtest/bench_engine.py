@@ -68,7 +68,7 @@ def profile(engine: Engine, prompts: list[list[int]], params: SamplingParams) ->
     for number, prompt in enumerate(prompts):
         engine.add_request(f"profile-{number}", prompt, params)
     from nereid_backend.core.step import StepResult
-    from nereid_backend.execution.sampler import sample
+    from nereid_backend.sampling.sampler import sample
 
     with torch.inference_mode():
         while engine.has_work():

@@ -54,9 +54,9 @@ from gpu_kernels import (
     tune,
 )
 from gpu_report import attempt, markdown, reason_of, targets
-from nereid_backend.attention import gpu
+from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu.tuning import FOLDER, table_of, write_table
 from nereid_backend.attention.layers import LayerSpec, Span
-from nereid_backend.attention.tuning import FOLDER, table_of, write_table
 from programs import Report
 
 # The command's own limit, which the engine's part fills. The kernels' checks compile each of them,
@@ -64,31 +64,38 @@ from programs import Report
 _LIMIT_S, _CHECKS_S, _FIGURES_S = 465, 150, 230
 
 # Figures of kernels: a name, the kind of layer, (cached, new) tokens, how these are kept.
-Case = tuple[str, LayerSpec, list[tuple[int, int]], type[gpu.GpuKVCache]]
+Case = tuple[str, LayerSpec, list[tuple[int, int]], type[gpu_attention.GpuKVCache]]
 _USUAL = LayerSpec(32, 8, 128, 128)
 DECODES: list[Case] = [
-    ("1 sequence of 131072", _USUAL, [(131071, 1)], gpu.GpuKVCache),
-    ("8 of 32768", _USUAL, [(32767, 1)] * 8, gpu.GpuKVCache),
-    ("64 of 8192", _USUAL, [(8191, 1)] * 64, gpu.GpuKVCache),
-    ("256 of 2048", _USUAL, [(2047, 1)] * 256, gpu.GpuKVCache),
-    ("1 of 65536 and 63 of 1024", _USUAL, [(65535, 1), *[(1023, 1)] * 63], gpu.GpuKVCache),
+    ("1 sequence of 131072", _USUAL, [(131071, 1)], gpu_attention.GpuKVCache),
+    ("8 of 32768", _USUAL, [(32767, 1)] * 8, gpu_attention.GpuKVCache),
+    ("64 of 8192", _USUAL, [(8191, 1)] * 64, gpu_attention.GpuKVCache),
+    ("256 of 2048", _USUAL, [(2047, 1)] * 256, gpu_attention.GpuKVCache),
+    (
+        "1 of 65536 and 63 of 1024",
+        _USUAL,
+        [(65535, 1), *[(1023, 1)] * 63],
+        gpu_attention.GpuKVCache,
+    ),
     (
         "keys 192, values 128, 16 heads: 32 of 8192",
         LayerSpec(16, 16, 192, 128),
         [(8191, 1)] * 32,
-        gpu.GpuKVCache,
+        gpu_attention.GpuKVCache,
     ),
-    ("64 of 8192 as int8", _USUAL, [(8191, 1)] * 64, gpu.GpuInt8KVCache),
-    ("64 of 8192 as float8", _USUAL, [(8191, 1)] * 64, gpu.GpuFloat8KVCache),
+    ("64 of 8192 as int8", _USUAL, [(8191, 1)] * 64, gpu_attention.GpuInt8KVCache),
+    ("64 of 8192 as float8", _USUAL, [(8191, 1)] * 64, gpu_attention.GpuFloat8KVCache),
 ]
 PREFILLS: list[Case] = [
-    ("1 prompt of 4096", _USUAL, [(0, 4096)], gpu.GpuKVCache),
-    ("1 of 16384", _USUAL, [(0, 16384)], gpu.GpuKVCache),
-    ("16 of 512", _USUAL, [(0, 512)] * 16, gpu.GpuKVCache),
-    ("2048 behind 14336 cached", _USUAL, [(14336, 2048)], gpu.GpuKVCache),
-    ("heads of 64, 1 of 8192", LayerSpec(64, 8, 64, 64), [(0, 8192)], gpu.GpuKVCache),
+    ("1 prompt of 4096", _USUAL, [(0, 4096)], gpu_attention.GpuKVCache),
+    ("1 of 16384", _USUAL, [(0, 16384)], gpu_attention.GpuKVCache),
+    ("16 of 512", _USUAL, [(0, 512)] * 16, gpu_attention.GpuKVCache),
+    ("2048 behind 14336 cached", _USUAL, [(14336, 2048)], gpu_attention.GpuKVCache),
+    ("heads of 64, 1 of 8192", LayerSpec(64, 8, 64, 64), [(0, 8192)], gpu_attention.GpuKVCache),
 ]
-TINY_CASES: list[Case] = [("tiny", LayerSpec(2, 1, 16, 16), [(40, 1), (0, 20)], gpu.GpuKVCache)]
+TINY_CASES: list[Case] = [
+    ("tiny", LayerSpec(2, 1, 16, 16), [(40, 1), (0, 20)], gpu_attention.GpuKVCache)
+]
 # A layer with a window, which is compared with the same one without.
 WINDOW = LayerSpec(64, 8, 64, 64, Span(window=128), None, True), [(32767, 1)] * 32
 TINY_WINDOW = LayerSpec(2, 1, 16, 16, Span(window=21), None, True), [(90, 1)]
@@ -194,10 +201,14 @@ def checks(
     # The interpreter multiplies bfloat16 as if its bits were integers.
     used = torch.float16 if args.rehearse else torch.bfloat16
     kinds = [
-        ("", used, gpu.GpuKVCache),
-        ("int8", used, gpu.GpuInt8KVCache),
-        ("float8", used, gpu.GpuFloat8KVCache),
-        *[("", dtype, gpu.GpuKVCache) for dtype in (torch.float16, torch.float32) if dtype != used],
+        ("", used, gpu_attention.GpuKVCache),
+        ("int8", used, gpu_attention.GpuInt8KVCache),
+        ("float8", used, gpu_attention.GpuFloat8KVCache),
+        *[
+            ("", dtype, gpu_attention.GpuKVCache)
+            for dtype in (torch.float16, torch.float32)
+            if dtype != used
+        ],
     ]
     found = []
     for label, dtype, kind in kinds:
@@ -231,7 +242,7 @@ def tune_here(device: torch.device, args: argparse.Namespace) -> None:
     about = {name: str(facts[name]) for name in ("date", "torch", "triton")}
     print(f"written: {write_table(facts['device'], table, about, args.tables)}", flush=True)
     table_of.cache_clear()
-    gpu.device_of.cache_clear()
+    gpu_attention.device_of.cache_clear()
 
 
 def kernels(

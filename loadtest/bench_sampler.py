@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from nereid_backend import SamplingParams
 from nereid_backend.core.request import Request
-from nereid_backend.execution.masks import StepMasks
-from nereid_backend.execution.sampler import Sampler
-from nereid_backend.execution.verify import Position
+from nereid_backend.sampling.draft_verification import Position
+from nereid_backend.sampling.sampler import Sampler
+from nereid_backend.sampling.token_masks import StepMasks
 
 CASES: Mapping[str, Mapping[str, float]] = {
     "greedy": {"temperature": 0.0},

@@ -18,14 +18,14 @@ from typing import TypeVar
 
 import torch
 from nereid_backend import SamplingParams
+from nereid_backend.async_steps import LookAhead
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepPlan
-from nereid_backend.execution.batch import BatchBuilder
-from nereid_backend.execution.runner import Runner
-from nereid_backend.failures import StepFailures
-from nereid_backend.lookahead import LookAhead
+from nereid_backend.paths.step_batch import BatchBuilder
+from nereid_backend.runner import Runner
+from nereid_backend.step_failures import StepFailures
 from torch import Tensor
 
 T = TypeVar("T")

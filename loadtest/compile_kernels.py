@@ -5,7 +5,7 @@
 
 One JSON object a line, a kernel each: shared memory, registers, bytes of registers that did not fit
 (stack_bytes), which matrix instructions it uses, and how many asynchronous copies. Launches are the
-ones that attention/gpu.py and execution/gpu_sampling.py make; they are recorded instead of run.
+ones that the GPU attention and the GPU sampler make. They are recorded instead of run.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-from nereid_backend.attention import gpu, triton_decode, triton_prefill, triton_store
-from nereid_backend.attention.batch import Prefill
-from nereid_backend.attention.gpu import Float8, Step
-from nereid_backend.attention.gpu_batch import DecodeRows, PrefillRows
+from nereid_backend.attention.attention_batch import Prefill
+from nereid_backend.attention.gpu import gpu_attention, triton_decode, triton_prefill, triton_store
+from nereid_backend.attention.gpu.gpu_attention import Float8, Step
+from nereid_backend.attention.gpu.gpu_batch import DecodeRows, PrefillRows
+from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
 from nereid_backend.attention.layers import LayerSpec, Span
-from nereid_backend.attention.tuning import KERNELS, Device, Entry, Tuning
-from nereid_backend.execution import gpu_sampling, triton_sampling
+from nereid_backend.sampling import gpu_sampling, triton_sampling
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -152,12 +152,12 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float
     out = empty(num_tokens, spec.num_heads, spec.value_dim)
     new = packed(spec.num_kv_heads, spec.key_dim), packed(spec.num_kv_heads, spec.value_dim)
     dim, itemsize = max(spec.key_dim, spec.value_dim), dtype.itemsize
-    gpu.store(*new, step, numbers(num_tokens))
+    gpu_attention.store(*new, step, numbers(num_tokens))
     # A sequence so long that it is cut into parts.
     decodes = DecodeRows(1, [(1, 2**20)], numbers(2**16), numbers(1), numbers(1), numbers(1))
-    gpu.decode(query, step, decodes, out, device.tuning("decode", dim, itemsize))
+    gpu_attention.decode(query, step, decodes, out, device.tuning("decode", dim, itemsize))
     prefills = PrefillRows([Prefill(16, 80, 1024, numbers(1, 68))], numbers(68), numbers(1, 4))
-    gpu.prefill(query, step, prefills, out, device.tuning("prefill", dim, itemsize))
+    gpu_attention.prefill(query, step, prefills, out, device.tuning("prefill", dim, itemsize))
 
 
 def run_sampling(dtype: torch.dtype) -> None:

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from gpu_report import BenchError
-from nereid_backend.attention import gpu, reference
+from nereid_backend.attention import reference
 from nereid_backend.attention.float8_cache import Float8KVCache
-from nereid_backend.attention.gpu import GpuKVCache
+from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
+from nereid_backend.attention.gpu.tuning import Entry, Table, Tuning
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.attention.scaled_cache import ScaledKVCache
-from nereid_backend.attention.tuning import Entry, Table, Tuning
-from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.paths.step_batch import BatchBuilder
 from torch import Tensor
 from torch.nn import functional
 
@@ -137,7 +138,7 @@ class LayerStep:
     def attend(self) -> Tensor:
         """The kernels' answer, [num_tokens, num_heads, value_dim]."""
         query, key, value = self.inputs
-        return gpu.attend(
+        return gpu_attention.attend(
             (query, key, value),
             (0, self.spec),
             self.cache,
@@ -356,15 +357,17 @@ def tune(
 def fastest(kernel: str, step: LayerStep, tunings: list[Tuning]) -> Tuning:
     """The quickest of some cuts of a kernel; those that the device cannot run are passed over."""
     expected = step.attend()
-    rows = gpu.gpu_batch(step.batch)
-    call = gpu.Step(step.spec, step.cache.keys[0], step.cache.values[0], step.scale, step.sinks)
+    rows = gpu_attention.gpu_batch(step.batch)
+    call = gpu_attention.Step(
+        step.spec, step.cache.keys[0], step.cache.values[0], step.scale, step.sinks
+    )
     found = torch.empty_like(expected)
 
     def run(tuning: Tuning) -> None:
         if kernel == "decode" and rows.decodes is not None:
-            gpu.decode(step.inputs[0], call, rows.decodes, found, tuning)
+            gpu_attention.decode(step.inputs[0], call, rows.decodes, found, tuning)
         elif kernel == "prefill" and rows.prefills is not None:
-            gpu.prefill(step.inputs[0], call, rows.prefills, found, tuning)
+            gpu_attention.prefill(step.inputs[0], call, rows.prefills, found, tuning)
 
     times: dict[Tuning, float] = {}
     for tuning in tunings:

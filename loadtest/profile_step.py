@@ -19,7 +19,7 @@ from typing import Any
 from bench import SHAPES, make_checkpoint
 from markdown_table import table
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.attention.cpu import Spent
+from nereid_backend.attention.cpu.cpu_attention import Spent
 
 PARTS = ("linear layers", "attention", "rest of the model", "sampling", "batch", "plan and commit")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import CompletionOutput, EngineInfo, RequestOutput, RequestUpdate
-from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import (
     CapacityError,
     ConfigError,
@@ -22,7 +22,7 @@ from nereid_backend.errors import (
 
 if TYPE_CHECKING:
     from nereid_backend.engine import Engine
-    from nereid_backend.pooling.offline import Embedder, Reranker
+    from nereid_backend.pooling.embedder import Embedder, Reranker
 
 __all__ = [
     "CapacityError",
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands fo
 
         return Engine
     if name in ("Embedder", "Reranker"):
-        from nereid_backend.pooling import offline
+        from nereid_backend.pooling import embedder
 
-        return getattr(offline, name)
+        return getattr(embedder, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,25 +8,25 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from nereid_backend.async_steps import LookAhead
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.outputs import EngineInfo, RequestOutput, RequestUpdate
-from nereid_backend.core.params import SamplingParams
-from nereid_backend.core.preparation import Preparation
+from nereid_backend.core.pending_grammars import Preparation
 from nereid_backend.core.request import Request
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepPlan, StepResult
 from nereid_backend.errors import CapacityError, RequestError
-from nereid_backend.execution.logits import check_token_ids
-from nereid_backend.execution.startup import load
-from nereid_backend.execution.text import load_decoder
-from nereid_backend.failures import StepFailures
-from nereid_backend.generate import generate
-from nereid_backend.lookahead import LookAhead
+from nereid_backend.model.startup import load
+from nereid_backend.offline import generate
+from nereid_backend.sampling.logits_processor import check_token_ids
+from nereid_backend.step_failures import StepFailures
+from nereid_backend.text.load_decoder import load_decoder
 
 if TYPE_CHECKING:
-    from nereid_backend.constraints import Guides
+    from nereid_backend.grammar import Guides
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class Engine:
     def _load_guides(self) -> "Guides":
         if self._guides is None:
             # Only requests with grammars pay for what makes them.
-            from nereid_backend.constraints import Guides
+            from nereid_backend.grammar import Guides
 
             config = self._config
             self._guides = Guides(

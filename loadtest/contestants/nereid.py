@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.execution.transfer import HostCopy
+from nereid_backend.device_transfer import HostCopy
 from workload import main, summary
 
 

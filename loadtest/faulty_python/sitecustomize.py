@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 _ROLES = {
-    "nereid_backend.serving.engine_process": "engine",
-    "nereid_backend.serving.pooling.worker": "worker",
+    "nereid_backend.serving.executor.engine_process": "engine",
+    "nereid_backend.serving.pooling.pooling_worker": "worker",
 }
 _LOCK = threading.Lock()
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
-from nereid_backend.core.sight import Sight
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
+from nereid_backend.core.window import Sight
 
 BLOCK = 4
 EOS = 1

@@ -2,8 +2,10 @@ import pytest
 import torch
 from backend.tiny_models import VOCAB_SIZE, Family
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.attention.cpu import Spent
-from nereid_backend.execution import compiled, native_linear, startup
+from nereid_backend.attention.cpu.cpu_attention import Spent
+from nereid_backend.linear import native_linear
+from nereid_backend.model import startup
+from nereid_backend.paths import compiled_forward
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -18,7 +20,7 @@ PROMPTS = [[5, 9, 11, 4], [7], list(range(3, 60))]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiled_forward, "cache_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -99,7 +101,7 @@ def test_a_library_that_computes_something_else_is_not_used(checkpoint, monkeypa
     monkeypatch.setattr(
         startup,
         "compile_forward",
-        lambda *_, **__: compiled.CompiledForward(
+        lambda *_, **__: compiled_forward.CompiledForward(
             lambda *rows: torch.zeros(len(rows[2]), VOCAB_SIZE)
         ),
     )
@@ -120,12 +122,12 @@ def test_literals_come_back_to_the_model_s_device_but_for_those_of_the_host(tmp_
         device = torch.device("cuda")
 
     literals = {"here": torch.ones(2), "there": torch.ones(2).as_subclass(Elsewhere)}
-    compiled._save_literals(literals, tmp_path / "literals")
-    found = compiled._load_literals(tmp_path / "literals", torch.device("meta"))
+    compiled_forward._save_literals(literals, tmp_path / "literals")
+    found = compiled_forward._load_literals(tmp_path / "literals", torch.device("meta"))
     assert {name: tensor.device.type for name, tensor in found.items()} == {
         "here": "cpu",
         "there": "meta",
     }
     assert found["here"].tolist() == [1.0, 1.0]
-    compiled._save_literals({}, tmp_path / "none")
-    assert compiled._load_literals(tmp_path / "none", torch.device("meta")) == {}
+    compiled_forward._save_literals({}, tmp_path / "none")
+    assert compiled_forward._load_literals(tmp_path / "none", torch.device("meta")) == {}

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from nereid_backend.attention import cpu, cpu_build
-from nereid_backend.attention.cpu import CpuKVCache, KernelBuildError
+from nereid_backend.attention.cpu import cpu_attention, cpu_build
+from nereid_backend.attention.cpu.cpu_attention import CpuKVCache, KernelBuildError
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
-from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.paths.step_batch import BatchBuilder
 
 CPU = torch.device("cpu")
 BLOCK = 16
@@ -133,9 +133,9 @@ def test_what_is_not_a_number_shows_in_its_own_sequence_only():
 
 
 def test_caches_that_the_kernels_do_not_take_are_plain_ones_and_the_log_says_why(caplog):
-    assert cpu.cache_type(16, torch.bfloat16, CPU) is CpuKVCache
-    assert cpu.cache_type(8, torch.float32, CPU) is KVCache
-    assert cpu.cache_type(16, torch.float16, CPU) is KVCache
+    assert cpu_attention.cache_type(16, torch.bfloat16, CPU) is CpuKVCache
+    assert cpu_attention.cache_type(8, torch.float32, CPU) is KVCache
+    assert cpu_attention.cache_type(16, torch.float16, CPU) is KVCache
     assert "block_size 8" in caplog.text
     assert "float16" in caplog.text
 

@@ -1,7 +1,7 @@
 import shutil
 
 import pytest
-from nereid_backend.attention.cpu_build import load_library
+from nereid_backend.attention.cpu.cpu_build import load_library
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 import torch
-from nereid_backend.attention import cpu
-from nereid_backend.attention.batch import AttentionBatch, Decodes
-from nereid_backend.attention.cpu import CpuKVCache
+from nereid_backend.attention.attention_batch import AttentionBatch, Decodes
+from nereid_backend.attention.cpu import cpu_attention
+from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.int8_cache import CpuInt8KVCache
 from nereid_backend.attention.kv_cache import gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
@@ -56,7 +56,9 @@ def decode(spec, *, dtype, block_size=16, lengths=LENGTHS, threads=1, kind=CpuKV
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = cpu.attend((query, key, value), (0, spec), cache, batch, scale=0.3, sinks=sinks)
+        found = cpu_attention.attend(
+            (query, key, value), (0, spec), cache, batch, scale=0.3, sinks=sinks
+        )
     finally:
         torch.set_num_threads(before)
     if isinstance(cache, CpuInt8KVCache):

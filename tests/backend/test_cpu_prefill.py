@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nereid_backend.attention import cpu, reference
-from nereid_backend.attention.batch import AttentionBatch, Prefill
-from nereid_backend.attention.cpu import CpuKVCache
+from nereid_backend.attention import reference
+from nereid_backend.attention.attention_batch import AttentionBatch, Prefill
+from nereid_backend.attention.cpu import cpu_attention
+from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec, Span
@@ -82,7 +83,7 @@ def attend(
         batch = AttentionBatch(torch.cat(slots), 0, [], prefills, block_size)
         inputs, layer = (query, key, value), (0, spec)
         if isinstance(cache, CpuKVCache):
-            return cpu.attend(inputs, layer, cache, batch, scale=0.3, sinks=sinks)
+            return cpu_attention.attend(inputs, layer, cache, batch, scale=0.3, sinks=sinks)
         rows = batch.store_rows(spec.num_kv_heads)
         cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
         return reference.attend(inputs, layer, cache, batch, scale=0.3, sinks=sinks)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from backend.exactness import bytes_for, make_prompts, open_engine
 from nereid_backend import CapacityError, ConfigError, RequestError, SamplingParams
-from nereid_backend.core.guide import GrammarSpec
+from nereid_backend.core.grammar import GrammarSpec
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

@@ -9,14 +9,14 @@ from backend.exactness import PROMPTS, open_engine, run_staggered
 from backend.test_cpu_attention import BLOCK, SPECS, attention_of
 from backend.tiny_models import BY_NAME
 from nereid_backend import EngineConfig
-from nereid_backend.attention.choose import stored_type
-from nereid_backend.attention.cpu import CpuKVCache
+from nereid_backend.attention.choose_backend import stored_type
+from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.errors import ConfigError
-from nereid_backend.execution import startup, tiers
+from nereid_backend.model import choose_path, startup
 
 from backend import shrink
 
@@ -149,7 +149,7 @@ def test_the_self_check_still_notices_a_window_that_is_off_by_one(
     assert engine.info.path == "packed"
     assert engine.info.self_check_difference < difference
     engine.close()
-    probe = tiers.probe_layers
+    probe = choose_path.probe_layers
 
     def wrong(*arguments):
         layers = probe(*arguments)
@@ -159,7 +159,7 @@ def test_the_self_check_still_notices_a_window_that_is_off_by_one(
             for layer in layers
         ]
 
-    monkeypatch.setattr(tiers, "probe_layers", wrong)
+    monkeypatch.setattr(choose_path, "probe_layers", wrong)
     engine = open_engine(folder, kv_cache_dtype=stored)
     assert engine.info.path != "packed"
     engine.close()

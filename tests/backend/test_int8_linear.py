@@ -6,8 +6,8 @@ from backend.exactness import open_engine, run_staggered
 from backend.tiny_models import BY_NAME
 from nereid_backend import EngineConfig
 from nereid_backend.errors import ConfigError
-from nereid_backend.execution import startup
-from nereid_backend.execution.int8_linear import Int8Linear, quantise_linears
+from nereid_backend.linear.int8_linear import Int8Linear, quantise_linears
+from nereid_backend.model import startup
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,6 +1,6 @@
 import torch
 from nereid_backend.config import EngineConfig
-from nereid_backend.execution import limits
+from nereid_backend.model import limits
 
 GIB = 2**30
 

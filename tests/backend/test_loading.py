@@ -9,13 +9,13 @@ from backend.exactness import PARAMS, open_engine
 from nereid_backend import ModelError, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import Span
-from nereid_backend.execution.check import check_path, make_trial
-from nereid_backend.execution.limits import model_limit
-from nereid_backend.execution.loader import load_checkpoint
-from nereid_backend.execution.packed import PackedPath
-from nereid_backend.execution.paths import UnfitError
-from nereid_backend.execution.probe import probe_layers
-from nereid_backend.execution.tiers import make_blocks, with_own_attention
+from nereid_backend.checkpoint import load_checkpoint
+from nereid_backend.model.choose_path import make_blocks, with_own_attention
+from nereid_backend.model.limits import model_limit
+from nereid_backend.model.probe_layers import probe_layers
+from nereid_backend.model.self_check import check_path, make_trial
+from nereid_backend.paths.model_call import UnfitError
+from nereid_backend.paths.packed import PackedPath
 from transformers import AutoConfig
 
 

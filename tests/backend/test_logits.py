@@ -4,10 +4,10 @@ import torch
 from nereid_backend import SamplingParams
 from nereid_backend.core.request import Request
 from nereid_backend.errors import RequestError
-from nereid_backend.execution.logits import LogitsProcessor, check_token_ids
-from nereid_backend.execution.masks import pack, with_masks
-from nereid_backend.execution.sampler import Sampler, sample
-from nereid_backend.execution.verify import Position
+from nereid_backend.sampling.draft_verification import Position
+from nereid_backend.sampling.logits_processor import LogitsProcessor, check_token_ids
+from nereid_backend.sampling.sampler import Sampler, sample
+from nereid_backend.sampling.token_masks import pack, with_masks
 
 VOCAB = 70
 INF = float("inf")
@@ -216,7 +216,7 @@ def test_choices_do_not_depend_on_how_a_batch_is_cut(monkeypatch):
     positions = [Position(request, []) for request in requests]
     whole = Sampler().choose(logits, positions)
     monkeypatch.setattr(
-        "nereid_backend.execution.sampler.slices",
+        "nereid_backend.sampling.sampler.slices",
         lambda count, *_: [slice(i, min(i + 4, count)) for i in range(0, count, 4)],
     )
     cut = Sampler().choose(logits, positions)

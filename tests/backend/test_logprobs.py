@@ -4,8 +4,8 @@ from backend.test_logits import VOCAB, make_request
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.execution.logprobs import rank_prompt, slices
-from nereid_backend.execution.sampler import sample
+from nereid_backend.sampling.ranked_logprobs import rank_prompt, slices
+from nereid_backend.sampling.sampler import sample
 from transformers import AutoModelForCausalLM
 
 

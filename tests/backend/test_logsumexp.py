@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nereid_backend.execution import native_logits
-from nereid_backend.execution.logsumexp import row_facts
+from nereid_backend.sampling import native_logits
+from nereid_backend.sampling.logsumexp import row_facts
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -11,13 +11,13 @@ from backend.test_scheduler_workload import KINDS, NUM_REQUESTS, Workload
 from backend.tiny_models import VOCAB_SIZE
 from fakes.modular_guide import ModularGuide
 from nereid_backend import Engine, EngineConfig, EngineError, SamplingParams
+from nereid_backend.async_steps import LookAhead
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
-from nereid_backend.execution import drawing, sampler
-from nereid_backend.failures import StepFailures
-from nereid_backend.lookahead import LookAhead
+from nereid_backend.sampling import random_sampling, sampler
+from nereid_backend.step_failures import StepFailures
 
 from backend import shrink
 
@@ -236,7 +236,7 @@ def make_requests(rng, count):
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_answers_are_the_same_with_and_without(checkpoint, family, num_tokens, seed, monkeypatch):
-    monkeypatch.setattr(drawing, "_LIKELIEST_DEFERRED", 16)
+    monkeypatch.setattr(random_sampling, "_LIKELIEST_DEFERRED", 16)
     rng = random.Random(seed)
     requests = make_requests(rng, 30)
     guided = rng.sample(sorted(requests), 6)

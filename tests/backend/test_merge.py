@@ -1,15 +1,16 @@
 import pytest
 import torch
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.execution import native_linear, startup
-from nereid_backend.execution.merge import (
+from nereid_backend.linear import native_linear
+from nereid_backend.linear.merged_linear import (
     MergedLinear,
     MergedNativeLinear,
     merge_linears,
     separate_linears,
 )
-from nereid_backend.execution.native_linear import NativeLinear
-from nereid_backend.execution.prepack import prepack_linears
+from nereid_backend.linear.native_linear import NativeLinear
+from nereid_backend.linear.prepack import prepack_linears
+from nereid_backend.model import startup
 from torch import nn
 
 IS_PACKED = [

@@ -2,9 +2,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nereid_backend.execution import native_linear
-from nereid_backend.execution.native_linear import NativeLinear, linear, pack
-from nereid_backend.execution.prepack import prepack_linears
+from nereid_backend.linear import native_linear
+from nereid_backend.linear.native_linear import NativeLinear, linear, pack
+from nereid_backend.linear.prepack import prepack_linears
 
 DTYPES = [
     dtype

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nereid_backend.execution import native_logits
-from nereid_backend.execution.drawing import SamplingBatch, draw
+from nereid_backend.sampling import native_logits
+from nereid_backend.sampling.random_sampling import SamplingBatch, draw
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(

@@ -1,6 +1,6 @@
 import pytest
 from nereid_backend import SamplingParams
-from nereid_backend.core.ngram import PromptLookup
+from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.request import Request
 
 

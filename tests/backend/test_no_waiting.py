@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 from fakes.modular_guide import ModularGuide
-from nereid_backend import SamplingParams
+from nereid_backend import SamplingParams, device_transfer
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
-from nereid_backend.execution import transfer
-from nereid_backend.execution.batch import BatchBuilder
-from nereid_backend.execution.runner import Runner
+from nereid_backend.paths.step_batch import BatchBuilder
+from nereid_backend.runner import Runner
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("meta")
@@ -41,7 +40,7 @@ class Watch(TorchDispatchMode):
         copies = name.startswith(("aten::to", "aten::_to_copy", "aten::copy_"))
         if goes_there and copies and torch.device("cpu") in comes_from:
             self.num_copies += 1
-            if not _is_inside(transfer.__file__):
+            if not _is_inside(device_transfer.__file__):
                 self.waited.append(name)
         # What torch.tensor and new_tensor end with.
         if goes_there and name in ("aten::detach_", "aten::lift_fresh"):
@@ -167,8 +166,8 @@ def test_arrays_lie_in_one_aligned_buffer_and_come_back_in_their_shapes():
     arrays = [rng.integers(0, 99, shape) for shape in shapes]
     # Also those that are not contiguous.
     arrays.append(rng.integers(0, 99, (6, 2)).T)
-    packed = transfer.pack(arrays)
-    parts = transfer.unpack(packed, arrays)
+    packed = device_transfer.pack(arrays)
+    parts = device_transfer.unpack(packed, arrays)
     for array, part in zip(arrays, parts, strict=True):
         assert part.shape == array.shape
         assert np.array_equal(part.numpy(), array)

@@ -1,6 +1,6 @@
 import pytest
 from nereid_backend import RequestError, SamplingParams
-from nereid_backend.core.guide import GrammarSpec, ThinkingSpec
+from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import torch
 from backend.exactness import PARAMS, PROMPTS, open_engine, reference
 from nereid_backend import EngineConfig, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.core.params import SamplingParams
+from nereid_backend.checkpoint import load_checkpoint
 from nereid_backend.core.request import Request
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.execution import padded, rows
-from nereid_backend.execution.loader import load_checkpoint
-from nereid_backend.execution.paths import Sizes
-from nereid_backend.execution.tiers import choose_tier
+from nereid_backend.model.choose_path import choose_tier
+from nereid_backend.paths import padded, recurrent
+from nereid_backend.paths.model_call import Sizes
 
 from backend import shrink
 
@@ -146,13 +146,13 @@ def test_the_self_check_notices_padding_that_is_looked_at(saved, monkeypatch):
 
 
 def test_the_self_check_notices_states_of_other_rows(saved, monkeypatch):
-    right = rows._cut
-    monkeypatch.setattr(rows, "_cut", lambda value, number, count: right(value, 0, count))
+    right = recurrent._cut
+    monkeypatch.setattr(recurrent, "_cut", lambda value, number, count: right(value, 0, count))
     assert_differs(saved("qwen3_next"), "rows")
 
 
 def test_the_self_check_notices_a_state_that_outlives_its_request(saved, monkeypatch):
-    monkeypatch.setattr(rows, "make_cache", _dirty(rows.make_cache))
+    monkeypatch.setattr(recurrent, "make_cache", _dirty(recurrent.make_cache))
     assert_differs(saved("mamba"), "rows")
 
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.execution import native_linear
-from nereid_backend.execution.native_linear import NativeLinear
-from nereid_backend.execution.prepack import PackedLinear, prepack_linears
+from nereid_backend.linear import native_linear
+from nereid_backend.linear.native_linear import NativeLinear
+from nereid_backend.linear.prepack import PackedLinear, prepack_linears
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaMLP
 

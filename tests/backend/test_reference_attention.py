@@ -6,11 +6,11 @@ import torch
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache, store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
-from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.execution import batch as batches
-from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.paths import step_batch as batches
+from nereid_backend.paths.step_batch import BatchBuilder
 
 BLOCK = 4
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import pytest
 from backend.test_runner import chunk_of, output_of, run
 from fakes.hashed_path import HashedPath
 from nereid_backend import SamplingParams
-from nereid_backend.constraints import Guides
-from nereid_backend.core.guide import GrammarSpec
+from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.core.request import Request
-from nereid_backend.execution.runner import Runner
+from nereid_backend.grammar import Guides
+from nereid_backend.runner import Runner
 from tokenizers import Tokenizer
 
 MODEL = Path(__file__).parents[2] / "demo" / "chat"

@@ -3,10 +3,10 @@ import pytest
 import torch
 from nereid_backend import SamplingParams
 from nereid_backend.core.request import Request
-from nereid_backend.execution import drawing, sampler
-from nereid_backend.execution.drawing import uniform_numbers
-from nereid_backend.execution.sampler import sample
-from nereid_backend.execution.verify import Position
+from nereid_backend.sampling import random_sampling, sampler
+from nereid_backend.sampling.draft_verification import Position
+from nereid_backend.sampling.random_sampling import uniform_numbers
+from nereid_backend.sampling.sampler import sample
 
 VOCAB = 50
 
@@ -84,7 +84,7 @@ def test_what_the_filters_leave_does_not_depend_on_how_many_tokens_are_looked_at
         {"top_k": 12, "top_p": 0.9, "min_p": 0.1},
         {"top_p": 0.8, "min_p": 0.5},
     ]
-    monkeypatch.setattr(drawing, "_LIKELIEST", width)
+    monkeypatch.setattr(random_sampling, "_LIKELIEST", width)
     for params in settings:
         row = torch.randn(VOCAB) * 2
         requests = [make_request(seed=seed, **params) for seed in range(1500)]
@@ -99,7 +99,7 @@ def test_what_the_filters_leave_does_not_depend_on_how_many_tokens_are_looked_at
 
 @pytest.mark.parametrize("width", [2, 3, 64])
 def test_tokens_that_tie_with_the_last_one_that_a_filter_leaves_stay(monkeypatch, width):
-    monkeypatch.setattr(drawing, "_LIKELIEST", width)
+    monkeypatch.setattr(random_sampling, "_LIKELIEST", width)
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 0.0]]).expand(400, -1)
     for params in ({"top_k": 2}, {"top_p": 0.75}):
         found = sample(logits, [make_request(seed=seed, **params) for seed in range(400)])
@@ -179,8 +179,8 @@ def test_random_numbers_are_uniform_and_differ_by_seed_and_counter():
 
 @pytest.mark.parametrize("block", [3, 7, 25, 50, 512])
 def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges(monkeypatch, block):
-    monkeypatch.setattr(drawing, "_BLOCK", block)
-    monkeypatch.setattr(drawing, "_MIN_BLOCKS", 1)
+    monkeypatch.setattr(random_sampling, "_BLOCK", block)
+    monkeypatch.setattr(random_sampling, "_MIN_BLOCKS", 1)
     torch.manual_seed(4)
     numbers = np.concatenate([[0.0, np.nextafter(1.0, 0.0)], np.random.default_rng(0).random(200)])
     count = len(numbers)
@@ -188,14 +188,14 @@ def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges(monkeypatc
         logits = torch.randn(VOCAB) * 5
         logits[torch.rand(VOCAB) > share] = float("-inf")
         logits[17] = 0.0
-        batch = drawing.SamplingBatch(
+        batch = random_sampling.SamplingBatch(
             temperature=np.ones(count, np.float32),
             top_p=np.ones(count, np.float32),
             top_k=np.zeros(count, np.int64),
             min_p=np.zeros(count, np.float32),
             uniform=numbers,
         )
-        tokens = drawing.draw(logits.expand(count, -1), batch)
+        tokens = random_sampling.draw(logits.expand(count, -1), batch)
         assert logits[tokens].isfinite().all()
         # The index at which the sum of probabilities passes the random number, by the definition.
         sums = logits.double().softmax(-1).cumsum(-1).numpy()
@@ -205,7 +205,7 @@ def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges(monkeypatc
 
 
 def test_rows_in_doubt_are_chosen_again_when_the_choices_are_read(monkeypatch):
-    monkeypatch.setattr(drawing, "_LIKELIEST_DEFERRED", 2)
+    monkeypatch.setattr(random_sampling, "_LIKELIEST_DEFERRED", 2)
     torch.manual_seed(5)
     settings = [{"top_p": 0.9, "logprobs": 2}, {"top_k": 30}, {"temperature": 0.0}, {}]
     positions = [Position(make_request(seed=seed, **settings[seed % 4]), []) for seed in range(200)]

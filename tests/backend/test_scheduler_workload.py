@@ -10,7 +10,7 @@ from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
-from nereid_backend.core.sight import Sight
+from nereid_backend.core.window import Sight
 
 NUM_REQUESTS = int(os.environ.get("NEREID_WORKLOAD_REQUESTS", "120"))
 

@@ -12,9 +12,9 @@ from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
-from nereid_backend.core.sight import Sight
+from nereid_backend.core.window import Sight
 from nereid_backend.errors import ConfigError
-from nereid_backend.execution.limits import sight_of
+from nereid_backend.model.limits import sight_of
 from transformers import AutoModelForCausalLM
 
 WINDOW_OF_5 = Sight(((5, None),))

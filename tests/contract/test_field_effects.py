@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from nereid_backend.output.detokenizer import decoder
-from nereid_backend.serving.prompts import PromptBuilder
+from nereid_backend.serving.tokenizer.prompt_builder import PromptBuilder
+from nereid_backend.text.detokenizer import decoder
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 

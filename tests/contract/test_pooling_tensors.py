@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from nereid_backend.serving.pooling import names
+from nereid_backend.serving import pooling_tensor_names as names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "embeddings.md").read_text()

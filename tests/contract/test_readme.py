@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from nereid_backend import EngineConfig
-from nereid_backend.serving.settings import OTHER_NAMES, ServingSettings
+from nereid_backend.serving.serving_settings import OTHER_NAMES, ServingSettings
 from nereid_client.settings import Settings
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()

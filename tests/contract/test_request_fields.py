@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 from nereid_backend.errors import RequestError
-from nereid_backend.serving import sampling, unsupported
+from nereid_backend.serving.tokenizer import read_sampling, unsupported_fields
 from nereid_client.protocol import refused
-from nereid_client.protocol.requests import (
+from nereid_client.protocol.generation_requests import (
     PASSED_ON,
     ChatCompletionRequest,
     CompletionRequest,
 )
-from nereid_client.protocol.responses import (
+from nereid_client.protocol.responses_request import (
     REFUSED_IN_RESPONSES,
     REFUSED_IN_TOOLS,
     ResponsesRequest,
@@ -39,7 +39,7 @@ def backend_fields():
     """Names in the tables of the backend's modules."""
     return {
         name
-        for module in (sampling, unsupported)
+        for module in (read_sampling, unsupported_fields)
         for variable, table in vars(module).items()
         if isinstance(table, dict | frozenset | tuple) and not variable.startswith("__")
         for name in table
@@ -94,7 +94,7 @@ def test_the_page_gives_the_frontends_reason_of_each_refusal(table):
 def refusal_of(name):
     """The backend's words when the field asks for something."""
     with pytest.raises(RequestError) as caught:
-        unsupported.refuse_unsupported({name: "something"})
+        unsupported_fields.refuse_unsupported({name: "something"})
     return str(caught.value)
 
 
@@ -107,7 +107,7 @@ def test_what_the_backend_refuses_is_refused_by_name(name):
 
 
 def test_the_ensemble_knows_every_field_that_a_completion_passes_on():
-    sampling.refuse_unknown(dict.fromkeys(PASSED_ON))
+    read_sampling.refuse_unknown(dict.fromkeys(PASSED_ON))
 
 
 def test_a_completion_drops_no_field_that_the_backend_acts_on_or_refuses():

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from nereid_backend.serving import names
-from nereid_backend.serving.settings import OTHER_NAMES
+from nereid_backend.serving import tensor_names
+from nereid_backend.serving.serving_settings import OTHER_NAMES
 from nereid_client.settings import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
@@ -28,20 +28,24 @@ def steps():
 
 def test_the_ensemble_declares_the_inputs_that_the_code_reads():
     read = {
-        names.TEXT_INPUT,
-        names.INPUT_IDS,
-        names.CHAT_REQUEST,
-        names.STREAM,
-        names.SAMPLING_PARAMETERS,
-        names.EXCLUDE_INPUT,
-        names.IMAGE,
-        *(names.RETURN_PREFIX + name for name in names.RETURNABLE),
+        tensor_names.TEXT_INPUT,
+        tensor_names.INPUT_IDS,
+        tensor_names.CHAT_REQUEST,
+        tensor_names.STREAM,
+        tensor_names.SAMPLING_PARAMETERS,
+        tensor_names.EXCLUDE_INPUT,
+        tensor_names.IMAGE,
+        *(tensor_names.RETURN_PREFIX + name for name in tensor_names.RETURNABLE),
     }
     assert set(block("llm", "input")) == read
 
 
 def test_the_ensemble_declares_the_outputs_that_the_code_writes():
-    assert set(block("llm", "output")) == {names.TEXT_OUTPUT, names.DELTA, *names.RETURNABLE}
+    assert set(block("llm", "output")) == {
+        tensor_names.TEXT_OUTPUT,
+        tensor_names.DELTA,
+        *tensor_names.RETURNABLE,
+    }
 
 
 def test_every_door_of_a_step_fits_the_ensemble():

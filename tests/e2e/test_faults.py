@@ -19,7 +19,9 @@ pytestmark = pytest.mark.triton
 def engine_process(served):
     descendants = psutil.Process(served.process.pid).children(recursive=True)
     return next(
-        p for p in descendants if "nereid_backend.serving.engine_process" in " ".join(p.cmdline())
+        p
+        for p in descendants
+        if "nereid_backend.serving.executor.engine_process" in " ".join(p.cmdline())
     )
 
 

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
-from nereid_client.backends import Generation
-from nereid_client.deltas import Delta
 from nereid_client.errors import BackendError
+from nereid_client.streaming.deltas import Delta
+from nereid_client.triton_backend import Generation
 
 from fakes.echo import Failure, Pause, echo, tokenize
 

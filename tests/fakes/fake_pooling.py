@@ -4,8 +4,8 @@ import asyncio
 import json
 
 import numpy as np
+from nereid_client.embeddings.pooling_backend import PoolingReply
 from nereid_client.errors import BackendError
-from nereid_client.pooling.backend import PoolingReply
 
 DIMENSION = 4
 LIMIT = 12  # characters of a text: each counts as a token

@@ -8,7 +8,7 @@ import pytest
 import torch  # noqa: F401 - load_tokenizer keeps it out of processes that have not loaded it
 from fuzz.values import damaged, mutated, odd
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.prompts import PromptBuilder, load_tokenizer
+from nereid_backend.serving.tokenizer.prompt_builder import PromptBuilder, load_tokenizer
 from nereid_parsers import NereidParsersError
 from nereid_parsers.template import analyze_template
 

@@ -7,10 +7,10 @@ import torch
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
-from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.execution.batch import BatchBuilder
+from nereid_backend.paths.step_batch import BatchBuilder
 
 # (cached, new) tokens of each sequence: decodes short and long, prompts with and without a start.
 SMALL = [(0, 1), (15, 1), (16, 1), (70, 1), (0, 23), (37, 9)]

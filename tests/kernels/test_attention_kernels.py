@@ -1,9 +1,9 @@
 import pytest
 import torch
 from kernels.steps import SPECS, Steps
-from nereid_backend.attention import gpu
 from nereid_backend.attention.float8_cache import Float8KVCache
-from nereid_backend.attention.gpu import (
+from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu.gpu_attention import (
     Float8,
     GpuFloat8KVCache,
     GpuInt8KVCache,
@@ -11,10 +11,10 @@ from nereid_backend.attention.gpu import (
     Step,
     float8_of,
 )
+from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
-from nereid_backend.attention.tuning import KERNELS, Device, Entry, Tuning
 
 TOLERANCE = {
     torch.float32: {"atol": 1e-5, "rtol": 1e-5},
@@ -68,13 +68,13 @@ def test_blocks_may_have_any_size(block, device):
 
 def test_many_prompts_go_in_one_launch_and_long_tiles_come_first(device, monkeypatch):
     launches = []
-    plain = gpu.prefill
+    plain = gpu_attention.prefill
 
     def counted(query, step, rows, out, tuning):
         launches.append(rows.tiles(4, step.spec.span))
         plain(query, step, rows, out, tuning)
 
-    monkeypatch.setattr(gpu, "prefill", counted)
+    monkeypatch.setattr(gpu_attention, "prefill", counted)
     check(LayerSpec(2, 1, 16, 16), device, shapes=[(0, 3), (20, 2), (0, 6), (3, 5)])
     tiles = launches[0].tolist()
     assert len(launches) == 1
@@ -117,7 +117,7 @@ def test_a_write_puts_every_head_where_a_gather_finds_it_and_skips_negative_slot
     key = torch.randn(5, heads, 24, device=device).transpose(0, 1)
     value = torch.randn(heads, 5, 10, device=device)
     slots = torch.tensor([4, 5, -1, 7, 8], device=device)
-    gpu.store(key, value, Step(spec, cache.keys[0], cache.values[0], 1.0, None), slots)
+    gpu_attention.store(key, value, Step(spec, cache.keys[0], cache.values[0], 1.0, None), slots)
     rows = gather_rows(torch.tensor([[1, 2]], device=device), heads)
     keys, values = cache.gather(0, rows)
     kept = [0, 1, 3, 4]
@@ -130,7 +130,7 @@ def test_a_write_puts_every_head_where_a_gather_finds_it_and_skips_negative_slot
 @pytest.mark.parametrize("tuning", [Tuning(16, 16, 4, 2), Tuning(64, 128, 4, 2)], ids=str)
 def test_any_tuning_gives_the_same(tuning, device, monkeypatch):
     device_with_table = Device({name: [Entry(256, 4, tuning)] for name in KERNELS})
-    monkeypatch.setattr(gpu, "device_of", lambda device: device_with_table)
+    monkeypatch.setattr(gpu_attention, "device_of", lambda device: device_with_table)
     check(LayerSpec(6, 2, 16, 16, Span(window=21), has_sinks=True), device)
 
 
@@ -160,7 +160,7 @@ def float8(request, device, monkeypatch):
     """Each way in which kernels make numbers of 8-bit floats, as far as the device has it."""
     if device.type == "cuda" and request.param is Float8.DEVICE is not float8_of(device):
         pytest.skip("this device does not convert 8-bit floating point itself")
-    monkeypatch.setattr(gpu, "float8_of", lambda device: request.param)
+    monkeypatch.setattr(gpu_attention, "float8_of", lambda device: request.param)
     return request.param
 
 
@@ -202,8 +202,8 @@ def written(kinds, key, value, device):
         kind([spec], num_blocks=blocks, block_size=4, dtype=torch.float32, device=device)
         for kind in kinds
     ]
-    step = Step(spec, ours.keys[0], ours.values[0], 1.0, None, *gpu._kept(ours, 0))
-    gpu.store(key, value, step, slots)
+    step = Step(spec, ours.keys[0], ours.values[0], 1.0, None, *gpu_attention._kept(ours, 0))
+    gpu_attention.store(key, value, step, slots)
     theirs.store(0, key.transpose(0, 1), value.transpose(0, 1), store_rows(slots, num_heads, 4))
     return ours, theirs
 

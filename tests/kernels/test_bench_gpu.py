@@ -45,16 +45,16 @@ def test_a_rehearsal_goes_through_checks_tuning_and_kernels_and_writes_both_repo
 
 def test_a_kernel_that_differs_from_its_twin_stops_it(device, monkeypatch):
     import gpu_kernels
-    from nereid_backend.attention import gpu
+    from nereid_backend.attention.gpu import gpu_attention
     from nereid_backend.attention.layers import LayerSpec
 
-    plain = gpu.decode
+    plain = gpu_attention.decode
 
     def wrong(query, step, rows, out, tuning):
         plain(query, step, rows, out, tuning)
         out[0] += 0.1
 
-    monkeypatch.setattr(gpu, "decode", wrong)
+    monkeypatch.setattr(gpu_attention, "decode", wrong)
     with pytest.raises(gpu_kernels.KernelError, match="attention differs from its twin"):
         gpu_kernels.check(
             "small", LayerSpec(2, 1, 16, 16), [(20, 1), (0, 3)], torch.float32, device
@@ -66,15 +66,15 @@ def test_numbers_of_8_bits_that_are_off_by_more_than_their_rounding_stop_it(
     device, monkeypatch, kind, factor
 ):
     import gpu_kernels
-    from nereid_backend.attention import gpu
+    from nereid_backend.attention.gpu import gpu_attention
     from nereid_backend.attention.layers import LayerSpec
 
-    plain = gpu.store
+    plain = gpu_attention.store
 
     def wrong(key, value, step, slots):
         plain(key * factor, value, step, slots)
 
-    monkeypatch.setattr(gpu, "store", wrong)
+    monkeypatch.setattr(gpu_attention, "store", wrong)
     with pytest.raises(gpu_kernels.KernelError, match="more than their rounding"):
         gpu_kernels.check(
             "small",
@@ -82,16 +82,16 @@ def test_numbers_of_8_bits_that_are_off_by_more_than_their_rounding_stop_it(
             [(20, 1), (0, 3)],
             torch.float32,
             device,
-            getattr(gpu, kind),
+            getattr(gpu_attention, kind),
         )
 
 
 def test_a_cache_write_that_differs_from_its_twin_stops_it(device, monkeypatch):
     import gpu_kernels
-    from nereid_backend.attention import gpu
+    from nereid_backend.attention.gpu import gpu_attention
     from nereid_backend.attention.layers import LayerSpec
 
-    monkeypatch.setattr(gpu, "store", lambda *args: None)
+    monkeypatch.setattr(gpu_attention, "store", lambda *args: None)
     with pytest.raises(gpu_kernels.KernelError, match="cache write"):
         gpu_kernels.check("small", LayerSpec(2, 1, 16, 16), [(20, 1)], torch.float32, device)
 

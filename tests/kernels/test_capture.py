@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from nereid_backend.execution import capture
+from nereid_backend.paths import cuda_capture
 
 DEVICE = torch.device("cuda:0")
 POOL = (0, 1)
@@ -71,18 +71,18 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", found.end)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", found.release)
-    monkeypatch.setattr(capture, "_given_up", [])
+    monkeypatch.setattr(cuda_capture, "_given_up", [])
     return found
 
 
 def test_a_capture_that_cuda_gives_up_is_over_for_the_allocator(cuda):
     work = [lambda: None, cuda.read]
     with pytest.raises(RuntimeError, match="when stream is capturing"):
-        capture.capture_on(DEVICE)(lambda: work.pop(0)())
+        cuda_capture.capture_on(DEVICE)(lambda: work.pop(0)())
     assert cuda.under_way == []
     assert cuda.users == 0
     # The allocator of pinned memory goes on asking the graph.
-    assert len(capture._given_up) == 1
+    assert len(cuda_capture._given_up) == 1
 
 
 def test_a_capture_that_cuda_gives_up_silently_is_over_for_the_allocator(cuda):
@@ -90,7 +90,7 @@ def test_a_capture_that_cuda_gives_up_silently_is_over_for_the_allocator(cuda):
         cuda.is_given_up = True  # by a library that keeps the error to itself
 
     with pytest.raises(RuntimeError, match="previous error"):
-        capture.capture_on(DEVICE)(work)
+        cuda_capture.capture_on(DEVICE)(work)
     assert cuda.under_way == []
     assert cuda.users == 0
 
@@ -98,17 +98,17 @@ def test_a_capture_that_cuda_gives_up_silently_is_over_for_the_allocator(cuda):
 def test_work_that_fails_by_itself_ends_its_capture(cuda):
     work = [lambda: None, lambda: 1 / 0]
     with pytest.raises(ZeroDivisionError):
-        capture.capture_on(DEVICE)(lambda: work.pop(0)())
+        cuda_capture.capture_on(DEVICE)(lambda: work.pop(0)())
     assert cuda.under_way == []
     # The graph is whole, and gives the pool back itself.
     assert cuda.users == 1
-    assert capture._given_up == []
+    assert cuda_capture._given_up == []
 
 
 def test_a_graph_for_which_there_is_no_memory_gives_its_pool_back_itself(cuda):
     cuda.fails_at_instantiation = True
     with pytest.raises(RuntimeError, match="out of memory"):
-        capture.capture_on(DEVICE)(lambda: None)
+        cuda_capture.capture_on(DEVICE)(lambda: None)
     assert cuda.under_way == []
     assert cuda.users == 1
-    assert capture._given_up == []
+    assert cuda_capture._given_up == []

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from nereid_backend.attention import choose, gpu, gpu_check
+from nereid_backend.attention import choose_backend
 from nereid_backend.attention.float8_cache import Float8KVCache
-from nereid_backend.attention.gpu import GpuFloat8KVCache, GpuInt8KVCache, GpuKVCache
+from nereid_backend.attention.gpu import gpu_attention, gpu_check
+from nereid_backend.attention.gpu.gpu_attention import GpuFloat8KVCache, GpuInt8KVCache, GpuKVCache
+from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec, Span
-from nereid_backend.attention.tuning import KERNELS, Device, Entry, Tuning
 
 KINDS = [GpuKVCache, GpuInt8KVCache, GpuFloat8KVCache]
 PLAIN = LayerSpec(2, 1, 16, 16)
@@ -20,7 +21,7 @@ def large_tiles(monkeypatch):
     """The interpreter's time goes by tiles, not by their size."""
     cut = Tuning(64, 128, 4, 2)
     table = {name: [Entry(256, size, cut) for size in (1, 2, 4)] for name in KERNELS}
-    monkeypatch.setattr(gpu, "device_of", lambda device: Device(table))
+    monkeypatch.setattr(gpu_attention, "device_of", lambda device: Device(table))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,15 +35,15 @@ def test_kernels_that_are_right_pass_in_half_precision(device):
 
 def test_sequences_are_so_long_that_every_part_of_the_kernels_runs(device, monkeypatch):
     launched = []
-    plain = gpu.split
+    plain = gpu_attention.split
 
     def noted(*arguments):
         launched.append(plain(*arguments))
         return launched[-1]
 
-    monkeypatch.setattr(gpu, "split", noted)
+    monkeypatch.setattr(gpu_attention, "split", noted)
     # As on a data-centre GPU.
-    monkeypatch.setattr(gpu, "num_processors", lambda device: 132)
+    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
     gpu_check.check(GpuKVCache, PLAIN, 16, torch.float32, device)
     (_, num_parts), *_ = launched
     assert num_parts > 1
@@ -52,7 +53,7 @@ def test_sequences_are_so_long_that_every_part_of_the_kernels_runs(device, monke
 
 def break_part(name, monkeypatch):
     """Make one part of the work wrong, such as only long sequences or late rows show."""
-    plain = getattr(gpu, name)
+    plain = getattr(gpu_attention, name)
 
     def store(key, value, step, slots):
         plain(key * 1.1, value, step, slots)
@@ -67,7 +68,9 @@ def break_part(name, monkeypatch):
         plain(query, step, rows, out, tuning)
         out[-1] *= 1.5
 
-    monkeypatch.setattr(gpu, name, {"store": store, "decode": decode, "prefill": prefill}[name])
+    monkeypatch.setattr(
+        gpu_attention, name, {"store": store, "decode": decode, "prefill": prefill}[name]
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,13 +85,13 @@ def test_kernels_that_are_wrong_are_noticed(name, kind, device, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter
 def test_an_answer_that_is_not_a_number_is_noticed(device, monkeypatch):
-    plain = gpu.decode
+    plain = gpu_attention.decode
 
     def odd(query, step, rows, out, tuning):
         plain(query, step, rows, out, tuning)
         out[1] = float("nan")
 
-    monkeypatch.setattr(gpu, "decode", odd)
+    monkeypatch.setattr(gpu_attention, "decode", odd)
     with pytest.raises(gpu_check.KernelError, match="nan"):
         gpu_check.check(GpuKVCache, PLAIN, 16, torch.float32, device)
 
@@ -107,19 +110,19 @@ def test_where_kernels_fail_the_twin_serves_and_the_log_says_why(kind, plain, mo
     monkeypatch.setattr(gpu_check, "why_not", why_not)
     cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
     arguments = (16, torch.bfloat16)
-    assert choose.proven_type(kind, [PLAIN, PLAIN, ODD, PLAIN], *arguments, cuda) is plain
+    assert choose_backend.proven_type(kind, [PLAIN, PLAIN, ODD, PLAIN], *arguments, cuda) is plain
     assert tried == [PLAIN, ODD]
     assert "shared memory" in caplog.text
-    assert choose.proven_type(kind, [PLAIN], *arguments, cuda) is kind
-    assert choose.proven_type(KVCache, [ODD], *arguments, cuda) is KVCache
-    assert choose.proven_type(kind, [ODD], *arguments, cpu) is kind
+    assert choose_backend.proven_type(kind, [PLAIN], *arguments, cuda) is kind
+    assert choose_backend.proven_type(KVCache, [ODD], *arguments, cuda) is KVCache
+    assert choose_backend.proven_type(kind, [ODD], *arguments, cpu) is kind
 
 
 def test_a_failure_of_the_compiler_is_a_reason_not_an_error(device, monkeypatch):
     def fails(*args):
         raise RuntimeError("ptxas: no such target\nand more")
 
-    monkeypatch.setattr(gpu, "store", fails)
+    monkeypatch.setattr(gpu_attention, "store", fails)
     reason = gpu_check.why_not(GpuKVCache, PLAIN, 16, torch.float32, device)
     gpu_check.why_not.cache_clear()
     assert reason == "RuntimeError: ptxas: no such target"

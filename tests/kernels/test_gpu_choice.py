@@ -2,14 +2,12 @@ import json
 
 import pytest
 import torch
-from nereid_backend.attention import choose, gpu
-from nereid_backend.attention.batch import AttentionBatch
-from nereid_backend.attention.cpu import CpuKVCache
-from nereid_backend.attention.gpu_batch import DecodeRows, GpuBatch
-from nereid_backend.attention.int8_cache import CpuInt8KVCache
-from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import Span
-from nereid_backend.attention.tuning import (
+from nereid_backend.attention import choose_backend
+from nereid_backend.attention.attention_batch import AttentionBatch
+from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
+from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu.gpu_batch import DecodeRows, GpuBatch
+from nereid_backend.attention.gpu.tuning import (
     KERNELS,
     Device,
     Entry,
@@ -19,6 +17,9 @@ from nereid_backend.attention.tuning import (
     table_of,
     write_table,
 )
+from nereid_backend.attention.int8_cache import CpuInt8KVCache
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import Span
 from nereid_backend.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -30,22 +31,30 @@ def rows_of(*bounds):
 
 
 def test_attention_has_the_name_of_the_kind_of_cache_and_variants_have_that_of_theirs():
-    class Variant(gpu.GpuKVCache):
+    class Variant(gpu_attention.GpuKVCache):
         pass
 
-    names = [choose.attention_name(kind) for kind in (KVCache, CpuKVCache, gpu.GpuKVCache, Variant)]
+    names = [
+        choose_backend.attention_name(kind)
+        for kind in (KVCache, CpuKVCache, gpu_attention.GpuKVCache, Variant)
+    ]
     assert names == ["reference", "native", "triton-language", "triton-language"]
 
 
 def test_8_bits_on_a_gpu_have_caches_of_their_own_and_elsewhere_those_of_that_place():
-    assert choose.stored_type(gpu.GpuKVCache, "int8") is gpu.GpuInt8KVCache
-    assert choose.stored_type(gpu.GpuKVCache, "fp8") is gpu.GpuFloat8KVCache
-    assert choose.stored_type(gpu.GpuKVCache, "auto") is gpu.GpuKVCache
-    assert choose.stored_type(CpuKVCache, "int8") is CpuInt8KVCache
+    assert (
+        choose_backend.stored_type(gpu_attention.GpuKVCache, "int8") is gpu_attention.GpuInt8KVCache
+    )
+    assert (
+        choose_backend.stored_type(gpu_attention.GpuKVCache, "fp8")
+        is gpu_attention.GpuFloat8KVCache
+    )
+    assert choose_backend.stored_type(gpu_attention.GpuKVCache, "auto") is gpu_attention.GpuKVCache
+    assert choose_backend.stored_type(CpuKVCache, "int8") is CpuInt8KVCache
 
 
 def test_a_gpu_without_kernels_for_its_dtype_gets_the_plain_cache_and_the_log_says_why(caplog):
-    kind = choose.cache_type(16, torch.float8_e4m3fn, torch.device("cuda:0"))
+    kind = choose_backend.cache_type(16, torch.float8_e4m3fn, torch.device("cuda:0"))
     assert kind is KVCache
     assert "float8_e4m3fn" in caplog.text
 
@@ -53,28 +62,28 @@ def test_a_gpu_without_kernels_for_its_dtype_gets_the_plain_cache_and_the_log_sa
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
 def test_the_kernels_need_a_gpu_with_asynchronous_copies(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    reason = choose.gpu_refusal(torch.bfloat16, torch.device("cuda:0"))
+    reason = choose_backend.gpu_refusal(torch.bfloat16, torch.device("cuda:0"))
     assert (reason is None) == (capability >= (8, 0))
 
 
 def test_few_long_sequences_are_cut_into_parts_and_many_are_not(monkeypatch):
-    monkeypatch.setattr(gpu, "num_processors", lambda device: 132)
-    tokens, parts = gpu.split(rows_of((1, 32768)), Span(), 8, 64, CPU)
+    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
+    tokens, parts = gpu_attention.split(rows_of((1, 32768)), Span(), 8, 64, CPU)
     assert parts > 30
     assert tokens * parts >= 32768
-    assert gpu.split(rows_of((256, 1024)), Span(), 8, 64, CPU)[1] <= 2
+    assert gpu_attention.split(rows_of((256, 1024)), Span(), 8, 64, CPU)[1] <= 2
 
 
 def test_a_window_bounds_the_number_of_parts(monkeypatch):
-    monkeypatch.setattr(gpu, "num_processors", lambda device: 132)
-    tokens, parts = gpu.split(rows_of((1, 100_000)), Span(window=512), 8, 64, CPU)
+    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
+    tokens, parts = gpu_attention.split(rows_of((1, 100_000)), Span(window=512), 8, 64, CPU)
     # The window's first token may lie anywhere in its tile.
     assert 512 + 64 <= tokens * parts <= 1024
 
 
 def test_a_sequence_never_has_more_parts_than_the_reduction_takes(monkeypatch):
-    monkeypatch.setattr(gpu, "num_processors", lambda device: 10_000)
-    assert gpu.split(rows_of((1, 1_000_000)), Span(), 1, 16, CPU)[1] <= 128
+    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 10_000)
+    assert gpu_attention.split(rows_of((1, 1_000_000)), Span(), 1, 16, CPU)[1] <= 128
 
 
 def test_a_step_without_tokens_of_a_kind_has_no_rows_for_it():
@@ -118,7 +127,7 @@ def test_a_tuning_that_no_kernel_can_have_is_refused(values):
 
 
 def test_tables_in_the_repository_can_be_read():
-    from nereid_backend.attention.tuning import FOLDER
+    from nereid_backend.attention.gpu.tuning import FOLDER
 
     for path in FOLDER.glob("*.json"):
         device = json.loads(path.read_text())["device"]

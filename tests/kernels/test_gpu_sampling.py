@@ -6,10 +6,11 @@ import torch
 from kernels import sampling_twin as twin
 from kernels.sampling_twin import settings_of
 from nereid_backend import EngineConfig
-from nereid_backend.core.params import SamplingParams
 from nereid_backend.core.request import Request
-from nereid_backend.execution import drawing, gpu_sampling, sampler, startup
-from nereid_backend.execution.verify import Position
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.model import startup
+from nereid_backend.sampling import gpu_sampling, random_sampling, sampler
+from nereid_backend.sampling.draft_verification import Position
 
 VOCABS = [1, 3, 700]
 FILTERS = {
@@ -148,14 +149,14 @@ def test_the_kernel_and_the_sampler_differ_where_rounding_decides_and_rarely(nam
     logits = torch.cat([rows_of(kind, count // 6, vocab_size, 2) for kind in KINDS[:6]])
     settings = settings_of(*((0.8, top_p, top_k, min_p, u) for u in uniform))
     found, _, _ = gpu_sampling.choose(logits.to(device), logits.to(device), settings)
-    batch = drawing.SamplingBatch(
+    batch = random_sampling.SamplingBatch(
         np.full(count, 0.8, dtype=np.float32),
         np.full(count, top_p, dtype=np.float32),
         np.full(count, top_k, dtype=np.int64),
         np.full(count, min_p, dtype=np.float32),
         uniform,
     )
-    assert (found.cpu() != drawing.draw(logits, batch)).sum() <= 1
+    assert (found.cpu() != random_sampling.draw(logits, batch)).sum() <= 1
 
 
 def test_the_comparison_at_load_passes_what_is_right_and_notices_what_is_wrong(device, monkeypatch):

@@ -8,18 +8,19 @@ from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from kernels.recorded import CaptureError, Recorder, record, rerun
 from kernels.steps import SPECS, Steps
 from nereid_backend import SamplingParams
-from nereid_backend.attention import gpu
-from nereid_backend.attention.gpu import GpuInt8KVCache, GpuKVCache
-from nereid_backend.attention.gpu_batch import DecodeRows
+from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu.gpu_attention import GpuInt8KVCache, GpuKVCache
+from nereid_backend.attention.gpu.gpu_batch import DecodeRows
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import Span
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.execution import compiled, graphs, packed, startup, tiers
-from nereid_backend.execution.batch import BatchBuilder
-from nereid_backend.execution.capture import NoRoomError, capture_on, is_lost
-from nereid_backend.execution.graphs import DecodeGraphs, Shape, StaticStep, row_counts
-from nereid_backend.execution.paths import Sizes
+from nereid_backend.model import choose_path, startup
+from nereid_backend.paths import compiled_forward, cuda_graphs, packed
+from nereid_backend.paths.cuda_capture import NoRoomError, capture_on, is_lost
+from nereid_backend.paths.cuda_graphs import DecodeGraphs, Shape, StaticStep, row_counts
+from nereid_backend.paths.model_call import Sizes
+from nereid_backend.paths.step_batch import BatchBuilder
 
 CPU = torch.device("cpu")
 
@@ -54,9 +55,9 @@ def engine_of(folder_of, monkeypatch):
     opened = []
 
     def make(name, capture=None, *, kind=SkippingCache, patience=0, **settings):
-        monkeypatch.setattr(tiers, "cache_type", lambda *_: kind)
+        monkeypatch.setattr(choose_path, "cache_type", lambda *_: kind)
         # The kernels' own check takes long in the interpreter, and has tests of its own.
-        monkeypatch.setattr(tiers, "proven_type", lambda kind, *_: kind)
+        monkeypatch.setattr(choose_path, "proven_type", lambda kind, *_: kind)
         # Packed products are called past torch, where the stand-in does not see them.
         settings = {"device": "cpu", "max_model_len": 128, **settings}
         engine = open_engine(folder_of(name), prepack=False, **settings)
@@ -414,7 +415,7 @@ def test_a_request_whose_logits_are_not_finite_does_not_end_the_replays(engine_o
 def test_a_shape_is_captured_when_it_comes_again_and_the_one_used_longest_ago_is_dropped(
     engine_of, monkeypatch
 ):
-    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 2)
     engine = engine_of("llama", record, patience=1)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
 
@@ -441,7 +442,7 @@ def test_there_is_a_number_of_rows_for_every_step_and_little_padding():
 
 @pytest.mark.parametrize("span", [Span(), Span(window=700), Span(chunk=4096)], ids=str)
 def test_parts_reach_to_the_end_of_every_sequence_that_a_shape_takes(span, monkeypatch):
-    monkeypatch.setattr(gpu, "num_processors", lambda device: 132)
+    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
     rng = random.Random(0)
     nothing = torch.zeros(1, dtype=torch.int64)
     for _ in range(200):
@@ -449,7 +450,7 @@ def test_parts_reach_to_the_end_of_every_sequence_that_a_shape_takes(span, monke
         bounds = shape.bounds(16)
         assert sum(count for count, _ in bounds) == shape.rows
         rows = DecodeRows(shape.rows, bounds, *[nothing] * 4)
-        tokens, parts = gpu.split(rows, span, 8, 64, CPU)
+        tokens, parts = gpu_attention.split(rows, span, 8, 64, CPU)
         limit = min(n for n in (span.window, span.chunk, 16 * shape.width) if n is not None)
         assert tokens * parts >= limit
         assert parts <= 128
@@ -458,13 +459,13 @@ def test_parts_reach_to_the_end_of_every_sequence_that_a_shape_takes(span, monke
 def test_one_long_sequence_among_short_ones_is_cut_into_as_many_parts_as_without_graphs(
     monkeypatch,
 ):
-    monkeypatch.setattr(gpu, "num_processors", lambda device: 132)
+    monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
     nothing = torch.zeros(1, dtype=torch.int64)
     exact = [(1, 65536), (63, 1024)]
     total = sum(count * length for count, length in exact)
     skew = int(64 * 65536 / total).bit_length() // 2
     parts = [
-        gpu.split(DecodeRows(64, bounds, *[nothing] * 4), Span(), 8, 64, CPU)[1]
+        gpu_attention.split(DecodeRows(64, bounds, *[nothing] * 4), Span(), 8, 64, CPU)[1]
         for bounds in (exact, Shape(64, 4096, skew).bounds(16), Shape(64, 4096, 0).bounds(16))
     ]
     assert parts[0] / 4 <= parts[1] <= 4 * parts[0]
@@ -476,7 +477,7 @@ def test_one_long_sequence_among_short_ones_is_cut_into_as_many_parts_as_without
 
 def start(folder_of, name, monkeypatch, capture=rerun, **settings):
     lines = []
-    monkeypatch.setattr(tiers, "cache_type", lambda *_: SkippingCache)
+    monkeypatch.setattr(choose_path, "cache_type", lambda *_: SkippingCache)
     monkeypatch.setattr(packed, "GpuKVCache", SkippingCache)
     monkeypatch.setattr(startup, "capture_on", lambda *_: capture)
     load = startup.load
@@ -558,7 +559,7 @@ def test_a_replay_that_stores_no_keys_shows_at_load(folder_of, monkeypatch):
 
 
 def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of, tmp_path):
-    monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiled_forward, "cache_folder", lambda: tmp_path)
     # Compiled code calls no operators of torch's, so all of it is run again.
     engine, said = start(folder_of, "llama", monkeypatch, rerun, compile_forward=True)
     assert "the forward pass is compiled\nsteps of decodes are replayed" in said

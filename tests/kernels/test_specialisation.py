@@ -21,10 +21,10 @@ FIXED = {
 
 PROGRAM = """
 import json
-from nereid_backend.attention.triton_decode import decode_kernel, reduce_kernel
-from nereid_backend.attention.triton_prefill import prefill_kernel
-from nereid_backend.attention.triton_store import store_kernel
-from nereid_backend.execution.triton_sampling import sample_kernel
+from nereid_backend.attention.gpu.triton_decode import decode_kernel, reduce_kernel
+from nereid_backend.attention.gpu.triton_prefill import prefill_kernel
+from nereid_backend.attention.gpu.triton_store import store_kernel
+from nereid_backend.sampling.triton_sampling import sample_kernel
 
 kernels = (decode_kernel, reduce_kernel, prefill_kernel, store_kernel, sample_kernel)
 print(json.dumps({

@@ -9,7 +9,7 @@ the rest.
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.cpu import CpuKVCache
+from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.scaled_cache import ScaledKVCache, scaled_to
 
 _LARGEST = 127

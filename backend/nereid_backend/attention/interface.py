@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from nereid_backend.attention import cpu, gpu, reference
-from nereid_backend.attention.batch import AttentionBatch
+from nereid_backend.attention import reference
+from nereid_backend.attention.attention_batch import AttentionBatch
+from nereid_backend.attention.cpu import cpu_attention
+from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.errors import EngineError
@@ -98,8 +100,8 @@ class PagedForward:
 
     def native(self) -> AbstractContextManager[None]:
         """Let native code that knows of no Python ask for this step's attention meanwhile."""
-        if isinstance(self._cache, cpu.CpuKVCache):
-            return cpu.serving(self._cache, self._layers, self._batch)
+        if isinstance(self._cache, cpu_attention.CpuKVCache):
+            return cpu_attention.serving(self._cache, self._layers, self._batch)
         return nullcontext()
 
     def __call__(
@@ -125,11 +127,15 @@ class PagedForward:
         layer = (number, self._layers[number])
         key, value = key.squeeze(0), value.squeeze(0)
         inputs = (query.squeeze(0), key, value)
-        if isinstance(self._cache, cpu.CpuKVCache):
-            out = cpu.attend(inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks)
+        if isinstance(self._cache, cpu_attention.CpuKVCache):
+            out = cpu_attention.attend(
+                inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks
+            )
             return out.unsqueeze(0)
-        if isinstance(self._cache, gpu.GpuKVCache):
-            out = gpu.attend(inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks)
+        if isinstance(self._cache, gpu_attention.GpuKVCache):
+            out = gpu_attention.attend(
+                inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks
+            )
             return out.unsqueeze(0)
         rows = self._batch.store_rows(layer[1].num_kv_heads)
         self._cache.store(number, key.transpose(0, 1), value.transpose(0, 1), rows)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nereid_backend.attention.batch import AttentionBatch
+from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.request import Group, Request
-from nereid_backend.core.sight import Sight
+from nereid_backend.core.window import Sight
 
 
 class BlockTables:

@@ -6,8 +6,8 @@ that; then they wait for rows of their own. A request whose guide is being made 
 """
 
 from nereid_backend.core.block_tables import BlockTables
-from nereid_backend.core.guide import Guide
-from nereid_backend.core.ranked import RankedRequests
+from nereid_backend.core.grammar import Guide
+from nereid_backend.core.ranked_requests import RankedRequests
 from nereid_backend.core.request import Group, Request
 
 

@@ -16,7 +16,7 @@ from array import array
 
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
-from nereid_backend.core.sight import Sight
+from nereid_backend.core.window import Sight
 
 # Long enough that nobody can make two prompts meet: requests of several users share the cache.
 _DIGEST_BYTES = 16

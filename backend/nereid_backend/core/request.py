@@ -3,9 +3,9 @@
 
 from collections.abc import Sequence
 
-from nereid_backend.core.guide import Guide
+from nereid_backend.core.grammar import Guide
 from nereid_backend.core.outputs import TokenLogprobs
-from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.sampling_params import SamplingParams
 
 # The step of SplitMix64's counter: odd, so that a request's sequences have seeds that all differ.
 _SEED_STEP = 0x9E3779B97F4A7C15

@@ -23,19 +23,19 @@ ahead; is_held_up then says that a plan fell short.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nereid_backend.core.ahead import StepsUnderWay
+from nereid_backend.core.async_plans import StepsUnderWay
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.grammar import Guide
 from nereid_backend.core.groups import Groups
-from nereid_backend.core.guide import Guide
-from nereid_backend.core.ngram import PromptLookup
 from nereid_backend.core.outputs import FinishReason, RequestUpdate
 from nereid_backend.core.prefix_cache import PrefixCache
-from nereid_backend.core.progress import append_sampled, make_update, num_equal
-from nereid_backend.core.ranked import RankedRequests
+from nereid_backend.core.prompt_lookup import PromptLookup
+from nereid_backend.core.ranked_requests import RankedRequests
 from nereid_backend.core.request import Request
-from nereid_backend.core.sight import Sight
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
+from nereid_backend.core.updates import append_sampled, make_update, num_equal
+from nereid_backend.core.window import Sight
 
 # A level of priority is worth so many steps of waiting, some seconds with a model worth scheduling
 # for; levels beyond the limit count as the limit, so that everybody's turn comes.

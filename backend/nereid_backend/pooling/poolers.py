@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nereid_backend.errors import ModelError, UnsupportedModelError
-from nereid_backend.pooling.recipe import Part
+from nereid_backend.pooling.checkpoint_spec import Part
 
 
 def pool(hidden: Tensor, spans: list[tuple[int, int]], poolers: tuple[str, ...]) -> Tensor:

@@ -18,9 +18,9 @@ from pathlib import Path
 from nereid_parsers import NereidParsersError, get_format
 
 from nereid_backend.errors import ConfigError
-from nereid_backend.serving.pooling import names as pooling_names
-from nereid_backend.serving.pooling.settings import read_pooling_settings
-from nereid_backend.serving.settings import ServingSettings, read_settings
+from nereid_backend.serving import pooling_tensor_names as pooling_names
+from nereid_backend.serving.pooling.pooling_settings import read_pooling_settings
+from nereid_backend.serving.serving_settings import ServingSettings, read_settings
 
 WRONG = 2
 _NO_FORMAT = "none"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nereid_backend.core.outputs import RequestUpdate
-from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.sampling_params import SamplingParams
 
 UInt8Array = npt.NDArray[np.uint8]
 

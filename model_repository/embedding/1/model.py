@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton model `embedding`; everything it does is in nereid_backend.serving.pooling."""
 
-from nereid_backend.serving.pooling.embedding import EmbeddingModel as TritonPythonModel
+from nereid_backend.serving.pooling.embedding_model import EmbeddingModel as TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

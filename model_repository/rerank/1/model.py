@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton model `rerank`; everything it does is in nereid_backend.serving.pooling."""
 
-from nereid_backend.serving.pooling.rerank import RerankModel as TritonPythonModel
+from nereid_backend.serving.pooling.rerank_model import RerankModel as TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

@@ -2,9 +2,9 @@ import functools
 from pathlib import Path
 
 import pytest
-from nereid_backend.constraints import Guides
-from nereid_backend.core.guide import GrammarSpec
-from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.grammar import GrammarSpec
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.grammar import Guides
 
 MODEL = str(Path(__file__).parents[3] / "demo" / "chat")
 EOS = (2, 0)

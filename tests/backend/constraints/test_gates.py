@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from nereid_backend.core.guide import GrammarSpec, ThinkingSpec
+from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.errors import EngineError, RequestError
 
 EOS = {2, 0}

@@ -8,13 +8,13 @@ import threading
 import time
 
 import pytest
-from nereid_backend.constraints import Guides
-from nereid_backend.constraints.cost import check_cost
-from nereid_backend.constraints.pool import ByteCache, CompilePool
-from nereid_backend.constraints.spec import schema_spec
-from nereid_backend.core.guide import GrammarSpec
-from nereid_backend.core.params import SamplingParams
+from nereid_backend.core.grammar import GrammarSpec
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import EngineError, RequestError
+from nereid_backend.grammar import Guides
+from nereid_backend.grammar.compile_cost import check_cost
+from nereid_backend.grammar.compile_pool import ByteCache, CompilePool
+from nereid_backend.grammar.request_spec import schema_spec
 
 EOS = {2, 0}
 
@@ -254,7 +254,7 @@ def test_the_cache_lets_go_of_what_was_used_longest_ago():
 def test_what_stubs_need_imports_neither_torch_nor_a_grammar_library():
     code = (
         "import sys; from nereid_backend import constraints; "
-        "from nereid_backend.constraints import spec, validate; "
+        "from nereid_backend.grammar import spec, validate; "
         "spec.schema_spec({}, is_strict=True); validate.validate_strict('1', {'type': 'integer'}); "
         "print(sorted({'torch', 'xgrammar', 'llguidance', 'transformers'} & set(sys.modules)))"
     )

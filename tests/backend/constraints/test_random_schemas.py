@@ -6,10 +6,10 @@ import random
 
 import pytest
 from backend.constraints.random_schemas import schema, walk
-from nereid_backend.constraints.spec import schema_spec
-from nereid_backend.constraints.validate import validate_strict
-from nereid_backend.core.guide import GrammarSpec
+from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
+from nereid_backend.grammar.request_spec import schema_spec
+from nereid_backend.grammar.validate_answer import validate_strict
 
 NUM_BATCHES = int(os.environ.get("NEREID_RANDOM_SCHEMAS", "100")) // 25
 

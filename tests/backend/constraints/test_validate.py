@@ -1,5 +1,5 @@
 import pytest
-from nereid_backend.constraints.validate import validate_strict
+from nereid_backend.grammar.validate_answer import validate_strict
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 

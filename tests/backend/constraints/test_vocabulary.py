@@ -1,8 +1,8 @@
 """The bytes of tokens, for each way in which tokenizers spell them."""
 
 import pytest
-from nereid_backend.constraints.vocabulary import row_of, vocabulary_of
 from nereid_backend.errors import RequestError
+from nereid_backend.grammar.vocabulary import row_of, vocabulary_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -2,7 +2,7 @@ import pytest
 from backend.output import tokenizers_zoo as zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nereid_backend.output.detokenizer import Detokenizer
+from nereid_backend.text.detokenizer import Detokenizer
 
 KINDS = sorted(zoo.ALL)
 SAMPLES = [

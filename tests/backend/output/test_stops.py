@@ -1,6 +1,6 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nereid_backend.output.stops import StopStrings
+from nereid_backend.text.stop_strings import StopStrings
 
 
 def run(text, stops, sizes=(1,), *, include=False):

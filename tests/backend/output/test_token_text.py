@@ -2,8 +2,8 @@ import pytest
 from backend.output.tokenizers_zoo import ALL, SPECIAL, TEXT
 from hypothesis import given
 from hypothesis import strategies as st
-from nereid_backend.output.logprobs import LOWEST, openai_entry, vllm_entry
-from nereid_backend.output.token_text import TokenText
+from nereid_backend.text.logprob_entries import LOWEST, openai_entry, vllm_entry
+from nereid_backend.text.token_text import TokenText
 from transformers import PreTrainedTokenizerFast
 
 TEXTS = {

@@ -7,9 +7,14 @@ import pytest
 import torch
 from backend.pooling.tiny import copy_of, text
 from nereid_backend import CapacityError, ConfigError, Embedder, ModelError, RequestError
-from nereid_backend.execution.native_linear import NativeLinear
-from nereid_backend.execution.prepack import PackedLinear, prepack_linears
-from nereid_backend.pooling.engine import PoolingConfig, PoolingEngine, PoolingItem, Prepared
+from nereid_backend.linear.native_linear import NativeLinear
+from nereid_backend.linear.prepack import PackedLinear, prepack_linears
+from nereid_backend.pooling.pooling_engine import (
+    PoolingConfig,
+    PoolingEngine,
+    PoolingItem,
+    Prepared,
+)
 from safetensors.torch import load_file, save_file
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from backend.pooling.tiny import BY_NAME, VOCABULARY, add_modules, copy_of, save_tokenizer, text
 from nereid_backend import ConfigError, ModelError, RequestError, Reranker
-from nereid_backend.pooling.engine import PoolingConfig, PoolingEngine, PoolingItem
+from nereid_backend.pooling.pooling_engine import PoolingConfig, PoolingEngine, PoolingItem
 from sentence_transformers import CrossEncoder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -16,7 +16,7 @@ from backend.pooling.tiny import (
     text,
 )
 from nereid_backend import Embedder, ModelError, RequestError, UnsupportedModelError
-from nereid_backend.pooling.engine import PoolingConfig, PoolingEngine, PoolingItem
+from nereid_backend.pooling.pooling_engine import PoolingConfig, PoolingEngine, PoolingItem
 from safetensors.torch import save_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel

@@ -84,12 +84,12 @@ _install()
 
 from nereid_backend import EngineConfig  # noqa: E402
 from nereid_backend.errors import EngineError, RequestError  # noqa: E402
-from nereid_backend.serving import names  # noqa: E402
+from nereid_backend.serving import tensor_names  # noqa: E402
+from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine  # noqa: E402
+from nereid_backend.serving.executor.streams import Sequence, Stream  # noqa: E402
 from nereid_backend.serving.feedback import FeedbackReader, Signal  # noqa: E402
-from nereid_backend.serving.postprocessor import PostprocessorModel  # noqa: E402
-from nereid_backend.serving.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine  # noqa: E402
-from nereid_backend.serving.streams import Sequence, Stream  # noqa: E402
-from nereid_backend.serving.tokenizer import TokenizerModel  # noqa: E402
+from nereid_backend.serving.postprocessor.postprocessor_model import PostprocessorModel  # noqa: E402
+from nereid_backend.serving.tokenizer.tokenizer_model import TokenizerModel  # noqa: E402
 from nereid_backend.serving.wire import Opening, RequestEnvelope  # noqa: E402
 
 
@@ -135,13 +135,13 @@ class Pipeline:
         """Responses of one request, each a dict of its outputs as lists; an error raises."""
         (reply,) = self.tokenizer.execute([Request(**inputs)])
         given = _outputs(reply)
-        envelope = RequestEnvelope.unpack(given[names.ENVELOPE])
+        envelope = RequestEnvelope.unpack(given[tensor_names.ENVELOPE])
         self.params = envelope.params
         slots = self.feedback.acquire(envelope.params.n)
         opening = Opening(envelope.context, self.feedback.path, slots)
         sequences = [Sequence(index, slot) for index, slot in enumerate(slots)]
         stream = Stream("1", None, 1, sequences, opening, 0.0)
-        self.engine.add_request("1", given[names.PROMPT_TOKEN_IDS].tolist(), envelope.params)
+        self.engine.add_request("1", given[tensor_names.PROMPT_TOKEN_IDS].tolist(), envelope.params)
         replies = []
         while not stream.has_ended:
             for update in self.engine.step():
@@ -155,7 +155,7 @@ class Pipeline:
 
     def _step(self, stream):
         token_ids, state = stream.take_step(0.0)
-        request = Request(**{names.TOKEN_IDS: token_ids, names.STATE: state.pack()})
+        request = Request(**{tensor_names.TOKEN_IDS: token_ids, tensor_names.STATE: state.pack()})
         self.postprocessor.execute([request])
         for sequence in stream.sequences:
             if self.feedback.signal(sequence.slot, 1) is Signal.STOP_STRING:

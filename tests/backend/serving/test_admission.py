@@ -7,8 +7,8 @@ import time
 import pytest
 from nereid_backend import CapacityError
 from nereid_backend.errors import DeadlineError
-from nereid_backend.serving.admission import Admission
-from nereid_backend.serving.timing import Timing, limit_of
+from nereid_backend.serving.executor.request_timing import Timing, limit_of
+from nereid_backend.serving.executor.waiting_limits import Admission
 
 
 def enter(admission, num_tokens=1, arrived=None, **limits):

@@ -1,6 +1,6 @@
 import pytest
-from nereid_backend.serving.answer import Answer
-from nereid_backend.serving.message import ParsedMessage, PlainMessage
+from nereid_backend.serving.postprocessor.choice import Answer
+from nereid_backend.serving.postprocessor.message_builder import ParsedMessage, PlainMessage
 from nereid_backend.serving.wire import Ending, Part, StreamContext
 from nereid_parsers import get_format
 

@@ -4,9 +4,9 @@ import pytest
 from backend.serving.test_answer import QWEN, START, TOOLS, Texts, decode, ids, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nereid_backend.serving.answer import Answer
-from nereid_backend.serving.answers import Answers
-from nereid_backend.serving.message import ParsedMessage
+from nereid_backend.serving.postprocessor.choice import Answer
+from nereid_backend.serving.postprocessor.choices import Answers
+from nereid_backend.serving.postprocessor.message_builder import ParsedMessage
 from nereid_backend.serving.wire import Ending, Part, StepState, StreamContext
 
 SCRIPTS = [

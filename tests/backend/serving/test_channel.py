@@ -2,7 +2,7 @@ import socket
 import threading
 
 import pytest
-from nereid_backend.serving.channel import Channel, ChannelClosedError
+from nereid_backend.serving.process.channel import Channel, ChannelClosedError
 
 
 def pair():

@@ -1,6 +1,6 @@
-from nereid_backend.serving.delivery import Delivery
+from nereid_backend.serving.executor.lost_clients import Delivery
+from nereid_backend.serving.executor.streams import Sequence, Stream
 from nereid_backend.serving.feedback import FeedbackReader, FeedbackWriter
-from nereid_backend.serving.streams import Sequence, Stream
 
 
 class Line:

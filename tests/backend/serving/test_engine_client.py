@@ -12,13 +12,13 @@ import numpy as np
 import psutil
 import pytest
 from nereid_backend import EngineConfig, EngineError, SamplingParams
-from nereid_backend.serving.child import EngineDiedError, Refusal
-from nereid_backend.serving.engine_client import Begun, EngineClient
-from nereid_backend.serving.scripted_engine import SCRIPT_VARIABLE
+from nereid_backend.serving.executor.engine_client import Begun, EngineClient
+from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE
+from nereid_backend.serving.process.process_handle import EngineDiedError, Refusal
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "chat"
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
-MODULE = "nereid_backend.serving.scripted_engine"
+MODULE = "nereid_backend.serving.executor.scripted_engine"
 
 
 @pytest.fixture

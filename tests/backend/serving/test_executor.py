@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from backend.serving.pipeline import MetricFamily, Tensor
 from nereid_backend import SamplingParams
-from nereid_backend.serving import names
-from nereid_backend.serving.executor import ExecutorModel
+from nereid_backend.serving import tensor_names
+from nereid_backend.serving.executor.executor_model import ExecutorModel
+from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE
 from nereid_backend.serving.feedback import FeedbackWriter
-from nereid_backend.serving.scripted_engine import SCRIPT_VARIABLE
 from nereid_backend.serving.wire import RequestEnvelope, StepState
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "chat"
@@ -29,8 +29,8 @@ class Sender:
     def __init__(self, num_tokens=3, consumes=True, params=None, **limits):
         envelope = RequestEnvelope(params or SamplingParams(max_tokens=5), b"", **limits)
         self.inputs = {
-            names.ENVELOPE: Tensor(names.ENVELOPE, envelope.pack()),
-            names.PROMPT_TOKEN_IDS: Tensor("", np.full(num_tokens, 7, dtype=np.int32)),
+            tensor_names.ENVELOPE: Tensor(tensor_names.ENVELOPE, envelope.pack()),
+            tensor_names.PROMPT_TOKEN_IDS: Tensor("", np.full(num_tokens, 7, dtype=np.int32)),
         }
         self.token_ids, self.error, self.began = [], None, threading.Event()
         self.ended = threading.Event()
@@ -46,8 +46,8 @@ class Sender:
             self.error = reply.error.text
         elif reply is not None:
             found = {tensor.name: tensor.as_numpy() for tensor in reply.tensors}
-            self._consume(StepState.unpack(found[names.STATE]))
-            self.token_ids += found[names.TOKEN_IDS].tolist()
+            self._consume(StepState.unpack(found[tensor_names.STATE]))
+            self.token_ids += found[tensor_names.TOKEN_IDS].tolist()
         if self.token_ids:
             self.began.set()
         if flags:

@@ -2,7 +2,11 @@ import json
 
 import pytest
 from nereid_backend import RequestError
-from nereid_backend.serving.grammars import MAX_GRAMMAR_BYTES, grammar_of_chat, grammar_of_text
+from nereid_backend.serving.tokenizer.request_grammar import (
+    MAX_GRAMMAR_BYTES,
+    grammar_of_chat,
+    grammar_of_text,
+)
 from nereid_parsers import get_format
 
 QWEN = get_format(reasoning="qwen3", tools="hermes")

@@ -1,6 +1,6 @@
 import pytest
 from nereid_backend import RequestError
-from nereid_backend.serving.prompts import read_flag, read_tools
+from nereid_backend.serving.tokenizer.prompt_builder import read_flag, read_tools
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
 

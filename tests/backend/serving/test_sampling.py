@@ -2,7 +2,7 @@ import json
 
 import pytest
 from nereid_backend import RequestError, SamplingParams
-from nereid_backend.serving.sampling import (
+from nereid_backend.serving.tokenizer.read_sampling import (
     read_generation_defaults,
     read_sampling,
     read_timeouts,

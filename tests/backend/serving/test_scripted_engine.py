@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 from nereid_backend import ConfigError, EngineConfig, RequestError, SamplingParams
-from nereid_backend.serving.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine
+from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "chat"
 PROMPT = [5, 6, 7]

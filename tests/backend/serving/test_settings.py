@@ -2,7 +2,7 @@ import json
 
 import pytest
 from nereid_backend import ConfigError
-from nereid_backend.serving.settings import read_settings
+from nereid_backend.serving.serving_settings import read_settings
 
 
 def args(tmp_path, **parameters):

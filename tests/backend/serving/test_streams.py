@@ -1,6 +1,6 @@
 from nereid_backend import RequestUpdate
 from nereid_backend.core.outputs import TokenLogprobs
-from nereid_backend.serving.streams import MAX_UNCONSUMED_STEPS, Pacer, Sequence, Stream
+from nereid_backend.serving.executor.streams import MAX_UNCONSUMED_STEPS, Pacer, Sequence, Stream
 from nereid_backend.serving.wire import Ending, Opening, Part
 
 OPENING = Opening(b"context", "/path", (0,))

@@ -1,7 +1,12 @@
 import pytest
 from nereid_backend import RequestError
-from nereid_backend.core.guide import ThinkingSpec
-from nereid_backend.serving.thinking import budget_of, knows, template_kwargs, thinking_spec
+from nereid_backend.core.grammar import ThinkingSpec
+from nereid_backend.serving.tokenizer.thinking_effort import (
+    budget_of,
+    knows,
+    template_kwargs,
+    thinking_spec,
+)
 from nereid_parsers import get_format
 
 QWEN = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"

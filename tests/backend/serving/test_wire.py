@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from nereid_backend import RequestUpdate, SamplingParams
-from nereid_backend.core.guide import GrammarSpec, ThinkingSpec
+from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.serving.wire import (
     Ending,

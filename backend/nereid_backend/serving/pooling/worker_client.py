@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nereid_backend.pooling.config import PoolingConfig
-from nereid_backend.serving.child import Child, EngineDiedError, Refusal, Role
+from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.pooling.jobs import Job, Outcome
+from nereid_backend.serving.process.process_handle import Child, EngineDiedError, Refusal, Role
 
-_ROLE = Role("worker", "nereid_backend.serving.pooling.worker", "start_timeout_s", "hang_timeout_s")
+_ROLE = Role(
+    "worker", "nereid_backend.serving.pooling.pooling_worker", "start_timeout_s", "hang_timeout_s"
+)
 
 
 @dataclass(frozen=True, slots=True)

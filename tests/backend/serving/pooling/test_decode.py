@@ -3,13 +3,13 @@ import base64
 import numpy as np
 import pytest
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.pooling import decode
+from nereid_backend.serving.pooling import decode_request
 
 
 def test_options_are_a_json_object_and_null_is_the_default():
-    known = decode.EMBEDDING_OPTIONS
-    assert decode.options(None, known) == {}
-    assert decode.options('{"dimensions": 3, "prompt": null}', known) == {"dimensions": 3}
+    known = decode_request.EMBEDDING_OPTIONS
+    assert decode_request.options(None, known) == {}
+    assert decode_request.options('{"dimensions": 3, "prompt": null}', known) == {"dimensions": 3}
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ def test_options_are_a_json_object_and_null_is_the_default():
 )
 def test_wrong_options_are_refused_by_name(text, said):
     with pytest.raises(RequestError, match=said.replace("[", r"\[")):
-        decode.options(text, decode.EMBEDDING_OPTIONS)
+        decode_request.options(text, decode_request.EMBEDDING_OPTIONS)
 
 
 def test_text_that_is_no_utf8_is_refused_with_its_place():
-    assert decode.texts([b"a", "b"], "texts") == ["a", "b"]
+    assert decode_request.texts([b"a", "b"], "texts") == ["a", "b"]
     with pytest.raises(RequestError, match="texts: element 1 is not UTF-8"):
-        decode.texts([b"a", b"\xff"], "texts")
+        decode_request.texts([b"a", b"\xff"], "texts")
 
 
 def ints(*values):
@@ -38,9 +38,9 @@ def ints(*values):
 
 
 def test_ids_are_one_input_or_cut_by_their_lengths():
-    assert decode.id_lists(ints(1, 2, 3), None) == [[1, 2, 3]]
-    assert decode.id_lists(ints(1, 2, 3), ints(1, 2)) == [[1], [2, 3]]
-    assert decode.id_lists(ints(), ints()) == []
+    assert decode_request.id_lists(ints(1, 2, 3), None) == [[1, 2, 3]]
+    assert decode_request.id_lists(ints(1, 2, 3), ints(1, 2)) == [[1], [2, 3]]
+    assert decode_request.id_lists(ints(), ints()) == []
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,15 @@ def test_ids_are_one_input_or_cut_by_their_lengths():
 )
 def test_lengths_that_do_not_fit_are_refused(lengths, said):
     with pytest.raises(RequestError, match=said):
-        decode.id_lists(ints(1, 2, 3), lengths)
+        decode_request.id_lists(ints(1, 2, 3), lengths)
 
 
 def test_a_part_is_a_text_or_an_image():
     encoded = base64.b64encode(b"picture").decode()
-    assert decode.part('{"text": "x"}', 0) == ("text", "x")
-    assert decode.part(f'{{"image": "{encoded}"}}', 0) == ("image", b"picture")
+    assert decode_request.part('{"text": "x"}', 0) == ("text", "x")
+    assert decode_request.part(f'{{"image": "{encoded}"}}', 0) == ("image", b"picture")
     url = f"data:image/png;base64,{encoded}"
-    assert decode.part(f'{{"image": "{url}"}}', 0) == ("image", b"picture")
+    assert decode_request.part(f'{{"image": "{url}"}}', 0) == ("image", b"picture")
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_a_part_is_a_text_or_an_image():
 )
 def test_what_is_no_part_is_refused_with_its_place(text, said):
     with pytest.raises(RequestError, match=said):
-        decode.part(text, 2)
+        decode_request.part(text, 2)
 
 
 def test_one_query_goes_with_each_document_and_several_with_their_own():
-    assert decode.pairs(["q"], ["a", "b"]) == [("q", "a"), ("q", "b")]
-    assert decode.pairs(["q", "r"], ["a", "b"]) == [("q", "a"), ("r", "b")]
+    assert decode_request.pairs(["q"], ["a", "b"]) == [("q", "a"), ("q", "b")]
+    assert decode_request.pairs(["q", "r"], ["a", "b"]) == [("q", "a"), ("r", "b")]
     with pytest.raises(RequestError, match="query: must be one, or one for each of the 3"):
-        decode.pairs(["q", "r"], ["a", "b", "c"])
+        decode_request.pairs(["q", "r"], ["a", "b", "c"])

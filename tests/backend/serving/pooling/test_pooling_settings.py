@@ -3,10 +3,10 @@ from dataclasses import fields
 
 import pytest
 from nereid_backend.errors import ConfigError
-from nereid_backend.pooling.config import PoolingConfig
-from nereid_backend.serving.pooling import names
-from nereid_backend.serving.pooling.settings import PoolingServing, read_pooling_settings
-from nereid_backend.serving.settings import read_settings
+from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.serving import pooling_tensor_names as names
+from nereid_backend.serving.pooling.pooling_settings import PoolingServing, read_pooling_settings
+from nereid_backend.serving.serving_settings import read_settings
 
 
 @pytest.fixture

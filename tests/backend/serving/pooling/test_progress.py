@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 from nereid_backend.errors import CapacityError, EngineError, RequestError
-from nereid_backend.pooling.types import PoolingResult
-from nereid_backend.serving.pooling import progress
+from nereid_backend.pooling.pooling_items import PoolingResult
+from nereid_backend.serving.pooling import job_progress
+from nereid_backend.serving.pooling.job_progress import Work
 from nereid_backend.serving.pooling.jobs import Job, Outcome
-from nereid_backend.serving.pooling.progress import Work
 
 
 class LengthEngine:
@@ -89,19 +89,19 @@ def test_an_outcome_has_every_value_in_the_order_of_the_inputs(work, sent):
 
 
 def test_a_large_job_goes_to_the_engine_a_slice_at_a_time(work, engine, sent):
-    count = 5 * progress._SLICE_INPUTS + 3
+    count = 5 * job_progress._SLICE_INPUTS + 3
     work.add("a", texts(*("x" * (n % 7 + 1) for n in range(count))))
     run(work)
-    assert engine.most_waiting <= progress._SLICES_AHEAD * progress._SLICE_INPUTS
+    assert engine.most_waiting <= job_progress._SLICES_AHEAD * job_progress._SLICE_INPUTS
     done = outcome(sent[0])
     assert done.num_tokens.tolist() == [n % 7 + 1 for n in range(count)]
 
 
 def test_long_texts_make_short_slices(work, engine):
-    long = "x" * progress._SLICE_CHARACTERS
+    long = "x" * job_progress._SLICE_CHARACTERS
     work.add("a", texts(long, long, long, long))
     work.advance()
-    assert engine.most_waiting == progress._SLICES_AHEAD
+    assert engine.most_waiting == job_progress._SLICES_AHEAD
 
 
 def test_a_small_job_is_done_long_before_a_large_one(work, sent):
@@ -114,7 +114,7 @@ def test_a_small_job_is_done_long_before_a_large_one(work, sent):
 
 
 def test_a_wrong_input_refuses_its_job_alone_and_is_named_by_its_place(work, sent):
-    count = progress._SLICE_INPUTS + 5
+    count = job_progress._SLICE_INPUTS + 5
     work.add("a", texts(*["x"] * count, "bad"))
     work.add("b", texts("x"))
     run(work)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from backend.serving.pipeline import Tensor
 from fakes.live_frontend import wait_for
-from nereid_backend.serving.pooling import names
-from nereid_backend.serving.pooling.embedding import EmbeddingModel
+from nereid_backend.serving import pooling_tensor_names as names
+from nereid_backend.serving.pooling.embedding_model import EmbeddingModel
 
 DEMO = Path(__file__).resolve().parents[4] / "demo" / "embed"
 HANG_TIMEOUT_S = 3

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nereid_backend.errors import EngineError, RequestError
-from nereid_backend.pooling.config import PoolingConfig
-from nereid_backend.serving.child import EngineDiedError
+from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.pooling.jobs import Job
 from nereid_backend.serving.pooling.worker_client import WorkerClient
+from nereid_backend.serving.process.process_handle import EngineDiedError
 
 DEMO = Path(__file__).resolve().parents[4] / "demo"
 

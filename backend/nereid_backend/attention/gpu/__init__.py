@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention on NVIDIA GPUs with kernels in the Triton language."""

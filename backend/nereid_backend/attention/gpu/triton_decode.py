@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Decode attention: one token a sequence, its keys cut into parts that run side by side."""
+
+import triton
+import triton.language as tl
+
+from nereid_backend.attention.gpu.triton_common import add_tile, key_cells, load_rows, tile_scores
+
+
+@triton.jit
+def seen_from(
+    length, window, chunk, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr
+):
+    """The first position that a sequence's last token sees, and the tile border at or before it."""
+    first = length * 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0)
+    if HAS_CHUNK:
+        first = tl.maximum(first, (length - 1) // chunk * chunk)
+    return first, first // TILE * TILE
+
+
+# What differs from step to step must not be compiled in.
+@triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
+def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
+    query, keys, values, key_scales, value_scales, out, parts, weights_log, sinks,
+    table, table_starts, tokens, lens,
+    query_head_stride, query_token_stride,
+    scale, cap, window, chunk, split_tokens, max_splits,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Attention of ROWS query heads that share a key head, over one part of a sequence.
+
+    Grid: (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits). Part s of a sequence begins
+    s * split_tokens behind the first tile that its token sees, so nothing outside a window is read;
+    parts behind the sequence's end do nothing.
+
+    Shapes: out [num_tokens, num_heads, VALUE_DIM]. Where IS_SPLIT: parts [num_sequences, num_heads,
+    max_splits, VALUE_DIM] float32, each part's own attention, and weights_log [num_sequences,
+    num_heads, max_splits] float32, the logarithm (base 2) of its sum of powers; reduce_kernel puts
+    them together, and adds the sinks.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lens + sequence).to(tl.int32)
+    first, base = seen_from(length, window, chunk, TILE, HAS_WINDOW, HAS_CHUNK)
+    start = base + split * split_tokens
+    if start >= length:
+        return
+    end = tl.minimum(start + split_tokens, length)
+    num_groups: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    kv_head = tl.program_id(1) // num_groups
+    members = tl.program_id(1) % num_groups * ROWS + tl.arange(0, ROWS)
+    is_member = members < GROUP
+    heads = kv_head * GROUP + members
+    token = tl.load(tokens + sequence).to(tl.int64)
+    rows = query + token * query_token_stride
+    query_cells = heads.to(tl.int64) * query_head_stride
+    query_tile = load_rows(rows, query_cells, is_member, 0, MAIN, DIM, 1, True)
+    if not HAS_SCALES:
+        query_tile = query_tile.to(keys.dtype.element_ty)
+    query_rest = query_tile
+    if REST > 0:
+        query_rest = load_rows(rows, query_cells, is_member, DIM, REST, REST_PADDED, 1, True)
+        query_rest = query_rest.to(query_tile.dtype)
+    blocks = table + tl.load(table_starts + sequence)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    for position in tl.range(start, end, TILE):
+        places = position + tl.arange(0, TILE)
+        is_seen = (places >= first) & (places < end)
+        cells = key_cells(blocks, places, is_seen, kv_head, NUM_KV_HEADS, BLOCK_SIZE, True)
+        scores = tile_scores(
+            query_tile, query_rest, keys, key_scales, cells, is_seen, scale, cap,
+            KEY_DIM, MAIN, DIM, REST, REST_PADDED, True, HAS_CAP, HAS_SCALES, FLOAT8,
+        )  # fmt: skip
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        value = load_rows(values, cells, is_seen, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, True)
+        top, total, acc = add_tile(
+            top, total, acc, scores, value, value_scales, cells, is_seen,
+            True, HAS_SCALES, FLOAT8, query_tile.dtype,
+        )  # fmt: skip
+    columns = tl.arange(0, VALUE_PADDED)
+    mask = is_member[:, None] & (columns < VALUE_DIM)[None, :]
+    num_heads: tl.constexpr = GROUP * NUM_KV_HEADS
+    if IS_SPLIT:
+        places = (sequence * num_heads + heads) * max_splits + split
+        tl.store(weights_log + places, top + tl.log2(total), mask=is_member)
+        cells = places[:, None] * VALUE_DIM + columns[None, :]
+        tl.store(parts + cells, acc / total[:, None], mask=mask)
+    else:
+        if HAS_SINKS:
+            sink = tl.load(sinks + heads, mask=is_member, other=0.0).to(tl.float32)
+            total += tl.exp2(sink * 1.4426950408889634 - top)
+        cells = (token * num_heads + heads)[:, None] * VALUE_DIM + columns[None, :]
+        tl.store(out + cells, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
+def reduce_kernel(
+    out, parts, weights_log, sinks, tokens, lens,
+    window, chunk, split_tokens, max_splits,
+    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Put the parts of one sequence and head together. Grid: (num_sequences, NUM_HEADS).
+
+    Reads only parts that decode_kernel wrote; see there for the shapes.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    length = tl.load(lens + sequence).to(tl.int32)
+    _, base = seen_from(length, window, chunk, TILE, HAS_WINDOW, HAS_CHUNK)
+    num_splits = (length - base + split_tokens - 1) // split_tokens
+    place = (sequence * NUM_HEADS + head) * max_splits
+    splits = tl.arange(0, SPLITS_PADDED)
+    logs = tl.load(weights_log + place + splits, mask=splits < num_splits, other=float("-inf"))
+    top = tl.max(logs, 0)
+    total = tl.sum(tl.exp2(logs - top), 0)
+    columns = tl.arange(0, VALUE_PADDED)
+    is_column = columns < VALUE_DIM
+    acc = tl.zeros([VALUE_PADDED], tl.float32)
+    for begin in tl.range(0, num_splits, STEP):
+        some = begin + tl.arange(0, STEP)
+        is_some = some < num_splits
+        some_logs = tl.load(weights_log + place + some, mask=is_some, other=float("-inf"))
+        pointers = parts + (place + some)[:, None] * VALUE_DIM + columns[None, :]
+        tile = tl.load(pointers, mask=is_some[:, None] & is_column[None, :], other=0.0)
+        acc += tl.sum(tile * tl.exp2(some_logs - top)[:, None], 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        total += tl.exp2(sink * 1.4426950408889634 - top)
+    token = tl.load(tokens + sequence).to(tl.int64)
+    cells = (token * NUM_HEADS + head) * VALUE_DIM + columns
+    tl.store(out + cells, (acc / total).to(out.dtype.element_ty), mask=is_column)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Prefill attention: the new tokens of many sequences, packed, over all their keys in blocks."""
+
+import triton
+import triton.language as tl
+
+from nereid_backend.attention.gpu.triton_common import add_tile, key_cells, load_rows, tile_scores
+
+
+@triton.jit
+def walk_tiles(
+    begin, end, top, total, acc, query_tile, query_rest, positions,
+    keys, values, key_scales, value_scales, blocks, kv_head, first, length,
+    scale, cap, window, chunk,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take the keys from begin to end, TILE at a time, into the rows' running softmax.
+
+    Only keys from first to length are read. Without IS_MASKED every row sees every key from begin
+    to end, and nothing is compared.
+    """
+    for position in tl.range(begin, end, TILE):
+        places = position + tl.arange(0, TILE)
+        is_real = (places >= first) & (places < length)
+        cells = key_cells(blocks, places, is_real, kv_head, NUM_KV_HEADS, BLOCK_SIZE, IS_MASKED)
+        scores = tile_scores(
+            query_tile, query_rest, keys, key_scales, cells, is_real, scale, cap,
+            KEY_DIM, MAIN, DIM, REST, REST_PADDED, IS_MASKED, HAS_CAP, HAS_SCALES, FLOAT8,
+        )  # fmt: skip
+        if IS_MASKED:
+            is_seen = places[None, :] <= positions[:, None]
+            if HAS_WINDOW:
+                is_seen &= places[None, :] > positions[:, None] - window
+            if HAS_CHUNK:
+                is_seen &= places[None, :] >= (positions // chunk * chunk)[:, None]
+            scores = tl.where(is_seen, scores, float("-inf"))
+        value = load_rows(values, cells, is_real, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, IS_MASKED)
+        top, total, acc = add_tile(
+            top, total, acc, scores, value, value_scales, cells, is_real,
+            IS_MASKED, HAS_SCALES, FLOAT8, query_tile.dtype,
+        )  # fmt: skip
+    return top, total, acc
+
+
+@triton.jit(do_not_specialize=["window", "chunk"])
+def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
+    query, keys, values, key_scales, value_scales, out, sinks,
+    table, sequences, tiles,
+    query_head_stride, query_token_stride,
+    scale, cap, window, chunk,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
+):  # fmt: skip
+    """Attention of ROWS // HEADS tokens of one sequence, for HEADS heads that share a key head.
+
+    Grid: (num_tiles * NUM_KV_HEADS * cdiv(GROUP, HEADS),), all heads of a tile side by side. Rows
+    are token * HEADS + head, so that a group of heads reads its keys once.
+
+    Shapes: sequences [num_sequences, 4] int64: first token in the packed row, number of new tokens,
+    cached tokens before them, where its blocks begin in table; tiles [num_tiles, 2] int64: the
+    sequence, and the first of its new tokens; out [num_tokens, num_heads, VALUE_DIM].
+    """
+    num_groups: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    num_parts: tl.constexpr = NUM_KV_HEADS * num_groups
+    num_queries: tl.constexpr = ROWS // HEADS
+    tile = tl.program_id(0) // num_parts
+    part = tl.program_id(0) % num_parts
+    sequence = tl.load(tiles + tile * 2)
+    begin = tl.load(tiles + tile * 2 + 1).to(tl.int32)
+    first_token = tl.load(sequences + sequence * 4)
+    num_new = tl.load(sequences + sequence * 4 + 1).to(tl.int32)
+    num_cached = tl.load(sequences + sequence * 4 + 2).to(tl.int32)
+    blocks = table + tl.load(sequences + sequence * 4 + 3)
+
+    kv_head = part // num_groups
+    rows = tl.arange(0, ROWS)
+    members = part % num_groups * HEADS + rows % HEADS
+    numbers = begin + rows // HEADS
+    is_row = (rows < num_queries * HEADS) & (members < GROUP) & (numbers < num_new)
+    heads = kv_head * GROUP + members
+    tokens = first_token + numbers
+    positions = num_cached + numbers
+    query_cells = tokens * query_token_stride + heads.to(tl.int64) * query_head_stride
+    query_tile = load_rows(query, query_cells, is_row, 0, MAIN, DIM, 1, True)
+    if not HAS_SCALES:
+        query_tile = query_tile.to(keys.dtype.element_ty)
+    query_rest = query_tile
+    if REST > 0:
+        query_rest = load_rows(query, query_cells, is_row, DIM, REST, REST_PADDED, 1, True)
+        query_rest = query_rest.to(query_tile.dtype)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    # Keys that some row sees: [first, length). Those that all rows see: [low, middle).
+    oldest = num_cached + begin
+    length = num_cached + tl.minimum(begin + num_queries, num_new)
+    first = oldest * 0
+    if HAS_WINDOW:
+        first = tl.maximum(oldest - window + 1, 0)
+    if HAS_CHUNK:
+        first = tl.maximum(first, oldest // chunk * chunk)
+    low = first // TILE * TILE
+    middle = low
+    if not (HAS_WINDOW or HAS_CHUNK):
+        middle = (oldest + 1) // TILE * TILE
+        top, total, acc = walk_tiles(
+            low, middle, top, total, acc, query_tile, query_rest, positions,
+            keys, values, key_scales, value_scales, blocks, kv_head, first, length,
+            scale, cap, window, chunk,
+            NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, DIM, REST, REST_PADDED,
+            VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, FLOAT8, False,
+        )  # fmt: skip
+    top, total, acc = walk_tiles(
+        middle, length, top, total, acc, query_tile, query_rest, positions,
+        keys, values, key_scales, value_scales, blocks, kv_head, first, length,
+        scale, cap, window, chunk,
+        NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, DIM, REST, REST_PADDED,
+        VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, FLOAT8, True,
+    )  # fmt: skip
+
+    if HAS_SINKS:
+        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
+        total += tl.exp2(sink * 1.4426950408889634 - top)
+    # Rows that stand for no token may have seen nothing.
+    total = tl.where(is_row, total, 1.0)
+    columns = tl.arange(0, VALUE_PADDED)
+    num_heads: tl.constexpr = GROUP * NUM_KV_HEADS
+    cells = (tokens * num_heads + heads)[:, None] * VALUE_DIM + columns[None, :]
+    mask = is_row[:, None] & (columns < VALUE_DIM)[None, :]
+    tl.store(out + cells, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)

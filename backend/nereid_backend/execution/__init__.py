@@ -1,1 +1,0 @@
-"""From a step plan to sampled tokens, in torch."""

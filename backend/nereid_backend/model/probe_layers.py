@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model needs from attention, found out by running one token and recording every call."""
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.paths.model_call import ModelCall, UnfitError
+from nereid_backend.paths.recurrent import make_cache
+
+
+class _Recorder:
+    """Serves attention for a single token, whose output is its own value, and writes down calls."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.layers: list[LayerSpec] = []
+        self.unsupported: str | None = None
+        self._chunk = getattr(config, "attention_chunk_size", None)
+        self._layer_types = list(getattr(config, "layer_types", None) or [])
+
+    def __call__(
+        self,
+        module: torch.nn.Module,  # noqa: ARG002 - part of the protocol
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **kwargs: object,
+    ) -> Tensor:
+        number = len(self.layers)
+        kind = self._layer_types[number] if number < len(self._layer_types) else ""
+        window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
+        if kwargs.get("position_bias") is not None:
+            self.unsupported = "its attention adds a position bias"
+        if query.shape[0] != 1 or key.shape[2] != 1:
+            self.unsupported = f"it calls attention with keys of shape {tuple(key.shape)}"
+        spec = LayerSpec(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            span=Span(
+                window=window if isinstance(window, int) and window > 0 else None,
+                chunk=self._chunk if kind == "chunked_attention" else None,
+            ),
+            softcap=float(softcap) if isinstance(softcap, int | float) else None,
+            has_sinks=isinstance(kwargs.get("s_aux"), Tensor),
+        )
+        self.layers.append(spec)
+        groups = spec.num_heads // spec.num_kv_heads
+        return value.repeat_interleave(groups, dim=1).transpose(1, 2)
+
+    def checked(self) -> list[LayerSpec]:
+        """The calls, if all of them can be served."""
+        if self.unsupported:
+            raise UnfitError(self.unsupported)
+        return self.layers
+
+
+@torch.inference_mode()
+def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
+    """Run one token without a cache, and return what each attention call needs, in their order.
+
+    Raises:
+        UnfitError: the model does not come to our attention, or asks for what it lacks.
+    """
+    recorder = _Recorder(checkpoint.text_config)
+    token = _one_token(checkpoint)
+    arguments = {}
+    if ModelCall(checkpoint.model).takes("logits_to_keep"):
+        arguments["logits_to_keep"] = torch.zeros(1, dtype=torch.int64, device=checkpoint.device)
+    with hook.serving(recorder):
+        checkpoint.model(
+            input_ids=token, position_ids=torch.zeros_like(token), use_cache=False, **arguments
+        )
+    if not recorder.layers:
+        raise UnfitError("it does not use transformers' attention interface")
+    return recorder.checked()
+
+
+@torch.inference_mode()
+def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
+    """The same with a cache for what is kept besides keys and values; there may be no attention.
+
+    Raises:
+        UnfitError: as above, or nothing but keys and values is kept.
+    """
+    recorder = _Recorder(checkpoint.text_config)
+    call = ModelCall(checkpoint.model)
+    if call.cache_name is None:
+        raise UnfitError("it takes no cache")
+    cache = make_cache(checkpoint.model.config)
+    token = _one_token(checkpoint)
+    with hook.serving(recorder):
+        call(token, num_logits=1, position_ids=torch.zeros_like(token), cache=cache)
+    return recorder.checked()
+
+
+def plain_token_ids(checkpoint: Checkpoint) -> list[int]:
+    """Token ids that mean nothing special: images, padding, ends of text change what models do."""
+    size = checkpoint.vocab_size
+    special = set(checkpoint.eos_token_ids)
+    for config in (checkpoint.model.config, checkpoint.text_config):
+        for name, value in config.to_dict().items():
+            if name.endswith(("token_id", "token_index")) and isinstance(value, int):
+                special.add(value)
+    middle = range(size // 8, max(size // 8 + 1, size // 2))
+    return [token_id for token_id in middle if token_id not in special] or list(range(size))
+
+
+def _one_token(checkpoint: Checkpoint) -> Tensor:
+    return torch.tensor([[plain_token_ids(checkpoint)[0]]], device=checkpoint.device)

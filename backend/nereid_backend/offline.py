@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The offline door: prompts in, finished answers out."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from nereid_backend.core.outputs import (
+    CompletionOutput,
+    EngineInfo,
+    RequestOutput,
+    RequestUpdate,
+)
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.errors import CapacityError, RequestError
+
+Decode = Callable[[list[int]], str]
+
+
+class _Steps(Protocol):
+    """What is needed of an engine here."""
+
+    info: EngineInfo
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | None
+    ) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def step(self) -> list[RequestUpdate]: ...
+
+    def has_work(self) -> bool: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+def generate(
+    engine: _Steps,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    decode: Decode,
+) -> list[RequestOutput]:
+    """Run an idle engine until every prompt is answered.
+
+    Args:
+        engine: has no requests in work.
+        prompts: token ids.
+        params: for all prompts, or one for each.
+        decode: token ids to text.
+
+    Raises:
+        RequestError: a prompt or parameter is wrong (then nothing is left in the engine), or the
+            engine is not idle.
+    """
+    if engine.has_work():
+        raise RequestError("generate: the engine has other requests in work; wait for their end")
+    each = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
+    if len(each) != len(prompts):
+        raise RequestError(f"params: {len(each)} were given for {len(prompts)} prompts")
+    answers = {f"generate-{i}": _Answers() for i in range(len(prompts))}
+    pending = iter(zip(answers, prompts, each, strict=True))
+    waiting = next(pending, None)
+    try:
+        while waiting is not None or engine.has_work():
+            while waiting is not None:
+                try:
+                    engine.add_request(*waiting)
+                except CapacityError:
+                    break  # the rest is added as the queue empties
+                waiting = next(pending, None)
+            for update in engine.step():
+                answers[update.request_id].add(update)
+    except BaseException:
+        for request_id in answers:
+            engine.abort(request_id)
+        while engine.has_work():
+            engine.step()
+        raise
+    return [
+        answer.output(request_id, list(prompt), decode)
+        for (request_id, answer), prompt in zip(answers.items(), prompts, strict=True)
+    ]
+
+
+class _Answers:
+    """What came so far of one request, all its sequences."""
+
+    def __init__(self) -> None:
+        self._updates: dict[int, list[RequestUpdate]] = {}
+
+    def add(self, update: RequestUpdate) -> None:
+        if update.is_refused:
+            raise RequestError(update.error)
+        self._updates.setdefault(update.index, []).append(update)
+
+    def output(self, request_id: str, prompt: list[int], decode: Decode) -> RequestOutput:
+        first = self._updates[0][0]
+        return RequestOutput(
+            request_id,
+            prompt,
+            [_completion(updates, decode) for _, updates in sorted(self._updates.items())],
+            prompt_logprobs=first.prompt_logprobs,
+            num_cached_tokens=first.num_cached_tokens,
+        )
+
+
+def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutput:
+    last = updates[-1]
+    assert last.finish_reason is not None
+    token_ids = [token_id for update in updates for token_id in update.new_token_ids]
+    visible = token_ids[:-1] if last.finish_reason == "stop" else token_ids
+    has_logprobs = any(update.logprobs is not None for update in updates)
+    return CompletionOutput(
+        index=last.index,
+        token_ids=token_ids,
+        text=decode(visible),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        cumulative_logprob=last.cumulative_logprob,
+        error=last.error,
+        logprobs=[one for u in updates for one in u.logprobs or ()] if has_logprobs else None,
+    )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward paths: how the tokens of one step go through a model."""

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of tokens in one launch on a GPU; what it computes is in `triton_sampling.py`.
+
+Its twin is `drawing.draw`, from which it differs where rounding decides: weights are one
+exponential of the hardware's, and sums are exact.
+"""
+
+import functools
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nereid_backend.device_transfer import upload
+from nereid_backend.sampling.random_sampling import SamplingBatch, draw
+
+# Tokens that a program looks at at once, and its warps: no register spilled (compile_kernels.py).
+_TILE, _NUM_WARPS = 4096, 16
+# Rows and vocabulary of the comparison at load, and how many tokens rounding may change.
+_ROWS, _VOCAB_SIZE, _DIFFERING = 16, 9000, 1
+
+Settings = NDArray[np.float64]
+
+
+def choose(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose one token a row. The device is not waited for.
+
+    Shapes: logits and raw [n, vocab_size], both float32, bfloat16 or float16; settings [5, n], on
+    the host: temperature (0 takes the likeliest token, the first of equals), top_p, top_k (0 is
+    off), min_p, and the random number in [0, 1).
+
+    Args:
+        logits: after masks, biases and penalties.
+        raw: the model's own; may be the same tensor, which then is read once.
+        settings: of each row.
+
+    Returns:
+        Token ids [n] int64, always below vocab_size; their log-probabilities under raw [n] float32,
+        NaN for a row that is not finite; and whether the choice was possible at all [n] bool.
+    """
+    from nereid_backend.sampling.triton_sampling import sample_kernel
+
+    num_rows, vocab_size = logits.shape
+    if logits.stride(1) != 1 or raw.stride(1) != 1:
+        logits, raw = logits.contiguous(), raw.contiguous()
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    is_left = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        sample_kernel[(num_rows,)](
+            *(logits, raw, upload(settings, logits.device), token_ids, logprobs, is_left),
+            *(logits.stride(0), raw.stride(0), vocab_size, num_rows),
+            IS_RAW=logits is raw,
+            TILE=_TILE,
+            num_warps=_NUM_WARPS,
+            enable_fp_fusion=True,
+        )
+    return token_ids, logprobs, is_left.view(torch.bool)
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """Why the kernel must not choose there; None: it may. It is tried once in a process."""
+    try:
+        differing = num_differing(device)
+    except Exception as error:  # noqa: BLE001 - compilers and drivers fail in any way
+        return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+    if differing > _DIFFERING:
+        return f"{differing} of {_ROWS} tokens are not those of the twin"
+    return None
+
+
+@torch.inference_mode()
+def num_differing(device: torch.device) -> int:
+    """How many of some rows' tokens are not those that the twin chooses."""
+    random = np.random.default_rng(0)
+    logits = torch.from_numpy(random.normal(size=(_ROWS, _VOCAB_SIZE)).astype(np.float32) * 3)
+    logits[1::4] = (logits[1::4] * 2).round()  # many tie
+    logits[2::4, 1000:] = float("-inf")
+    logits[3::4] /= 10  # nearly flat
+    quarters = np.arange(_ROWS) // 4
+    batch = SamplingBatch(
+        temperature=np.where(quarters % 2, 1.0, 0.7).astype(np.float32),
+        top_p=np.array([1.0, 0.9, 1.0, 0.6], dtype=np.float32)[quarters % 4],
+        top_k=np.array([0, 0, 50, 400])[quarters % 4],
+        min_p=np.where(quarters == 0, 0.01, 0.0).astype(np.float32),
+        uniform=random.random(_ROWS),
+    )
+    settings = np.stack([batch.temperature, batch.top_p, batch.top_k, batch.min_p, batch.uniform])
+    given = logits.to(device)
+    token_ids, logprobs, is_left = choose(given, given, settings)
+    expected = logits.log_softmax(-1).gather(1, token_ids.cpu()[:, None]).squeeze(1)
+    is_off = (token_ids.cpu() != draw(logits, batch)) | ~is_left.cpu()
+    # Written so that NaN counts, too.
+    is_off |= ~((logprobs.cpu() - expected).abs() <= 1e-4)
+    return int(is_off.sum())

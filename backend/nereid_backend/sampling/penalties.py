@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Penalties for tokens that a text holds already.
+
+A text holds few of a vocabulary's tokens, so what is kept and changed is a list of distinct tokens
+for each request that asks for penalties, not a column for each token of the vocabulary. A request's
+list is built when it is first seen in its row, and then grows by what was sampled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nereid_backend.core.request import Request
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.device_transfer import upload
+from nereid_backend.sampling.draft_verification import Position
+
+_FIRST_WIDTH = 64
+
+
+def asks_for_penalties(params: SamplingParams) -> bool:
+    """Whether any of the three penalties is on."""
+    return (
+        params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+    )
+
+
+@dataclass(slots=True)
+class _Text:
+    """What is counted of one request: how far, and at which place of its row each token is."""
+
+    owner: Request
+    num_counted: int = 0
+    places: dict[int, int] = field(default_factory=dict)
+
+
+class TokenCounts:
+    """The distinct tokens of some requests' texts, one row each.
+
+    A row is as long as the table; places behind its last token repeat the first one, so that
+    whoever writes to all of them writes the same value there twice.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[int, _Text] = {}
+        # [rows, width]: token ids, and how often the answer holds each.
+        self._ids: NDArray[np.int64] = np.zeros((0, _FIRST_WIDTH), np.int64)
+        self._counts: NDArray[np.float32] = np.zeros((0, _FIRST_WIDTH), np.float32)
+
+    def lists(
+        self, rows: Sequence[int], positions: Sequence[Position]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens before each position, and how often the answer holds each of them.
+
+        Tokens of the prompt alone count 0, and are there only for a request with a repetition
+        penalty.
+
+        Args:
+            rows: each position's row; a row that another request had is built anew.
+            positions: some of one request come one after another.
+
+        Returns:
+            Token ids [n, width] int64 and counts [n, width] float32, copies.
+        """
+        sizes = [
+            self._count(row, position.request)
+            for row, position in zip(rows, positions, strict=True)
+        ]
+        extra = max(len(position.guessed) for position in positions)
+        width = max(1, max(sizes) + extra)
+        self._widen(width)
+        ids, counts = self._ids[rows, :width], self._counts[rows, :width]
+        for index, position in enumerate(positions):
+            if position.guessed:
+                places = self._texts[rows[index]].places
+                _add(ids[index], counts[index], position.guessed, dict(places))
+        return ids, counts
+
+    def _count(self, row: int, request: Request) -> int:
+        """Take in what is new in a request's text; returns how many distinct tokens it has."""
+        text = self._texts.get(row)
+        if text is None or text.owner is not request:
+            text = self._begin(row, request)
+        token_ids = request.token_ids
+        if text.num_counted < len(token_ids):
+            new = token_ids[text.num_counted :]
+            self._widen(len(text.places) + len(new))
+            _add(self._ids[row], self._counts[row], new, text.places)
+            text.num_counted = len(token_ids)
+        return len(text.places)
+
+    def _begin(self, row: int, request: Request) -> _Text:
+        if row >= len(self._ids):
+            missing = max(row + 1, 2 * len(self._ids)) - len(self._ids)
+            self._ids = np.pad(self._ids, ((0, missing), (0, 0)))
+            self._counts = np.pad(self._counts, ((0, missing), (0, 0)))
+        text = self._texts[row] = _Text(request, request.num_prompt_tokens)
+        self._ids[row] = 0
+        self._counts[row] = 0
+        if request.params.repetition_penalty != 1:
+            prompt = list(dict.fromkeys(request.token_ids[: request.num_prompt_tokens]))
+            self._widen(len(prompt))
+            self._ids[row] = prompt[0]
+            self._ids[row, : len(prompt)] = prompt
+            text.places = {token_id: place for place, token_id in enumerate(prompt)}
+        return text
+
+    def _widen(self, width: int) -> None:
+        missing = width - self._ids.shape[1]
+        if missing > 0:
+            pad = ((0, 0), (0, max(missing, self._ids.shape[1])))
+            first_ids, first_counts = self._ids[:, :1], self._counts[:, :1]
+            old = self._ids.shape[1]
+            self._ids, self._counts = np.pad(self._ids, pad), np.pad(self._counts, pad)
+            self._ids[:, old:], self._counts[:, old:] = first_ids, first_counts
+
+
+def apply_penalties(
+    logits: Tensor,
+    ids: NDArray[np.int64],
+    counts: NDArray[np.float32],
+    params: Sequence[SamplingParams],
+) -> None:
+    """Change the logits of tokens that texts hold.
+
+    Repetition divides positive logits and multiplies negative ones, for tokens of the prompt and of
+    the answer; then frequency is taken off once for each time that the answer holds a token, and
+    presence once if it does at all.
+
+    Shapes: logits [n, vocab_size] float32; ids and counts [n, width], from `TokenCounts.lists`.
+    Mutates: logits.
+    Source: CTRL (Keskar et al. 2019) for repetition; OpenAI's API reference for the other two.
+    """
+    device = logits.device
+    factors = np.array(
+        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params],
+        dtype=np.float32,
+    )
+    repetition, frequency, presence = upload(factors, device)[:, :, None].unbind(1)
+    index, times = upload(ids, device), upload(counts, device)
+    values = logits.gather(1, index)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * times + presence * (times > 0)
+    logits.scatter_(1, index, values)
+
+
+def _add(
+    ids: NDArray[np.int64],
+    counts: NDArray[np.float32],
+    token_ids: Sequence[int],
+    places: dict[int, int],
+) -> None:
+    """Count tokens of the answer in one row. Mutates: all but token_ids."""
+    for token_id in token_ids:
+        place = places.get(token_id)
+        if place is None:
+            place = places[token_id] = len(places)
+            ids[place if place > 0 else slice(None)] = token_id
+            counts[place] = 0
+        counts[place] += 1
+        if place == 0:
+            counts[len(places) :] = counts[0]

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A test tool: an engine that writes what a script says, in place of the engine process.
+
+Set NEREID_ENGINE=scripted and NEREID_SCRIPT=/path.json, and the real Triton server, stubs and
+frontend run on it: everything but the model. The script is a JSON list of rules; a request follows
+the first one whose `when` stands in its prompt:
+
+    {"when": "weather",            text in the rendered prompt
+     "text": "<think>..",          what the model writes, or "token_ids": [5, 6]; a list of either
+                                   gives the request's n sequences one each, in turn
+     "tokens_per_step": 1,         how many tokens one step adds
+     "delay_ms": 0,                how long one step takes
+     "num_cached_tokens": 0,       what is reported of the prefix cache
+     "error": "", "is_refused": false,     ends in this error instead
+     "fault": ""}                  the whole engine fails with this message, as on a lost device;
+                                   "busy 2.5" computes for so many seconds without a word instead
+
+Behind the script comes the end-of-sequence token, or with `"ends": false` the same again and again.
+At most max_num_seqs sequences run; further requests wait in the order in which they came.
+Stop tokens, min_tokens, ignore_eos, max_tokens, n and aborts are honoured as the engine does. Every
+token has log-probability -0.5 and rank 1; the likeliest ones beside it are the next ids, each 1
+lower. Sampling and grammars are not looked at.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from nereid_backend.config import EngineConfig
+from nereid_backend.core.outputs import EngineInfo, FinishReason, RequestUpdate, TokenLogprobs
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.errors import ConfigError, EngineError, RequestError
+from nereid_backend.serving.executor.engine_process import serve
+from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
+
+SCRIPT_VARIABLE = "NEREID_SCRIPT"
+
+_DEFAULT_MAX_MODEL_LEN = 4096
+_LOGPROB = -0.5
+_LONGEST_NAP_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One entry of the script, see the module's docstring; token_ids has one list a sequence."""
+
+    when: str
+    token_ids: tuple[tuple[int, ...], ...]
+    tokens_per_step: int = 1
+    delay_ms: float = 0.0
+    num_cached_tokens: int = 0
+    ends: bool = True
+    error: str = ""
+    is_refused: bool = False
+    fault: str = ""
+
+
+def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
+    """The rules of a script.
+
+    Raises:
+        ConfigError: it cannot be read, or a rule has keys that no rule has.
+    """
+    known = {field.name for field in fields(Rule)} | {"text"}
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        for entry in entries:
+            unknown = entry.keys() - known
+            if unknown:
+                raise ConfigError(f"script: {sorted(unknown)[0]!r} is no key of a rule")
+        return [_rule(dict(entry), encode) for entry in entries]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"script: {path} cannot be read: {error}") from error
+
+
+def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
+    text, ids = entry.pop("text", None), entry.pop("token_ids", None)
+    if text is not None:
+        texts = text if isinstance(text, list) else [text]
+        answers = [tuple(encode(one)) for one in texts]
+    else:
+        rows = ids if ids and isinstance(ids[0], list) else [ids or []]
+        answers = [tuple(row) for row in rows]
+    return Rule(token_ids=tuple(answers), **entry)
+
+
+class _Sequence:
+    """One answer on its way."""
+
+    def __init__(self, rule: Rule, index: int, ending: tuple[int, ...]) -> None:
+        self.index = index
+        self.rule = rule
+        self.script = rule.token_ids[index % len(rule.token_ids)] + (ending if rule.ends else ())
+        self.num_tokens = 0
+        self.due = 0.0
+        self.is_aborted = False
+
+    def next_token(self) -> int:
+        token_id = self.script[self.num_tokens % len(self.script)]
+        self.num_tokens += 1
+        return token_id
+
+
+class _Request:
+    def __init__(
+        self, prompt: list[int], params: SamplingParams, rule: Rule, limit: int, eos: Sequence[int]
+    ) -> None:
+        self.prompt = prompt
+        self.params = params
+        self.limit = limit
+        self.stops = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos)
+        self.sequences = {
+            index: _Sequence(rule, index, tuple(eos[:1])) for index in range(params.n)
+        }
+
+
+class ScriptedEngine:
+    """Has the methods of `Engine` that the engine process calls."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
+        tokenizer = load_tokenizer(config.model)
+        self._decode = tokenizer.decode
+        path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
+        self._rules = read_script(
+            path, lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        )
+        progress(f"engine: scripted, a test tool; {len(self._rules)} rules from {path}")
+        eos = tokenizer.eos_token_id
+        self._requests: dict[str, _Request] = {}
+        self._queue: dict[str, _Request] = {}
+        self.begun: list[tuple[str, float]] = []
+        self.info = _info(config, len(tokenizer), () if eos is None else (int(eos),))
+        self.num_running = self.num_waiting = self.num_preemptions = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """One block a request, so that leaks show in the gauges."""
+        return self.info.num_blocks - len(self._requests)
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Accept a request.
+
+        Raises:
+            RequestError: the prompt is too long, or no rule fits it.
+        """
+        prompt = list(prompt_token_ids)
+        room = self.info.max_model_len - len(prompt)
+        if room < 1:
+            raise RequestError(
+                f"prompt has {len(prompt)} tokens; the limit is {self.info.max_model_len} "
+                "(max_model_len)"
+            )
+        text = str(self._decode(prompt))
+        rule = next((rule for rule in self._rules if rule.when in text), None)
+        if rule is None:
+            raise RequestError(f"script: no rule's `when` stands in the prompt {text[-80:]!r}")
+        limit = min(room, params.max_tokens or room)
+        self._queue[request_id] = _Request(prompt, params, rule, limit, self.info.eos_token_ids)
+        self._count()
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences; the next step reports it."""
+        request = self._requests.get(request_id) or self._queue.get(request_id)
+        for sequence in () if request is None else request.sequences.values():
+            if index in (None, sequence.index):
+                sequence.is_aborted = True
+
+    def has_work(self) -> bool:
+        """Whether a request is on its way."""
+        return bool(self._requests or self._queue)
+
+    def step(self) -> list[RequestUpdate]:
+        """The next tokens of the sequences whose time has come."""
+        now = time.monotonic()
+        self._start_waiting(now)
+        updates = [
+            self._advance(request_id, request, sequence, now)
+            for request_id, request in list(self._requests.items())
+            for sequence in list(request.sequences.values())
+            if sequence.is_aborted or sequence.due <= now
+        ]
+        self._requests = {name: one for name, one in self._requests.items() if one.sequences}
+        self._count()
+        if not updates and self._requests:
+            time.sleep(_LONGEST_NAP_S / 4)
+        return updates
+
+    def _start_waiting(self, now: float) -> None:
+        """Let requests run while there is room; one that was aborted needs none."""
+        self.begun = []
+        room = self.info.max_num_seqs - sum(len(r.sequences) for r in self._requests.values())
+        for request_id, request in list(self._queue.items()):
+            is_aborted = all(one.is_aborted for one in request.sequences.values())
+            if not is_aborted:
+                if room < min(len(request.sequences), self.info.max_num_seqs):
+                    continue
+                room -= len(request.sequences)
+                self.begun.append((request_id, now))
+            self._requests[request_id] = self._queue.pop(request_id)
+
+    def _count(self) -> None:
+        self.num_running, self.num_waiting = len(self._requests), len(self._queue)
+
+    def _advance(
+        self, request_id: str, request: _Request, sequence: _Sequence, now: float
+    ) -> RequestUpdate:
+        rule = sequence.rule
+        if rule.fault.startswith("busy ") and sequence.num_tokens == 0:
+            _burn(float(rule.fault.removeprefix("busy ")))
+        elif rule.fault and not sequence.is_aborted and not rule.fault.startswith("busy "):
+            raise EngineError(rule.fault)
+        sequence.due = now + rule.delay_ms / 1000
+        is_first = sequence.num_tokens == 0
+        token_ids: list[int] = []
+        finish: FinishReason | None = "abort" if sequence.is_aborted else None
+        if rule.error:
+            finish = "error"
+        while finish is None and len(token_ids) < rule.tokens_per_step:
+            token_ids.append(sequence.next_token())
+            finish = _finish(token_ids[-1], sequence.num_tokens, request)
+        if finish is not None:
+            del request.sequences[sequence.index]
+        params = request.params
+        reports_prompt = is_first and sequence.index == 0 and params.prompt_logprobs is not None
+        return RequestUpdate(
+            request_id,
+            token_ids,
+            finish,
+            token_ids[-1] if finish == "stop" else None,
+            _LOGPROB * sequence.num_tokens,
+            rule.error or None,
+            index=sequence.index,
+            logprobs=None if params.logprobs is None else self._rows(token_ids, params.logprobs),
+            prompt_logprobs=self._prompt_rows(request) if reports_prompt else None,
+            num_cached_tokens=rule.num_cached_tokens,
+            is_refused=rule.is_refused,
+        )
+
+    def _prompt_rows(self, request: _Request) -> list[TokenLogprobs | None]:
+        return [None, *self._rows(request.prompt[1:], request.params.prompt_logprobs or 0)]
+
+    def _rows(self, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+        size = self.info.vocab_size
+        return [
+            TokenLogprobs(
+                [token_id, *((token_id + at) % size for at in range(count))],
+                [_LOGPROB, *(_LOGPROB - at for at in range(count))],
+                1,
+            )
+            for token_id in token_ids
+        ]
+
+
+def _burn(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+def _finish(token_id: int, num_tokens: int, request: _Request) -> FinishReason | None:
+    if token_id in request.stops and num_tokens > request.params.min_tokens:
+        return "stop"
+    return "length" if num_tokens >= request.limit else None
+
+
+def _info(config: EngineConfig, vocab_size: int, eos: tuple[int, ...]) -> EngineInfo:
+    return EngineInfo(
+        model=config.model,
+        architecture="scripted",
+        path="scripted",
+        attention="none",
+        dtype="float32",
+        device="cpu",
+        max_model_len=config.max_model_len or _DEFAULT_MAX_MODEL_LEN,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_seqs,
+        block_size=config.block_size,
+        num_blocks=1024,
+        kv_cache_bytes=0,
+        weights_bytes=0,
+        vocab_size=vocab_size,
+        eos_token_ids=eos,
+        num_threads=1,
+        self_check_difference=0.0,
+        load_seconds=0.0,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv, ScriptedEngine))

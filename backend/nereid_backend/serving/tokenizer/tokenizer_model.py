@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton model `tokenizer`: what a request says -> prompt token ids and an envelope."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nereid_backend.errors import NereidError, RequestError
+from nereid_backend.serving import tensor_names, tensors
+from nereid_backend.serving.chat_format import choose_format
+from nereid_backend.serving.serving_settings import read_settings
+from nereid_backend.serving.tokenizer.prompt_builder import (
+    Prompt,
+    PromptBuilder,
+    load_tokenizer,
+    read_flag,
+    read_tools,
+)
+from nereid_backend.serving.tokenizer.read_sampling import (
+    read_generation_defaults,
+    read_sampling,
+    read_timeouts,
+    refuse_unknown,
+)
+from nereid_backend.serving.tokenizer.request_grammar import (
+    Grammar,
+    grammar_of_chat,
+    grammar_of_text,
+)
+from nereid_backend.serving.tokenizer.thinking_effort import budget_of, thinking_spec
+from nereid_backend.serving.wire import RequestEnvelope, StreamContext
+
+# So much of a prompt's end decides in which stage of a chat format the output begins.
+_PROMPT_TAIL_CHARS = 4096
+_NUM_SEED_TOKENS = 6
+
+
+class TokenizerModel:
+    """First step of the ensemble. Answers each request at once; wrong ones with an error."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the checkpoint's tokenizer and sampling defaults."""
+        try:
+            settings, _ = read_settings(args)
+            tensors.progress(f"loading the tokenizer of {settings.model}")
+            self._prompts = PromptBuilder(load_tokenizer(settings.model))
+            # The postprocessor says how it was chosen.
+            self._format = choose_format(settings, tell=lambda _: None)
+            self._defaults = read_generation_defaults(Path(settings.model))
+        except NereidError as error:
+            raise tensors.load_error(error) from error
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One response for each request."""
+        return [self._answer(request) for request in requests]
+
+    def finalize(self) -> None:
+        """Nothing to release."""
+
+    def _answer(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+        try:
+            return self._tokenize(request)
+        except NereidError as error:
+            return tensors.error_response(error)
+        except Exception as error:  # noqa: BLE001 - the request ends here and must be answered
+            tensors.log.exception("request failed in the tokenizer")
+            return tensors.error_response(error)
+
+    def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+        if tensors.has_input(request, tensor_names.IMAGE):
+            raise RequestError("image: the served model takes no images; send text")
+        body = _json_object(request, tensor_names.CHAT_REQUEST)
+        fields = _sampling_fields(request, body)
+        prompt = self._prompt(request, body, fields)
+        returns = _returns(request)
+        tools = read_tools(body) if body else None
+        grammar = self._grammar(body, fields, prompt, tools)
+        params, options = read_sampling(
+            fields | _reported(fields, returns, is_chat=body is not None),
+            self._defaults,
+            encode=self._prompts.encode,
+            is_chat=body is not None,
+            grammar=grammar.spec,
+            thinking=thinking_spec(
+                budget_of(fields), self._format, prompt.text or "", self._prompts.encode
+            ),
+        )
+        stream = tensors.optional_bool(request, tensor_names.STREAM) or False
+        excluded = tensors.optional_bool(request, tensor_names.EXCLUDE_INPUT)
+        context = StreamContext(
+            stream=stream,
+            num_prompt_tokens=len(prompt.token_ids),
+            n=params.n,
+            seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
+            prepend=_prepend(prompt, stream=stream, is_chat=body is not None, excluded=excluded),
+            stop=options.stop,
+            min_tokens=params.min_tokens,
+            include_stop_str_in_output=options.include_stop_str_in_output,
+            skip_special_tokens=options.skip_special_tokens,
+            returns=returns,
+            prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
+            tools=tuple(tools or ()),
+            reads_calls=body is None or body.get("tool_choice") != "none",
+            prompt=(prompt.text or "")[-_PROMPT_TAIL_CHARS:] if body else None,
+            separate_reasoning=options.separate_reasoning,
+            include_reasoning=options.include_reasoning,
+            strict_schema=grammar.strict_schema,
+        )
+        return tensors.response(
+            {
+                tensor_names.PROMPT_TOKEN_IDS: np.array(prompt.token_ids, dtype=np.int32),
+                tensor_names.ENVELOPE: RequestEnvelope(
+                    params, context.pack(), grammar.field, *read_timeouts(fields)
+                ).pack(),
+            }
+        )
+
+    def _grammar(
+        self,
+        body: dict[str, Any] | None,
+        fields: dict[str, Any],
+        prompt: Prompt,
+        tools: list[dict[str, Any]] | None,
+    ) -> Grammar:
+        if body is None:
+            return grammar_of_text(fields)
+        tail = (prompt.text or "")[-_PROMPT_TAIL_CHARS:]
+        return grammar_of_chat(fields, self._format, tail, tools)
+
+    def _prompt(
+        self,
+        request: Any,  # noqa: ANN401 - the server's own type
+        body: dict[str, Any] | None,
+        fields: dict[str, Any],
+    ) -> Prompt:
+        text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
+        ids = tensors.optional_ids(request, tensor_names.INPUT_IDS)
+        if sum(value is not None for value in (text, ids, body)) != 1:
+            raise RequestError("send exactly one of text_input, input_ids and chat_request")
+        if body is not None:
+            return self._prompts.from_chat(body)
+        if text is not None:
+            adds = read_flag(fields, "add_special_tokens", default=True)
+            return self._prompts.from_text(text, add_special_tokens=adds)
+        if not ids:
+            raise RequestError("input_ids: is empty; send at least one token id")
+        return Prompt(ids, None)
+
+
+def _json_object(request: Any, name: str) -> dict[str, Any] | None:  # noqa: ANN401 - the server's own type
+    text = tensors.optional_text(request, name)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{name}: is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{name}: must be a JSON object, got {text[:80]!r}")
+    return value
+
+
+def _sampling_fields(request: Any, body: dict[str, Any] | None) -> dict[str, Any]:  # noqa: ANN401
+    """The chat body's fields, the sampling_parameters input, or else the request's parameters."""
+    if body is not None:
+        limit = body.get("max_completion_tokens")
+        return {**body, "max_tokens": limit if limit is not None else body.get("max_tokens")}
+    fields = _json_object(request, tensor_names.SAMPLING_PARAMETERS)
+    if fields is None:
+        fields = json.loads(request.parameters() or "{}")
+        # The server and its clients put parameters of their own among these.
+        return {name: value for name, value in fields.items() if not name.startswith("triton_")}
+    refuse_unknown(fields)
+    return fields
+
+
+def _reported(fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool) -> dict[str, Any]:
+    """The field that makes the engine report what the output `logprobs` needs."""
+    if tensor_names.LOGPROBS not in returns or fields.get("logprobs"):
+        return {}
+    return {"logprobs": True if is_chat else 0}
+
+
+def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
+    """The prompt's text, where the output is to repeat it.
+
+    As in the vLLM backend, that is the default for a text prompt answered in one response.
+    """
+    if excluded is False and stream:
+        raise RequestError(
+            "exclude_input_in_output: must not be false when streaming; leave it out or send true"
+        )
+    default = stream or is_chat
+    exclude = default if excluded is None else excluded
+    return "" if exclude else prompt.text or ""
+
+
+def _returns(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type
+    return tuple(
+        name
+        for name in tensor_names.RETURNABLE
+        if tensors.optional_bool(request, tensor_names.RETURN_PREFIX + name)
+    )

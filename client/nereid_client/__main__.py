@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import uvicorn
 
-from nereid_client.admission import Gate
 from nereid_client.app import create_app
+from nereid_client.middleware.admission_control import Gate
 from nereid_client.settings import SettingsError, settings_from_flags
 
 # Longer than clients and balancers keep idle connections (httpx, which OpenAI's library uses: 5 s).

@@ -14,16 +14,16 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import nereid_client
-from nereid_client import middleware
-from nereid_client.admission import Admission, Gate
-from nereid_client.backends import Backend, TritonBackend
-from nereid_client.context import Context
-from nereid_client.deadlines import Deadlines
 from nereid_client.errors import ApiError, FrontendError, to_api_error
-from nereid_client.responses.background import Responses
-from nereid_client.responses.store import Limits
+from nereid_client.middleware import body_limit as middleware
+from nereid_client.middleware.admission_control import Admission, Gate
+from nereid_client.middleware.timeouts import Deadlines
+from nereid_client.request_context import Context
+from nereid_client.responses.background_responses import Responses
+from nereid_client.responses.response_store import Limits
 from nereid_client.routes import chat, completions, health, models, pooling, responses, tokenize
 from nereid_client.settings import Settings
+from nereid_client.triton_backend import Backend, TritonBackend
 
 _log = logging.getLogger(__name__)
 

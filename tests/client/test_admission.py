@@ -11,10 +11,10 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nereid_client import admission
-from nereid_client.admission import Admission, Gate, Throttle
 from nereid_client.app import create_app
-from nereid_client.deadlines import Deadlines
+from nereid_client.middleware import admission_control as admission
+from nereid_client.middleware.admission_control import Admission, Gate, Throttle
+from nereid_client.middleware.timeouts import Deadlines
 from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio

@@ -8,9 +8,9 @@ from pathlib import Path
 import broken_checkpoints
 import pytest
 from fakes.live_frontend import free_port
-from nereid_client.cli import checks
-from nereid_client.cli.console import CliError
 from nereid_client.cli.main import main
+from nereid_client.console import CliError
+from nereid_client.supervise import startup_checks as checks
 from served import free_ports
 
 

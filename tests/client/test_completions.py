@@ -4,7 +4,7 @@ import json
 
 import pytest
 from fakes.echo import logprob_of, token_id_of
-from nereid_client.logprobs import joined
+from nereid_client.streaming.openai_logprobs import joined
 
 pytestmark = pytest.mark.anyio
 

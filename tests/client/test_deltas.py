@@ -4,8 +4,8 @@ import asyncio
 from random import Random
 
 import pytest
-from nereid_client.deltas import add_up, by_choice, fold, interleaved, merged
 from nereid_client.errors import BackendError
+from nereid_client.streaming.deltas import add_up, by_choice, fold, interleaved, merged
 
 pytestmark = pytest.mark.anyio
 

@@ -7,8 +7,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from nereid_client.cli import install_server, libpython
-from nereid_client.cli.console import CliError
+from nereid_client.cli import install_server_command as install_server
+from nereid_client.cli import libpython
+from nereid_client.console import CliError
 
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 SERVER = "pytriton/tritonserver"

@@ -1,7 +1,7 @@
 """Where tokens stand in the text of a text completion."""
 
 import pytest
-from nereid_client.logprobs import CompletionLogprobs, joined
+from nereid_client.streaming.openai_logprobs import CompletionLogprobs, joined
 
 
 def entry(token, raw=None):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from nereid_client.protocol.requests import PASSED_ON as PASSED_ON_OF_COMPLETIONS
+from nereid_client.protocol.generation_requests import PASSED_ON as PASSED_ON_OF_COMPLETIONS
 
 pytestmark = pytest.mark.anyio
 

@@ -4,9 +4,9 @@ from argparse import ArgumentParser
 
 import pytest
 from fakes.live_server import make_checkpoint
-from nereid_client.cli import poolers
-from nereid_client.cli.console import CliError
-from nereid_client.cli.poolers import PoolerWarmUp
+from nereid_client.console import CliError
+from nereid_client.supervise import pooling_models as poolers
+from nereid_client.supervise.pooling_models import PoolerWarmUp
 
 
 @pytest.fixture

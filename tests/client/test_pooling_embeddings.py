@@ -12,7 +12,7 @@ import pytest
 from fakes.fake_backend import FakeBackend
 from fakes.fake_pooling import FakePooling, vector
 from nereid_client.app import create_app
-from nereid_client.pooling.answers import list_response
+from nereid_client.embeddings.embedding_output import list_response
 from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio

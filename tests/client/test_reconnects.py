@@ -15,8 +15,8 @@ from pathlib import Path
 import grpc
 import pytest
 from fakes import endless_server
-from nereid_client.backends import Generation, TritonBackend
 from nereid_client.errors import BackendError
+from nereid_client.triton_backend import Generation, TritonBackend
 
 NUM_DEATHS = 6
 NUM_STREAMS = 4

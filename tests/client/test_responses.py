@@ -4,7 +4,7 @@ import json
 
 import pytest
 from fakes.response_events import StreamCheck, text_of
-from nereid_client.protocol.responses import REFUSED_IN_RESPONSES, REFUSED_IN_TOOLS
+from nereid_client.protocol.responses_request import REFUSED_IN_RESPONSES, REFUSED_IN_TOOLS
 
 pytestmark = pytest.mark.anyio
 

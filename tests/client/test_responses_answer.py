@@ -6,10 +6,10 @@ import pytest
 from fakes.response_events import StreamCheck
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nereid_client.deltas import merged
 from nereid_client.errors import ApiError, BackendError
-from nereid_client.responses.answer import Answer, by_kind
-from nereid_client.responses.written import Tokens
+from nereid_client.responses.output_items import Tokens
+from nereid_client.responses.response_builder import Answer, by_kind
+from nereid_client.streaming.deltas import merged
 
 FRAME = {
     "id": "resp_1",

@@ -8,9 +8,9 @@ import time
 
 import pytest
 from fakes.live_frontend import wait_for
-from nereid_client.cli.children import children_of, is_waiting_for_a_child
-from nereid_client.cli.restarts import RestartPolicy, Restarts
-from nereid_client.cli.stubs import StubWatch
+from nereid_client.supervise.child_processes import children_of, is_waiting_for_a_child
+from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
+from nereid_client.supervise.stub_processes import StubWatch
 
 
 class Clock:

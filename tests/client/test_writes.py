@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-from nereid_client import sse
-from nereid_client.chat_stream import chat_events
-from nereid_client.completion_stream import Wishes, completion_events
-from nereid_client.deltas import interleaved
 from nereid_client.errors import BackendError
-from nereid_client.reasoning import ReasoningView
-from nereid_client.reply import Reply
+from nereid_client.streaming import sse
+from nereid_client.streaming.chat_stream import chat_events
+from nereid_client.streaming.completion_frame import Reply
+from nereid_client.streaming.completion_stream import Wishes, completion_events
+from nereid_client.streaming.deltas import interleaved
+from nereid_client.streaming.reasoning_view import ReasoningView
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from nereid_client.cli.console import CliError
+from nereid_client.console import CliError
 
 
 def libpython_name() -> str:

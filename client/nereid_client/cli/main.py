@@ -7,8 +7,13 @@ import argparse
 from collections.abc import Sequence
 
 import nereid_client
-from nereid_client.cli import chat, install_server, serve, template
-from nereid_client.cli.console import CliError, complain
+from nereid_client.cli import (
+    chat_command,
+    install_server_command,
+    serve_command,
+    template_command,
+)
+from nereid_client.console import CliError, complain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +35,6 @@ def build_parser() -> argparse.ArgumentParser:
     version = f"nereid {nereid_client.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, chat, template, install_server):
+    for command in (serve_command, chat_command, template_command, install_server_command):
         command.add_parser(commands)
     return parser

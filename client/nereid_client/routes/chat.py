@@ -3,10 +3,8 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client import sse
-from nereid_client.backends import Generation
-from nereid_client.chat_stream import chat_completion, chat_events
-from nereid_client.context import (
+from nereid_client.protocol.generation_requests import ChatCompletionRequest
+from nereid_client.request_context import (
     context_of,
     dump,
     engine_request_id,
@@ -14,9 +12,11 @@ from nereid_client.context import (
     reply_of,
     validate,
 )
-from nereid_client.deltas import fold, merged
-from nereid_client.protocol.requests import ChatCompletionRequest
-from nereid_client.reasoning import ReasoningView
+from nereid_client.streaming import sse
+from nereid_client.streaming.chat_stream import chat_completion, chat_events
+from nereid_client.streaming.deltas import fold, merged
+from nereid_client.streaming.reasoning_view import ReasoningView
+from nereid_client.triton_backend import Generation
 
 router = APIRouter()
 

@@ -5,11 +5,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client.context import request_id_of
-from nereid_client.pooling.answers import envelope, usage_of
-from nereid_client.pooling.backend import RERANK, Served
-from nereid_client.pooling.context import choose, infer, need_kind, read
-from nereid_client.protocol.pooling import ClassifyRequest
+from nereid_client.embeddings.embedding_output import envelope, usage_of
+from nereid_client.embeddings.model_choice import choose, infer, need_kind, read
+from nereid_client.embeddings.pooling_backend import RERANK, Served
+from nereid_client.protocol.embedding_requests import ClassifyRequest
+from nereid_client.request_context import request_id_of
 
 router = APIRouter()
 

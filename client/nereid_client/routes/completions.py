@@ -6,10 +6,9 @@ from collections.abc import AsyncGenerator, Sequence
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client import sse
-from nereid_client.backends import Backend, Generation
-from nereid_client.completion_stream import Wishes, completion, completion_events
-from nereid_client.context import (
+from nereid_client.errors import ApiError
+from nereid_client.protocol.generation_requests import CompletionRequest, Prompt
+from nereid_client.request_context import (
     check_unicode,
     context_of,
     dump,
@@ -18,9 +17,10 @@ from nereid_client.context import (
     reply_of,
     validate,
 )
-from nereid_client.deltas import Delta, fold, interleaved, merged
-from nereid_client.errors import ApiError
-from nereid_client.protocol.requests import CompletionRequest, Prompt
+from nereid_client.streaming import sse
+from nereid_client.streaming.completion_stream import Wishes, completion, completion_events
+from nereid_client.streaming.deltas import Delta, fold, interleaved, merged
+from nereid_client.triton_backend import Backend, Generation
 
 router = APIRouter()
 

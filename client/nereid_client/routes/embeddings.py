@@ -7,9 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client.context import request_id_of
-from nereid_client.errors import ApiError, BackendError
-from nereid_client.pooling.answers import (
+from nereid_client.embeddings.embedding_output import (
     Floats,
     bits_writer,
     list_response,
@@ -18,15 +16,17 @@ from nereid_client.pooling.answers import (
     usage_of,
     vector_writer,
 )
-from nereid_client.pooling.backend import EMBEDDING, PoolingReply, Served
-from nereid_client.pooling.context import choose, infer, need_kind, need_room, read
-from nereid_client.protocol.pooling import (
+from nereid_client.embeddings.model_choice import choose, infer, need_kind, need_room, read
+from nereid_client.embeddings.pooling_backend import EMBEDDING, PoolingReply, Served
+from nereid_client.errors import ApiError, BackendError
+from nereid_client.protocol.embedding_requests import (
     CohereEmbedRequest,
     EmbeddingOptions,
     EmbeddingRequest,
     TeiEmbedRequest,
     read_inputs,
 )
+from nereid_client.request_context import request_id_of
 
 router = APIRouter()
 

@@ -4,8 +4,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 import nereid_client
-from nereid_client.admission import Gate
-from nereid_client.context import context_of
+from nereid_client.middleware.admission_control import Gate
+from nereid_client.request_context import context_of
 
 router = APIRouter()
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from nereid_client.context import Context, context_of
-from nereid_client.pooling.context import pooling_of
+from nereid_client.embeddings.model_choice import pooling_of
+from nereid_client.request_context import Context, context_of
 
 router = APIRouter()
 

@@ -4,11 +4,17 @@ from collections.abc import Iterator
 
 from fastapi import APIRouter, Request, Response
 
-from nereid_client.context import request_id_of
-from nereid_client.pooling.answers import envelope, list_response, rows_of, usage_of, vector_writer
-from nereid_client.pooling.backend import EMBEDDING
-from nereid_client.pooling.context import choose, need_kind, pooling_lifespan, read
-from nereid_client.protocol.pooling import VectorsRequest
+from nereid_client.embeddings.embedding_output import (
+    envelope,
+    list_response,
+    rows_of,
+    usage_of,
+    vector_writer,
+)
+from nereid_client.embeddings.model_choice import choose, need_kind, pooling_lifespan, read
+from nereid_client.embeddings.pooling_backend import EMBEDDING
+from nereid_client.protocol.embedding_requests import VectorsRequest
+from nereid_client.request_context import request_id_of
 from nereid_client.routes import classify, embeddings, rerank, score
 
 router = APIRouter(lifespan=pooling_lifespan)

@@ -5,13 +5,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client.context import request_id_of
+from nereid_client.embeddings import embedding_output as answers
+from nereid_client.embeddings.embedding_output import Ranked, usage_of
+from nereid_client.embeddings.model_choice import choose, infer, need_kind, need_room, read
+from nereid_client.embeddings.pooling_backend import RERANK, PoolingReply, Served
 from nereid_client.errors import ApiError
-from nereid_client.pooling import answers
-from nereid_client.pooling.answers import Ranked, usage_of
-from nereid_client.pooling.backend import RERANK, PoolingReply, Served
-from nereid_client.pooling.context import choose, infer, need_kind, need_room, read
-from nereid_client.protocol.pooling import RerankRequest
+from nereid_client.protocol.embedding_requests import RerankRequest
+from nereid_client.request_context import request_id_of
 
 router = APIRouter()
 

@@ -9,31 +9,31 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client import sse
-from nereid_client.backends import Generation
-from nereid_client.context import (
+from nereid_client.errors import ApiError, BackendError, FrontendError, shown, to_api_error
+from nereid_client.protocol.responses_request import ResponsesRequest
+from nereid_client.request_context import (
     context_of,
     dump,
     engine_request_id,
     read_body,
     validate,
 )
-from nereid_client.deltas import Delta, merged, unfinished
-from nereid_client.errors import ApiError, BackendError, FrontendError, shown, to_api_error
-from nereid_client.protocol.responses import ResponsesRequest
-from nereid_client.responses.answer import Answer, by_kind
-from nereid_client.responses.background import (
+from nereid_client.responses.background_responses import (
     Background,
     Responses,
     encode,
     named_event,
     told_again,
 )
-from nereid_client.responses.fit import generate_fitting
-from nereid_client.responses.frame import frame_of
-from nereid_client.responses.items import check_calls, read_items
-from nereid_client.responses.store import Record, Store
-from nereid_client.responses.translate import chat_request, in_our_words, reworded
+from nereid_client.responses.chat_translation import chat_request, in_our_words, reworded
+from nereid_client.responses.input_items import check_calls, read_items
+from nereid_client.responses.response_builder import Answer, by_kind
+from nereid_client.responses.response_object import frame_of
+from nereid_client.responses.response_store import Record, Store
+from nereid_client.responses.truncation import generate_fitting
+from nereid_client.streaming import sse
+from nereid_client.streaming.deltas import Delta, merged, unfinished
+from nereid_client.triton_backend import Generation
 
 router = APIRouter()
 

@@ -7,11 +7,11 @@ import numpy.typing as npt
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client.context import request_id_of
-from nereid_client.pooling.answers import envelope
-from nereid_client.pooling.backend import EMBEDDING, RERANK, PoolingReply, Served
-from nereid_client.pooling.context import choose, infer, need_kind, read
-from nereid_client.protocol.pooling import ScoreRequest
+from nereid_client.embeddings.embedding_output import envelope
+from nereid_client.embeddings.model_choice import choose, infer, need_kind, read
+from nereid_client.embeddings.pooling_backend import EMBEDDING, RERANK, PoolingReply, Served
+from nereid_client.protocol.embedding_requests import ScoreRequest
+from nereid_client.request_context import request_id_of
 
 router = APIRouter()
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from nereid_client.backends import Generation
-from nereid_client.context import (
+from nereid_client.protocol.tokenize_request import TokenizeRequest
+from nereid_client.request_context import (
     check_unicode,
     context_of,
     dump,
@@ -13,7 +13,7 @@ from nereid_client.context import (
     read_body,
     validate,
 )
-from nereid_client.protocol.tokenize import TokenizeRequest
+from nereid_client.triton_backend import Generation
 
 router = APIRouter()
 

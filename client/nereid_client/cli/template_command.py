@@ -1,0 +1,26 @@
+"""`nereid template inspect`: what a checkpoint's chat template says of its format."""
+
+import argparse
+
+from nereid_parsers.errors import NereidParsersError
+from nereid_parsers.template import command
+
+from nereid_client.console import CliError
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `template` to the command line."""
+    parser = commands.add_parser("template", help=command.HELP)
+    command.add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report.
+
+    Raises: CliError for a path that is neither a template nor a checkpoint.
+    """
+    try:
+        return command.run(args)
+    except NereidParsersError as error:
+        raise CliError(str(error)) from error

@@ -1,0 +1,1 @@
+"""What happens to every HTTP request before its route."""

@@ -1,0 +1,1 @@
+"""Deltas of the postprocessor to chunks, events and whole answers."""

@@ -1,0 +1,1 @@
+"""Starts the servers, watches them, starts them again, drains and ends them."""

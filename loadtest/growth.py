@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the time of a decode step grows, as charts: docs/history/growth/*.png and the data beside them.
+"""Measure how the time of a decode step grows, and draw charts in docs/history/growth.
 
     python loadtest/growth.py [--shapes demo 0.1b] [--steps 24] [--out docs/history/growth]
     python loadtest/growth.py --charts-only          # draws them again from the data

@@ -1,18 +1,21 @@
-"""Greedy tokens of the engine beside those of transformers, for every type of causal LM there is.
+"""Compare greedy tokens of the engine with transformers for every type of causal LM.
 
-    python tests/backend/archs.py                 run what has no result yet, then print the table
-    python tests/backend/archs.py --seconds 200   stop after so long; the next run goes on
-    python tests/backend/archs.py llama mamba     these types again
+    python tests/backend/archs.py                 run the types without a result, print the table
+    python tests/backend/archs.py --seconds 200   stop after 200 s; the next run continues
+    python tests/backend/archs.py llama mamba     run these types again
+    python tests/backend/archs.py --page          print the text of docs/history/exactness.md
 
-Each type runs in a process of its own, with a limit on time and memory. Results are lines of JSON
-in the file --results; docs/history/exactness.md is what --page prints.
+Each type runs in its own process with a limit on time and memory. The file `--results` contains one
+line of JSON for each result.
 """
 
 import argparse
+import datetime
 import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,14 +43,15 @@ _TIERS = ("packed", "rows", "padded", "single")
 
 @dataclass
 class Result:
-    """What one type did.
+    """The result of one type of model.
 
     Attributes:
-        status: exact, wrong, refused, or not built.
-        tier: the path that it took, first of all at its full length.
-        cells: by situation, how many of the tokens were equal, or why there are none.
-        reason: why it was refused or not built, or what raised.
-        num_distinct: different tokens among the expected ones.
+        status: "exact", "wrong", "refused" or "not built".
+        tier: the path that the engine chose in the first situation.
+        cells: for each situation, the number of equal tokens and of all tokens, such as "96/96".
+        reason: why the type was refused or not built, or the error that ended its process.
+        num_distinct: the number of different tokens among the expected tokens.
+        seconds: the wall time of the type's process.
     """
 
     type: str
@@ -60,7 +64,7 @@ class Result:
 
 
 def examine(model_type: str, result: Result) -> None:
-    """Fill in a type's result."""
+    """Run one type in every situation and store the outcome in `result`."""
     with tempfile.TemporaryDirectory() as name:
         folder = shrink.save(model_type, Path(name))
         expected = reference(folder)
@@ -88,7 +92,7 @@ def _cell(expected: Answers, got: Answers) -> str:
 
 
 def examine_in_child(model_type: str) -> Result:
-    """The same in a process of its own."""
+    """Run `examine` in a child process, and return the result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -104,14 +108,14 @@ def examine_in_child(model_type: str) -> Result:
 
 
 def _serve(model_type: str, writer: int) -> None:
-    """In the child: examine and answer through the pipe; does not return."""
+    """Run `examine`, write the result to the pipe, and end the child process."""
     signal.alarm(_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     result = Result(model_type)
     start = time.monotonic()
     try:
         examine(model_type, result)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is this type's result
+    except BaseException as error:  # noqa: BLE001 - any error is this type's result
         result.reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
     result.seconds = round(time.monotonic() - start, 1)
     os.write(writer, json.dumps(asdict(result)).encode())
@@ -119,7 +123,7 @@ def _serve(model_type: str, writer: int) -> None:
 
 
 def load_results(path: Path) -> dict[str, Result]:
-    """Results of earlier runs; a type's last one counts."""
+    """Return the latest result of each type from the file of earlier runs."""
     if not path.is_file():
         return {}
     found = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
@@ -127,7 +131,7 @@ def load_results(path: Path) -> dict[str, Result]:
 
 
 def summary(results: dict[str, Result]) -> str:
-    """One line."""
+    """Return one line that counts the types by status and path."""
     tiers = Counter(r.tier for r in results.values() if r.status == "exact")
     kinds = Counter(r.status for r in results.values())
     by_tier = ", ".join(f"{tiers[tier]} {tier}" for tier in _TIERS)
@@ -139,9 +143,9 @@ def summary(results: dict[str, Result]) -> str:
 
 
 def table(results: dict[str, Result]) -> str:
-    """A line for each type."""
+    """Return a Markdown table with one line for each type."""
     names = list(SITUATIONS)
-    lines = [f"| Type | Tier | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    lines = [f"| Type | Path | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for result in sorted(results.values(), key=lambda r: r.type):
         if result.status in ("exact", "wrong"):
             cells = " | ".join(result.cells.get(name, result.reason) for name in names)
@@ -152,10 +156,19 @@ def table(results: dict[str, Result]) -> str:
     return "\n".join(lines)
 
 
+def _commit() -> str:
+    """Return the short hash of the checked-out commit."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    folder = Path(__file__).parent
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+
+
 def page(results: dict[str, Result]) -> str:
-    """docs/history/exactness.md."""
+    """Return the text of docs/history/exactness.md."""
     head = (Path(__file__).parent / "exactness_page.md").read_text()
     words = {
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "commit": _commit(),
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "num_prompts": len(PROMPTS),
@@ -171,13 +184,19 @@ def page(results: dict[str, Result]) -> str:
 
 
 def main() -> None:
-    """Run, then print."""
-    parser = argparse.ArgumentParser(description="greedy equality with transformers, type by type")
-    parser.add_argument("types", nargs="*", help="examine these again; none: all without a result")
-    parser.add_argument("--results", type=Path, default=Path("build/archs.jsonl"))
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    """Run the requested types, then print the table."""
+    parser = argparse.ArgumentParser(
+        description="Compare greedy tokens with transformers for each type of model."
+    )
     parser.add_argument(
-        "--page", action="store_true", help="print docs/history/exactness.md and do nothing"
+        "types", nargs="*", help="types to run again; by default all types without a result"
+    )
+    parser.add_argument("--results", type=Path, default=Path("build/archs.jsonl"))
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop after this many seconds"
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="print the text of docs/history/exactness.md and exit"
     )
     asked = parser.parse_args()
     results = load_results(asked.results)

@@ -1,11 +1,14 @@
-"""From a Format and a request to the structural tag that constrains decoding (xgrammar 0.2.8).
+"""Builds the structural tag that constrains decoding (xgrammar 0.2.8) for a format and a request.
 
-The tag is the format form: `{"type": "structural_tag", "format": ...}`. It covers the whole output
-from where the prompt leaves off: reasoning stays free up to its closing marker, then come content,
-calls, or JSON, each in the format's written form. Three traps are minded here: JSON may hold one
-blank at a time only, or sampling may never end; end-of-turn tokens are left to the engine's stop
-ids, so they must be listed there; and schema keywords that xgrammar passes over are an error where
-the request is strict.
+The result has the form `{"type": "structural_tag", "format": ...}`. It describes the whole output
+after the prompt: reasoning is free text up to its closing marker, and then come content, calls or
+JSON, written as the format declares them. Three details need care:
+
+- White space inside JSON is limited to one character, because sampling could otherwise continue
+  with white space for ever.
+- The tag contains no end-of-turn tokens. The engine must have them among its stop token ids.
+- xgrammar accepts some schema keywords without enforcing them. They raise an error if the request
+  is strict.
 """
 
 from __future__ import annotations
@@ -14,22 +17,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nereid_parsers.constrain_answer import answer_node, report
-from nereid_parsers.constrain_calls import (
+from nereid_parsers.constrain_answer import answer_node, report_unenforced
+from nereid_parsers.constrain_arguments import ToolSchema
+from nereid_parsers.constrain_calls import call_tag, section_node, trigger_of
+from nereid_parsers.constrain_nodes import (
     BLANKS,
     Node,
-    ToolSchema,
     any_text,
-    call_tag,
     const,
     json_schema,
     one_of,
     optional,
-    section_tag,
     sequence,
     tag,
-    trigger_of,
-    without_blanks,
+    without_outer_blanks,
 )
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.format import (
@@ -50,15 +51,19 @@ from nereid_parsers.format import (
     pattern,
 )
 
+# Text that cannot be the start of an array of calls.
+_NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a request asks of the output, checked.
+    """The constraints that a request places on the output, after validation.
 
-    tools       those that may be called, in order.
-    must_call   whether at least one call is required.
-    is_single   whether at most one call may be made.
-    answer      what content must be, as a node; None for free text.
+    Attributes:
+        tools: The tools that the model may call, in the request's order.
+        must_call: Whether at least one call is required.
+        is_single: Whether at most one call is allowed.
+        answer: The node that the content must match, or None for free text.
     """
 
     tools: tuple[ToolSchema, ...] = ()
@@ -74,38 +79,49 @@ class Request:
         response_format: Mapping[str, Any] | None,
         parallel_tool_calls: bool,
     ) -> Request:
-        """Read the OpenAI fields. Raises: ConstraintError for what they cannot mean."""
-        known = tuple(ToolSchema.of(tool) for tool in tools or ())
-        mode, names = _choice(tool_choice, bool(known))
+        """Convert the fields of an OpenAI request.
+
+        Raises:
+            ConstraintError: A field is invalid, or `tool_choice` contradicts `tools`.
+        """
+        allowed = tuple(ToolSchema.of(tool) for tool in tools or ())
+        mode, names = _parse_tool_choice(tool_choice, bool(allowed))
         if names is not None:
-            missing = names - {tool.name for tool in known}
+            missing = names - {tool.name for tool in allowed}
             if missing:
                 raise ConstraintError(f"tool_choice: no tool is called {sorted(missing)[0]!r}")
-            known = tuple(tool for tool in known if tool.name in names)
-        if mode == "required" and not known:
+            allowed = tuple(tool for tool in allowed if tool.name in names)
+        if mode == "required" and not allowed:
             raise ConstraintError("tool_choice: a call is required, but tools is empty")
-        is_named = isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
         if mode == "none":
-            known = ()
+            allowed = ()
+        is_named = isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
         return cls(
-            tools=known,
+            tools=allowed,
             must_call=mode == "required",
             is_single=is_named or not parallel_tool_calls,
             answer=answer_node(response_format),
         )
 
     @property
-    def is_free(self) -> bool:
-        """Whether nothing is to be constrained: then every output is as good as any other."""
-        wants_calls = self.must_call or any(tool.is_strict for tool in self.tools)
+    def is_unconstrained(self) -> bool:
+        """Whether the request allows any output."""
+        constrains_calls = self.must_call or any(tool.is_strict for tool in self.tools)
         limits_calls = bool(self.tools) and self.is_single
-        return self.answer is None and not wants_calls and not limits_calls
+        return self.answer is None and not constrains_calls and not limits_calls
 
 
-def _choice(
+def _parse_tool_choice(
     choice: str | Mapping[str, Any] | None, has_tools: bool
 ) -> tuple[str, frozenset[str] | None]:
-    """(auto, required or none; the names that may be called, None for all)."""
+    """Return the mode (auto, required or none) and the names of the tools that may be called.
+
+    The names are None if all tools may be called. Example:
+    `{"type": "function", "function": {"name": "f"}}` gives `("required", {"f"})`.
+
+    Raises:
+        ConstraintError: The choice has none of OpenAI's forms.
+    """
     if choice is None:
         return ("auto" if has_tools else "none"), None
     if isinstance(choice, str):
@@ -127,6 +143,7 @@ def _choice(
 
 
 def _function_name(choice: Mapping[str, Any]) -> str:
+    """Return the name in `{"function": {"name": ..}}` or `{"name": ..}`."""
     function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
@@ -141,198 +158,251 @@ def structural_tag(
     may_reason: bool = True,
     skip_reasoning: bool = False,
 ) -> dict[str, Any] | None:
-    """The structural tag for a request whose output starts in `stage`; None if it stays free.
+    """Return the structural tag for a request, or None if the request allows any output.
 
-    `may_reason`: whether the model may still open its reasoning itself.
-    `skip_reasoning`: only what stands behind the reasoning's closing marker.
+    Args:
+        fmt: The format of the output.
+        request: The constraints of the request.
+        stage: The stage in which the output starts.
+        may_reason: Whether the model may still open the reasoning itself.
+        skip_reasoning: Whether the tag describes only the text after the reasoning.
 
-    Raises: ConstraintError when the format cannot write what the request asks for.
+    Raises:
+        ConstraintError: The format cannot express what the request demands.
     """
-    if request.is_free:
+    if request.is_unconstrained:
         return None
     for tool in request.tools:
-        report(tool.parameters, tool.is_strict, f"tools: {tool.name}")
+        report_unenforced(tool.parameters, tool.is_strict, f"tools: {tool.name}")
     layout = fmt.layout
     if isinstance(layout, Messages):
         if skip_reasoning:
-            return _tag(sequence(const(layout.start), _messages(fmt, layout, request)))
-        return _tag(_in_messages(fmt, layout, request, stage))
+            return _wrap(sequence(const(layout.start), _final_messages(fmt, layout, request)))
+        return _wrap(_all_messages(fmt, layout, request, stage))
     if skip_reasoning:
-        return _tag(_answer(fmt, layout, request))
+        return _wrap(_answer_or_calls(fmt, layout, request))
     parts: list[Node] = []
     if layout.reasoning is not None:
-        parts += _reasoning(layout.reasoning, fmt.ends, stage, may_reason)
+        parts += _reasoning_nodes(layout.reasoning, fmt.ends, stage, may_reason)
     elif stage is Stage.REASONING:
-        raise ConstraintError(f"{fmt.name}: output starts in reasoning, but has no end marker")
-    parts.append(_answer(fmt, layout, request))
-    return _tag(sequence(*parts))
+        raise _no_end_marker(fmt)
+    parts.append(_answer_or_calls(fmt, layout, request))
+    return _wrap(sequence(*parts))
 
 
-def _tag(node: Node) -> dict[str, Any]:
+def _wrap(node: Node) -> dict[str, Any]:
+    """Return the structural tag that contains `node`."""
     return {"type": "structural_tag", "format": node}
 
 
-# ---- sections ------------------------------------------------------------------------------------
-
-
-def _reasoning(
-    part: Reasoning, ends: tuple[str, ...], stage: Stage, may_reason: bool
-) -> list[Node]:
-    """Free text up to the closing marker, and the blanks that stand behind it."""
-    close = part.close.strip()
-    free = any_text((*part.also_close, *part.interrupted_by, *ends))
-    if stage is Stage.REASONING:
-        return [{"type": "tag", "begin": "", "content": free, "end": close}, BLANKS]
-    if not may_reason:
-        return []
-    begin = part.open.strip()
-    marked = {"type": "tag", "begin": begin, "content": free, "end": close}
-    written = [marked]
-    if part.opener is Opener.MODEL:  # some close at once what they did not open
-        written.append(const(close))
-    return [optional(sequence(BLANKS, one_of(*written), BLANKS))]
-
-
-def _answer(fmt: Format, layout: Sections, request: Request) -> Node:
-    json = _content(layout, request)
-    if not request.tools:
-        assert json is not None
-        return json
-    if layout.tools is None:
-        raise ConstraintError(
-            f"{fmt.name}: calls are asked for, but the format has no tool section"
-        )
-    if request.must_call:
-        calls = section_tag(layout.tools, request.tools, request.is_single)
-        # Templates differ in the blanks around calls, and so do models.
-        return sequence(*_empty_content(layout.content), BLANKS, without_blanks(calls), BLANKS)
-    if json is not None:
-        return one_of(section_tag(layout.tools, request.tools, request.is_single), json)
-    return _auto(layout.tools, request)
-
-
-def _content(layout: Sections, request: Request) -> Node | None:
-    node = request.answer
-    wrapper = layout.content
-    if node is None or wrapper is None:
-        return node
-    return sequence(const(wrapper.open), node, const(wrapper.close))
-
-
-def _empty_content(wrapper: Wrapper | None) -> list[Node]:
-    """The markers of content with nothing between, which some templates write before calls.
-
-    The prompt may have written the first of them.
-    """
-    if wrapper is None or not wrapper.open.strip():
-        return []
-    opened, closed = const(wrapper.open.strip()), const(wrapper.close.strip())
-    if not wrapper.close.strip():
-        return [optional(sequence(BLANKS, opened))]
-    return [optional(sequence(BLANKS, optional(opened), BLANKS, closed))]
-
-
-def _auto(tools: ToolSection, request: Request) -> Node:
-    """Free text in which calls, once begun, must be right."""
-    first = tools.calls[0]
-    is_row = isinstance(first.body, JsonArray | PythonCalls)
-    if is_row and not (tools.opens or first.trigger):
-        # A bracket may stand in any prose, so only one at the start begins calls.
-        prose = sequence({"type": "regex", "pattern": r"[^\[\s]"}, any_text())
-        return one_of(section_tag(tools, request.tools, request.is_single), prose)
-    if tools.opens:
-        tags = [tag(section_tag(tools, request.tools, request.is_single))]
-    else:
-        groups = [request.tools] if is_row else [(tool,) for tool in request.tools]
-        tags = [call_tag(first, group, request.is_single) for group in groups]
-    tags = [{**one, "begin": one["begin"].lstrip()} for one in tags]  # the trigger comes first
-    return {
-        "type": "triggered_tags",
-        "triggers": [trigger_of(tools)],
-        "tags": tags,
-        "stop_after_first": request.is_single,
-    }
+def _no_end_marker(fmt: Format) -> ConstraintError:
+    """Return the error for output that starts in reasoning which nothing closes."""
+    return ConstraintError(
+        f"{fmt.name}: the output starts in the reasoning, but the format has no end marker for it"
+    )
 
 
 def gate_of(fmt: Format, stage: Stage, has_reasoned: bool) -> ReasoningGate | None:
-    """How reasoning is delimited behind a prompt; None if the format has none, or no end of it."""
+    """Return the markers and the state of the reasoning after a prompt.
+
+    The result is None if the format has no reasoning, or no marker that closes it.
+
+    Args:
+        fmt: The format of the output.
+        stage: The stage in which the output starts.
+        has_reasoned: Whether the prompt contains closed reasoning.
+    """
     layout = fmt.layout
     if isinstance(layout, Messages):
-        thinking = _route(layout, Stage.REASONING)
-        if thinking is None or not layout.ends:
+        route = _first_route(layout, Stage.REASONING)
+        if route is None or not layout.ends:
             return None
-        start, end = _head(layout, thinking), layout.ends[0]
+        start = _header_text(layout, route)
+        end = layout.ends[0]
     elif layout.reasoning is None:
         return None
     else:
-        start, end = layout.reasoning.open, layout.reasoning.close
+        start = layout.reasoning.open
+        end = layout.reasoning.close
     is_open = stage is Stage.REASONING
     return ReasoningGate(start, end, is_open, may_open=not is_open and not has_reasoned)
 
 
-# ---- messages ------------------------------------------------------------------------------------
+# ---- the layout Sections -------------------------------------------------------------------------
 
 
-def _route(layout: Messages, stage: Stage) -> Route | None:
+def _reasoning_nodes(
+    part: Reasoning, ends: tuple[str, ...], stage: Stage, may_reason: bool
+) -> list[Node]:
+    """Return the nodes for the reasoning, its closing marker and the white space after it.
+
+    Example of matching text: `<think>Let me see.</think>`, without the opening marker if `stage` is
+    REASONING.
+    """
+    close = part.close.strip()
+    text = any_text((*part.also_close, *part.interrupted_by, *ends))
+    if stage is Stage.REASONING:
+        return [{"type": "tag", "begin": "", "content": text, "end": close}, BLANKS]
+    if not may_reason:
+        return []
+    options = [{"type": "tag", "begin": part.open.strip(), "content": text, "end": close}]
+    if part.opener is Opener.MODEL:
+        # Some models write the closing marker at once, without the opening marker.
+        options.append(const(close))
+    return [optional(sequence(BLANKS, one_of(*options), BLANKS))]
+
+
+def _answer_or_calls(fmt: Format, layout: Sections, request: Request) -> Node:
+    """Return the node for everything after the reasoning."""
+    content = _content_node(layout, request)
+    if not request.tools:
+        assert content is not None  # otherwise the request would be unconstrained
+        return content
+    if layout.tools is None:
+        raise ConstraintError(
+            f"{fmt.name}: the request needs tool calls, but the format has no tool section"
+        )
+    if not request.must_call and content is None:
+        return _text_with_calls(layout.tools, request)
+    calls = section_node(layout.tools, request.tools, request.is_single)
+    if not request.must_call:
+        assert content is not None
+        return one_of(calls, content)
+    # Templates differ in the white space around calls, and so do models.
+    empty_content = _empty_content_nodes(layout.content)
+    return sequence(*empty_content, BLANKS, without_outer_blanks(calls), BLANKS)
+
+
+def _content_node(layout: Sections, request: Request) -> Node | None:
+    """Return the node for the requested content with its markers, or None for free text."""
+    if request.answer is None or layout.content is None:
+        return request.answer
+    return sequence(const(layout.content.open), request.answer, const(layout.content.close))
+
+
+def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
+    """Return the nodes for empty content, which some templates write before the calls.
+
+    Example of matching text: `<response></response>`. The opening marker is optional, because the
+    prompt may contain it.
+    """
+    if wrapper is None or not wrapper.open.strip():
+        return []
+    opening = const(wrapper.open.strip())
+    closing = wrapper.close.strip()
+    if not closing:
+        return [optional(sequence(BLANKS, opening))]
+    return [optional(sequence(BLANKS, optional(opening), BLANKS, const(closing)))]
+
+
+def _text_with_calls(tools: ToolSection, request: Request) -> Node:
+    """Return the node for free text that may contain calls, which must then be valid."""
+    first = tools.calls[0]
+    accepts_all_tools = isinstance(first.body, JsonArray | PythonCalls)
+    if accepts_all_tools and not (tools.opens or first.trigger):
+        # Any text may contain a bracket, so a bracket starts calls only at the start of the output.
+        text = sequence(_NO_BRACKET, any_text())
+        return one_of(section_node(tools, request.tools, request.is_single), text)
+    if tools.opens:
+        tags = [tag(section_node(tools, request.tools, request.is_single))]
+    elif accepts_all_tools:
+        tags = [call_tag(first, request.tools, request.is_single)]
+    else:
+        tags = [call_tag(first, (tool,), request.is_single) for tool in request.tools]
+    return {
+        "type": "triggered_tags",
+        "triggers": [trigger_of(tools)],
+        # xgrammar requires that the begin of each tag starts with a trigger.
+        "tags": [{**node, "begin": node["begin"].lstrip()} for node in tags],
+        "stop_after_first": request.is_single,
+    }
+
+
+# ---- the layout Messages -------------------------------------------------------------------------
+
+
+def _first_route(layout: Messages, stage: Stage) -> Route | None:
+    """Return the first route of a stage, which is the one that a constraint writes."""
     return next((route for route in layout.routes if route.stage is stage), None)
 
 
-def _head(layout: Messages, route: Route, name: str = "") -> str:
+def _header_text(layout: Messages, route: Route, name: str = "") -> str:
+    """Return the header of a message, with the marker after it.
+
+    Example: `"<|channel|>final<|message|>"`.
+
+    Args:
+        layout: The layout of the format.
+        route: The route of the message.
+        name: The name of the function, for a message that is a call.
+
+    Raises:
+        ConstraintError: The header has a field whose text is not known.
+    """
     text = ""
     for part in pattern(route.form):
         if isinstance(part, Slot) and part.field != "name":
             raise ConstraintError(
-                f"route {route.header!r} does not say how {part.field} is written"
+                f"The header {route.header!r} cannot be constrained, because the text of the field "
+                f"{part.field} is not known. Declare it with Route.written."
             )
         text += name if isinstance(part, Slot) else part
     return text + layout.header_end
 
 
-def _in_messages(fmt: Format, layout: Messages, request: Request, stage: Stage) -> Node:
-    """Output that starts in a header, or in the body of a reasoning message."""
+def _all_messages(fmt: Format, layout: Messages, request: Request, stage: Stage) -> Node:
+    """Return the node for output that starts in a header or inside a reasoning message."""
     end = layout.ends[0] if layout.ends else ""
-    thinking = _route(layout, Stage.REASONING)
+    reasoning_route = _first_route(layout, Stage.REASONING)
     parts: list[Node] = []
-    if thinking is not None and end:
-        free = any_text((layout.start, *layout.ends[1:], *fmt.ends))
-        body = {"type": "tag", "begin": "", "content": free, "end": end}
-        rest = sequence(body, const(layout.start))
-        head = const(_head(layout, thinking))
-        parts.append(rest if stage is Stage.REASONING else optional(sequence(head, rest)))
+    if reasoning_route is not None and end:
+        text = any_text((layout.start, *layout.ends[1:], *fmt.ends))
+        body = {"type": "tag", "begin": "", "content": text, "end": end}
+        body_and_next_start = sequence(body, const(layout.start))
+        if stage is Stage.REASONING:
+            parts.append(body_and_next_start)
+        else:
+            header = const(_header_text(layout, reasoning_route))
+            parts.append(optional(sequence(header, body_and_next_start)))
     elif stage is Stage.REASONING:
-        raise ConstraintError(f"{fmt.name}: output starts in reasoning, but has no end marker")
-    return sequence(*parts, _messages(fmt, layout, request))
+        raise _no_end_marker(fmt)
+    return sequence(*parts, _final_messages(fmt, layout, request))
 
 
-def _messages(fmt: Format, layout: Messages, request: Request) -> Node:
-    """Output that starts in the header of a call or of the answer."""
-    answers: list[Node] = []
+def _final_messages(fmt: Format, layout: Messages, request: Request) -> Node:
+    """Return the node for output that starts in the header of a call or of the answer."""
+    options: list[Node] = []
     if request.tools:
-        answers.append(_message_calls(fmt, layout, request))
+        options.append(_call_messages(fmt, layout, request))
     if not request.must_call:
-        final = _route(layout, Stage.CONTENT)
-        if final is None:
-            raise ConstraintError(f"{fmt.name}: no message holds content")
+        content_route = _first_route(layout, Stage.CONTENT)
+        if content_route is None:
+            raise ConstraintError(
+                f"{fmt.name}: the request needs an answer, but no message holds content"
+            )
         text = any_text() if request.answer is None else request.answer
-        answers.append(sequence(const(_head(layout, final)), text))
-    return one_of(*answers)
+        options.append(sequence(const(_header_text(layout, content_route)), text))
+    return one_of(*options)
 
 
-def _message_calls(fmt: Format, layout: Messages, request: Request) -> Node:
+def _call_messages(fmt: Format, layout: Messages, request: Request) -> Node:
+    """Return the node for one or more messages that are calls."""
     routes = [route for route in layout.routes if route.stage is Stage.CALLS]
     if not routes or not isinstance(layout.body, JsonArguments):
-        raise ConstraintError(f"{fmt.name}: calls inside content messages cannot be constrained")
-    # The first is what a model is expected to write; others count where it is known how.
-    written = [routes[0], *(route for route in routes[1:] if route.written)]
+        raise ConstraintError(
+            f"{fmt.name}: tool calls inside content messages cannot be constrained"
+        )
+    # Models write the header of the first route. Other headers are allowed if their text is known.
+    written_routes = [routes[0], *(route for route in routes[1:] if route.written)]
     calls = [
         sequence(
-            one_of(*(const(_head(layout, route, tool.name)) for route in written)),
+            one_of(*(const(_header_text(layout, route, tool.name)) for route in written_routes)),
             json_schema(tool.parameters),
         )
         for tool in request.tools
     ]
-    one = one_of(*calls)
+    call = one_of(*calls)
     if request.is_single or layout.call_end:
-        return one  # the marker that ends a call ends the turn too
-    more = {"type": "star", "content": sequence(const(layout.start), one)}
-    return sequence(one, more)
+        return call  # The marker that ends a call also ends the turn.
+    further_calls = {"type": "star", "content": sequence(const(layout.start), call)}
+    return sequence(call, further_calls)

@@ -1,4 +1,4 @@
-"""What a request says of its answer's text, as a node of a structural tag."""
+"""Builds the structural-tag node that the content of an answer has to match."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from nereid_parsers.constrain_calls import Node, const, json_schema, one_of
+from nereid_parsers.constrain_nodes import Node, const, json_schema, one_of
 from nereid_parsers.constrain_schema import unenforced
 from nereid_parsers.errors import ConstraintError
 
 log = logging.getLogger(__name__)
 
-# xgrammar 0.2.8's formats, and under which keys each holds others.
-_FORMATS: dict[str, tuple[str, ...]] = {
+# The node types of xgrammar 0.2.8, and the keys under which a node of this type holds other nodes.
+_NODE_TYPES: dict[str, tuple[str, ...]] = {
     "const_string": (), "json_schema": (), "any_text": (), "token": (), "exclude_token": (),
     "any_tokens": (), "grammar": (), "regex": (), "qwen_xml_parameter": (),
     "sequence": ("elements",), "or": ("elements",), "tag": ("content",),
@@ -22,15 +22,24 @@ _FORMATS: dict[str, tuple[str, ...]] = {
     "star": ("content",), "repeat": ("content",), "dispatch": ("rules",),
     "token_dispatch": ("rules",),
 }  # fmt: skip
+# The two kinds of keys that are checked. The value is one node, or a list of nodes.
+_NODE_KEYS = ("content",)
+_NODE_LIST_KEYS = ("elements", "tags")
 
 
 def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
-    """The node that content must match; None where it is free.
+    """Return the node that the content must match, or None if the content is free text.
 
-    Besides OpenAI's types: structural_tag (xgrammar's format, or the older structures and
-    triggers), regex (`pattern`), grammar (`grammar`, EBNF) and choice (`choice`, strings).
+    Example: `{"type": "regex", "pattern": "[0-9]+"}` gives the same node, and
+    `{"type": "choice", "choice": ["a"]}` gives `{"type": "const_string", "value": "a"}`.
 
-    Raises: ConstraintError for what is none of these; the message says where.
+    Args:
+        response_format: The OpenAI field, or an object of the type structural_tag (in xgrammar's
+            form, or in the older form with structures and triggers), regex (with the key
+            `pattern`), grammar (`grammar`, in EBNF) or choice (`choice`, a list of strings).
+
+    Raises:
+        ConstraintError: The object has none of these forms. The message names the field.
     """
     if response_format is None:
         return None
@@ -40,108 +49,153 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
     if kind == "json_object":
         return json_schema({"type": "object"})
     if kind == "json_schema":
-        return _schema(response_format)
+        return _json_schema_node(response_format)
     if kind == "structural_tag":
-        return _tag(response_format)
+        return _structural_tag_node(response_format)
     if kind == "regex":
-        return {"type": "regex", "pattern": _text(response_format, "pattern")}
+        return {"type": "regex", "pattern": _required_text(response_format, "pattern")}
     if kind == "grammar":
-        return {"type": "grammar", "grammar": _text(response_format, "grammar")}
+        return {"type": "grammar", "grammar": _required_text(response_format, "grammar")}
     if kind == "choice":
-        return _choice(response_format.get("choice"))
+        return _choice_node(response_format.get("choice"))
     raise ConstraintError(
         f"response_format: type {kind!r} is not text, json_object, json_schema, structural_tag, "
         "regex, grammar or choice"
     )
 
 
-def report(schema: Any, is_strict: bool, where: str) -> None:  # noqa: ANN401  # JSON
-    """Say which keywords of a schema would not be enforced: an error if the request is strict."""
-    found = unenforced(schema)
-    if found and is_strict:
-        raise ConstraintError(f"{where}: strict, but not enforced: {'; '.join(found)}")
-    if found:
-        log.warning("%s: not enforced: %s", where, "; ".join(found))
+def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa: ANN401  # JSON
+    """Log the keywords of `schema` that a constraint does not enforce.
+
+    Args:
+        schema: The JSON schema.
+        is_strict: Whether the request demands that the schema is enforced.
+        field: The field of the request that contains the schema, for messages.
+
+    Raises:
+        ConstraintError: `is_strict` is true and the schema has such keywords.
+    """
+    keywords = unenforced(schema)
+    if not keywords:
+        return
+    if is_strict:
+        raise ConstraintError(
+            f"{field}: strict is true, but these parts of the schema are not enforced: "
+            f"{'; '.join(keywords)}. Remove them, or set strict to false."
+        )
+    log.warning("%s: these parts of the schema are not enforced: %s", field, "; ".join(keywords))
 
 
-def _schema(response_format: Mapping[str, Any]) -> Node:
+def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
+    """Return the node for a response format of the type json_schema."""
     spec = response_format.get("json_schema", response_format)
     if not isinstance(spec, Mapping):
-        raise ConstraintError("response_format: json_schema must be an object")
+        raise ConstraintError(
+            f"response_format: json_schema must be an object, but is {_shorten(spec)}"
+        )
     schema = spec.get("schema", {})
     if not isinstance(schema, Mapping | bool):
-        raise ConstraintError("response_format: json_schema.schema must be an object")
-    report(schema, bool(spec.get("strict")), "response_format")
+        raise ConstraintError(
+            "response_format: json_schema.schema must be an object, true or false, but is "
+            f"{_shorten(schema)}"
+        )
+    report_unenforced(schema, bool(spec.get("strict")), "response_format")
     return json_schema(schema)
 
 
-def _text(response_format: Mapping[str, Any], word: str) -> str:
-    value = response_format.get(word)
+def _shorten(value: object) -> str:
+    """Return the representation of a value, cut to 80 characters for an error message."""
+    return f"{value!r:.80}"
+
+
+def _required_text(response_format: Mapping[str, Any], key: str) -> str:
+    """Return the text under `key`. Raise ConstraintError if it is missing or empty."""
+    value = response_format.get(key)
     if not isinstance(value, str) or not value:
-        raise ConstraintError(f"response_format: {word} must be a text, got {value!r}")
+        raise ConstraintError(
+            f"response_format: {key} must be a text of at least one character, but is {value!r}"
+        )
     return value
 
 
-def _choice(choices: object) -> Node:
+def _choice_node(choices: object) -> Node:
+    """Return the node that matches exactly one of the strings in `choices`."""
     if not isinstance(choices, list) or not choices:
         raise ConstraintError("response_format: choice must be a list of at least one string")
-    for number, one in enumerate(choices):
-        if not isinstance(one, str) or not one:
-            raise ConstraintError(f"response_format: choice[{number}] must be a text, got {one!r}")
+    for number, choice in enumerate(choices):
+        if not isinstance(choice, str) or not choice:
+            raise ConstraintError(
+                f"response_format: choice[{number}] must be a text of at least one character, but "
+                f"is {choice!r}"
+            )
     return one_of(*map(const, dict.fromkeys(choices)))
 
 
-def _tag(response_format: Mapping[str, Any]) -> Node:
+def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
+    """Return the node of a response format of the type structural_tag, in either of two forms."""
     if "structures" in response_format or "triggers" in response_format:
-        return _legacy_tag(response_format)
+        return _legacy_tag_node(response_format)
     node = response_format.get("format")
-    _check(node, "response_format.format")
+    _check_node(node, "response_format.format")
     assert isinstance(node, Mapping)
     return dict(node)
 
 
-def _check(node: object, path: str) -> None:
+def _check_node(node: object, path: str) -> None:
+    """Raise ConstraintError unless `node` and the nodes inside it have types that xgrammar has."""
     kind = node.get("type") if isinstance(node, Mapping) else None
     if not isinstance(node, Mapping) or not isinstance(kind, str):
-        raise ConstraintError(f"{path}: must be an object with a type, got {node!r:.80}")
-    if kind not in _FORMATS:
-        known = ", ".join(sorted(_FORMATS))
-        raise ConstraintError(f"{path}.type: {kind!r} is not one of {known}")
+        raise ConstraintError(f"{path}: must be an object with a type, but is {_shorten(node)}")
+    if kind not in _NODE_TYPES:
+        names = ", ".join(sorted(_NODE_TYPES))
+        raise ConstraintError(f"{path}.type: {kind!r} is not one of {names}")
     if kind == "json_schema":
-        report(node.get("json_schema"), bool(node.get("strict")), f"{path}.json_schema")
-    for word in _FORMATS[kind]:
-        inner = node.get(word)
-        if word in ("elements", "tags"):
+        schema = node.get("json_schema")
+        report_unenforced(schema, bool(node.get("strict")), f"{path}.json_schema")
+    for key in _NODE_TYPES[kind]:
+        inner = node.get(key)
+        if key in _NODE_KEYS:
+            _check_node(inner, f"{path}.{key}")
+        elif key in _NODE_LIST_KEYS:
             if not isinstance(inner, list) or not inner:
-                raise ConstraintError(f"{path}.{word}: must be a list of at least one format")
+                raise ConstraintError(f"{path}.{key}: must be a list of at least one format")
             for number, part in enumerate(inner):
-                _check(part, f"{path}.{word}[{number}]")
-        elif word == "content":
-            _check(inner, f"{path}.{word}")
+                _check_node(part, f"{path}.{key}[{number}]")
 
 
-def _legacy_tag(response_format: Mapping[str, Any]) -> Node:
-    """`{"structures": [{"begin", "schema", "end"}], "triggers": [...]}` in today's form."""
-    structures, triggers = response_format.get("structures"), response_format.get("triggers")
+def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
+    """Convert a structural tag from the older form to the current form.
+
+    Example: `{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}`
+    gives a node of the type `triggered_tags` with one tag.
+    """
+    triggers = response_format.get("triggers")
+    structures = response_format.get("structures")
     if not isinstance(triggers, list) or not triggers or not all(map(_is_text, triggers)):
-        raise ConstraintError("response_format.triggers: must be a list of at least one text")
+        raise ConstraintError(
+            "response_format.triggers: must be a list of at least one text, none of them empty"
+        )
     if not isinstance(structures, list) or not structures:
         raise ConstraintError("response_format.structures: must be a list of at least one object")
     tags: list[Node] = []
-    for number, one in enumerate(structures):
-        where = f"response_format.structures[{number}]"
-        if not isinstance(one, Mapping) or not _is_text(one.get("begin")):
-            raise ConstraintError(f"{where}: must be an object with the text begin")
-        if not isinstance(one.get("end"), str):
-            raise ConstraintError(f"{where}.end: must be a text, got {one.get('end')!r}")
-        if not any(one["begin"].startswith(trigger) for trigger in triggers):
-            raise ConstraintError(f"{where}.begin: {one['begin']!r} starts with no trigger")
-        schema = one.get("schema", {})
-        report(schema, False, f"{where}.schema")
-        node: Node = {"type": "tag", "begin": one["begin"], "content": json_schema(schema)}
-        tags.append({**node, "end": one["end"]})
+    for number, structure in enumerate(structures):
+        place = f"response_format.structures[{number}]"
+        if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
+            raise ConstraintError(f"{place}: must be an object with the text begin")
+        end = structure.get("end")
+        if not isinstance(end, str):
+            raise ConstraintError(f"{place}.end: must be a text, but is {end!r}")
+        begin = structure["begin"]
+        if not any(begin.startswith(trigger) for trigger in triggers):
+            raise ConstraintError(
+                f"{place}.begin: {begin!r} starts with no trigger of response_format.triggers"
+            )
+        schema = structure.get("schema", {})
+        report_unenforced(schema, False, f"{place}.schema")
+        tags.append({"type": "tag", "begin": begin, "content": json_schema(schema), "end": end})
     return {"type": "triggered_tags", "triggers": list(triggers), "tags": tags}
 
 
 def _is_text(value: object) -> bool:
+    """Return whether a value is a string of at least one character."""
     return isinstance(value, str) and bool(value)

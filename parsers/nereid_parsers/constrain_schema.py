@@ -1,76 +1,92 @@
-"""Schema keywords that xgrammar 0.2.8 accepts and does not enforce."""
+"""Finds the keywords of a JSON schema that xgrammar 0.2.8 accepts but does not enforce."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_IGNORED = (
+_IGNORED_KEYWORDS = (
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas",
     "contains", "minContains", "maxContains", "unevaluatedItems", "propertyNames",
 )  # fmt: skip
-_SINGLE = ("additionalProperties", "items", "propertyNames", "additionalItems")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+# Keywords whose value is one schema, a list of schemas, or schemas by name.
+_SCHEMA_KEYWORDS = ("additionalProperties", "items", "propertyNames", "additionalItems")
+_SCHEMA_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
 _MAX_DEPTH = 64
 
 
 def unenforced(schema: object) -> list[str]:
-    """Where a schema asks for more than its constraint will hold, as readable lines.
+    """Return a description of each part of `schema` that a constraint does not enforce.
 
-    Measured on xgrammar 0.2.8: `not`, `uniqueItems`, conditionals and the like are passed over,
-    `multipleOf` holds for integers only, an `allOf` of several parts is taken as free, and `oneOf`
-    means `anyOf`.
+    Measured with xgrammar 0.2.8: it ignores `not`, `uniqueItems` and conditional keywords, enforces
+    `multipleOf` for integers only, accepts any value for an `allOf` of several schemas, and treats
+    `oneOf` as `anyOf`.
+
+    Example: `unenforced({"items": {"multipleOf": 2}})` returns `["multipleOf at $.items"]`.
     """
-    return list(_walk(schema, "$", 0))
+    return list(_describe_all(schema, "$", 0))
 
 
-def _walk(schema: object, path: str, depth: int) -> Iterator[str]:
+def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
+    """Yield the descriptions for `schema`, whose place is `path`, and for the schemas inside it."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
-    for word in _IGNORED:
-        if word in schema:
-            yield f"{word} at {path}"
-    yield from _limits(schema, path)
-    for inner, where in _inner(schema, path):
-        yield from _walk(inner, where, depth + 1)
+    for keyword in _IGNORED_KEYWORDS:
+        if keyword in schema:
+            yield f"{keyword} at {path}"
+    yield from _describe_partial(schema, path)
+    for inner, inner_path in _inner_schemas(schema, path):
+        yield from _describe_all(inner, inner_path, depth + 1)
 
 
-def _inner(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
-    """The schemas inside a schema, and where they stand."""
-    for word in _SINGLE:
-        yield schema.get(word), f"{path}.{word}"
-    for word in _LISTS:
-        options = schema.get(word)
+def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
+    """Yield each schema inside `schema` with its path.
+
+    Example: `{"items": {"type": "string"}}` at `$` yields `({"type": "string"}, "$.items")`. A
+    keyword that is absent may yield None.
+    """
+    for keyword in _SCHEMA_KEYWORDS:
+        yield schema.get(keyword), f"{path}.{keyword}"
+    for keyword in _SCHEMA_LIST_KEYWORDS:
+        options = schema.get(keyword)
         for number, option in enumerate(options if isinstance(options, list) else ()):
-            yield option, f"{path}.{word}[{number}]"
-    for word in _MAPS:
-        named = schema.get(word)
-        for name, inner in (named if isinstance(named, Mapping) else {}).items():
-            yield inner, f"{path}.{word}.{name}"
+            yield option, f"{path}.{keyword}[{number}]"
+    for keyword in _SCHEMA_MAP_KEYWORDS:
+        inner_by_name = schema.get(keyword)
+        for name, inner in (inner_by_name if isinstance(inner_by_name, Mapping) else {}).items():
+            yield inner, f"{path}.{keyword}.{name}"
 
 
-def _limits(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Yield descriptions of the keywords that xgrammar enforces only in some cases."""
     if "multipleOf" in schema:
         yield f"multipleOf at {path}"
-    every = schema.get("allOf")
-    if isinstance(every, list) and len(every) > 1:
-        yield f"allOf of {len(every)} parts at {path}"
-    choices = schema.get("oneOf")
-    if isinstance(choices, list) and len(choices) > 1 and not _are_disjoint(choices):
+    all_of = schema.get("allOf")
+    if isinstance(all_of, list) and len(all_of) > 1:
+        yield f"allOf of {len(all_of)} parts at {path}"
+    one_of = schema.get("oneOf")
+    if isinstance(one_of, list) and len(one_of) > 1 and not _are_disjoint(one_of):
         yield f"oneOf whose parts may overlap at {path}"
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Whether no value can fit two of the options: their types or constants differ."""
-    kinds = [_kind(option) for option in options]
-    return None not in kinds and len(set(kinds)) == len(kinds)
+    """Return whether no value can match two of the schemas, judged by their types or constants.
+
+    If this function returns True, `oneOf` and `anyOf` mean the same.
+    """
+    keys = [_type_or_constant(option) for option in options]
+    return None not in keys and len(set(keys)) == len(keys)
 
 
-def _kind(option: object) -> str | None:
-    if not isinstance(option, Mapping):
+def _type_or_constant(schema: object) -> str | None:
+    """Return a text that differs for schemas that cannot overlap, or None if it is not known.
+
+    Examples: `{"type": "string"}` gives `"string"`, `{"const": 1}` gives `"const 1"`.
+    """
+    if not isinstance(schema, Mapping):
         return None
-    if "const" in option:
-        return f"const {option['const']!r}"
-    kind = option.get("type")
+    if "const" in schema:
+        return f"const {schema['const']!r}"
+    kind = schema.get("type")
     return kind if isinstance(kind, str) else None

@@ -1,28 +1,34 @@
-"""The package's errors. What a model writes never raises; these are for what people write.
+"""The exceptions of this package.
 
-NereidParsersError is the base of FormatError (with UnknownFormatError), ConstraintError and
-TemplateError.
+Text that a model writes never raises an exception. The exceptions report mistakes in declarations,
+templates and requests.
+
+    NereidParsersError
+    ├── FormatError
+    │   └── UnknownFormatError
+    ├── ConstraintError
+    └── TemplateError
 """
 
 
 class NereidParsersError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of every exception that this package defines."""
 
 
 class FormatError(NereidParsersError, ValueError):
-    """A declaration that cannot be right; the message names the part and the value."""
+    """A declaration of a format is invalid. The message names the part and its value."""
 
 
 class UnknownFormatError(FormatError, KeyError):
-    """No format has this name; the message lists near names."""
+    """No format is registered under the given name. The message lists similar names."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class ConstraintError(NereidParsersError, ValueError):
-    """A structural tag that was asked for cannot be built from this format and request."""
+    """No structural tag can be built for this format and this request."""
 
 
 class TemplateError(NereidParsersError, ValueError):
-    """A chat template that cannot be compiled or rendered for analysis."""
+    """A chat template cannot be compiled, or cannot be rendered for the analysis."""

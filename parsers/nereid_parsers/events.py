@@ -1,6 +1,6 @@
-"""What a parser says: five events, and the message that they add up to.
+"""The events that a parser returns, and the message that they add up to.
 
-Events are only ever appended: an event is never changed or taken back by a later one.
+A parser only appends events. A later event never changes or withdraws an earlier one.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More reasoning text."""
+    """The next piece of the reasoning text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More content text.
+    """The next piece of the content text.
 
-    `reason` is None for text that the model meant as content. Where markup was malformed and is
-    given back as text, it says why, for logs.
+    `reason` is None if the model wrote the text as content. If the text is malformed markup that
+    the parser returns as content, `reason` describes the fault for the logs.
     """
 
     text: str
@@ -30,9 +30,10 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call begins. `index` counts the message's calls from 0.
+    """The start of a tool call. `index` numbers the calls of a message from 0.
 
-    `id` is the model's own where it wrote one before the arguments, else a made-up one.
+    `id` is the id that the model wrote before the arguments. If the model wrote none there, `id` is
+    a generated id.
     """
 
     index: int
@@ -42,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """More JSON text of the arguments of call `index`."""
+    """The next piece of the JSON text that holds the arguments of tool call `index`."""
 
     index: int
     text: str
@@ -50,7 +51,7 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """Call `index` is over. `reason` says what was wrong with it, if anything was."""
+    """The end of tool call `index`. `reason` describes a fault in the call, or is None."""
 
     index: int
     reason: str | None = None
@@ -61,7 +62,7 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ArgumentsDelta | ToolCal
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a finished message. `arguments` is JSON text, as the model wrote it."""
+    """One tool call of a complete message. `arguments` is JSON text, as the model wrote it."""
 
     name: str
     arguments: str
@@ -70,7 +71,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A parsed message; parts that the model did not write are None or empty."""
+    """A parsed message. Parts that the model did not write are None, or an empty list."""
 
     reasoning: str | None = None
     content: str | None = None
@@ -78,10 +79,13 @@ class Message:
 
 
 def fold(events: Iterable[Event]) -> Message:
-    """Add events up to the message that a client appending the deltas would hold."""
+    """Return the message that a client assembles by appending the deltas in `events`.
+
+    Example: `fold([ContentDelta("Hel"), ContentDelta("lo")])` returns `Message(content="Hello")`.
+    """
     reasoning: list[str] = []
     content: list[str] = []
-    heads: list[ToolCallStart] = []
+    starts: list[ToolCallStart] = []
     arguments: list[list[str]] = []
     for event in events:
         match event:
@@ -90,7 +94,7 @@ def fold(events: Iterable[Event]) -> Message:
             case ContentDelta(text):
                 content.append(text)
             case ToolCallStart():
-                heads.append(event)
+                starts.append(event)
                 arguments.append([])
             case ArgumentsDelta(index, text):
                 arguments[index].append(text)
@@ -100,7 +104,7 @@ def fold(events: Iterable[Event]) -> Message:
         reasoning="".join(reasoning) or None,
         content="".join(content) or None,
         tool_calls=[
-            ToolCall(name=head.name, arguments="".join(parts), id=head.id)
-            for head, parts in zip(heads, arguments, strict=True)
+            ToolCall(name=start.name, arguments="".join(pieces), id=start.id)
+            for start, pieces in zip(starts, arguments, strict=True)
         ],
     )

@@ -1,27 +1,35 @@
-r"""A chat format as data: frozen parts that describe what a model writes, and never act.
+r"""The declaration of a chat format: frozen dataclasses that describe the text a model writes.
 
-A `Format` is a policy plus a layout, and there are two layouts:
+A `Format` consists of a layout and a policy. There are two layouts:
 
-    Sections    one text in which markers open and close reasoning, content and tool calls
+    Sections    One text. Markers open and close the reasoning, the content and the tool calls:
                   <think>..</think> text <tool_call>{"name": .., "arguments": {..}}</tool_call>
-    Messages    a row of messages, each with a header that says what its body is
+    Messages    A sequence of messages. The header of a message defines the type of its body:
                   <|channel|>analysis<|message|>..<|end|><|start|>assistant to=functions.f ..
 
-Three conventions hold for all parts.
+Three conventions hold for all parts of a declaration.
 
-*Written form.* A marker is declared as the model writes it, with white space: `"<tool_call>\n"`.
-The constraint demands exactly that; the parser looks for the marker without the white space around
-it and skips whatever blanks stand between markers. The one place where blanks count is a tagged
-value (`TaggedArguments`): at most the declared white space is taken off it, once.
+*Markers are declared with their white space*, exactly as the model writes them: `"<tool_call>\n"`.
+Constrained decoding makes the model write this text exactly. The parser searches for the marker
+without the white space around it, and skips any white space between markers. White space matters
+in one place only: of a tagged value (`TaggedArguments`), the parser removes at most the declared
+white space, once at each end.
 
-*Patterns.* A head such as `"<function={name}>\n"` is literal text with fields: `{name}` the
-function, `{key}` an argument's name, `{id}` the call's id, `{number}` digits, `{string}` true or
-false ("the value is a string"), `{type}` the value's JSON type, `{word}` any one word, `{rest}`
-anything up to what follows. A field ends where the next literal begins. A literal brace is written
-`{{` or `}}`.
+*Patterns* are literal text with fields, for example `"<function={name}>\n"`. The fields are:
 
-*Alternatives.* Where a part is a tuple, its first member is what a constraint makes the model
-write; the parser takes them all, the first that fits winning.
+    {name}      the name of the function
+    {key}       the name of an argument
+    {id}        the id of the call
+    {number}    digits
+    {string}    "true" if the value is a string, otherwise "false"
+    {type}      the JSON type of the value
+    {word}      any single word
+    {rest}      any text up to the literal that follows
+
+A field ends where the next literal begins. Literal braces are written `{{` and `}}`.
+
+*Alternatives* are tuples. A constraint makes the model write the first member. The parser tries all
+members in order and uses the first that matches.
 """
 
 from __future__ import annotations
@@ -39,7 +47,7 @@ _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 class Stage(Enum):
-    """What the next character of the output belongs to."""
+    """The part of the message that the next character of the output belongs to."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -47,11 +55,12 @@ class Stage(Enum):
 
 
 class Opener(Enum):
-    """Who opens the reasoning, where the prompt's tail does not show it.
+    """The rule for the start of the output if the end of the prompt does not show it.
 
-    MODEL   the model writes the marker itself, or does not reason: output starts in content.
-    PROMPT  the prompt writes the marker; without it: content; with no prompt at hand: reasoning.
-    FORCED  output starts in reasoning, unless the prompt's tail has closed it.
+    MODEL   The model writes the opening marker itself if it reasons. Output starts in the content.
+    PROMPT  The prompt contains the opening marker if the model is to reason. Output starts in the
+            content if the prompt has no marker, and in the reasoning if the prompt is not known.
+    FORCED  Output starts in the reasoning, unless the prompt ends after the closing marker.
     """
 
     MODEL = "model"
@@ -60,11 +69,12 @@ class Opener(Enum):
 
 
 class Shown(Enum):
-    """Where the client sees the reasoning.
+    """The field of the message in which the client receives the reasoning.
 
-    APART   as reasoning.
-    INLINE  inside the content, markers included; the opening one is added where the prompt wrote it
-            ("append think": for clients that send the whole text back to the model).
+    APART   The reasoning is returned as reasoning.
+    INLINE  The reasoning and its markers are part of the content. If the prompt contains the
+            opening marker, the parser adds that marker to the content. Clients that send the whole
+            text back to the model need this ("append think").
     """
 
     APART = "apart"
@@ -73,13 +83,16 @@ class Shown(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    r"""Reasoning between two markers, at the output's start or right behind another marker.
+    r"""Reasoning between two markers, at the start of the output or directly after another marker.
 
-    open, close     markers, written form: `"<think>\n"`, `"\n</think>\n\n"`.
-    opener          who writes `open` where the prompt does not say; see `Opener`.
-    also_open, also_close   other spellings, taken but never written.
-    interrupted_by  markers that end the reasoning without closing it, if a call does follow them.
-    shown           see `Shown`.
+    Attributes:
+        open, close: The markers, as the model writes them: `"<think>\n"`, `"\n</think>\n\n"`.
+        opener: The rule for the start of the output, see `Opener`.
+        also_open, also_close: Other spellings of the markers. The parser accepts these spellings, a
+            constraint never writes them.
+        interrupted_by: Markers of tool calls. Such a marker ends the reasoning without a closing
+            marker, provided that a call follows the marker.
+        shown: The field in which the client receives the reasoning, see `Shown`.
     """
 
     open: str
@@ -91,16 +104,16 @@ class Reasoning:
     shown: Shown = Shown.APART
 
     def __post_init__(self) -> None:
-        _need_markers("Reasoning", open=self.open, close=self.close)
+        _check_markers("Reasoning", open=self.open, close=self.close)
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """Every spelling of the opening marker."""
+        """All spellings of the opening marker."""
         return (self.open, *self.also_open)
 
     @property
     def closes(self) -> tuple[str, ...]:
-        """Every spelling of the closing marker."""
+        """All spellings of the closing marker."""
         return (self.close, *self.also_close)
 
 
@@ -108,7 +121,7 @@ class Reasoning:
 class Wrapper:
     r"""Content between two markers (`<response>..</response>`). Text outside them is content too.
 
-    Either marker may be empty: `Wrapper("[BEGIN FINAL RESPONSE]\n", "")`.
+    One of the two markers may be empty: `Wrapper("[BEGIN FINAL RESPONSE]\n", "")`.
     """
 
     open: str
@@ -116,20 +129,29 @@ class Wrapper:
 
     def __post_init__(self) -> None:
         if not self.open.strip() and not self.close.strip():
-            raise FormatError("Wrapper: both markers are blank; use content=None for plain content")
+            raise FormatError(
+                "Wrapper: both markers are blank, but at least one marker is required. "
+                "Use content=None for content without markers."
+            )
 
 
-# ---- what a call's arguments, or a section's calls, look like ------------------------------------
+# ---- the arguments of a call, and the calls of a section -----------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Where a JSON object says what it calls; a path into nested objects where it has dots.
+    """The keys of a JSON object that describes a call. A dot leads into a nested object.
 
-    `Keys("function.name", "function.arguments", id="id")` reads
-    `{"id": .., "function": {"name": .., "arguments": ..}}`. `also` lists other argument keys.
-    `extra` lists keys that may stand beside them and mean nothing here (`"type"`).
-    `order` is how a constraint writes the object: any of "name", "arguments", "id".
+    Example: `Keys("function.name", "function.arguments", id="id")` describes the object
+    `{"id": .., "function": {"name": .., "arguments": ..}}`.
+
+    Attributes:
+        name: The path of the function's name.
+        arguments: The path of the arguments.
+        id: The path of the call's id, or None if the object has no id.
+        also: Other paths of the arguments.
+        extra: Keys that the object may also have, and that the parser ignores.
+        order: The order in which a constraint writes "name", "arguments" and "id".
     """
 
     name: str = "name"
@@ -143,46 +165,52 @@ class Keys:
         paths = [self.name, self.arguments, *self.also, *([self.id] if self.id else [])]
         for path in paths:
             if not all(path.split(".")):
-                raise FormatError(f"Keys: {path!r} is not a path of key names")
+                raise FormatError(f"Keys: {path!r} is not a path of key names separated by dots")
         if not {"name", "arguments"} <= set(self.order) <= {"name", "arguments", "id"}:
-            raise FormatError(f"Keys: order {self.order!r} must hold name, arguments, perhaps id")
+            raise FormatError(
+                f"Keys: order must hold name, arguments and optionally id, but is {self.order!r}"
+            )
         if "id" in self.order and self.id is None:
-            raise FormatError("Keys: order names an id, but there is no id key")
+            raise FormatError("Keys: order contains id, but no id key is declared (id=None)")
 
 
 @dataclass(frozen=True, slots=True)
 class NameIsKey:
-    """A JSON object with one key, the function's name, whose value is the arguments."""
+    """A JSON object with one member: the key is the function's name, the value its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """One call as one JSON object that holds name and arguments."""
+    """A call written as one JSON object that contains the name and the arguments."""
 
     keys: Keys | NameIsKey = field(default_factory=Keys)
 
 
 @dataclass(frozen=True, slots=True)
 class JsonArray:
-    """Calls as the members of one JSON array."""
+    """Calls written as the members of one JSON array."""
 
     keys: Keys | NameIsKey = field(default_factory=Keys)
 
 
 @dataclass(frozen=True, slots=True)
 class JsonArguments:
-    """The arguments alone, as a JSON object; the name stands in the call's head."""
+    """The arguments as a JSON object. The call's head contains the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    r"""Arguments as a row of tagged values, typed by the tool's schema where the text is bare.
+    r"""Arguments written as a sequence of tagged values: `<parameter=city>Paris</parameter>`.
 
-    open        pattern with `{key}` up to where the value begins: `"<parameter={key}>\n"`. White
-                space at its end is padding: taken off the value once, if it is there.
-    close       what ends a value: `"\n</parameter>\n"`; white space before the marker is
-                padding too.
-    also        other spellings, which may stand beside this one in a call; none has an `also`.
+    The tool's schema determines the type of a value, because the text of a value shows no type.
+
+    Attributes:
+        open: The pattern before the value, with the field `{key}`: `"<parameter={key}>\n"`. White
+            space at its end is padding, which the parser removes once from the value.
+        close: The text after the value: `"\n</parameter>\n"`. White space before the marker is
+            padding too.
+        also: Other spellings, which may appear in the same call. A spelling in `also` has no
+            further `also`.
     """
 
     open: str
@@ -190,45 +218,47 @@ class TaggedArguments:
     also: tuple[TaggedArguments, ...] = ()
 
     def __post_init__(self) -> None:
-        _need_pattern("TaggedArguments.open", self.open, "key")
-        _need_markers("TaggedArguments", close=self.close)
+        _check_pattern("TaggedArguments.open", self.open, "key")
+        _check_markers("TaggedArguments", close=self.close)
 
 
 @dataclass(frozen=True, slots=True)
 class BareKeyArguments:
-    """An object whose keys are unquoted and whose strings stand between `quote` marks.
+    """Arguments written as an object with unquoted keys and with strings between `quote` markers.
 
-    `{city:<escape>Paris<escape>,days:3}` has quote `<escape>`. Nothing inside a string is escaped.
+    Example: `{city:<escape>Paris<escape>,days:3}` has the quote `<escape>`. A string contains no
+    escape sequences.
     """
 
     quote: str
 
     def __post_init__(self) -> None:
-        _need_markers("BareKeyArguments", quote=self.quote)
+        _check_markers("BareKeyArguments", quote=self.quote)
 
 
 @dataclass(frozen=True, slots=True)
 class NestedTags:
-    """Arguments as elements named after them, nested where values are, each tag behind `mark`.
+    """Arguments written as nested elements. The text `mark` precedes each tag.
 
-    With mark `~`: `~<city>Paris~</city>~<days>~<item>1~</item>~</days>`. Values are typed by the
-    schema; an element that holds elements is an array where the schema, or their name `item`, says
-    so.
+    Example with the mark `~`: `~<city>Paris~</city>~<days>~<item>1~</item>~</days>`. The tool's
+    schema determines the types. An element with children is an array if the schema declares an
+    array, or if the schema declares no type and the children are called `item`.
     """
 
     mark: str
 
     def __post_init__(self) -> None:
-        _need_markers("NestedTags", mark=self.mark)
+        _check_markers("NestedTags", mark=self.mark)
 
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    r"""Calls as Python writes them: `f(a=1, b="x")`, several between `open` and `close`.
+    r"""Calls written in Python syntax: `[f(a=1, b="x"), g()]`.
 
-    open, close   brackets around the row of calls: `"["` and `"]"`, or empty.
-    separator     between calls: `", "` or `"\n"`.
-    suffix        what may follow a name without belonging to it: `".call"`.
+    Attributes:
+        open, close: The brackets around all calls: `"["` and `"]"`. Both may be empty.
+        separator: The text between two calls: `", "` or `"\n"`.
+        suffix: Text that may follow a name but is not a part of the name: `".call"`.
     """
 
     open: str = "["
@@ -246,22 +276,28 @@ Body = (
     | NestedTags
     | PythonCalls
 )
+# Bodies that contain only arguments, so that the head of the call must contain the name.
 NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One spelling of a call: opening marker, head, body, closing marker.
+    """One spelling of a call: opening marker, head, body and closing marker.
 
-    open    marker before each call, written form; may be empty.
-    head    pattern between `open` and the body: `"{name}<｜tool▁sep｜>"`. Bodies that hold the name
-            themselves have an empty head, all others must show `{name}` in it, each time the same.
-    body    see the body parts.
-    close   marker behind each call, written form; may be empty.
-    id      the call's id, made from the head's fields: `"functions.{name}:{number}"`.
+    The *trigger* of a call is the text that shows the parser that a call starts: `open`, or the
+    first literal of `head` if `open` is empty. A call that has neither is *bare*. The parser
+    recognises a bare call by the first character of its body, and only where the output or the
+    section starts.
 
-    What opens the call is `open`, else the head's first literal, else the body's first character; a
-    call with none of the first two is *bare*, seen only where the output, or the section, starts.
+    Attributes:
+        open: The marker before the call. May be empty.
+        head: The pattern between `open` and the body: `"{name}<｜tool▁sep｜>"`. Must be without
+            `{name}` if the body contains the name, and must contain `{name}` if it does not. If
+            `{name}` occurs several times, the model must write the same name each time.
+        body: The spelling of the arguments, or of the whole call.
+        close: The marker after the call. May be empty.
+        id: The template of the call's id, from the fields of the head:
+            `"functions.{name}:{number}"`.
     """
 
     body: Body
@@ -271,19 +307,22 @@ class Call:
     id: str = "{id}"
 
     def __post_init__(self) -> None:
+        has_name = Slot("name") in pattern(self.head)
         if isinstance(self.body, NAMED_BY_HEAD):
-            _need_pattern("Call.head", self.head)
-            if not any(part == Slot("name") for part in pattern(self.head)):
-                raise FormatError(f"Call.head: {self.head!r} must show {{name}}")
-        elif self.head:
-            _need_pattern("Call.head", self.head)
-            if any(isinstance(part, Slot) and part.field == "name" for part in pattern(self.head)):
-                raise FormatError(f"Call: the body holds the name, so head {self.head!r} may not")
+            if not has_name:
+                raise FormatError(
+                    f"Call.head: {self.head!r} must show {{name}}, because the body "
+                    f"{type(self.body).__name__} has no name"
+                )
+        elif has_name:
+            raise FormatError(
+                f"Call.head: {self.head!r} may not show {{name}}, because the body holds the name"
+            )
         pattern(self.id)
 
     @property
     def trigger(self) -> str:
-        """The marker that shows this call outside a section; "" if it is bare."""
+        """The marker that shows, outside a section, that this call starts. "" for a bare call."""
         if self.open.strip():
             return self.open.strip()
         first = pattern(self.head)[0] if self.head else ""
@@ -292,11 +331,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ToolSection:
-    r"""Where calls stand: in a section between `open` and `close`, or (both empty) in the content.
+    r"""The place of the calls: between the markers `open` and `close`, or inside the content.
 
-    calls       the spellings of a call; the first is what a constraint writes.
-    separator   between calls, written form: `"\n"`, `"; "`, `", "`; not inside JSON arrays.
-    also_open   other spellings of the section's opening.
+    Both markers are empty if the calls stand inside the content.
+
+    Attributes:
+        calls: The spellings of a call. A constraint writes the first.
+        open, close: The markers around all calls.
+        separator: The text between two calls: `"\n"`, `"; "` or `", "`. It does not apply to the
+            members of a JSON array.
+        also_open: Other spellings of `open`.
     """
 
     calls: tuple[Call, ...]
@@ -307,19 +351,22 @@ class ToolSection:
 
     def __post_init__(self) -> None:
         if not self.calls:
-            raise FormatError("ToolSection: needs at least one spelling of a call")
+            raise FormatError("ToolSection: calls must hold at least one spelling of a call")
         if self.close.strip() and not self.open.strip():
-            raise FormatError(f"ToolSection: close {self.close!r} without an open marker")
+            raise FormatError(
+                f"ToolSection: a section with close {self.close!r} needs an open marker, but open "
+                "is blank"
+            )
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """Every spelling of the section's opening marker; () if calls stand in the content."""
+        """All spellings of the section's opening marker. () if calls stand in the content."""
         return (self.open, *self.also_open) if self.open.strip() else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """One text with markers: reasoning first, then content and calls."""
+    """The layout of one text with markers: first the reasoning, then content and calls."""
 
     reasoning: Reasoning | None = None
     content: Wrapper | None = None
@@ -328,9 +375,13 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a message with this header is: `header` is a pattern over the whole header.
+    """The stage of all messages whose header matches a pattern.
 
-    `written` is what a constraint writes instead, where `header` has fields other than name.
+    Attributes:
+        stage: The stage of the message's body.
+        header: The pattern of the whole header.
+        written: The header that a constraint writes. It is needed if `header` contains fields other
+            than `{name}`, because their text is not known.
     """
 
     stage: Stage
@@ -338,24 +389,31 @@ class Route:
     written: str = ""
 
     def __post_init__(self) -> None:
-        _need_pattern("Route.header", self.header, *(["name"] if self.stage is Stage.CALLS else []))
+        required = ["name"] if self.stage is Stage.CALLS else []
+        _check_pattern("Route.header", self.header, *required)
 
     @property
     def form(self) -> str:
-        """The header as a constraint writes it."""
+        """The header that a constraint writes."""
         return self.written or self.header
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """A row of messages: `start`, header, `header_end`, body, and one of `ends`.
+    """The layout of a sequence of messages: `start`, header, `header_end`, body, one of `ends`.
 
-    routes      what each header means, tried in order; of each stage the first is what is written.
-    ends        markers that close a body; a body also ends where the next message starts.
-    call_end    the one of `ends` that closes a call, if calls have their own.
-    body        of a call's arguments, where a message is a call.
-    tools       calls that stand in the text of content messages, where they do.
-    The generation prompt ends with `start` (so output begins in a header) or within a body.
+    The generation prompt ends with `start` or inside a body. In the first case, the output starts
+    inside a header.
+
+    Attributes:
+        start: The marker before each header.
+        header_end: The text between header and body.
+        routes: The stages of the headers. The parser uses the first route that matches. A
+            constraint writes the first route of a stage.
+        ends: The markers that close a body. The start of the next message closes a body too.
+        call_end: The member of `ends` that closes calls only. May be empty.
+        body: The spelling of the arguments of a message that is a call.
+        tools: The calls inside content messages, or None if content messages contain no calls.
     """
 
     start: str
@@ -367,22 +425,23 @@ class Messages:
     tools: ToolSection | None = None
 
     def __post_init__(self) -> None:
-        _need_markers("Messages", start=self.start)
+        _check_markers("Messages", start=self.start)
         if not self.header_end:
-            raise FormatError("Messages: header_end is empty")
+            raise FormatError("Messages: header_end is empty, so the end of a header is not marked")
         if not self.routes:
-            raise FormatError("Messages: needs at least one route")
+            raise FormatError("Messages: routes must hold at least one route")
 
 
 # ---- policies ------------------------------------------------------------------------------------
 
 
 class TextRule(Enum):
-    """What text beside calls does to them.
+    """The rule for content that stands next to tool calls.
 
-    FREE         content may stand before, between and after calls; all of it is kept.
-    CALLS_FIRST  calls must follow the reasoning (or the start) with only blanks between, and each
-                 other likewise; from the first other text on, everything is content.
+    FREE         Content may precede, separate and follow the calls. The parser returns all of it.
+    CALLS_FIRST  Calls must start directly after the reasoning (or at the start of the output), and
+                 only white space may separate them. After the first other text, everything is
+                 content.
     """
 
     FREE = "free"
@@ -390,10 +449,11 @@ class TextRule(Enum):
 
 
 class StrayClose(Enum):
-    """What the reasoning's closing marker means if nothing opened it and no prompt is known.
+    """The meaning of a closing marker if no reasoning was opened and the prompt is not known.
 
-    TEXT       nothing: it is content.
-    REASONING  what precedes it was reasoning. Text is held back until this is decided.
+    TEXT       The closing marker is content.
+    REASONING  The text before the closing marker is reasoning. The parser holds text back until a
+               marker shows whether the text is reasoning.
     """
 
     TEXT = "text"
@@ -401,7 +461,14 @@ class StrayClose(Enum):
 
 
 class UnknownTool(Enum):
-    """What to do with a call of a function that `tools` lacks (no tools given: FORWARD)."""
+    """The treatment of a call to a function that is not among the request's `tools`.
+
+    If the request has no tools, every call is forwarded.
+
+    FORWARD  Return the call.
+    DROP     Discard the call and log a warning.
+    CONTENT  Return the text of the call as content.
+    """
 
     FORWARD = "forward"
     DROP = "drop"
@@ -409,12 +476,16 @@ class UnknownTool(Enum):
 
 
 class BrokenArguments(Enum):
-    """What to do with arguments that are no JSON.
+    """The treatment of arguments that are not valid JSON.
 
-    RAW             give them as they are, as they arrive.
-    REPAIR_OR_RAW   repair with partial-json-parser, else give them as they are.
-    REPAIR_OR_DROP  repair with partial-json-parser, else drop the call and log it.
-    With the last two, each call's arguments come in one delta, because nothing is taken back.
+    With both REPAIR rules, the arguments of a call are returned as one delta after the call has
+    ended, because a delta cannot be withdrawn.
+
+    RAW             Return the arguments unchanged, piece by piece.
+    REPAIR_OR_RAW   Repair the arguments with partial-json-parser. If that fails, return them
+                    unchanged.
+    REPAIR_OR_DROP  Repair the arguments with partial-json-parser. If that fails, discard the call
+                    and log a warning.
     """
 
     RAW = "raw"
@@ -424,7 +495,7 @@ class BrokenArguments(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How to decide what a format leaves open."""
+    """The rules for cases that the declaration of a format does not decide."""
 
     text: TextRule = TextRule.FREE
     stray_close: StrayClose = StrayClose.TEXT
@@ -440,12 +511,12 @@ STRICT = Policy(
 )
 
 
-# ---- the whole -----------------------------------------------------------------------------------
+# ---- the format ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a format was read: a model card or chat template, and the date of that reading."""
+    """The document that a declaration was derived from, and the date of that document."""
 
     text: str
     date: str = ""
@@ -456,13 +527,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGate:
-    r"""How reasoning is delimited in the output that follows a prompt.
+    r"""The markers of the reasoning, and the state of the reasoning at the end of a prompt.
 
-    start      what opens it, as the model writes it: `"<think>\n"`.
-    end        what closes it, as the model writes it and as it is to be forced, blanks included:
-               `"\n</think>\n\n"`. It is found without the blanks around it.
-    is_open    whether the prompt has opened it and not closed it.
-    may_open   whether the model may still open it itself.
+    Attributes:
+        start: The opening marker, as the model writes it: `"<think>\n"`.
+        end: The closing marker, as the model writes it and as a server has to force it, with its
+            white space: `"\n</think>\n\n"`. To find the marker in a text, strip it first.
+        is_open: Whether the prompt opens the reasoning and does not close it.
+        may_open: Whether the model itself may still open the reasoning.
     """
 
     start: str
@@ -473,15 +545,16 @@ class ReasoningGate:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    r"""All that is to be known of how a model writes a message.
+    r"""The complete description of how a model writes a message.
 
-    name      for people and logs.
-    layout    `Sections` or `Messages`.
-    policy    see `Policy`; a parser may be given another.
-    ends      end-of-turn tokens (`"<|im_end|>"`): should they show up as text, they are markup.
-    turn      what opens the model's turn in the prompt (`"<|im_start|>assistant\n"`). Where known,
-              prompts that prefill a part of the answer are understood too.
-    sources   where it comes from.
+    Attributes:
+        name: A name for logs and messages.
+        layout: The markers and their order, `Sections` or `Messages`.
+        policy: The default policy. A parser may be given another policy.
+        ends: The end-of-turn tokens (`"<|im_end|>"`). If they appear in the text, they are markup.
+        turn: The texts that open the model's turn in the prompt (`"<|im_start|>assistant\n"`). They
+            are needed for prompts that already contain the beginning of the answer.
+        sources: The documents that the declaration was derived from.
     """
 
     name: str
@@ -492,11 +565,18 @@ class Format:
     sources: tuple[Source, ...] = ()
 
     def with_policy(self, policy: Policy) -> Format:
-        """The same format under another policy."""
+        """Return a copy of this format with another policy."""
         return replace(self, policy=policy)
 
     def stage(self, prompt: str | None) -> Stage:
-        """Where output starts that follows `prompt` (rendered, generation prompt included)."""
+        r"""Return the stage in which the output after `prompt` starts.
+
+        Example: a format with the opening marker `<think>` returns `Stage.REASONING` for the prompt
+        `"<|im_start|>assistant\n<think>\n"`.
+
+        Args:
+            prompt: The rendered prompt with its generation prompt. None if it is not known.
+        """
         from nereid_parsers.stream.parser import stage_of
 
         return stage_of(self, prompt)
@@ -504,7 +584,12 @@ class Format:
     def stage_of_ids(
         self, prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
     ) -> Stage:
-        """The same from token ids: `decode` turns the last of them into text."""
+        """Return the stage in which the output after the prompt `prompt_ids` starts.
+
+        Args:
+            prompt_ids: The token ids of the prompt.
+            decode: A function that converts token ids to text. Only the last ids are decoded.
+        """
         from nereid_parsers.stage import TAIL_TOKENS
 
         return self.stage(decode(prompt_ids[-TAIL_TOKENS:]))
@@ -519,29 +604,38 @@ class Format:
         prompt: str | None = None,
         skip_reasoning: bool = False,
     ) -> dict[str, Any] | None:
-        """The xgrammar structural tag that this request needs; None where output stays free.
+        """Return the xgrammar structural tag for a request, or None if nothing is constrained.
 
-        `response_format` is OpenAI's, or of type structural_tag, regex, grammar or choice; see
-        constrain_answer. With `skip_reasoning` the tag covers only what stands behind the end of
-        the reasoning, whether or not the prompt has opened any.
+        Args:
+            tools: The OpenAI tools list.
+            tool_choice: The OpenAI field `tool_choice`.
+            response_format: The OpenAI field `response_format`. The types structural_tag, regex,
+                grammar and choice are supported too, see `constrain_answer.answer_node`.
+            parallel_tool_calls: Whether the model may make more than one call.
+            prompt: The rendered prompt, or None if it is not known.
+            skip_reasoning: Whether the tag describes only the text after the reasoning.
 
-        Raises: ConstraintError when the request asks for what this format cannot write.
+        Raises:
+            ConstraintError: The request is invalid, or this format cannot express it.
         """
         from nereid_parsers.constrain import Request, structural_tag
         from nereid_parsers.stream.parser import StreamParser
 
         request = Request.of(tools, tool_choice, response_format, parallel_tool_calls)
-        begun = StreamParser(self, prompt=prompt)
-        may_reason = not begun.has_reasoned
-        return structural_tag(self, request, begun.stage, may_reason, skip_reasoning)
+        parser = StreamParser(self, prompt=prompt)
+        may_reason = not parser.has_reasoned
+        return structural_tag(self, request, parser.stage, may_reason, skip_reasoning)
 
     def reasoning_gate(self, prompt: str | None = None) -> ReasoningGate | None:
-        """How reasoning is delimited in output that follows `prompt`; None if there is none."""
+        """Return the markers and the state of the reasoning in the output after `prompt`.
+
+        The result is None if the format has no reasoning, or no marker that closes it.
+        """
         from nereid_parsers.constrain import gate_of
         from nereid_parsers.stream.parser import StreamParser
 
-        begun = StreamParser(self, prompt=prompt)
-        return gate_of(self, begun.stage, begun.has_reasoned)
+        parser = StreamParser(self, prompt=prompt)
+        return gate_of(self, parser.stage, parser.has_reasoned)
 
 
 # ---- patterns ------------------------------------------------------------------------------------
@@ -557,26 +651,38 @@ class Slot:
 def pattern(text: str) -> tuple[str | Slot, ...]:
     """Split a pattern into literals and fields.
 
-    Raises: FormatError for an unknown field, a lone brace, or two fields with nothing between.
+    Example: `pattern("<f={name}>{{}}")` returns `("<f=", Slot("name"), ">{}")`.
+
+    Raises:
+        FormatError: A field is unknown, a brace has no counterpart, or no literal separates two
+            fields.
     """
     parts: list[str | Slot] = []
-    at = 0
+    literal_start = 0
     for match in _FIELD.finditer(text):
-        _add_literal(parts, text[at : match.start()])
-        at = match.end()
+        _append_literal(parts, text[literal_start : match.start()])
+        literal_start = match.end()
         if match.group() in ("{{", "}}"):
-            _add_literal(parts, match.group()[0])
+            _append_literal(parts, match.group()[0])
         elif match.group(1) in FIELDS:
             if match.group(1) != "rest" and parts and isinstance(parts[-1], Slot):
-                raise FormatError(f"pattern {text!r}: two fields with nothing between them")
+                raise FormatError(
+                    f"pattern {text!r}: there is nothing between two fields, so the end of the "
+                    "first is not defined"
+                )
             parts.append(Slot(match.group(1)))
         else:
-            raise FormatError(f"pattern {text!r}: {match.group()!r} is not a field")
-    _add_literal(parts, text[at:])
+            fields = ", ".join(sorted(FIELDS))
+            raise FormatError(
+                f"pattern {text!r}: {match.group()!r} is not a field. The fields are {fields}; "
+                "literal braces are written {{ and }}"
+            )
+    _append_literal(parts, text[literal_start:])
     return tuple(parts)
 
 
-def _add_literal(parts: list[str | Slot], text: str) -> None:
+def _append_literal(parts: list[str | Slot], text: str) -> None:
+    """Append literal text to `parts`, or to the last part if that is a literal too."""
     if not text:
         return
     if parts and isinstance(parts[-1], str):
@@ -585,14 +691,16 @@ def _add_literal(parts: list[str | Slot], text: str) -> None:
         parts.append(text)
 
 
-def _need_pattern(where: str, text: str, *fields: str) -> None:
-    found = [part.field for part in pattern(text) if isinstance(part, Slot)]
-    for name in fields:
-        if found.count(name) != 1:
-            raise FormatError(f"{where}: {text!r} must show {{{name}}} exactly once")
+def _check_pattern(place: str, text: str, *required: str) -> None:
+    """Raise FormatError unless the pattern `text` contains each required field exactly once."""
+    fields = [part.field for part in pattern(text) if isinstance(part, Slot)]
+    for name in required:
+        if fields.count(name) != 1:
+            raise FormatError(f"{place}: {text!r} must show {{{name}}} exactly once")
 
 
-def _need_markers(where: str, **markers: str) -> None:
+def _check_markers(part: str, **markers: str) -> None:
+    """Raise FormatError if one of the markers is empty or contains only white space."""
     for name, marker in markers.items():
         if not marker.strip():
-            raise FormatError(f"{where}: {name} is blank, but text is told apart by it")
+            raise FormatError(f"{part}: {name} is blank, but the parser needs a visible marker")

@@ -1,4 +1,4 @@
-"""Where output starts: what the end of the prompt says, as text."""
+"""Finds out from the end of a prompt in which stage the output starts."""
 
 from __future__ import annotations
 
@@ -6,58 +6,70 @@ from dataclasses import dataclass
 
 from nereid_parsers.format import Format, Messages, Opener, Sections, Stage
 
-TAIL_TOKENS = 256  # of the prompt; more than any generation prompt, prefilled answers aside
+# The number of tokens at the end of a prompt that decide the stage. Generation prompts are shorter,
+# unless the prompt already contains a long beginning of the answer.
+TAIL_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """Where a parser begins.
+class StartPoint:
+    """The state in which a parser starts.
 
-    stage       the stage; None inside a message's header.
-    prefill     the prompt's own part of the answer, to be read silently first; "" for none.
-    is_known    whether there was a prompt to tell.
+    Attributes:
+        stage: The stage, or None if the output starts inside the header of a message.
+        prefill: The part of the answer that the prompt already contains. The parser reads it first
+            and returns no events for it. "" if there is none.
+        is_prompt_known: Whether a prompt was given.
     """
 
     stage: Stage | None
     prefill: str = ""
-    is_known: bool = True
+    is_prompt_known: bool = True
 
 
-def beginning_of(fmt: Format, prompt: str | None) -> Beginning:
-    """Where output that follows `prompt` begins; an empty prompt counts as none."""
+def find_start(fmt: Format, prompt: str | None) -> StartPoint:
+    r"""Return the state in which the output after `prompt` starts. "" counts as no prompt.
+
+    Example: for a format with the reasoning marker `<think>` and no `turn`, the prompt
+    `"<|im_start|>assistant\n<think>\n"` gives `StartPoint(Stage.CONTENT, prefill="<think>")`. The
+    parser reads the prefill and is then inside the reasoning.
+    """
     if isinstance(fmt.layout, Messages):
-        return _in_messages(fmt, fmt.layout, prompt)
-    return _in_sections(fmt, fmt.layout, prompt)
+        return _find_start_in_messages(fmt, fmt.layout, prompt)
+    return _find_start_in_sections(fmt, fmt.layout, prompt)
 
 
-def _after_turn(fmt: Format, prompt: str) -> str | None:
-    """What follows the last opening of a model's turn; None if the format names no such opening."""
-    ends = [
-        found + len(turn.strip())
-        for turn in fmt.turn
-        if turn.strip() and (found := prompt.rfind(turn.strip())) >= 0
-    ]
+def _text_after_turn(fmt: Format, prompt: str) -> str | None:
+    r"""Return the text after the last marker that opens a model's turn, or None without a marker.
+
+    Example: with the turn `"<|im_start|>assistant\n"`, the prompt
+    `"..<|im_start|>assistant\n<think>\n"` gives `"\n<think>\n"`.
+    """
+    turn_markers = [turn.strip() for turn in fmt.turn if turn.strip()]
+    ends = [prompt.rindex(marker) + len(marker) for marker in turn_markers if marker in prompt]
     return prompt[max(ends) :] if ends else None
 
 
-def _in_sections(fmt: Format, layout: Sections, prompt: str | None) -> Beginning:
-    part = layout.reasoning
+def _find_start_in_sections(fmt: Format, layout: Sections, prompt: str | None) -> StartPoint:
+    """Return the start state for the layout `Sections`, see `find_start`."""
+    reasoning = layout.reasoning
     if not prompt:
-        is_open = part is not None and part.opener is not Opener.MODEL
-        return Beginning(Stage.REASONING if is_open else Stage.CONTENT, is_known=False)
-    prefill = _after_turn(fmt, prompt)
+        is_open = reasoning is not None and reasoning.opener is not Opener.MODEL
+        return StartPoint(Stage.REASONING if is_open else Stage.CONTENT, is_prompt_known=False)
+    prefill = _text_after_turn(fmt, prompt)
     if prefill is None:
-        prefill = _last_marker(layout, prompt)
+        prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        return Beginning(Stage.CONTENT, prefill)
-    is_forced = part is not None and part.opener is Opener.FORCED
-    return Beginning(Stage.REASONING if is_forced else Stage.CONTENT)
+        return StartPoint(Stage.CONTENT, prefill)
+    is_forced = reasoning is not None and reasoning.opener is Opener.FORCED
+    return StartPoint(Stage.REASONING if is_forced else Stage.CONTENT)
 
 
-def _last_marker(layout: Sections, prompt: str) -> str:
-    """The marker that ends the prompt, "" if none does.
+def _marker_at_end(layout: Sections, prompt: str) -> str:
+    r"""Return the marker with which the prompt ends, or "" if it ends with other text.
 
-    Only the very end counts: markers are also named in system prompts and by users.
+    Markers elsewhere in the prompt are ignored, because system prompts and users mention markers
+    too. Example: `"..assistant\n<think>\n"` gives `"<think>"`.
     """
     markers: list[str] = []
     if layout.reasoning is not None:
@@ -67,22 +79,25 @@ def _last_marker(layout: Sections, prompt: str) -> str:
     if layout.tools is not None:
         markers += [*layout.tools.opens, *(call.trigger for call in layout.tools.calls)]
     tail = prompt.rstrip()
-    found = [marker.strip() for marker in markers if marker.strip()]
-    return max((m for m in found if tail.endswith(m)), key=len, default="")
+    bare_markers = [marker.strip() for marker in markers if marker.strip()]
+    return max((marker for marker in bare_markers if tail.endswith(marker)), key=len, default="")
 
 
-def _in_messages(fmt: Format, layout: Messages, prompt: str | None) -> Beginning:
+def _find_start_in_messages(fmt: Format, layout: Messages, prompt: str | None) -> StartPoint:
+    """Return the start state for the layout `Messages`, see `find_start`."""
     if not prompt:
-        return Beginning(None, is_known=False)
-    start = layout.start.strip()
-    found = prompt.rfind(start)
-    if found < 0:
-        return Beginning(None)
-    prefill = prompt[found:]
+        return StartPoint(None, is_prompt_known=False)
+    message_start = layout.start.strip()
+    position = prompt.rfind(message_start)
+    if position < 0:
+        return StartPoint(None)
+    last_message = prompt[position:]
     if layout.ends:
-        is_over = any(end in prefill for end in layout.ends)
-        return Beginning(None) if is_over else Beginning(Stage.CONTENT, prefill)
-    if prompt.rstrip().endswith(start):
-        return Beginning(Stage.CONTENT, start)
-    after = _after_turn(fmt, prompt)
-    return Beginning(Stage.CONTENT, after) if after and after.strip() else Beginning(None)
+        is_closed = any(end in last_message for end in layout.ends)
+        return StartPoint(None) if is_closed else StartPoint(Stage.CONTENT, last_message)
+    if prompt.rstrip().endswith(message_start):
+        return StartPoint(Stage.CONTENT, message_start)
+    prefill = _text_after_turn(fmt, prompt)
+    if prefill and prefill.strip():
+        return StartPoint(Stage.CONTENT, prefill)
+    return StartPoint(None)

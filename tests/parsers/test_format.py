@@ -38,7 +38,7 @@ from nereid_parsers.format import (
         (lambda: Call(JsonArguments(), head="{name}{id}"), "nothing between"),
         (lambda: NestedTags(" "), "mark is blank"),
         (lambda: ToolSection(()), "at least one spelling"),
-        (lambda: ToolSection((Call(JsonObject()),), close="</c>"), "without an open"),
+        (lambda: ToolSection((Call(JsonObject()),), close="</c>"), "needs an open marker"),
         (lambda: Route(Stage.CALLS, "to="), "must show {name}"),
         (lambda: Messages(" ", "<m>", (Route(Stage.CONTENT, "a"),)), "start is blank"),
         (lambda: Messages("<s>", "", (Route(Stage.CONTENT, "a"),)), "header_end is empty"),

@@ -15,7 +15,7 @@ from nereid_parsers.format import NestedTags
 from nereid_parsers.stream.body import BROKEN, DONE, MORE, Body, CallSink
 from nereid_parsers.stream.lexer import partial
 from nereid_parsers.stream.patterns import NEED, skip_blanks
-from nereid_parsers.stream.schema import kinds_of, to_json
+from nereid_parsers.stream.schema import json_types_of, to_json
 
 _TAG = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match
 _MAX_TAG = 512  # characters
@@ -154,14 +154,14 @@ class NestedBody(Body):
                 return start
         elif blank >= start and not self.final:
             return NEED
-        kinds = kinds_of(inner.schema, self._root)
+        kinds = json_types_of(inner.schema, self._root)
         inner.kind = "text" if kinds == _STRING else "wait"
         if inner.kind == "text":
             self.sink.write('"')
         return at
 
     def _begin_container(self, inner: Element, child: str) -> None:
-        kinds = kinds_of(inner.schema, self._root)
+        kinds = json_types_of(inner.schema, self._root)
         says_array = kinds is not None and "array" in kinds and "object" not in kinds
         inner.kind = "array" if says_array or (kinds is None and child == "item") else "object"
         self.sink.write("[" if inner.kind == "array" else "{")
@@ -182,7 +182,7 @@ class NestedBody(Body):
             self.sink.write("]" if inner.kind == "array" else "}")
 
     def _spelled(self, inner: Element) -> str:
-        kinds = kinds_of(inner.schema, self._root)
+        kinds = json_types_of(inner.schema, self._root)
         text = "".join(self._parts)
         self._parts = []
         if not text.strip() and kinds is not None and kinds <= {"array", "object"}:

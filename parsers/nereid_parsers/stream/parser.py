@@ -7,7 +7,7 @@ from typing import Any
 
 from nereid_parsers.events import Event, Message, fold
 from nereid_parsers.format import Format, Policy, Stage
-from nereid_parsers.stage import Beginning, beginning_of
+from nereid_parsers.stage import StartPoint, find_start
 from nereid_parsers.stream.body import CallSink, made_up_id
 from nereid_parsers.stream.machine import Machine, undecided_applies
 from nereid_parsers.stream.plan import plan_of
@@ -46,7 +46,7 @@ class StreamParser:
         sink = CallSink([], Tools(tools), policy, new_id)
         self._machine = Machine(plan_of(fmt), sink, policy)
         self._begin(
-            beginning_of(fmt, prompt), undecided_applies(policy, self._machine.reasoning_part)
+            find_start(fmt, prompt), undecided_applies(policy, self._machine.reasoning_part)
         )
         self._machine.set_trace(trace)
         self._is_finished = False
@@ -85,14 +85,14 @@ class StreamParser:
         """Whether the reasoning is over, in the text so far or in the prompt's end."""
         return self._machine.has_reasoned
 
-    def _begin(self, begin: Beginning, may_be_undecided: bool) -> None:
+    def _begin(self, begin: StartPoint, may_be_undecided: bool) -> None:
         machine = self._machine
         if begin.stage is None:  # a header
             machine.state = machine.header
         elif begin.prefill:
             machine.feed(begin.prefill)
             machine.forget_prompt()
-        elif not begin.is_known and may_be_undecided:
+        elif not begin.is_prompt_known and may_be_undecided:
             machine.state = machine.undecided
             machine.default_is_reasoning = begin.stage is Stage.REASONING
         elif begin.stage is Stage.REASONING:

@@ -51,11 +51,11 @@ class Tools:
             schema = self.parameters.get(function, {})
             properties = schema.get("properties")
             found = properties.get(key) if isinstance(properties, Mapping) else None
-            self._kinds[cached] = kinds_of(found, schema) if found is not None else None
+            self._kinds[cached] = json_types_of(found, schema) if found is not None else None
         return self._kinds[cached]
 
 
-def kinds_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
+def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
     """The JSON types that a schema allows; None where it does not say."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return None
@@ -70,21 +70,21 @@ def _declared(
 ) -> frozenset[str] | None:
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        return kinds_of(_resolve(reference, root), root, depth + 1)
+        return json_types_of(_resolve(reference, root), root, depth + 1)
     declared = schema.get("type")
     if declared is not None:
         names = declared if isinstance(declared, list) else [declared]
         kinds = {_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
         return frozenset(kinds) if kinds <= ALL_KINDS else None
     if isinstance(schema.get("enum"), list):
-        return frozenset(kind_of_value(value) for value in schema["enum"])
+        return frozenset(json_type_of(value) for value in schema["enum"])
     if "const" in schema:
-        return frozenset({kind_of_value(schema["const"])})
+        return frozenset({json_type_of(schema["const"])})
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            return _union(kinds_of(option, root, depth + 1) for option in schema[word])
+            return _union(json_types_of(option, root, depth + 1) for option in schema[word])
     if isinstance(schema.get("allOf"), list):
-        known = [kinds_of(option, root, depth + 1) for option in schema["allOf"]]
+        known = [json_types_of(option, root, depth + 1) for option in schema["allOf"]]
         return next((kinds for kinds in known if kinds is not None), None)
     for word, kind in (("properties", "object"), ("items", "array"), ("pattern", "string")):
         if word in schema:
@@ -108,7 +108,7 @@ def _resolve(reference: str, root: Mapping[str, Any]) -> object:
     return found
 
 
-def kind_of_value(value: object) -> str:
+def json_type_of(value: object) -> str:
     """The JSON type of a Python value that json.loads gave."""
     if isinstance(value, bool):
         return "boolean"
@@ -152,7 +152,7 @@ def _as_json(bare: str) -> tuple[str, str] | None:
     """(kind, JSON text) of text that is JSON or a Python literal; None for anything else."""
     bare = _LITERALS.get(bare, bare)
     try:
-        return kind_of_value(loads(bare)), bare
+        return json_type_of(loads(bare)), bare
     except ValueError:
         pass
     if bare[:1] not in "[{(-+.0123456789'\"" or not bare:
@@ -161,6 +161,6 @@ def _as_json(bare: str) -> tuple[str, str] | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns of odd escapes, which are the model's
             value = ast.literal_eval(bare)
-        return kind_of_value(value), json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json_type_of(value), json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None

@@ -1,0 +1,278 @@
+"""Builds structural-tag nodes for arguments that are not written as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nereid_parsers.constrain_nodes import (
+    BLANKS,
+    Node,
+    any_text,
+    const,
+    json_schema,
+    one_of,
+    optional,
+    repeated,
+    sequence,
+)
+from nereid_parsers.errors import ConstraintError
+from nereid_parsers.format import (
+    BareKeyArguments,
+    NestedTags,
+    PythonCalls,
+    TaggedArguments,
+    pattern,
+)
+from nereid_parsers.stream.schema import json_types_of
+
+# The only value of NestedTags.mark for which xgrammar can constrain nested elements.
+_NESTED_MARK = "]<]minimax[>["
+_NESTED_STYLE = "minimax_m3_xml"
+_STRING_ONLY = frozenset({"string"})
+# Keywords of a string's schema that a Python string in single quotes would evade.
+_STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
+_SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
+# Up to this number of optional arguments, any of them may be the first that is written.
+_MAX_FREE_STARTS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSchema:
+    """A tool of the request: its name and the JSON schema of its parameters."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    is_strict: bool = False
+
+    @classmethod
+    def of(cls, tool: Mapping[str, Any]) -> ToolSchema:
+        """Convert one member of the OpenAI tools list. Raise ConstraintError if it has no name."""
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise ConstraintError(f"tools: the tool {dict(tool)!r} has no name")
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        return cls(name, parameters, bool(function.get("strict") or tool.get("strict")))
+
+    def argument(self, key: str) -> Mapping[str, Any]:
+        """Return the schema of argument `key`, with the definitions that it may refer to."""
+        schema = self.parameters["properties"][key]
+        definitions = {
+            keyword: self.parameters[keyword]
+            for keyword in ("$defs", "definitions")
+            if keyword in self.parameters
+        }
+        return {**definitions, **schema} if isinstance(schema, Mapping) else {}
+
+    @property
+    def keys(self) -> tuple[list[str], list[str]]:
+        """The names of the required and of the optional arguments, in the schema's order."""
+        properties = self.parameters.get("properties")
+        names = list(properties) if isinstance(properties, Mapping) else []
+        listed = self.parameters.get("required")
+        required = set(listed) if isinstance(listed, list) else set()
+        return (
+            [name for name in names if name in required],
+            [name for name in names if name not in required],
+        )
+
+
+def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
+    """Return the node for a pattern whose fields have one or more possible values.
+
+    Example: `pattern_node("<parameter={key}>", {"key": ["city"]})` gives
+    `const("<parameter=city>")`.
+
+    Raises:
+        ConstraintError: `values` lacks a field of the pattern.
+    """
+    nodes: list[Node] = []
+    for part in pattern(text):
+        if isinstance(part, str):
+            nodes.append(const(part))
+        elif part.field in values:
+            nodes.append(one_of(*map(const, values[part.field])))
+        else:
+            raise ConstraintError(
+                f"The pattern {text!r} cannot be constrained, because the text of the field "
+                f"{part.field} is not known"
+            )
+    return sequence(*nodes)
+
+
+# ---- tagged values -------------------------------------------------------------------------------
+
+
+def tagged_arguments(part: TaggedArguments, tool: ToolSchema) -> Node:
+    """Return the node for all tagged arguments of a call, in the schema's order.
+
+    Example of matching text: `<parameter=city>Paris</parameter><parameter=days>3</parameter>`.
+    """
+    required, optional_keys = tool.keys
+    nodes = [_tagged_value(part, key, tool.argument(key)) for key in required]
+    nodes += [optional(_tagged_value(part, key, tool.argument(key))) for key in optional_keys]
+    return sequence(*nodes) if nodes else BLANKS
+
+
+def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
+    """Return the node for one tagged value, for example `<parameter=city>Paris</parameter>`."""
+    types = json_types_of(schema, schema)
+    if types is None or "string" in types:
+        return _tagged_text(part, key, schema)
+    return _tagged_json(part, key, schema, types)
+
+
+def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
+    """Return the node for a tagged value that may be a string, and so may be any text."""
+    values = {"key": [key], "string": ["true"], "type": ["string"]}
+    opening = pattern_node(part.open, values)
+    choices = schema.get("enum")
+    if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+        return sequence(opening, one_of(*map(const, choices)), const(part.close))
+    # Another spelling is used only if it is a shorter form of the first, so that both start alike.
+    is_constant = opening["type"] == "const_string" and bool(opening["value"])
+    shorter = [other for other in part.also if is_constant and part.open.startswith(other.open)]
+    options = [
+        _text_until(pattern_node(spelling.open, values), spelling.close)
+        for spelling in (part, *shorter)
+    ]
+    return one_of(*options)
+
+
+def _tagged_json(
+    part: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
+) -> Node:
+    """Return the node for a tagged value that cannot be a string: `<parameter=days>3</parameter>`.
+
+    A boolean or null may also be written as in Python (True, False, None).
+    """
+    type_names = sorted(types or {"object"})
+    if "number" not in type_names:
+        type_names.append("number")  # Some templates write "number" for every type but string.
+    values = {"key": [key], "string": ["false"], "type": type_names}
+    options: list[Node] = []
+    for spelling in (part, *part.also):
+        value = json_schema(schema, excludes=spelling.close.strip())
+        words = ["True", "False"] * ("boolean" in types) + ["None"] * ("null" in types)
+        if words and "enum" not in schema and "const" not in schema:
+            value = one_of(value, *map(const, words))
+        options.append(sequence(pattern_node(spelling.open, values), value, const(spelling.close)))
+    return one_of(*options)
+
+
+def _text_until(opening: Node, close: str) -> Node:
+    r"""Return the node for `opening`, free text and `close`.
+
+    The free text ends at the marker without its white space, because the parser ends the value
+    there. Example: for the close `"\n</p>\n"`, the text ends at `</p>`, and `"\n"` follows.
+    """
+    marker = close.strip()
+    begin = opening["value"] if opening["type"] == "const_string" else ""
+    text = {"type": "tag", "begin": begin, "content": any_text(), "end": marker}
+    blanks_after = const(close.lstrip()[len(marker) :])
+    return sequence(text, blanks_after) if begin else sequence(opening, text, blanks_after)
+
+
+# ---- nested elements, Python calls, objects with bare keys ---------------------------------------
+
+
+def nested_arguments(part: NestedTags, tool: ToolSchema) -> Node:
+    """Return the node for arguments written as nested elements.
+
+    Raises:
+        ConstraintError: xgrammar has no style for the mark before the tags.
+    """
+    if part.mark != _NESTED_MARK:
+        raise ConstraintError(
+            f"nested elements with the mark {part.mark!r} cannot be constrained; xgrammar supports "
+            f"only the mark {_NESTED_MARK!r}"
+        )
+    return {**json_schema(tool.parameters), "style": _NESTED_STYLE}
+
+
+def python_call(part: PythonCalls, tool: ToolSchema) -> Node:
+    """Return the node for one call in Python syntax, for example `f(city="Paris", days=3)`."""
+    required, optional_keys = tool.keys
+    arguments = _comma_separated(
+        [_python_argument(key, tool) for key in required],
+        [_python_argument(key, tool) for key in optional_keys],
+        const(", "),
+    )
+    return sequence(const(f"{tool.name}{part.suffix}("), arguments, const(")"))
+
+
+def _python_argument(key: str, tool: ToolSchema) -> Node:
+    """Return the node for one keyword argument, for example `days=3`."""
+    return sequence(const(f"{key}="), _python_value(tool.argument(key)))
+
+
+def _python_value(schema: Mapping[str, Any]) -> Node:
+    """Return the node for a Python literal.
+
+    Inside a list or a dict, xgrammar writes true, false and null as in JSON. The parser accepts
+    these words too.
+    """
+    types = json_types_of(schema, schema)
+    if types == frozenset({"boolean"}):
+        return one_of(const("True"), const("False"))
+    if types is not None and "null" in types:
+        not_null = {**schema, "type": sorted(types - {"null"})}
+        return one_of(const("None"), json_schema(not_null))
+    if types == _STRING_ONLY and not any(keyword in schema for keyword in _STRING_KEYWORDS):
+        return one_of(json_schema(schema), {"type": "regex", "pattern": _SINGLE_QUOTED})
+    return json_schema(schema)
+
+
+def bare_key_arguments(part: BareKeyArguments, tool: ToolSchema) -> Node:
+    """Return the node for an object with bare keys, for example `{city:<q>Paris<q>,days:3}`."""
+    required, optional_keys = tool.keys
+    members = _comma_separated(
+        [_bare_key_member(part, key, tool) for key in required],
+        [_bare_key_member(part, key, tool) for key in optional_keys],
+        const(","),
+    )
+    return sequence(const("{"), members, const("}"))
+
+
+def _bare_key_member(part: BareKeyArguments, key: str, tool: ToolSchema) -> Node:
+    """Return the node for one member of an object with bare keys, for example `days:3`."""
+    return sequence(const(f"{key}:"), _bare_key_value(part, tool.argument(key)))
+
+
+def _bare_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
+    """Return the node for a value in an object with bare keys, for example `[<q>a<q>,<q>b<q>]`."""
+    types = json_types_of(schema, schema)
+    choices = schema.get("enum")
+    if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+        return one_of(*(const(f"{part.quote}{choice}{part.quote}") for choice in choices))
+    if types is None or "string" in types:
+        return {"type": "tag", "begin": part.quote, "content": any_text(), "end": part.quote}
+    if types == frozenset({"array"}):
+        item_schema = schema.get("items")
+        item = _bare_key_value(part, item_schema if isinstance(item_schema, Mapping) else {})
+        return sequence(const("["), optional(repeated([item], const(","), False)), const("]"))
+    if types == frozenset({"object"}):
+        return bare_key_arguments(part, ToolSchema("", schema))
+    return json_schema(schema)
+
+
+def _comma_separated(required: list[Node], others: list[Node], separator: Node) -> Node:
+    """Return the node for all required members and any of the others, in their order.
+
+    Example: for the required member a and the others b and c, the matching texts are `a`, `a,b`,
+    `a,c` and `a,b,c`. Without a required member, `b,c`, `b`, `c` and the empty text match.
+    """
+    if required:
+        nodes = [required[0]]
+        nodes += [sequence(separator, node) for node in required[1:]]
+        nodes += [optional(sequence(separator, node)) for node in others]
+        return sequence(*nodes)
+    if not others:
+        return const("")
+    options = [
+        sequence(first, *(optional(sequence(separator, node)) for node in others[number + 1 :]))
+        for number, first in enumerate(others[:_MAX_FREE_STARTS])
+    ]
+    return optional(one_of(*options))

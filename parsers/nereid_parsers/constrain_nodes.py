@@ -1,0 +1,109 @@
+"""Builds the nodes of an xgrammar structural tag from smaller nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Node = dict[str, Any]
+
+# At most two characters of white space. More could continue for ever while tokens are sampled.
+BLANKS: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
+
+
+def const(text: str) -> Node:
+    """Return the node that matches exactly `text`."""
+    return {"type": "const_string", "value": text}
+
+
+def any_text(excludes: tuple[str, ...] = ()) -> Node:
+    """Return the node that matches any text without the strings in `excludes`.
+
+    In a sequence, the text extends to the node that follows. Strings are stripped, and blank
+    strings are ignored. Example: `any_text((" <a> ",))` gives
+    `{"type": "any_text", "excludes": ["<a>"]}`.
+    """
+    strings = list(dict.fromkeys(text.strip() for text in excludes if text.strip()))
+    return {"type": "any_text", "excludes": strings} if strings else {"type": "any_text"}
+
+
+def json_schema(schema: object, excludes: str = "") -> Node:
+    """Return the node that matches JSON text of a schema.
+
+    JSON may contain only one character of white space at a time, because white space could
+    otherwise continue for ever while tokens are sampled.
+
+    Args:
+        schema: The JSON schema.
+        excludes: A string that the text may not contain, or "".
+    """
+    node: Node = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    return {**node, "excludes": [excludes]} if excludes else node
+
+
+def sequence(*parts: Node) -> Node:
+    """Return the node that matches all `parts` one after another.
+
+    Nested sequences are flattened, adjacent constants are joined, and empty constants are dropped.
+    Example: `sequence(const("<a>"), const(""), const("x"))` gives `const("<a>x")`.
+    """
+    flat: list[Node] = []
+    for part in parts:
+        for element in part["elements"] if part["type"] == "sequence" else [part]:
+            if element["type"] == "const_string":
+                if not element["value"]:
+                    continue
+                if flat and flat[-1]["type"] == "const_string":
+                    flat[-1] = const(flat[-1]["value"] + element["value"])
+                    continue
+            flat.append(element)
+    return flat[0] if len(flat) == 1 else {"type": "sequence", "elements": flat}
+
+
+def one_of(*options: Node) -> Node:
+    """Return the node that matches any one of the options."""
+    return options[0] if len(options) == 1 else {"type": "or", "elements": list(options)}
+
+
+def optional(part: Node) -> Node:
+    """Return the node that matches `part` or nothing."""
+    return {"type": "optional", "content": part}
+
+
+def repeated(items: list[Node], separator: Node, is_single: bool) -> Node:
+    """Return the node that matches one or more of `items`, with `separator` between two items.
+
+    If `is_single` is true, the node matches exactly one item.
+    """
+    item = one_of(*items)
+    if is_single:
+        return item
+    further_items = {"type": "star", "content": sequence(separator, item)}
+    return sequence(item, further_items)
+
+
+def tag(node: Node) -> Node:
+    """Convert a node to a tag. A constant at either end becomes the tag's begin or end.
+
+    Example: `sequence(const("<a>"), any_text(), const("</a>"))` gives
+    `{"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}`.
+    """
+    parts = node["elements"] if node["type"] == "sequence" else [node]
+    begin = parts[0]["value"] if parts[0]["type"] == "const_string" else ""
+    inner = parts[1:] if begin else parts
+    end = inner[-1]["value"] if inner and inner[-1]["type"] == "const_string" else ""
+    inner = inner[:-1] if end else inner
+    content = sequence(*inner) if inner else const("")
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def without_outer_blanks(node: Node) -> Node:
+    r"""Return `node` without the white space of the constants at its two ends.
+
+    Example: `const("\n<a>\n")` gives `const("<a>")`.
+    """
+    parts = list(node["elements"]) if node["type"] == "sequence" else [node]
+    if parts[0]["type"] == "const_string":
+        parts[0] = const(parts[0]["value"].lstrip())
+    if parts[-1]["type"] == "const_string":
+        parts[-1] = const(parts[-1]["value"].rstrip())
+    return sequence(*parts)

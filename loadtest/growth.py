@@ -2,14 +2,14 @@
 """Measure how the time of a decode step grows, and draw charts in docs/history/growth.
 
     python loadtest/growth.py [--shapes demo 0.1b] [--steps 24] [--out docs/history/growth]
-    python loadtest/growth.py --charts-only          # draws them again from the data
+    python loadtest/growth.py --charts-only          # draw the charts again from growth.json
 
-Shapes that are not measured keep the figures that are there.
+A model shape that is not measured keeps its figures in growth.json.
 
-One thing grows at a time: sequences in a batch, tokens before the next one, requests that wait,
-tokens that an answer has already. The clock is this process's CPU time with one thread, so that
-other work on the machine counts little. What plan, batch building, sampling and commit take is
-measured apart (bench_scheduler.py).
+One quantity grows at a time: the sequences in the batch, the tokens of the context, the waiting
+requests, or the tokens of the answer. The clock is the CPU time of this process with one thread,
+because other work on the machine affects CPU time less than wall time. The module bench_scheduler
+measures the time of plan, batch building, sampling and commit.
 """
 
 import argparse
@@ -34,24 +34,28 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (32, 128, 512, 1024, 2048)
 WAITING = (0, 10, 100, 1000, 10_000)
 OVERHEAD = (1, 4, 16, 64, 256, 1000)
-_CONTEXT = 64  # where it is not what grows
+_CONTEXT = 64  # tokens of context, unless the context is what grows
 _ROUNDS = 2
 
-# One answer's length and how many sequences write at once, by shape.
+# For each shape: the length of an answer, and the number of sequences that run at once.
 ANSWERS = {"demo": (1536, 4), "0.1b": (384, 1)}
 
 Point = dict[str, float]
 
 
 def main() -> int:
-    """Measure what was asked for, write the data, and draw."""
+    """Measure the requested shapes, write growth.json, and draw the charts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", choices=list(ANSWERS), default=list(ANSWERS))
-    parser.add_argument("--steps", type=int, default=24, help="steps measured at each point")
+    parser.add_argument(
+        "--steps", type=int, default=24, help="number of steps to measure at each point"
+    )
     parser.add_argument("--out", type=Path, default=DEMO.parents[1] / "docs" / "history" / "growth")
-    parser.add_argument("--charts-only", action="store_true", help="draw the data that is there")
+    parser.add_argument(
+        "--charts-only", action="store_true", help="draw the charts from an existing growth.json"
+    )
     args = parser.parse_args()
     data = args.out / "growth.json"
     if not args.charts_only:
@@ -70,7 +74,7 @@ def main() -> int:
 
 
 def machine() -> dict[str, str]:
-    """Where and how it ran."""
+    """Return the date, the processor, the version of torch and the clock."""
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "processor": bench.processor(),
@@ -80,7 +84,7 @@ def machine() -> dict[str, str]:
 
 
 def overhead() -> dict[int, dict[str, Point]]:
-    """What each part outside the model takes, by sequences in the batch."""
+    """Return the time of each part outside the model, for each number of sequences."""
     return {
         count: {
             part: summary(seconds)
@@ -91,7 +95,7 @@ def overhead() -> dict[int, dict[str, Point]]:
 
 
 def measure(shape: str, steps: int) -> dict[str, dict[int, Point]]:
-    """Every chart's points for one model."""
+    """Return the points of every chart for the model shape `shape`."""
     with tempfile.TemporaryDirectory(prefix="nereid-growth-") as folder:
         path = DEMO
         if shape != "demo":
@@ -101,8 +105,8 @@ def measure(shape: str, steps: int) -> dict[str, dict[int, Point]]:
 
 
 def measure_shape(path: str, shape: str, steps: int) -> dict[str, dict[int, Point]]:
-    """Every chart's points for one model."""
-    told(f"{shape}: batch, context, output")
+    """Return the points of every chart for the checkpoint at `path`."""
+    print_progress(f"{shape}: batch, context, output")
     engine = Engine(EngineConfig(path, num_threads=1, max_model_len=4096, max_num_seqs=64))
     length, num_writing = ANSWERS[shape]
     found = {
@@ -110,14 +114,15 @@ def measure_shape(path: str, shape: str, steps: int) -> dict[str, dict[int, Poin
         "context": points(CONTEXTS, lambda n: decode(engine, 1, n, steps)),
         "output": output_points(engine, num_writing, length),
     }
-    # The same lengths again, but as prompts: what attention alone makes of the context.
+    # Measure the same context lengths as prompts, to separate the cost of a long context from the
+    # cost of a long answer.
     found["output_as_prompt"] = points(
         [_CONTEXT + at for at in list(found["output"])[::3]],
         lambda n: decode(engine, num_writing, n, steps),
         offset=-_CONTEXT,
     )
     engine.close()
-    told(f"{shape}: waiting")
+    print_progress(f"{shape}: waiting")
     engine = Engine(
         EngineConfig(
             path, num_threads=1, max_model_len=4096, max_num_seqs=8, max_num_waiting=2 * WAITING[-1]
@@ -131,7 +136,10 @@ def measure_shape(path: str, shape: str, steps: int) -> dict[str, dict[int, Poin
 def points(
     values: "tuple[int, ...] | list[int]", take: Callable[[int], list[float]], offset: int = 0
 ) -> dict[int, Point]:
-    """A summary for each value; in rounds, so that a busy minute does not fall on one value."""
+    """Return a summary for each value.
+
+    The values are measured in rounds, so that a busy minute does not affect only one value.
+    """
     found: dict[int, list[float]] = {value: [] for value in values}
     for _ in range(_ROUNDS):
         for value in values:
@@ -142,9 +150,14 @@ def points(
 def decode(
     engine: Engine, num_sequences: int, length: int, steps: int, num_waiting: int = 0
 ) -> list[float]:
-    """Seconds of some steps in which sequences with prompts of a length get one token each.
+    """Return the seconds of `steps` decode steps.
 
-    Others may wait for a place meanwhile.
+    Args:
+        engine: an engine without requests.
+        num_sequences: number of running sequences.
+        length: number of tokens in each prompt.
+        steps: number of decode steps to measure.
+        num_waiting: number of further requests that wait during the steps.
     """
     params = SamplingParams(temperature=0.0, max_tokens=steps + 64, ignore_eos=True)
     start(engine, num_sequences, length, params)
@@ -160,7 +173,7 @@ def decode(
 
 
 def output_points(engine: Engine, num_sequences: int, length: int) -> dict[int, Point]:
-    """Seconds a step along long answers, each point of the steps around it."""
+    """Return step times along long answers; each point summarises a twelfth of the answer."""
     params = SamplingParams(temperature=0.0, max_tokens=length + 64, ignore_eos=True)
     start(engine, num_sequences, _CONTEXT, params)
     seconds = [timed_step(engine) for _ in range(length)]
@@ -170,7 +183,7 @@ def output_points(engine: Engine, num_sequences: int, length: int) -> dict[int, 
 
 
 def start(engine: Engine, num_sequences: int, length: int, params: SamplingParams) -> None:
-    """Add requests and step until all have their first token, and once more."""
+    """Add requests, run steps until every request has its first token, and run three more."""
     for number in range(num_sequences):
         engine.add_request(f"runs-{number}", prompt_of(engine, number, length), params)
     silent = {f"runs-{number}" for number in range(num_sequences)}
@@ -181,7 +194,7 @@ def start(engine: Engine, num_sequences: int, length: int, params: SamplingParam
 
 
 def clear(engine: Engine, num_sequences: int) -> None:
-    """End what runs."""
+    """Abort the running requests."""
     for number in range(num_sequences):
         engine.abort(f"runs-{number}")
     engine.step()
@@ -189,27 +202,27 @@ def clear(engine: Engine, num_sequences: int) -> None:
 
 
 def prompt_of(engine: Engine, number: int, length: int) -> list[int]:
-    """A random prompt, always the same for the same number."""
+    """Return a random prompt that depends only on `number` and `length`."""
     rng = random.Random(number)
     return [rng.randrange(3, engine.info.vocab_size) for _ in range(length)]
 
 
 def timed_step(engine: Engine) -> float:
-    """Seconds of CPU time that a step takes."""
+    """Run one step, and return its CPU time in seconds."""
     started = time.process_time()
     engine.step()
     return time.process_time() - started
 
 
 def summary(seconds: list[float]) -> Point:
-    """Median, and the tenth and ninetieth percentile."""
+    """Return the median, the 10th and the 90th percentile."""
     tenths = statistics.quantiles(seconds, n=10)
     return {"median": statistics.median(seconds), "p10": tenths[0], "p90": tenths[-1]}
 
 
-def told(what: str) -> None:
-    """Say on the terminal what is measured now."""
-    print(what, file=sys.stderr, flush=True)
+def print_progress(name: str) -> None:
+    """Print the name of the current measurement."""
+    print(name, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

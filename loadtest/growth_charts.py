@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws growth.py's data: one picture for each thing that grows."""
+"""Draw the figures of growth.json: one chart for each quantity that grows."""
 
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ NAMES = {"demo": "demo model (float32)", "0.1b": "0.1B Qwen3 shape (bfloat16)"}
 CHARTS = {
     "batch": ("sequences in the batch", "context 64"),
     "context": ("tokens of context", "one sequence"),
-    "waiting": ("requests that wait", "8 run, context 64"),
-    "output": ("tokens of the answer so far", "prompt 64"),
+    "waiting": ("waiting requests", "8 running sequences, context 64"),
+    "output": ("tokens generated so far", "prompt 64"),
 }
 
 
@@ -29,14 +29,14 @@ def draw(report: dict[str, Any], folder: Path) -> None:
 
 
 def draw_growth(report: dict[str, Any], name: str, path: Path) -> None:
-    """Step time against one thing, a panel for each model."""
+    """Draw the step time against one quantity, with a panel for each model."""
     label, condition = CHARTS[name]
     shapes = report["shapes"]
     figure, panels = plt.subplots(1, len(shapes), figsize=(5.2 * len(shapes), 3.8), squeeze=False)
     for panel, (shape, found) in zip(panels[0], shapes.items(), strict=True):
         if name == "output":
             line(panel, found["output"], 0, "generated")
-            line(panel, found["output_as_prompt"], 1, "the same context, as a prompt", dashed=True)
+            line(panel, found["output_as_prompt"], 1, "prompt of the same length", dashed=True)
             panel.legend(frameon=False, loc="lower right")
         else:
             line(panel, found[name], 0, None)
@@ -50,13 +50,13 @@ def draw_growth(report: dict[str, Any], name: str, path: Path) -> None:
         panel.minorticks_off()
         panel.set_title(f"{NAMES.get(shape, shape)}, {condition}", fontsize=10)
         panel.set_xlabel(label)
-        panel.set_ylabel("milliseconds a step")
+        panel.set_ylabel("milliseconds per step")
         panel.set_ylim(bottom=0)
     finish(figure, report, path)
 
 
 def draw_overhead(report: dict[str, Any], path: Path) -> None:
-    """What Python does around the model, by part, against the batch."""
+    """Draw the time of each part outside the model against the number of sequences."""
     found = report["overhead"]
     counts = [int(count) for count in found]
     parts = list(next(iter(found.values())))
@@ -65,7 +65,7 @@ def draw_overhead(report: dict[str, Any], path: Path) -> None:
         line(panel, {count: found[count][part] for count in found}, number, part)
     total = {c: {"median": sum(found[c][part]["median"] for part in parts)} for c in found}
     panel.plot(
-        counts, [1e3 * point["median"] for point in total.values()], "k--", lw=1.2, label="together"
+        counts, [1e3 * point["median"] for point in total.values()], "k--", lw=1.2, label="sum"
     )
     panel.axhline(1, color="grey", lw=0.8, ls=":")
     panel.set_xscale("log", base=4)
@@ -73,9 +73,9 @@ def draw_overhead(report: dict[str, Any], path: Path) -> None:
     panel.set_xticks(counts, [f"{count:,}" for count in counts])
     panel.minorticks_off()
     panel.set_yticks([0.01, 0.1, 1, 10], ["0.01", "0.1", "1", "10"])
-    panel.set_title("outside the model (greedy, vocabulary 256)", fontsize=10)
+    panel.set_title("work outside the model (greedy, vocabulary of 256)", fontsize=10)
     panel.set_xlabel("sequences in the batch")
-    panel.set_ylabel("milliseconds a step")
+    panel.set_ylabel("milliseconds per step")
     panel.legend(frameon=False)
     finish(figure, report, path)
 
@@ -87,7 +87,7 @@ def line(
     label: str | None,
     dashed: bool = False,
 ) -> None:
-    """Medians, and a band from the tenth to the ninetieth percentile."""
+    """Draw the medians, and a band from the 10th to the 90th percentile."""
     values = [int(value) for value in found]
     marks = {
         key: [1e3 * point[key] for point in found.values()] for key in ("median", "p10", "p90")
@@ -98,7 +98,7 @@ def line(
 
 
 def finish(figure: Any, report: dict[str, Any], path: Path) -> None:  # noqa: ANN401 - untyped
-    """Say where the figures come from, and save."""
+    """Add the machine and the date to the chart, and save the chart."""
     facts = report["machine"]
     for panel in figure.axes:
         panel.grid(alpha=0.25)
@@ -106,7 +106,8 @@ def finish(figure: Any, report: dict[str, Any], path: Path) -> None:  # noqa: AN
     figure.text(
         0.01,
         0.01,
-        f"{facts['processor']}, {facts['clock']}; median, band 10 to 90 %; {facts['date']}",
+        f"{facts['processor']}, {facts['clock']}; "
+        f"median and 10th to 90th percentile; {facts['date']}",
         fontsize=7,
         color="dimgrey",
     )

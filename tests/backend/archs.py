@@ -136,9 +136,10 @@ def summary(results: dict[str, Result]) -> str:
     kinds = Counter(r.status for r in results.values())
     by_tier = ", ".join(f"{tiers[tier]} {tier}" for tier in _TIERS)
     return (
-        f"{len(results)} of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types: {kinds['exact']} exact "
-        f"({by_tier}), {kinds['refused']} refused by name, {kinds['not built']} not built, "
-        f"{kinds['wrong']} wrong"
+        f"{len(results)} of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types were tested: "
+        f"{kinds['exact']} types give equal tokens ({by_tier}), {kinds['wrong']} types give "
+        f"different tokens, {kinds['refused']} types are rejected, and {kinds['not built']} types "
+        "cannot be built as test models"
     )
 
 

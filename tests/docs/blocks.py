@@ -1,0 +1,215 @@
+"""Code blocks of Markdown pages, and how a block is run against a test server.
+
+A fenced block is run if its language is `bash` or `python`. A `json` or `text` block that follows
+shows the expected output. An HTML comment on the line before a block changes this:
+
+    <!-- test: serves -->              the block starts a server; later blocks of the page use it
+    <!-- test: main -->                this block and later ones use the server of `make serve`
+    <!-- test: skip, needs docker -->  the block is not run, for this reason
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+_RUNNABLE = ("bash", "python")
+_OUTPUT = ("json", "text")
+_NOT_CODE = ("mermaid",)
+_FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"<!-- test: (\w+)(?:, (.*?))? -->\s*\Z")
+_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The ports of the server that blocks talk to, in place of the documented ones."""
+
+    openai: int = 9000
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+
+    def put_into(self, text: str) -> str:
+        """Return `text` with the documented addresses replaced.
+
+        Example: "curl http://127.0.0.1:9000/v1/models" -> "curl http://127.0.0.1:41234/v1/models".
+        Pages start a second frontend on port 9100.
+        """
+        documented = {8000: self.http, 8001: self.grpc, 8002: self.metrics}
+        documented |= {9000: self.openai, 9100: self.openai}
+        return re.sub(
+            r"\b127\.0\.0\.1:(9[01]00|800[012])\b",
+            lambda match: f"127.0.0.1:{documented[int(match[1])]}",
+            text,
+        )
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced code block.
+
+    Attributes:
+        page: the page's path, relative to the repository.
+        line: the line of the opening fence.
+        language: the word after the fence.
+        text: the lines between the fences, without their common indentation.
+        mark: `serves`, `main`, `skip`, or an empty string.
+        reason: why the block is skipped.
+        output: the block after this one if it shows the output.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    mark: str
+    reason: str
+    output: "Block | None" = None
+
+    @property
+    def place(self) -> str:
+        """Where the block is, such as `README.md:31`."""
+        return f"{self.page}:{self.line}"
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a test runs the block."""
+        return self.language in _RUNNABLE and self.mark != "skip"
+
+
+def read_blocks(page: Path) -> list[Block]:
+    """Return the code blocks of a Markdown page in order.
+
+    A `json` or `text` block is attached to the block before it as `output` if only one paragraph
+    at most stands between the two.
+    """
+    source = page.read_text(encoding="utf-8")
+    blocks: list[Block] = []
+    end_of_last = 0
+    for match in _FENCE.finditer(source):
+        indent, language, text = match[1], match[2], match[3]
+        if indent:
+            text = re.sub(f"^{indent}", "", text, flags=re.MULTILINE)
+        mark = _MARK.search(source[: match.start()])
+        between = source[end_of_last : match.start()].strip()
+        end_of_last = match.end()
+        block = Block(
+            page.relative_to(ROOT).as_posix(),
+            source.count("\n", 0, match.start()) + 1,
+            language,
+            text,
+            mark[1] if mark else "",
+            (mark[2] or "") if mark else "",
+        )
+        is_output = language in _OUTPUT and not block.mark and "\n\n" not in between
+        if blocks and blocks[-1].is_run and not blocks[-1].output and is_output:
+            blocks[-1] = Block(**{**vars(blocks[-1]), "output": block})
+        else:
+            blocks.append(block)
+    return blocks
+
+
+def unaccounted(block: Block) -> str:
+    """Return why a block is neither run nor skipped with a reason; empty if all is well."""
+    if block.mark not in ("", "serves", "main", "skip"):
+        return f"{block.place}: the mark {block.mark!r} is unknown"
+    if block.mark == "skip" and len(block.reason.split()) < 2:
+        return f"{block.place}: a skipped block needs a reason of at least two words"
+    if not block.is_run and block.mark != "skip" and block.language not in _NOT_CODE:
+        return f"{block.place}: a block of {block.language!r} needs <!-- test: skip, REASON -->"
+    return ""
+
+
+def run_block(block: Block, ports: Ports, folder: Path) -> str:
+    """Run a block as printed, in the root of the repository, and return its stdout.
+
+    Args:
+        block: a block of bash or Python.
+        ports: the server that the block talks to.
+        folder: replaces `/tmp/nereid`, where pages write files.
+
+    Raises: AssertionError with the block's output if it fails or prints something unexpected.
+    """
+    text = printed(block.text, ports, folder)
+    command = ["bash", "-euo", "pipefail", "-c", text]
+    if block.language == "python":
+        command = [sys.executable, "-c", text]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | _addresses(ports),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block.place} failed:\n{done.stderr}\n{done.stdout}"
+    if '{"error"' in done.stdout and '"error"' not in (block.output.text if block.output else ""):
+        raise AssertionError(f"{block.place} got an error:\n{done.stdout}")
+    if block.output is not None:
+        problem = difference(block.output, done.stdout)
+        assert not problem, f"{block.output.place}: {problem}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def printed(text: str, ports: Ports, folder: Path) -> str:
+    """Return a block's text with this environment's programs, the test server and `folder`."""
+    text = ports.put_into(text).replace("/tmp/nereid", str(folder))
+    return re.sub(r"(?<![\w/])\.venv/bin/", f"{BIN}/", text)
+
+
+def _addresses(ports: Ports) -> dict[str, str]:
+    """Return the variables that the programs in client/examples read their server from."""
+    return {
+        "OPENAI_BASE_URL": f"http://127.0.0.1:{ports.openai}/v1",
+        "HTTP_URL": f"http://127.0.0.1:{ports.http}",
+        "NEREID_GRPC_URL": f"127.0.0.1:{ports.grpc}",
+    }
+
+
+def difference(expected: Block, output: str) -> str:
+    """Return how `output` differs from what the page shows, or an empty string.
+
+    JSON is compared by `shape_difference`. In text, `...` stands for anything and a number for any
+    number; the page may show the output's first lines alone if it ends in `...`.
+    """
+    if expected.language == "json":
+        return shape_difference(json.loads(expected.text), json.loads(output))
+    pattern = re.escape(expected.text.strip())
+    pattern = pattern.replace(re.escape("..."), ".*")
+    pattern = re.sub(r"(?:\\-)?\d+(?:\\\.\d+)?", r"-?[0-9.]+", pattern)
+    is_equal = re.fullmatch(pattern, output.strip(), re.DOTALL)
+    return "" if is_equal else "the block printed something else than the page shows"
+
+
+def shape_difference(expected: Any, actual: Any, path: str = "$") -> str:
+    """Return the first place where `actual` lacks a key or has another type than `expected`.
+
+    Keys that the page leaves out are ignored, and so are the lengths of lists.
+    Example: `{"id": "x", "n": [1]}` has the shape of `{"n": [5, 7]}`.
+    """
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        for key, value in expected.items():
+            if key not in actual:
+                return f"{path}.{key} is missing"
+            if problem := shape_difference(value, actual[key], f"{path}.{key}"):
+                return problem
+        return ""
+    if isinstance(expected, list) and isinstance(actual, list):
+        if expected and not actual:
+            return f"{path} is empty"
+        return shape_difference(expected[0], actual[0], f"{path}[0]") if expected else ""
+    is_number = isinstance(expected, int | float) and isinstance(actual, int | float)
+    if is_number or type(expected) is type(actual):
+        return ""
+    return f"{path} is {actual!r}, where the page shows {expected!r}"

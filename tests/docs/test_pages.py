@@ -1,0 +1,144 @@
+"""The README, the quickstart and the how-to guides: every command runs as printed."""
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from docs.blocks import BIN, ROOT, Block, Ports, printed, read_blocks, run_block, unaccounted
+from served import Served, free_ports
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "docs" / "index.md",
+    ROOT / "docs" / "quickstart.md",
+    *sorted((ROOT / "docs" / "how-to").glob("*.md")),
+]
+_START_TIMEOUT_S = 300
+
+
+class Servers:
+    """The servers that the pages start: each distinct command is started once.
+
+    `make serve` stands for a running server, which `main` is.
+    """
+
+    def __init__(self, main: Ports, folder: Path, stack: ExitStack) -> None:
+        self.main = main
+        self._folder = folder
+        self._stack = stack
+        self._started: dict[str, Ports] = {}
+
+    def start(self, block: Block, current: Ports) -> Ports:
+        """Return the ports of the server that a block starts, once it is ready.
+
+        A block that starts a frontend connects it to the Triton server with the ports `current`.
+        """
+        command = printed(block.text, current, self._folder).strip()
+        if command == "make serve":
+            return self.main
+        if command not in self._started:
+            self._started[command] = self._start(block, command, current)
+        return self._started[command]
+
+    def _start(self, block: Block, command: str, current: Ports) -> Ports:
+        ports = Ports(*free_ports(4))
+        flags = {
+            "--openai-port": ports.openai,
+            "--http-port": ports.http,
+            "--grpc-port": ports.grpc,
+            "--metrics-port": ports.metrics,
+        }
+        if "tritonserver" in command:
+            del flags["--openai-port"]
+        elif "nereid_client" in command:
+            ports = replace(current, openai=ports.openai)
+            flags = {"--port": ports.openai}
+        for flag, number in flags.items():
+            command, num_replaced = re.subn(rf"{flag}[= ]\d+", f"{flag} {number}", command)
+            if not num_replaced:
+                command += f" {flag} {number}"
+        log = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "log"
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [
+                    "bash",
+                    "-euc",
+                    re.sub(r"(\S+/(?:nereid|tritonserver|python) )", r"exec \1", command),
+                ],
+                cwd=ROOT,
+                env={k: v for k, v in os.environ.items() if not k.startswith("NEREID_")},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+        self._stack.callback(_stop, process)
+        url = f"http://127.0.0.1:{ports.openai}/health/ready"
+        if "tritonserver" in command:
+            url = f"http://127.0.0.1:{ports.http}/v2/health/ready"
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not _answers(url):
+            assert process.poll() is None, f"{block.place}: {command}\n{log.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"{block.place}: not ready\n{log.read_text()}"
+            time.sleep(0.1)
+        return ports
+
+
+def _answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=10).close()
+    except OSError:
+        return False
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    process.wait(120)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    with ExitStack() as stack:
+        main = stack.enter_context(Served(arguments=["--log-level=warning"]))
+        ports = Ports(main.openai_port, main.http_port, main.grpc_port, main.metrics_port)
+        yield Servers(ports, tmp_path_factory.mktemp("nereid"), stack)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run_as_printed(page, servers, tmp_path):
+    ports = servers.main
+    for block in read_blocks(page):
+        if block.mark == "serves":
+            ports = servers.start(block, ports)
+            continue
+        if block.mark == "main":
+            ports = servers.main
+        if block.is_run:
+            run_block(block, ports, tmp_path)
+
+
+def test_make_serve_is_the_command_that_the_tests_start():
+    dry = subprocess.run(
+        ["make", "--dry-run", "serve"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert dry.stdout.splitlines()[-1].startswith("exec .venv/bin/nereid serve ")
+    assert (BIN / "nereid").exists()
+
+
+def test_every_block_is_run_or_skipped_for_a_reason(capsys):
+    blocks = [block for page in PAGES for block in read_blocks(page)]
+    assert not [problem for block in blocks if (problem := unaccounted(block))]
+    with capsys.disabled():
+        for block in blocks:
+            if block.mark == "skip":
+                print(f"\nnot run: {block.place}: {block.reason}", end="")  # noqa: T201

@@ -1,4 +1,4 @@
-"""Code, config.pbtxt and docs/embeddings.md name the same tensors and settings."""
+"""The code and config.pbtxt name the same tensors of the embedding model and the reranker."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 from nereid_backend.serving import pooling_tensor_names as names
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "embeddings.md").read_text()
 TENSORS = {
     ("embedding", "input"): {
         names.TEXTS, names.INPUT_IDS, names.INPUT_LENGTHS, names.PARTS, names.OPTIONS,
@@ -30,15 +29,3 @@ def test_a_models_tensors_are_those_that_the_code_names(model, side):
     text = (ROOT / "model_repository" / model / "config.pbtxt").read_text()
     body = re.search(rf"^{side} \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
     assert set(re.findall(r'name: "(\w+)"', body)) == TENSORS[model, side]
-
-
-def test_the_page_names_every_tensor():
-    for tensors in TENSORS.values():
-        for name in tensors:
-            assert f"`{name}`" in PAGE
-
-
-def test_the_page_names_every_setting_and_nothing_else():
-    table = PAGE.split("## Settings")[1]
-    named = re.findall(r"`([A-Z_]+)`", " ".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)))
-    assert sorted(name.lower() for name in named) == sorted(names.SETTINGS)

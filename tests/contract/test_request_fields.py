@@ -1,5 +1,6 @@
-"""docs/request-fields.md is complete, and the tests that it names exist."""
+"""The page about request fields is complete, and each supported field has a test."""
 
+import json
 import re
 from pathlib import Path
 
@@ -19,38 +20,57 @@ from nereid_client.protocol.responses_request import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "request-fields.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "request-fields.md").read_text(encoding="utf-8")
+# For each supported field, the tests that show its effect, as "path::function".
+FIELD_TESTS = json.loads((Path(__file__).parent / "data" / "field_tests.json").read_text())
+ORIGINS = {"OpenAI", "vLLM", "SGLang", "llama.cpp", "Anthropic", "Nereid"}
 
 
-def rows():
-    """(field names, whose, what it does, tests) of each row of each table."""
-    for line in PAGE.splitlines():
-        if not line.startswith("| `"):
-            continue
-        names, of, *what, tests = line.strip("| ").split(" | ")
-        yield re.findall(r"`(\w+)`", names), of, " | ".join(what), re.findall(r"`([^`]+)`", tests)
+def rows_after(start):
+    """Yield the cells of the rows of the first table after a line that starts with `start`."""
+    table = re.split(rf"^{re.escape(start)}.*$", PAGE, maxsplit=1, flags=re.MULTILINE)[1]
+    for line in table.split("\n|", 1)[1].split("\n\n")[0].splitlines():
+        if line.startswith("| `"):
+            yield [cell.strip() for cell in line.strip("| ").split(" | ")]
 
 
-ROWS = list(rows())
-NAMED = {name for names, *_ in ROWS for name in names}
+def fields_after(start):
+    """Return the fields in the first cells of that table."""
+    names = [name for cells in rows_after(start) for name in re.findall(r"`(\w+)`", cells[0])]
+    assert len(names) == len(set(names))
+    return set(names)
+
+
+SUPPORTED_TABLES = (
+    "## Chat and completions",
+    "## Chat only",
+    "## Completions only",
+    "## Responses only",
+    "## Fields of the answer",
+)
+SUPPORTED = set().union(*map(fields_after, SUPPORTED_TABLES))
+REFUSED_EVERYWHERE = fields_after("Rejected by chat, completions and responses")
+REFUSED_IN_CHAT = fields_after("Rejected by chat and responses")
+NAMED = SUPPORTED.union(
+    REFUSED_EVERYWHERE,
+    REFUSED_IN_CHAT,
+    fields_after("Rejected by completions"),
+    fields_after("Rejected by responses"),
+)
 
 
 def backend_fields():
-    """Names in the tables of the backend's modules."""
-    return {
-        name
-        for module in (read_sampling, unsupported_fields)
-        for variable, table in vars(module).items()
-        if isinstance(table, dict | frozenset | tuple) and not variable.startswith("__")
-        for name in table
-        if isinstance(name, str)
-    }
+    """Return the names of all fields that the backend reads or rejects."""
+    return {*read_sampling.FIELD_NAMES, *unsupported_fields.NAMES}
 
 
 def test_every_field_that_the_frontend_knows_is_on_the_page():
-    known = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
-    assert not known - NAMED
-    assert not ResponsesRequest.model_fields.keys() - NAMED
+    common = fields_after("## Chat and completions")
+    chat = common | fields_after("## Chat only")
+    assert not ChatCompletionRequest.model_fields.keys() - chat
+    completions = common | fields_after("## Completions only")
+    assert not CompletionRequest.model_fields.keys() - completions
+    assert not ResponsesRequest.model_fields.keys() - common - fields_after("## Responses only")
     assert not PASSED_ON - NAMED
 
 
@@ -59,51 +79,38 @@ def test_every_field_that_the_backend_knows_is_on_the_page():
     assert not backend_fields() - NAMED
 
 
-def test_each_row_says_whose_it_is_what_it_does_and_what_proves_it():
-    for names, of, what, tests in ROWS:
-        assert names
-        assert re.fullmatch(r"O?V?S?L?", of), names
-        assert what, names
-        assert tests, names
+def test_the_page_lists_every_rejected_field_where_it_is_rejected():
+    in_responses = REFUSED_IN_RESPONSES.keys() | REFUSED_IN_TOOLS.keys()
+    assert refused.REFUSED.keys() | refused.REFUSED_BY_BACKEND == REFUSED_EVERYWHERE
+    assert refused.REFUSED_IN_CHAT.keys() == REFUSED_IN_CHAT
+    assert fields_after("Rejected by completions") == refused.REFUSED_IN_COMPLETIONS.keys()
+    assert fields_after("Rejected by responses") == in_responses - REFUSED_IN_CHAT
 
 
-@pytest.mark.parametrize("test", sorted({test for *_, tests in ROWS for test in tests}))
+def test_each_row_gives_the_origin_of_each_field_and_its_meaning():
+    for start in SUPPORTED_TABLES:
+        for names, origins, *meaning in rows_after(start):
+            assert set(origins.split(", ")) <= ORIGINS, names
+            assert meaning, names
+
+
+def test_each_supported_field_has_a_test():
+    assert FIELD_TESTS.keys() == SUPPORTED
+    assert all(FIELD_TESTS.values())
+
+
+@pytest.mark.parametrize("test", sorted({test for tests in FIELD_TESTS.values() for test in tests}))
 def test_a_named_test_exists(test):
     path, _, name = test.partition("::")
     source = (ROOT / path).read_text()
     assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE)
 
 
-def told(name):
-    """What the page says of a field, in each of its rows."""
-    return [what for names, _, what, _ in ROWS if name in names]
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        *(refused.REFUSED, refused.REFUSED_IN_CHAT, refused.REFUSED_IN_COMPLETIONS),
-        *(REFUSED_IN_RESPONSES, REFUSED_IN_TOOLS),
-    ],
-)
-def test_the_page_gives_the_frontends_reason_of_each_refusal(table):
-    for name, refusal in table.items():
-        assert any(what.startswith(f"refused: {refusal.reason}") for what in told(name)), name
-
-
-def refusal_of(name):
-    """The backend's words when the field asks for something."""
-    with pytest.raises(RequestError) as caught:
-        unsupported_fields.refuse_unsupported({name: "something"})
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", sorted(refused.REFUSED_BY_BACKEND))
 def test_what_the_backend_refuses_is_refused_by_name(name):
-    words = refusal_of(name)
-    assert words.startswith(f"{name}: ")
-    reason = words.removeprefix(f"{name}: ").partition(", got ")[0]
-    assert any(what.startswith(f"refused: {reason}") for what in told(name))
+    with pytest.raises(RequestError) as caught:
+        unsupported_fields.refuse_unsupported({name: "something"})
+    assert str(caught.value).startswith(f"{name}: ")
 
 
 def test_the_ensemble_knows_every_field_that_a_completion_passes_on():
@@ -112,5 +119,5 @@ def test_the_ensemble_knows_every_field_that_a_completion_passes_on():
 
 def test_a_completion_drops_no_field_that_the_backend_acts_on_or_refuses():
     own = {*CompletionRequest.model_fields, *refused.REFUSED_IN_COMPLETIONS}
-    # A completion's text is the raw one: how reasoning is streamed means nothing in it.
+    # A completion returns the raw text, so how reasoning is streamed has no meaning for it.
     assert backend_fields() - PASSED_ON - own == {"stream_reasoning"}

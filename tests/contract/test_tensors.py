@@ -63,12 +63,6 @@ def test_the_ensemble_maps_every_tensor_of_a_step(model):
         assert {key for key, _ in mapped} == set(block(model, kind))
 
 
-def test_the_contract_page_names_every_tensor():
-    page = (REPOSITORY.parent / "docs" / "contract.md").read_text()
-    for name in [*block("llm", "input"), *block("llm", "output")]:
-        assert f"`{name}`" in page
-
-
 def test_the_backend_leaves_the_frontends_settings_alone():
     variables = {
         field.metadata["env"].removeprefix("NEREID_").lower()

@@ -1,0 +1,277 @@
+"""The reference pages name exactly what the code declares, with the same default values."""
+
+import argparse
+import importlib
+import re
+import subprocess
+import sys
+import types
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+from nereid_backend import EngineConfig
+from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.serving.pooling.pooling_settings import PoolingServing
+from nereid_backend.serving.serving_settings import ServingSettings
+from nereid_client.app import create_app
+from nereid_client.cli.main import build_parser
+from nereid_client.middleware.request_metrics import RequestMetrics
+from nereid_client.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+CODE = re.compile(r"`([^`]+)`")
+POOLING = ("EMBEDDING", "RERANK")
+
+
+def page(name):
+    return (REFERENCE / name).read_text(encoding="utf-8")
+
+
+def section(text, heading):
+    """Return the text below a heading, up to the next heading of the same or a higher level."""
+    level = heading.split()[0]
+    after = text.split(f"\n{heading}\n", 1)[1]
+    return re.split(rf"^#{{1,{len(level)}}} ", after, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(text):
+    """Yield the cells of each table row that begins with code."""
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            yield [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+
+
+def names(text):
+    """Return the code in the first cells of all tables."""
+    return [name for cells in rows(text) for name in CODE.findall(cells[0])]
+
+
+def assert_no_name_twice(found):
+    assert len(found) == len(set(found))
+
+
+def shown(value):
+    """Return the ways in which a page may show a default value."""
+    if isinstance(value, bool):
+        return {f"`{str(value).lower()}`"}
+    texts = {f"`{value}`", f"`{value:g}`" if isinstance(value, float) else ""}
+    if isinstance(value, int):
+        texts |= {f"{value / 2**10:g} KiB", f"{value / 2**20:g} MiB"}
+    return texts
+
+
+def assert_default(name, cell, default):
+    """Compare a default value. A page may describe the defaults None and "" in words."""
+    if default not in (None, "", MISSING):
+        assert cell in shown(default), name
+
+
+# ---- settings
+
+
+def engine_settings():
+    """Return the default value of each variable of the language model."""
+    found = {}
+    for config in (ServingSettings, EngineConfig):
+        found |= {f"NEREID_{one.name.upper()}": one.default for one in fields(config)}
+    return found
+
+
+def pooling_settings():
+    return {
+        f"NEREID_X_{one.name.upper()}": one.default
+        for config in (PoolingServing, PoolingConfig)
+        for one in fields(config)
+    }
+
+
+def frontend_settings():
+    return {one.metadata["env"]: one.default for one in fields(Settings)}
+
+
+def test_the_settings_page_lists_every_setting_once():
+    found = [name for name in names(page("settings.md")) if name.startswith("NEREID_")]
+    assert_no_name_twice(found)
+    known = {**engine_settings(), **pooling_settings(), **frontend_settings()}
+    assert set(found) == set(known)
+
+
+def test_the_settings_page_gives_the_defaults_of_the_code():
+    known = {**engine_settings(), **pooling_settings(), **frontend_settings()}
+    for cells in rows(page("settings.md")):
+        name = CODE.findall(cells[0])[0]
+        assert_default(name, cells[1], known[name])
+
+
+def test_the_settings_page_gives_the_flags_of_each_setting():
+    text = page("settings.md")
+    for cells in rows(text):
+        variable, *flags = CODE.findall(cells[0])
+        serve = {
+            flag
+            for action in commands()["serve"]._actions
+            if re.search(rf"\b{variable}\b", action.help or "")
+            for flag in action.option_strings
+        }
+        own = {
+            "--" + one.name.replace("_", "-")
+            for one in fields(Settings)
+            if one.metadata["env"] == variable
+        }
+        assert set(flags) == (own or serve), variable
+
+
+def test_every_variable_on_any_page_exists():
+    known = {*engine_settings(), *frontend_settings(), "NEREID_X_"}
+    known |= {
+        name.replace("_X_", f"_{kind}_", 1) for name in pooling_settings() for kind in POOLING
+    }
+    known |= {*pooling_settings(), "NEREID_"}
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]:
+        if "history" in path.parts:
+            continue
+        found = set(re.findall(r"\bNEREID_[A-Z_]*", path.read_text(encoding="utf-8")))
+        assert found <= known, path
+
+
+# ---- endpoints
+
+
+def test_the_endpoints_page_lists_every_route():
+    paths = create_app(Settings()).openapi()["paths"]
+    known = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    found = [name for name in names(page("endpoints.md")) if re.match("[A-Z]+ /", name)]
+    assert_no_name_twice(found)
+    assert set(found) == known
+
+
+# ---- tensors
+
+
+def declared(model, side):
+    """Return name, type and shape of a model's inputs or outputs, from its config.pbtxt."""
+    text = (ROOT / "model_repository" / model / "config.pbtxt").read_text(encoding="utf-8")
+    body = re.search(rf"^{side} \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
+    found = re.findall(r'name: "(\w+)"\s+data_type: TYPE_(\w+)\s+dims: \[ ([-\d, ]+?) \]', body)
+    assert len(found) == body.count("name:")
+    return [(name, kind, f"[{shape}]") for name, kind, shape in found]
+
+
+@pytest.mark.parametrize("model", ["llm", "embedding", "rerank"])
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_the_tensors_page_gives_name_type_and_shape_of_every_tensor(model, side):
+    text = section(page("tensors.md"), f"### {side.capitalize()}s of {model}")
+    found = [(CODE.findall(cells[0])[0], cells[1], cells[2]) for cells in rows(text)]
+    assert found == declared(model, side)
+
+
+# ---- metrics
+
+
+@pytest.fixture
+def engine_metrics(monkeypatch):
+    """Return the names of the metric families that the executor creates, and their kinds."""
+    created = {}
+
+    class MetricFamily:
+        GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
+
+        def __init__(self, *, name, description, kind):
+            assert description
+            created[name] = kind
+
+        def Metric(self, labels, buckets=None):
+            assert labels["model_name"] == "llm"
+
+    fake = types.ModuleType("triton_python_backend_utils")
+    fake.MetricFamily = MetricFamily
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    name = "nereid_backend.serving.executor.engine_metrics"
+    # A module that another test imported with its own fake is loaded again, and put back after.
+    package = importlib.import_module("nereid_backend.serving.executor")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr(package, "engine_metrics", raising=False)
+    importlib.import_module(name).Metrics()
+    monkeypatch.delitem(sys.modules, name)
+    return created
+
+
+def test_the_metrics_page_lists_every_metric_of_the_engine(engine_metrics):
+    found = [name for name in names(page("metrics.md")) if name.startswith("nereid:")]
+    assert_no_name_twice(found)
+    assert set(found) == set(engine_metrics)
+
+
+def test_the_metrics_page_gives_the_kind_of_each_metric(engine_metrics):
+    text = page("metrics.md")
+    for heading, kind in (("## State", "gauge"), ("## Requests and tokens", "counter")):
+        assert {engine_metrics[name] for name in names(section(text, heading))} == {kind}
+
+
+def test_the_metrics_page_lists_every_metric_of_the_frontend():
+    text = RequestMetrics(lambda: 0).as_text().decode()
+    known = {
+        f"{name}_total" if kind == "counter" and not name.endswith("_total") else name
+        for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE)
+        if not name.endswith("_created")
+    }
+    found = [name for name in names(page("metrics.md")) if name.startswith("nereid_frontend_")]
+    assert_no_name_twice(found)
+    assert set(found) == known
+
+
+# ---- command line
+
+
+def commands():
+    """Return the parser of each command of `nereid`."""
+    return next(
+        action.choices
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+
+
+def page_flags(heading):
+    """Return the flags in a section of the command line page, with the cell of the default."""
+    found = {}
+    for cells in rows(section(page("command-line.md"), heading)):
+        for code in CODE.findall(cells[0]):
+            found[code.split()[0]] = cells[1]
+    return found
+
+
+@pytest.mark.parametrize("name", ["serve", "chat", "template", "install-server"])
+def test_the_command_line_page_lists_every_flag_with_its_default(name):
+    known = {
+        action.option_strings[-1]: action.default
+        for action in commands()[name]._actions
+        if action.option_strings and "--help" not in action.option_strings
+    }
+    found = page_flags(f"## nereid {name}")
+    assert set(found) == set(known)
+    for flag, default in known.items():
+        # argparse stores False for a switch, and a path of this machine for a folder.
+        if default is not False and not isinstance(default, Path):
+            assert_default(flag, found[flag], default)
+
+
+def test_the_command_line_page_has_every_command_of_nereid():
+    found = set(re.findall(r"^## nereid ([\w-]+)$", page("command-line.md"), re.MULTILINE))
+    assert found == set(commands())
+
+
+@pytest.mark.parametrize("name", ["formats", "parse"])
+def test_the_command_line_page_lists_every_flag_of_the_parsers(name):
+    text = subprocess.run(
+        [sys.executable, "-m", "nereid_parsers", name, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    known = set(re.findall(r"--[a-z]+", text)) - {"--help"}
+    cells_of = rows(section(page("command-line.md"), "## python -m nereid_parsers"))
+    found = {CODE.findall(cells[1])[0].split()[0] for cells in cells_of if f"`{name}`" == cells[0]}
+    assert found == known

@@ -133,17 +133,19 @@ WRONG = {
     "temperature: must be a finite number, got nan": chat("hi", temperature=float("nan")),
     "max_tokens: must be at least 1, got 0": chat("hi", max_tokens=0),
     "max_tokens: must be at least 1, got -5": chat("hi", max_tokens=-5),
-    "messages: is empty": [tensor("chat_request", '{"messages": []}')],
-    "chat_request: is not JSON": [tensor("chat_request", "{oops")],
-    "send exactly one of text_input, input_ids and chat_request": [tensor("stream", True, "BOOL")],
+    "messages: the list is empty": [tensor("chat_request", '{"messages": []}')],
+    "chat_request: the text is not valid JSON": [tensor("chat_request", "{oops")],
+    "a request must have exactly one of text_input, input_ids and chat_request": [
+        tensor("stream", True, "BOOL")
+    ],
     "text_input: is not UTF-8": [tensor("text_input", b"\xff\xfe")],
     "(max_model_len)": [tensor("input_ids", [5] * 100_000, "INT32")],
     "is outside the vocabulary": [tensor("input_ids", [2_000_000], "INT32")],
-    'did you mean "temperature"': [
+    'Did you mean "temperature"': [
         tensor("text_input", "x"),
         tensor("sampling_parameters", '{"temprature": 1}'),
     ],
-    "image: the served model takes no images": [
+    "image: the served model does not accept images": [
         tensor("text_input", "x"),
         tensor("image", "aGk="),
     ],

@@ -4,8 +4,8 @@ import pytest
 from nereid_backend import RequestError
 from nereid_backend.serving.tokenizer.request_grammar import (
     MAX_GRAMMAR_BYTES,
-    grammar_of_chat,
-    grammar_of_text,
+    build_chat_grammar,
+    build_text_grammar,
 )
 from nereid_parsers import get_format
 
@@ -23,7 +23,7 @@ def tool(name, **function):
 
 
 def chat(fields, prompt=CLOSED, fmt=QWEN, tools=None):
-    return grammar_of_chat(fields, fmt, prompt, tools)
+    return build_chat_grammar(fields, fmt, prompt, tools)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def chat(fields, prompt=CLOSED, fmt=QWEN, tools=None):
     ],
 )
 def test_every_dialect_says_the_same_with_a_plain_grammar(fields, kind):
-    assert grammar_of_text(fields).spec.kind == kind
+    assert build_text_grammar(fields).spec.kind == kind
     behind = chat(fields).spec
     assert (behind.kind, behind.after) == (kind, "")
     assert chat(fields, THINKING).spec == behind._replace(after="</think>")
@@ -54,8 +54,10 @@ def test_every_dialect_says_the_same_with_a_plain_grammar(fields, kind):
 def test_a_schema_inside_json_object_is_what_the_answer_is_held_to(name):
     given = {"response_format": {"type": "json_object", name: SCHEMA}}
     wrapped = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
-    assert grammar_of_text(given) == grammar_of_text(wrapped)
-    assert grammar_of_text(given) != grammar_of_text({"response_format": {"type": "json_object"}})
+    assert build_text_grammar(given) == build_text_grammar(wrapped)
+    assert build_text_grammar(given) != build_text_grammar(
+        {"response_format": {"type": "json_object"}}
+    )
 
 
 def test_where_the_model_may_still_begin_to_reason_the_grammar_covers_that_too():
@@ -98,7 +100,7 @@ def test_only_a_strict_schema_is_checked_afterwards():
 def test_a_free_answer_has_no_grammar(fields):
     assert chat(fields).spec is None
     assert chat(fields, tools=[tool("f")]).spec is None
-    assert grammar_of_text(fields).spec is None
+    assert build_text_grammar(fields).spec is None
 
 
 @pytest.mark.parametrize(
@@ -130,23 +132,41 @@ def test_tools_are_held_to_their_schema_where_they_are_strict_or_alone(fields):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format: type must be text, json_object"),
-        ({"response_format": "json"}, "response_format: type must be text"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format: type must be one of text, json_object",
+        ),
+        ({"response_format": "json"}, "response_format: type must be one of text"),
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema must be a JSON schema"),
         (
             {"response_format": {"type": "json_object", "schema": "{}"}},
             "response_format: schema must be a JSON schema",
         ),
-        ({"regex": "a", "ebnf": "b"}, "ebnf: says what the answer must be, and regex does too"),
-        ({"regex": 5}, "regex: must be a string, got 5"),
-        ({"json_schema": "{"}, "json_schema: is no JSON"),
-        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json: must be a JSON schema"),
+        (
+            {"regex": "a", "ebnf": "b"},
+            "ebnf: the request constrains its output with both regex and ebnf",
+        ),
+        ({"regex": 5}, "regex: the value must be a string, but the request has 5"),
+        ({"json_schema": "{"}, "json_schema: the text is not valid JSON"),
+        (
+            {"structured_outputs": {"json": "[]"}},
+            "structured_outputs.json: the value must be a JSON schema",
+        ),
         ({"structured_outputs": {"choice": []}}, "structured_outputs: choice must be a list"),
-        ({"structured_outputs": {"whitespace_pattern": "x"}}, "whitespace_pattern is not supp"),
-        ({"structured_outputs": {"json": {"a": 1}, "regex": "a"}}, "must hold one of"),
+        (
+            {"structured_outputs": {"whitespace_pattern": "x"}},
+            "does not support the key whitespace_pattern",
+        ),
+        (
+            {"structured_outputs": {"json": {"a": 1}, "regex": "a"}},
+            "must have only one of the keys",
+        ),
         ({"tool_choice": "sometimes"}, "tool_choice: 'sometimes' is not auto, required or none"),
         ({"tool_choice": "required"}, "tool_choice: a call is required, but tools is empty"),
-        ({"parallel_tool_calls": 1, "tool_choice": "required"}, "must be true or false, got 1"),
+        (
+            {"parallel_tool_calls": 1, "tool_choice": "required"},
+            "the value must be true or false, but the request has 1",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(fields, said):
@@ -161,11 +181,13 @@ def test_a_tool_that_is_not_offered_cannot_be_chosen():
 
 
 def test_a_call_cannot_be_demanded_of_a_checkpoint_that_writes_none():
-    with pytest.raises(RequestError, match="tool_choice: 'required' needs a chat format"):
+    with pytest.raises(
+        RequestError, match='tool_choice: the request has "required", but the chat format'
+    ):
         chat({"tool_choice": "required"}, fmt=None, tools=[tool("f")])
     assert chat({}, fmt=None, tools=[tool("f")]).spec is None
 
 
 def test_a_grammar_beyond_the_limit_is_refused_with_its_size():
-    with pytest.raises(RequestError, match=f"regex: .* the limit is {MAX_GRAMMAR_BYTES}"):
-        grammar_of_text({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)})
+    with pytest.raises(RequestError, match=f"regex: .* the limit is {MAX_GRAMMAR_BYTES} bytes"):
+        build_text_grammar({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)})

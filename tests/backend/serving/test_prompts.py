@@ -31,8 +31,14 @@ def test_only_allowed_tools_are_offered():
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        (allowed("x"), "tool_choice: no tool is called 'x'"),
-        ({"type": "allowed_tools"}, "allowed_tools.tools must be a list of functions, got None"),
+        (
+            allowed("x"),
+            'tool_choice: allowed_tools has the function "x", but tools has only f, g, h',
+        ),
+        (
+            {"type": "allowed_tools"},
+            "allowed_tools.tools must be a list of functions, but the request has no value",
+        ),
     ],
 )
 def test_what_allows_no_known_tool_is_refused(choice, said):
@@ -46,5 +52,7 @@ def test_a_flag_may_come_as_text(value):
 
 
 def test_a_flag_that_is_none_is_refused():
-    with pytest.raises(RequestError, match="x: must be true or false, got 1"):
+    with pytest.raises(
+        RequestError, match="x: the value must be true or false, but the request has 1"
+    ):
         read_flag({"x": 1}, "x", default=False)

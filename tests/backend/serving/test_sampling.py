@@ -35,29 +35,51 @@ def test_a_stop_string_may_stand_alone():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"temperature": float("nan")}, "temperature: must be a finite number, got nan"),
-        ({"max_tokens": 0}, "max_tokens: must be at least 1, got 0"),
-        ({"max_tokens": -4}, "max_tokens: must be at least 1, got -4"),
-        ({"max_tokens": "many"}, "max_tokens: must be an integer, got 'many'"),
+        ({"temperature": float("nan")}, "temperature: the value must be a finite number"),
+        ({"max_tokens": 0}, "max_tokens: the value must be at least 1, but it is 0."),
+        ({"max_tokens": -4}, "max_tokens: the value must be at least 1, but it is -4."),
+        (
+            {"max_tokens": "many"},
+            'max_tokens: the value must be an integer, but the request has "many"',
+        ),
         ({"stop": [""]}, "stop: an empty string"),
-        ({"stop": [1]}, "stop: must be a string or a list of strings"),
-        ({"stop": ["x"] * 17}, "stop: has 17 strings; the limit is 16"),
-        ({"n": 0}, "n: must be at least 1, got 0"),
-        ({"presence_penalty": 2.5}, "presence_penalty: must be between -2 and 2"),
-        ({"logit_bias": {"x": 1}}, "logit_bias: keys must be token ids, got 'x'"),
-        ({"logit_bias": {"5": 101}}, "logit_bias: must be between -100 and 100"),
-        ({"logprobs": 21}, "logprobs: must be between 0 and 20, got 21"),
-        ({"logprobs": True, "top_logprobs": 30}, "top_logprobs: must be between 0 and 20, got 30"),
-        ({"top_logprobs": 3}, "top_logprobs: needs logprobs to be true, got 3"),
-        ({"bad_words": "no"}, "bad_words: must be a list, got 'no'"),
-        ({"bad_words": ["no"]}, "bad_words: there is no tokenizer here"),
-        ({"best_of": 3}, "best_of: the ensemble gives every answer"),
-        ({"skip_special_tokens": 1}, "skip_special_tokens: must be true or false, got 1"),
-        ({"cache_salt": 5}, "cache_salt: must be a string"),
-        ({"guided_json": {}}, "guided_json: was replaced by structured_outputs; send"),
-        ({"stop_regex": "a+"}, "stop_regex: stops are strings and token ids"),
-        ({"use_beam_search": True}, "use_beam_search: beam search is not available"),
-        ({"mirostat": 2}, "mirostat: this sampler is not available"),
+        ({"stop": [1]}, "stop: the value must be a string or a list of strings"),
+        (
+            {"stop": ["x"] * 17},
+            "stop: the list must have at most 16 strings, but the request has 17.",
+        ),
+        ({"n": 0}, "n: the value must be at least 1, but it is 0."),
+        ({"presence_penalty": 2.5}, "presence_penalty: the value must be between -2 and 2"),
+        (
+            {"logit_bias": {"x": 1}},
+            'logit_bias: each key must be a token id, but the request has ["x"]',
+        ),
+        ({"logit_bias": {"5": 101}}, "logit_bias: each bias must be between -100 and 100"),
+        (
+            {"logprobs": 21},
+            "logprobs: the value must be an integer from 0 to 20, but the request has 21.",
+        ),
+        (
+            {"logprobs": True, "top_logprobs": 30},
+            "top_logprobs: the value must be an integer from 0 to 20, but the request has 30.",
+        ),
+        ({"top_logprobs": 3}, "top_logprobs: this field requires logprobs=true."),
+        ({"bad_words": "no"}, 'bad_words: the value must be a list, but the request has "no".'),
+        ({"bad_words": ["no"]}, "bad_words: this server has no tokenizer"),
+        ({"best_of": 3}, "best_of: this server returns every choice"),
+        (
+            {"skip_special_tokens": 1},
+            "skip_special_tokens: the value must be true or false, but the request has 1.",
+        ),
+        ({"cache_salt": 5}, "cache_salt: the value must be a string"),
+        ({"guided_json": {}}, "guided_json: structured_outputs.json replaces this field"),
+        ({"stop_regex": "a+"}, "stop_regex: a stop condition must be a string or a token id"),
+        (
+            {"use_beam_search": True},
+            "use_beam_search: this server does not support beam search, but the request has "
+            "true. Leave the field out or send false.",
+        ),
+        ({"mirostat": 2}, "mirostat: this server does not support this sampler"),
     ],
 )
 def test_a_wrong_value_is_named(fields, said):
@@ -83,7 +105,7 @@ def test_a_field_that_asks_for_nothing_passes(fields):
 
 
 def test_an_unknown_sampling_parameter_is_refused_with_the_nearest_name():
-    with pytest.raises(RequestError, match='did you mean "temperature"'):
+    with pytest.raises(RequestError, match='Did you mean "temperature"'):
         refuse_unknown({"temprature": 1})
 
 
@@ -128,7 +150,9 @@ def test_every_engine_field_reaches_the_engine():
 )
 def test_a_chat_says_logprobs_with_a_switch_and_a_number(fields, count):
     assert read_sampling(fields, {}, is_chat=True)[0].logprobs == count
-    with pytest.raises(RequestError, match="logprobs: must be true or false, got 5"):
+    with pytest.raises(
+        RequestError, match="logprobs: the value must be true or false, but the request has 5"
+    ):
         read_sampling({"logprobs": 5}, {}, is_chat=True)
 
 
@@ -160,5 +184,5 @@ def test_timeouts_are_seconds():
     assert read_timeouts({}) == (None, None)
     assert read_timeouts({"timeout": 2, "queue_timeout": "0.5"}) == (2.0, 0.5)
     for value in (-1, True, "soon", [1], float("inf"), float("nan")):
-        with pytest.raises(RequestError, match="queue_timeout: must be"):
+        with pytest.raises(RequestError, match="queue_timeout: the value must be"):
             read_timeouts({"queue_timeout": value})

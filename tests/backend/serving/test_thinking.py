@@ -2,10 +2,10 @@ import pytest
 from nereid_backend import RequestError
 from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.serving.tokenizer.thinking_effort import (
-    budget_of,
-    knows,
-    template_kwargs,
-    thinking_spec,
+    build_thinking_spec,
+    has_variable,
+    read_template_kwargs,
+    read_thinking_budget,
 )
 from nereid_parsers import get_format
 
@@ -27,34 +27,42 @@ HARMONY = "{{ 'Reasoning: ' + reasoning_effort }}"
     ],
 )
 def test_effort_reaches_the_template_in_its_own_variables(template, effort, kwargs):
-    assert template_kwargs({"reasoning_effort": effort}, template) == kwargs
+    assert read_template_kwargs({"reasoning_effort": effort}, template) == kwargs
 
 
 def test_what_chat_template_kwargs_says_goes_first():
     body = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True, "x": 1}}
-    assert template_kwargs(body, QWEN) == {"enable_thinking": True, "x": 1}
+    assert read_template_kwargs(body, QWEN) == {"enable_thinking": True, "x": 1}
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ({"reasoning_effort": "low"}, "reasoning_effort: this checkpoint's chat template has no"),
-        ({"reasoning_effort": 5}, "reasoning_effort: must be a word"),
+        ({"reasoning_effort": 5}, "reasoning_effort: the value must be a word"),
         ({"thinking": {"type": "disabled"}}, "thinking: this checkpoint's chat template has no"),
-        ({"thinking": {"type": "maybe"}}, "thinking: type must be enabled, adaptive or disabled"),
-        ({"documents": [{"text": "x"}]}, "documents: must be a list, and this checkpoint's"),
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs: must be an object"),
+        (
+            {"thinking": {"type": "maybe"}},
+            "thinking: type must be one of enabled, adaptive, disabled",
+        ),
+        (
+            {"documents": [{"text": "x"}]},
+            "documents: this checkpoint's chat template does not read documents",
+        ),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs: the value must be an object"),
     ],
 )
 def test_what_the_template_cannot_follow_is_refused_by_name(body, said):
     with pytest.raises(RequestError, match=said):
-        template_kwargs(body, "{{ messages }} enable_thinking, thinking hard")
+        read_template_kwargs(body, "{{ messages }} enable_thinking, thinking hard")
 
 
 def test_a_word_in_a_templates_text_is_no_variable():
-    assert not knows("enable_thinking {{ 'thinking' + \"enable_thinking\" }}", "enable_thinking")
-    assert not knows("{{ message.thinking }}", "thinking")
-    assert knows("{%- if thinking -%}", "thinking")
+    assert not has_variable(
+        "enable_thinking {{ 'thinking' + \"enable_thinking\" }}", "enable_thinking"
+    )
+    assert not has_variable("{{ message.thinking }}", "thinking")
+    assert has_variable("{%- if thinking -%}", "thinking")
 
 
 @pytest.mark.parametrize(
@@ -68,25 +76,37 @@ def test_a_word_in_a_templates_text_is_no_variable():
     ],
 )
 def test_a_budget_has_a_name_in_every_dialect(fields):
-    assert budget_of(fields) == 7
+    assert read_thinking_budget(fields) == 7
 
 
 def test_minus_one_is_no_limit():
-    assert budget_of({"reasoning_budget_tokens": -1}) is None
+    assert read_thinking_budget({"reasoning_budget_tokens": -1}) is None
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"thinking_token_budget": -2}, "thinking_token_budget: must be a number of tokens"),
-        ({"thinking_token_budget": True}, "thinking_token_budget: must be a number of tokens"),
-        ({"custom_params": {"x": 1}}, "custom_params: x is not supported"),
-        ({"thinking_token_budget": 1, "reasoning_budget_tokens": 2}, "say different budgets"),
+        (
+            {"thinking_token_budget": -2},
+            "thinking_token_budget: the value must be a number of tokens",
+        ),
+        (
+            {"thinking_token_budget": True},
+            "thinking_token_budget: the value must be a number of tokens",
+        ),
+        (
+            {"custom_params": {"x": 1}},
+            "custom_params: the only supported key is thinking_budget, but the request has x",
+        ),
+        (
+            {"thinking_token_budget": 1, "reasoning_budget_tokens": 2},
+            "thinking_token_budget and reasoning_budget_tokens have different values",
+        ),
     ],
 )
 def test_a_wrong_budget_is_named(fields, said):
     with pytest.raises(RequestError, match=said):
-        budget_of(fields)
+        read_thinking_budget(fields)
 
 
 def encode(text):
@@ -95,14 +115,14 @@ def encode(text):
 
 def test_the_engine_is_told_how_reasoning_ends_and_whether_it_is_open():
     fmt = get_format(reasoning="qwen3", tools="hermes")
-    spec = thinking_spec(3, fmt, "<|im_start|>assistant\n<think>\n", encode)
+    spec = build_thinking_spec(3, fmt, "<|im_start|>assistant\n<think>\n", encode)
     gate = fmt.reasoning_gate("<|im_start|>assistant\n<think>\n")
     assert spec == ThinkingSpec(gate.start, gate.end, tuple(encode(gate.end)), True, 3)
-    assert not thinking_spec(3, fmt, "<|im_start|>assistant\n", encode).is_open
-    assert thinking_spec(None, fmt, "", encode) is None
+    assert not build_thinking_spec(3, fmt, "<|im_start|>assistant\n", encode).is_open
+    assert build_thinking_spec(None, fmt, "", encode) is None
 
 
 def test_a_budget_for_a_format_without_reasoning_is_refused():
     for fmt in (None, get_format(tools="hermes")):
-        with pytest.raises(RequestError, match="has no reasoning whose end is known"):
-            thinking_spec(3, fmt, "x", encode)
+        with pytest.raises(RequestError, match="the marker that ends reasoning is not known"):
+            build_thinking_spec(3, fmt, "x", encode)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a request carries to prompt token ids: text, ids, or a chat through the template."""
+"""Builds the prompt token ids of a request from text, from token ids or from chat messages."""
 
 import json
 import sys
@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nereid_backend.errors import ModelError, RequestError
-from nereid_backend.serving.tokenizer.thinking_effort import template_kwargs
+from nereid_backend.serving.tokenizer.error_values import shown
+from nereid_backend.serving.tokenizer.thinking_effort import read_template_kwargs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt ready for the engine.
+    """A prompt for the engine.
 
     Attributes:
-        token_ids: what the model reads.
-        text: the same as text, when it came as text or chat.
+        token_ids: the prompt's tokens.
+        text: the prompt's text, or None if the request contained token ids.
     """
 
     token_ids: list[int]
@@ -31,88 +33,114 @@ class Prompt:
 
 
 def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a checkpoint, loaded without torch and without remote code.
+    """Load the tokenizer of the checkpoint in the folder `model`.
+
+    Neither torch nor code from the checkpoint is loaded.
 
     Raises:
-        ModelError: there is none, or it cannot be read.
+        ModelError: the folder is missing, or its tokenizer cannot be read.
     """
-    # The stubs must stay light and must not hold what can crash. transformers takes torch wherever
-    # it finds it; an entry of None makes it find none.
+    # transformers imports torch if torch is installed, which needs much memory and can crash. The
+    # entry None in sys.modules makes that import fail, and transformers then works without torch.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from transformers import AutoTokenizer
 
     if not Path(model).is_dir():
-        raise ModelError(f"model: {model} is not a folder; give the path of a checkpoint")
+        raise ModelError(
+            f"model: {model} is not a folder. Set model to the folder of a checkpoint."
+        )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model: {model} has no tokenizer that can be read: {error}") from error
+        raise ModelError(f"model: the tokenizer in {model} cannot be loaded: {error}") from error
     return tokenizer
 
 
 class PromptBuilder:
-    """Turns requests into prompts with one tokenizer."""
+    """Builds prompts with one checkpoint's tokenizer and chat template."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text alone: markers become special tokens, nothing is added."""
+        """Return the token ids of `text`. The tokenizer adds no special token at the beginning.
+
+        A special token that is written in the text (`<|im_end|>`) becomes one token id.
+        """
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def from_text(self, text: str, *, add_special_tokens: bool = True) -> Prompt:
-        """Tokenise a prompt as it is, with the special tokens the tokenizer adds.
+        """Return the prompt of a completion request.
+
+        Args:
+            text: the text of the prompt.
+            add_special_tokens: whether the tokenizer adds its own special tokens to the text.
 
         Raises:
-            RequestError: there is nothing in it.
+            RequestError: the text is empty and the tokenizer adds no token.
         """
         token_ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         if not token_ids:
-            raise RequestError("text_input: is empty, and this tokenizer adds no first token")
+            raise RequestError(
+                "text_input: the text is empty, and this tokenizer adds no token of its own. Send "
+                "at least one character."
+            )
         return Prompt(list(token_ids), text)
 
     def from_chat(self, body: Mapping[str, Any]) -> Prompt:
-        """Render a chat through the checkpoint's template and tokenise it.
+        """Render chat messages with the checkpoint's chat template and return the prompt.
 
         Args:
-            body: a chat completion request: messages, tools, chat_template_kwargs,
-                reasoning_effort, thinking, documents, add_generation_prompt,
-                continue_final_message, add_special_tokens.
+            body: a chat completion request. These fields are read: messages, tools, tool_choice,
+                chat_template_kwargs, reasoning_effort, thinking, documents,
+                add_generation_prompt, continue_final_message, add_special_tokens.
 
         Raises:
-            RequestError: the messages are malformed, or the template refuses them.
+            RequestError: a field has a wrong value, or the template cannot render the messages.
         """
-        messages = [_message(m, at) for at, m in enumerate(_list(body, "messages"))]
-        if not messages:
-            raise RequestError("messages: is empty; send at least one message")
-        if not self._tokenizer.chat_template:
-            raise RequestError(
-                "messages: this checkpoint has no chat template; send text_input instead"
-            )
-        template = self._tokenizer.chat_template
-        named = template.values() if isinstance(template, dict) else [template]
-        extra = template_kwargs(body, "\n".join(named))
+        messages = _read_messages(body)
+        template_source = self._template_source()
+        template_kwargs = read_template_kwargs(body, template_source)
         continues = read_flag(body, "continue_final_message", default=False)
         generates = read_flag(body, "add_generation_prompt", default=not continues)
         if continues and generates:
             raise RequestError(
-                "continue_final_message: cannot be true together with add_generation_prompt; "
-                "send add_generation_prompt false"
+                "continue_final_message: continue_final_message=true requires "
+                "add_generation_prompt=false, but the request has true for both fields."
             )
-        _refuse_mistaken(body)
+        if body.get("input_ids") is not None:
+            raise RequestError(
+                "input_ids: a chat request must not have input_ids, because the prompt is rendered "
+                "from messages. Send either messages or input_ids."
+            )
         text = self._render(
             messages,
             tools=read_tools(body),
             add_generation_prompt=generates,
             continue_final_message=continues,
-            **extra,
+            **template_kwargs,
         )
-        # The template writes the special tokens itself.
+        # The rendered text already contains the special tokens, so none are added by default.
         adds = read_flag(body, "add_special_tokens", default=False)
         token_ids = self._tokenizer(text, add_special_tokens=adds)["input_ids"]
         return Prompt(list(token_ids), text)
+
+    def _template_source(self) -> str:
+        """Return the Jinja source of the chat template; named templates are joined.
+
+        Raises:
+            RequestError: the checkpoint has no chat template.
+        """
+        template = self._tokenizer.chat_template
+        if not template:
+            raise RequestError(
+                "messages: this checkpoint has no chat template, so messages cannot be rendered. "
+                "Send the prompt as text_input."
+            )
+        sources = template.values() if isinstance(template, dict) else [template]
+        return "\n".join(sources)
 
     def _render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:  # noqa: ANN401
         from jinja2.exceptions import TemplateError
@@ -122,127 +150,164 @@ class PromptBuilder:
         except TemplateError as error:
             raise RequestError(f"messages: the chat template refuses them: {error}") from error
         except Exception as error:
-            # A template may fail in any way a program can, and these messages made it.
-            told = f"{type(error).__name__}: {error}"
-            raise RequestError(f"messages: cannot be rendered: {told}") from error
+            # A template can raise any exception, and it raised this one for these messages.
+            reason = f"{type(error).__name__}: {error}"
+            raise RequestError(
+                f"messages: the chat template fails to render them: {reason}"
+            ) from error
         assert isinstance(text, str)
         return text
 
 
-def _list(body: Mapping[str, Any], name: str) -> list[Any]:
-    value = body.get(name)
-    if not isinstance(value, list):
-        raise RequestError(f"{name}: must be a list, got {_short(value)}")
-    return value
+def _read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a chat request as the chat template expects them.
+
+    Raises:
+        RequestError: `messages` is not a list, is empty, or has a malformed item.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise RequestError(
+            "messages: the value must be a list of messages, but the request has "
+            f"{shown(messages)}."
+        )
+    if not messages:
+        raise RequestError("messages: the list is empty. Send at least one message.")
+    return [_read_message(message, index) for index, message in enumerate(messages)]
 
 
-def _message(message: Any, at: int) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
+def _read_message(message: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
+    """Return one message for the template: text parts are joined, and arguments are parsed.
+
+    Example: `{"role": "user", "content": [{"type": "text", "text": "Hi"}]}` becomes
+    `{"role": "user", "content": "Hi"}`.
+    """
     if not isinstance(message, dict):
-        raise RequestError(f"messages: item {at} must be an object, got {_short(message)}")
+        raise RequestError(f"messages: item {index} must be an object, but is {shown(message)}.")
     role = message.get("role")
     if role not in _ROLES:
-        raise RequestError(f"messages: item {at} has role {role!r}; use one of {', '.join(_ROLES)}")
+        raise RequestError(
+            f"messages: the role of item {index} must be one of {', '.join(_ROLES)}, but the "
+            f"request has {shown(role)}."
+        )
     rendered = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        rendered["content"] = "".join(_part(part, at) for part in content)
+        rendered["content"] = "".join(_read_text_part(part, index) for part in content)
     elif content is not None and not isinstance(content, str):
         raise RequestError(
-            f"messages: item {at} has content {_short(content)}; send a string or text parts"
+            f"messages: the content of item {index} must be a string or a list of text parts, but "
+            f"the request has {shown(content)}."
         )
     elif content is None:
         rendered["content"] = ""
     if message.get("tool_calls"):
-        rendered["tool_calls"] = [_tool_call(call, at) for call in message["tool_calls"]]
+        rendered["tool_calls"] = [_read_tool_call(call, index) for call in message["tool_calls"]]
     return rendered
 
 
-def _part(part: Any, at: int) -> str:  # noqa: ANN401 - any JSON value
+def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON value
+    """Return the text of one content part of message `index`."""
     if isinstance(part, dict) and part.get("type") in ("text", "refusal"):
         text = part.get(part["type"])
         if isinstance(text, str):
             return text
-    kind = part.get("type") if isinstance(part, dict) else part
+    part_type = part.get("type") if isinstance(part, dict) else part
     raise RequestError(
-        f"messages: item {at} has a content part of type {_short(kind)}; only text is supported"
+        f"messages: item {index} has a content part of type {shown(part_type)}, but this server "
+        "supports only text parts. Send {type: text, text: ...}."
     )
 
 
-def _tool_call(call: Any, at: int) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
+def _read_tool_call(call: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
+    """Return a tool call of message `index` with its arguments as an object.
+
+    The API sends the arguments as JSON text, but templates expect an object. Example: the arguments
+    `'{"city": "Oslo"}'` become `{"city": "Oslo"}`.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(
-            f"messages: item {at} has a tool call without function.name: {_short(call)}"
+            f"messages: each tool call of item {index} must have function.name, but one call is "
+            f"{shown(call)}."
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        # The API carries arguments as JSON text; templates expect the object.
         try:
             arguments = json.loads(arguments)
         except ValueError as error:
             raise RequestError(
-                f"messages: item {at} has tool call arguments that are no JSON: {error}"
+                f"messages: item {index} has a tool call whose function.arguments are not valid "
+                f"JSON: {error}"
             ) from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools that a chat request offers: none for tool_choice none, else those it allows.
+    """Return the tools of a chat request that the model may call.
+
+    None means that there are no tools or that tool_choice is "none". Tools that
+    `tool_choice: {"type": "allowed_tools", ...}` leaves out are not returned.
 
     Raises:
-        RequestError: they are malformed.
+        RequestError: tools or tool_choice is malformed.
     """
     tools = body.get("tools")
     if not tools or body.get("tool_choice") == "none":
         return None
     if not isinstance(tools, list):
-        raise RequestError(f"tools: must be a list, got {_short(tools)}")
-    for at, tool in enumerate(tools):
+        raise RequestError(
+            f"tools: the value must be a list of tools, but the request has {shown(tools)}."
+        )
+    for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"tools: item {at} has no function.name: {_short(tool)}")
-    return _allowed(tools, body.get("tool_choice"))
+            raise RequestError(
+                f"tools: item {index} must have function.name, but is {shown(tool)}."
+            )
+    return _allowed_tools(tools, body.get("tool_choice"))
 
 
-def _allowed(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Without the tools that tool_choice allowed_tools leaves out: the model never sees them."""
+def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
+    """Return the tools that a tool_choice of type allowed_tools lists; else all tools.
+
+    The model never sees the other tools, so it cannot call them.
+    """
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return tools
-    said = choice.get("allowed_tools", choice)
-    listed = said.get("tools") if isinstance(said, dict) else None
+    allowed = choice.get("allowed_tools", choice)
+    listed = allowed.get("tools") if isinstance(allowed, dict) else None
     if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
         raise RequestError(
-            f"tool_choice: allowed_tools.tools must be a list of functions, got {_short(listed)}"
+            "tool_choice: allowed_tools.tools must be a list of functions, but the request has "
+            f"{shown(listed)}."
         )
-    names = [(tool.get("function") or tool).get("name") for tool in listed]
-    known = [tool["function"]["name"] for tool in tools]
-    for name in names:
-        if name not in known:
-            raise RequestError(f"tool_choice: no tool is called {_short(name)}")
-    return [tool for tool in tools if tool["function"]["name"] in names]
+    allowed_names = [(tool.get("function") or tool).get("name") for tool in listed]
+    known_names = [tool["function"]["name"] for tool in tools]
+    for name in allowed_names:
+        if name not in known_names:
+            raise RequestError(
+                f"tool_choice: allowed_tools has the function {shown(name)}, but tools has only "
+                f"{', '.join(known_names)}."
+            )
+    return [tool for tool in tools if tool["function"]["name"] in allowed_names]
 
 
 def read_flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """A boolean field; text such as "true" is taken too, because parameters may come as text.
+    """Return the boolean field `name` of a request, or `default` if the field is missing.
+
+    The texts "true" and "false" are accepted, because Triton request parameters can be text.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: the value is not a boolean.
     """
     value = body.get(name)
     if value is None:
         return default
     if isinstance(value, str):
-        value = {"true": True, "false": False}.get(value.strip().lower(), value)
+        value = _BOOLEAN_TEXTS.get(value.strip().lower(), value)
     if not isinstance(value, bool):
-        raise RequestError(f"{name}: must be true or false, got {_short(value)}")
+        raise RequestError(
+            f"{name}: the value must be true or false, but the request has {shown(value)}."
+        )
     return value
-
-
-def _refuse_mistaken(body: Mapping[str, Any]) -> None:
-    if body.get("input_ids") is not None:
-        raise RequestError("input_ids: a chat is rendered from messages; send one of the two")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a request's many ways to say what the answer must be to one grammar for the engine."""
+"""Builds one grammar for the engine from the fields with which a request constrains its output."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,21 +13,24 @@ from nereid_parsers.format import ReasoningGate, Sections
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.request_spec import grammar_spec, schema_spec
+from nereid_backend.serving.tokenizer.error_values import shown
 
-# A grammar beyond this is refused before anything reads it.
+# A longer grammar is refused before a grammar library reads it.
 MAX_GRAMMAR_BYTES = 1 << 20
 
-_NAMES = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "grammar")
+_FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "grammar")
+_FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerRule:
-    """What the text of an answer must be.
+class OutputFormat:
+    """The format that a request demands of the generated content, whichever field demands it.
 
     Attributes:
-        field: the request's field that says it, for messages.
-        form: the same as a response_format, whose types here are json_object, json_schema,
-            structural_tag, regex, grammar and choice.
+        field: the name of the request's field. Error messages begin with it.
+        form: the demand as a response_format object. Its type is json_object, json_schema,
+            structural_tag, regex, grammar or choice. Example: the field `regex: "a+"` becomes
+            `{"type": "regex", "pattern": "a+"}`.
     """
 
     field: str
@@ -35,7 +38,7 @@ class AnswerRule:
 
     @property
     def schema(self) -> object:
-        """The JSON schema, where it is one."""
+        """The JSON schema; `{}` if the form has none."""
         if self.form["type"] == "json_object":
             return {"type": "object"}
         inner = self.form.get("json_schema")
@@ -43,20 +46,20 @@ class AnswerRule:
 
     @property
     def is_strict(self) -> bool:
-        """Whether the schema must be enforced to the letter."""
+        """Whether every keyword of the schema must be enforced."""
         inner = self.form.get("json_schema")
         return isinstance(inner, Mapping) and bool(inner.get("strict"))
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
-    """What a request's answer is held to.
+class RequestGrammar:
+    """The grammar of one request.
 
     Attributes:
-        spec: for the engine; None where it is free.
-        strict_schema: JSON text of the schema that the finished content is checked against; empty
-            for none.
-        field: the request's field that made it, for messages.
+        spec: the grammar for the engine; None if the output is unconstrained.
+        strict_schema: the JSON text of the schema that the postprocessor validates the finished
+            content against; empty if the content is not validated.
+        field: the request's field from which the grammar was built, for error messages.
     """
 
     spec: GrammarSpec | None = None
@@ -64,84 +67,89 @@ class Grammar:
     field: str = ""
 
 
-def grammar_of_chat(
+def build_chat_grammar(
     fields: Mapping[str, Any],
     fmt: Format | None,
     prompt: str,
     tools: list[dict[str, Any]] | None,
-) -> Grammar:
-    """The grammar of a chat completion: its answer, its calls, and reasoning before them.
+) -> RequestGrammar:
+    """Build the grammar of a chat completion, for its reasoning, content and tool calls.
 
     Args:
         fields: the request's body.
-        fmt: how the checkpoint writes; None for text alone.
-        prompt: the rendered prompt.
-        tools: those that may be called.
+        fmt: the chat format of the checkpoint; None if the checkpoint writes only plain text.
+        prompt: the end of the rendered prompt. It determines whether reasoning is already open.
+        tools: the tools that the model may call.
 
     Raises:
-        RequestError: the fields are wrong, contradict each other, or ask for what the checkpoint's
-            format cannot write.
+        RequestError: the fields are wrong, contradict each other, or demand something that the
+            chat format cannot express.
     """
-    rule = read_rule(fields)
+    output = read_output_format(fields)
     choice = fields.get("tool_choice")
-    if fmt is None:
-        if tools or choice not in (None, "auto", "none"):
-            _refuse_calls_without_format(choice, tools)
-        return grammar_of_text(fields)
-    gate = fmt.reasoning_gate(prompt)
-    after = gate.end.strip() if gate is not None and gate.is_open else ""
     has_calls = bool(tools) or choice not in (None, "auto", "none")
-    if rule is not None and not has_calls and _is_plain(fmt, gate):
-        return _checked(rule, _plain(rule, after))
+    if fmt is None:
+        if has_calls:
+            _refuse_calls_without_format(choice)
+        return build_text_grammar(fields)
+    gate = fmt.reasoning_gate(prompt)
+    # The grammar applies to the text after the reasoning, if the prompt ends inside reasoning.
+    after = gate.end.strip() if gate is not None and gate.is_open else ""
+    if output is not None and not has_calls and _content_is_bare(fmt, gate):
+        return _finish(output, _build_spec(output, after))
     parallel = fields.get("parallel_tool_calls")
     if parallel is not None and not isinstance(parallel, bool):
-        raise RequestError(f"parallel_tool_calls: must be true or false, got {parallel!r}")
-    tag = _told(
-        rule,
+        raise RequestError(
+            "parallel_tool_calls: the value must be true or false, but the request has "
+            f"{shown(parallel)}."
+        )
+    tag = _with_request_field(
+        output,
         lambda: fmt.structural_tag(
             tools,
             choice,
-            None if rule is None else rule.form,
+            None if output is None else output.form,
             parallel_tool_calls=parallel is not False,
             prompt=prompt,
             skip_reasoning=bool(after),
         ),
     )
     if tag is None:
-        return Grammar()
-    spec = GrammarSpec("structural_tag", _text(tag), after)
-    return _checked(rule, spec)
+        return RequestGrammar()
+    return _finish(output, GrammarSpec("structural_tag", _to_json(tag), after))
 
 
-def grammar_of_text(fields: Mapping[str, Any]) -> Grammar:
-    """The grammar of a plain completion: it holds from the first token.
+def build_text_grammar(fields: Mapping[str, Any]) -> RequestGrammar:
+    """Build the grammar of a plain completion. It applies from the first generated token.
 
     Raises:
         RequestError: the fields are wrong or contradict each other.
     """
-    rule = read_rule(fields)
-    return Grammar() if rule is None else _checked(rule, _plain(rule, ""))
+    output = read_output_format(fields)
+    return RequestGrammar() if output is None else _finish(output, _build_spec(output, ""))
 
 
-def read_rule(fields: Mapping[str, Any]) -> AnswerRule | None:
-    """What the answer must be, under whichever name the request says it; None for free text.
+def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
+    """Return the format that a request demands of its output; None for unconstrained text.
 
-    Names: response_format (OpenAI), structured_outputs (vLLM), regex, ebnf and json_schema
-    (SGLang), json_schema and grammar (llama.cpp).
+    These fields are read: response_format (OpenAI), structured_outputs (vLLM), regex, ebnf and
+    json_schema (SGLang), json_schema and grammar (llama.cpp).
 
     Raises:
-        RequestError: a wrong value, or more than one of them.
+        RequestError: a field has a wrong value, or the request has more than one of these fields.
     """
-    found = [rule for name in _NAMES if (rule := _read(name, fields.get(name))) is not None]
-    if len(found) > 1:
+    formats = [
+        output for name in _FIELDS if (output := _read_field(name, fields.get(name))) is not None
+    ]
+    if len(formats) > 1:
         raise RequestError(
-            f"{found[1].field}: says what the answer must be, and {found[0].field} does too; "
-            "send one of them"
+            f"{formats[1].field}: the request constrains its output with both {formats[0].field} "
+            f"and {formats[1].field}. Send only one of the two."
         )
-    return found[0] if found else None
+    return formats[0] if formats else None
 
 
-def _read(name: str, value: Any) -> AnswerRule | None:  # noqa: ANN401 - any JSON value
+def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
     if value is None or value in ({}, ""):
         return None
     if name == "response_format":
@@ -149,150 +157,181 @@ def _read(name: str, value: Any) -> AnswerRule | None:  # noqa: ANN401 - any JSO
     if name == "structured_outputs":
         return _read_structured_outputs(value)
     if name == "json_schema":
-        return AnswerRule(name, _schema_form(name, value))
+        return OutputFormat(name, _schema_form(name, value))
     if not isinstance(value, str):
-        raise RequestError(f"{name}: must be a string, got {_short(value)}")
+        raise RequestError(
+            f"{name}: the value must be a string, but the request has {shown(value)}."
+        )
     if name == "regex":
-        return AnswerRule(name, {"type": "regex", "pattern": value})
-    return AnswerRule(name, {"type": "grammar", "grammar": value})
+        return OutputFormat(name, {"type": "regex", "pattern": value})
+    return OutputFormat(name, {"type": "grammar", "grammar": value})
 
 
-def _read_response_format(value: Any) -> AnswerRule | None:  # noqa: ANN401 - any JSON value
+def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "text":
         return None
-    if kind not in ("json_object", "json_schema", "structural_tag"):
+    if kind not in _FORMAT_TYPES:
         raise RequestError(
-            "response_format: type must be text, json_object, json_schema or structural_tag, got "
-            f"{_short(kind if isinstance(value, Mapping) else value)}"
+            f"response_format: type must be one of {', '.join(_FORMAT_TYPES)}, but the request has "
+            f"{shown(kind if isinstance(value, Mapping) else value)}."
         )
+    # llama.cpp and TGI accept a schema inside json_object, under one of these two names.
     name = next((name for name in ("schema", "value") if value.get(name) is not None), None)
     if kind == "json_object" and name is not None:
-        # llama.cpp's and TGI's way of giving a schema.
         if not isinstance(value[name], Mapping | bool):
             raise RequestError(
-                f"response_format: {name} must be a JSON schema, got {_short(value[name])}"
+                f"response_format: {name} must be a JSON schema (an object, true or false), but "
+                f"the request has {shown(value[name])}."
             )
         kind, value = "json_schema", {"schema": value[name], "strict": value.get("strict")}
     if kind == "json_schema":
         inner = value.get("json_schema", value)
-        if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping | bool):
+        schema = inner.get("schema") if isinstance(inner, Mapping) else inner
+        if not isinstance(inner, Mapping) or not isinstance(schema, Mapping | bool):
             raise RequestError(
-                "response_format: json_schema.schema must be a JSON schema, got "
-                f"{_short(inner.get('schema') if isinstance(inner, Mapping) else inner)}"
+                "response_format: json_schema.schema must be a JSON schema (an object, true or "
+                f"false), but the request has {shown(schema)}."
             )
         value = {"type": kind, "json_schema": inner}
-    return AnswerRule("response_format", value)
+    return OutputFormat("response_format", value)
 
 
-def _read_structured_outputs(value: Any) -> AnswerRule | None:  # noqa: ANN401 - any JSON value
+def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
     name = "structured_outputs"
     if not isinstance(value, Mapping):
-        raise RequestError(f"{name}: must be an object, got {_short(value)}")
-    said = {key: one for key, one in value.items() if one not in (None, False)}
-    if not said:
+        raise RequestError(
+            f"{name}: the value must be an object, but the request has {shown(value)}."
+        )
+    given = {key: content for key, content in value.items() if content not in (None, False)}
+    if not given:
         return None
     readers: dict[str, Callable[[Any], Mapping[str, Any]]] = {
-        "json": lambda one: _schema_form(f"{name}.json", one),
+        "json": lambda schema: _schema_form(f"{name}.json", schema),
         "json_object": lambda _: {"type": "json_object"},
-        "regex": lambda one: {"type": "regex", "pattern": one},
-        "grammar": lambda one: {"type": "grammar", "grammar": one},
-        "choice": lambda one: {"type": "choice", "choice": one},
-        "structural_tag": lambda one: _tag_form(f"{name}.structural_tag", one),
+        "regex": lambda pattern: {"type": "regex", "pattern": pattern},
+        "grammar": lambda grammar: {"type": "grammar", "grammar": grammar},
+        "choice": lambda choices: {"type": "choice", "choice": choices},
+        "structural_tag": lambda tag: _tag_form(f"{name}.structural_tag", tag),
     }
-    unknown = [key for key in said if key not in readers]
+    unknown = [key for key in given if key not in readers]
     if unknown:
-        raise RequestError(f"{name}: {unknown[0]} is not supported; known are {', '.join(readers)}")
-    if len(said) > 1:
-        raise RequestError(f"{name}: must hold one of {', '.join(readers)}, got {', '.join(said)}")
-    ((key, one),) = said.items()
-    return AnswerRule(name, readers[key](one))
+        raise RequestError(
+            f"{name}: this server does not support the key {unknown[0]}. Use one of "
+            f"{', '.join(readers)}."
+        )
+    if len(given) > 1:
+        raise RequestError(
+            f"{name}: the object must have only one of the keys {', '.join(readers)}, but the "
+            f"request has {', '.join(given)}."
+        )
+    ((key, content),) = given.items()
+    return OutputFormat(name, readers[key](content))
 
 
 def _schema_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON value
-    schema = _json(name, value)
+    """Return a JSON schema, which may be JSON text, as a response_format object."""
+    schema = _parse_json(name, value)
     if not isinstance(schema, Mapping | bool):
-        raise RequestError(f"{name}: must be a JSON schema, got {_short(schema)}")
+        raise RequestError(
+            f"{name}: the value must be a JSON schema (an object, true or false), but the request "
+            f"has {shown(schema)}."
+        )
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def _tag_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON value
-    tag = _json(name, value)
+    """Return a structural tag, which may be JSON text, as a response_format object."""
+    tag = _parse_json(name, value)
     if not isinstance(tag, Mapping):
-        raise RequestError(f"{name}: must be a structural tag, got {_short(tag)}")
+        raise RequestError(
+            f"{name}: the value must be a structural tag (an object), but the request has "
+            f"{shown(tag)}."
+        )
     return {**tag, "type": "structural_tag"}
 
 
-def _json(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
+def _parse_json(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Parse `value` if it is text. Return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{name}: is no JSON: {error}") from None
+        raise RequestError(f"{name}: the text is not valid JSON: {error}") from None
 
 
-def _is_plain(fmt: Format, gate: ReasoningGate | None) -> bool:
-    """Whether the answer is bare text, behind reasoning that is open or cannot come any more."""
+def _content_is_bare(fmt: Format, gate: ReasoningGate | None) -> bool:
+    """Return whether the format has no markers around content, and no new reasoning can begin."""
     may_open = gate is not None and gate.may_open
     return isinstance(fmt.layout, Sections) and fmt.layout.content is None and not may_open
 
 
-def _plain(rule: AnswerRule, after: str) -> GrammarSpec:
-    kind = rule.form["type"]
+def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
+    """Build the grammar of `output`. It applies from the text `after` on (see GrammarSpec)."""
+    kind = output.form["type"]
     if kind in ("json_object", "json_schema"):
-        return schema_spec(rule.schema, is_strict=rule.is_strict, after=after)
-    # The node is read for its errors, which say where.
-    node = _told(rule, lambda: answer_node(rule.form))
+        return schema_spec(output.schema, is_strict=output.is_strict, after=after)
+    # answer_node also validates the form, and its errors name the wrong part.
+    node = _with_request_field(output, lambda: answer_node(output.form))
     if kind == "regex":
-        return GrammarSpec("regex", rule.form["pattern"], after)
+        return GrammarSpec("regex", output.form["pattern"], after)
     if kind == "grammar":
-        return grammar_spec(rule.form["grammar"], after=after)
+        return grammar_spec(output.form["grammar"], after=after)
     if kind == "choice":
-        return GrammarSpec("choice", _text(rule.form["choice"]), after)
-    return GrammarSpec("structural_tag", _text({"type": "structural_tag", "format": node}), after)
+        return GrammarSpec("choice", _to_json(output.form["choice"]), after)
+    tag = {"type": "structural_tag", "format": node}
+    return GrammarSpec("structural_tag", _to_json(tag), after)
 
 
-def _told(
-    rule: AnswerRule | None, make: Callable[[], dict[str, Any] | None]
+def _with_request_field(
+    output: OutputFormat | None, build: Callable[[], dict[str, Any] | None]
 ) -> dict[str, Any] | None:
-    """What `make` gives, its errors under the name of the request's own field."""
+    """Call `build` and return its result. Its errors name the field that the request has.
+
+    Example: the parser library's error "response_format: choice must be ..." becomes
+    "structured_outputs: choice must be ..." if the request has structured_outputs.
+    """
     try:
-        return make()
+        return build()
     except ConstraintError as error:
         message = str(error)
-        if rule is not None and message.startswith("response_format"):
-            message = rule.field + message.removeprefix("response_format")
+        if output is not None and message.startswith("response_format"):
+            message = output.field + message.removeprefix("response_format")
         raise RequestError(message) from error
 
 
-def _checked(rule: AnswerRule | None, spec: GrammarSpec) -> Grammar:
+def _finish(output: OutputFormat | None, spec: GrammarSpec) -> RequestGrammar:
+    """Return the grammar of the request.
+
+    Raises:
+        RequestError: the grammar's text is longer than MAX_GRAMMAR_BYTES.
+    """
+    field = "tools" if output is None else output.field
     size = len(spec.source.encode("utf-8"))
     if size > MAX_GRAMMAR_BYTES:
         raise RequestError(
-            f"{rule.field if rule else 'tools'}: makes a grammar of {size} bytes; the limit is "
-            f"{MAX_GRAMMAR_BYTES}; send a smaller one"
+            f"{field}: the grammar built from this field has {size} bytes, but the limit is "
+            f"{MAX_GRAMMAR_BYTES} bytes. Send a shorter one."
         )
-    strict = rule is not None and rule.is_strict
-    schema = _text(rule.schema) if rule is not None and strict else ""
-    return Grammar(spec, schema, rule.field if rule else "tools")
+    is_strict = output is not None and output.is_strict
+    strict_schema = _to_json(output.schema) if output is not None and is_strict else ""
+    return RequestGrammar(spec, strict_schema, field)
 
 
-def _refuse_calls_without_format(choice: object, tools: object) -> None:
+def _refuse_calls_without_format(choice: object) -> None:
+    """Raise a RequestError if the request demands a tool call, which this checkpoint cannot write.
+
+    Tools that are only offered are accepted. The model's output is then plain text.
+    """
     if choice in (None, "auto"):
-        # Offered, but how a call is written is not known: what comes is text.
         return
-    asked = "tool_choice" if choice is not None else "tools"
     raise RequestError(
-        f"{asked}: {_short(choice or tools)} needs a chat format that writes tool calls; this "
-        "checkpoint's is not known (see tool_parser)"
+        f"tool_choice: the request has {shown(choice)}, but the chat format with which this "
+        "checkpoint writes tool calls is not known. Set the server's tool_parser, or leave "
+        "tool_choice out."
     )
 
 
-def _text(value: object) -> str:
+def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

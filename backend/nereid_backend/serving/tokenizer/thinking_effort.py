@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a request lets the model think: effort and switches of the template, token budgets."""
+"""Reads how much a model may reason: chat template switches and the reasoning token budget."""
 
 import contextlib
 import re
@@ -11,95 +11,122 @@ from nereid_parsers.format import Sections
 
 from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import RequestError
+from nereid_backend.serving.tokenizer.error_values import shown
 
-# Variables with which chat templates switch thinking on and off.
+# Variables with which chat templates enable and disable reasoning.
 _SWITCHES = ("enable_thinking", "thinking")
+_SWITCH_TYPES = ("enabled", "adaptive", "disabled")
 _EFFORT = "reasoning_effort"
-_OFF = "none"
+_NO_EFFORT = "none"
 _MAX_EFFORT_CHARS = 32
+_UNLIMITED = -1
+# Jinja code between {{ }} or {% %}, and string literals inside that code.
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
-def template_kwargs(body: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """What the template is given for `reasoning_effort`, `thinking` and `chat_template_kwargs`.
+def read_template_kwargs(body: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Return the variables for the chat template.
 
-    What chat_template_kwargs says itself goes first.
+    They come from `reasoning_effort`, `thinking`, `documents` and `chat_template_kwargs`. If two
+    fields set one variable, chat_template_kwargs wins. Example: `{"reasoning_effort": "none"}`
+    returns `{"enable_thinking": False}` for a template that has the variable enable_thinking.
 
     Args:
         body: the chat completion's fields.
-        template: the chat template's source, whose variables decide.
+        template: the chat template's source. It determines which variables exist.
 
     Raises:
-        RequestError: a wrong value, or one for which this template has no variable.
+        RequestError: a value is wrong, or the template has no variable for it.
     """
     given = body.get("chat_template_kwargs") or {}
     if not isinstance(given, Mapping):
-        raise RequestError(f"chat_template_kwargs: must be an object, got {given!r}")
-    found = _of_effort(body.get(_EFFORT), template) | _of_switch(body.get("thinking"), template)
+        raise RequestError(
+            "chat_template_kwargs: the value must be an object, but the request has "
+            f"{shown(given)}."
+        )
+    variables = _effort_variables(body.get(_EFFORT), template)
+    variables |= _thinking_variables(body.get("thinking"), template)
     documents = body.get("documents")
     if documents is not None:
-        if not isinstance(documents, list) or not knows(template, "documents"):
+        if not isinstance(documents, list):
             raise RequestError(
-                "documents: must be a list, and this checkpoint's chat template must read it; "
-                "put them into the messages"
+                f"documents: the value must be a list, but the request has {shown(documents)}."
             )
-        found["documents"] = documents
-    return found | dict(given)
+        if not has_variable(template, "documents"):
+            raise RequestError(
+                "documents: this checkpoint's chat template does not read documents. Put their "
+                "text into the messages."
+            )
+        variables["documents"] = documents
+    return variables | dict(given)
 
 
-def knows(template: str, variable: str) -> bool:
-    """Whether a template's source has a variable of this name, in its code and not in its text."""
+def has_variable(template: str, variable: str) -> bool:
+    """Return whether the code of a chat template uses the variable `variable`.
+
+    The name in plain text, in a string literal or after a dot does not count. Examples for
+    "thinking": `{% if thinking %}` returns True, `{{ "thinking" }}` and `{{ message.thinking }}`
+    return False.
+    """
     code = _STRING.sub("''", " ".join(_CODE.findall(template)))
     return re.search(rf"(?<![\w.]){variable}(?!\w)", code) is not None
 
 
-def budget_of(fields: Mapping[str, Any]) -> int | None:
-    """The most tokens that reasoning may have, under any of its names; None for no limit.
+def read_thinking_budget(fields: Mapping[str, Any]) -> int | None:
+    """Return the largest number of reasoning tokens that a request allows; None for no limit.
 
-    Names: thinking_token_budget (vLLM), custom_params.thinking_budget (SGLang),
+    These fields are read: thinking_token_budget (vLLM), custom_params.thinking_budget (SGLang),
     reasoning_budget_tokens (llama.cpp), thinking.budget_tokens (Anthropic).
 
     Raises:
-        RequestError: a wrong value, or several that differ.
+        RequestError: a value is wrong, or two fields have different values.
     """
-    said = {
+    thinking = fields.get("thinking")
+    values = {
         "thinking_token_budget": fields.get("thinking_token_budget"),
-        "custom_params.thinking_budget": _custom(fields).get("thinking_budget"),
+        "custom_params.thinking_budget": _custom_params(fields).get("thinking_budget"),
         "reasoning_budget_tokens": fields.get("reasoning_budget_tokens"),
-        "thinking.budget_tokens": _inner(fields, "thinking", "budget_tokens"),
+        "thinking.budget_tokens": (
+            thinking.get("budget_tokens") if isinstance(thinking, Mapping) else None
+        ),
     }
-    found = {name: _budget(name, value) for name, value in said.items() if value is not None}
-    if len(set(found.values())) > 1:
-        raise RequestError(f"{', '.join(found)}: say different budgets; send one of them")
-    return next(iter(found.values()), None)
+    budgets = {
+        name: _read_budget(name, value) for name, value in values.items() if value is not None
+    }
+    if len(set(budgets.values())) > 1:
+        raise RequestError(
+            f"the fields {' and '.join(budgets)} have different values. Send only one of them."
+        )
+    return next(iter(budgets.values()), None)
 
 
-def thinking_spec(
+def build_thinking_spec(
     budget: int | None, fmt: Format | None, prompt: str, encode: Callable[[str], list[int]]
 ) -> ThinkingSpec | None:
-    """How the engine keeps a budget; None where there is none to keep.
+    """Build the engine's description of the reasoning budget; None if there is no budget.
 
     Args:
-        budget: at most so many tokens of reasoning.
-        fmt: how the checkpoint writes.
-        prompt: the rendered prompt.
-        encode: text to token ids, markers as special tokens, nothing added.
+        budget: the largest number of reasoning tokens.
+        fmt: the chat format of the checkpoint.
+        prompt: the end of the rendered prompt. It determines whether reasoning is already open.
+        encode: converts text to token ids. Markers become special tokens, and no token is added.
 
     Raises:
-        RequestError: the format has no reasoning whose end could be forced.
+        RequestError: the format has no text that ends reasoning, so a budget cannot be enforced.
     """
     if budget is None:
         return None
     gate = None if fmt is None else fmt.reasoning_gate(prompt)
     if gate is None:
         raise RequestError(
-            "thinking_token_budget: this checkpoint's chat format has no reasoning whose end is "
-            "known (see reasoning_parser); leave it out"
+            "thinking_token_budget: the marker that ends reasoning is not known for this "
+            "checkpoint, so a budget cannot be enforced. Set the server's reasoning_parser, or "
+            "leave the field out."
         )
     end = gate.end
     if fmt is not None and not isinstance(fmt.layout, Sections):
-        # Behind the end of a message the next one begins.
+        # In these formats reasoning is a message of its own, and the next message must begin.
         end += fmt.layout.start
     return ThinkingSpec(
         start=gate.start if gate.is_open or gate.may_open else "",
@@ -110,62 +137,74 @@ def thinking_spec(
     )
 
 
-def _of_effort(effort: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
+def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
+    """Return the template variables for `reasoning_effort`.
+
+    The effort "none" turns the template's switches off; every other effort turns them on. A
+    template with the variable reasoning_effort receives the effort itself, too.
+    """
     if effort is None:
         return {}
     if not isinstance(effort, str) or not 0 < len(effort) <= _MAX_EFFORT_CHARS:
-        raise RequestError(f"{_EFFORT}: must be a word such as none, low or high, got {effort!r}")
-    switches = [name for name in _SWITCHES if knows(template, name)]
-    found: dict[str, Any] = dict.fromkeys(switches, effort != _OFF)
-    if knows(template, _EFFORT) and not (effort == _OFF and switches):
-        found[_EFFORT] = effort
-    if not found:
         raise RequestError(
-            f"{_EFFORT}: this checkpoint's chat template has no variable for it "
-            f"({', '.join((_EFFORT, *_SWITCHES))}); leave it out"
+            f"{_EFFORT}: the value must be a word such as none, low or high, but the request has "
+            f"{shown(effort)}."
         )
-    return found
+    switches = [name for name in _SWITCHES if has_variable(template, name)]
+    variables: dict[str, Any] = dict.fromkeys(switches, effort != _NO_EFFORT)
+    if has_variable(template, _EFFORT) and not (effort == _NO_EFFORT and switches):
+        variables[_EFFORT] = effort
+    if not variables:
+        raise RequestError(
+            f"{_EFFORT}: this checkpoint's chat template has none of the variables "
+            f"{', '.join((_EFFORT, *_SWITCHES))}, so the effort cannot be set. Leave the field out."
+        )
+    return variables
 
 
-def _of_switch(thinking: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
-    """`thinking: {"type": "enabled"}` as SGLang and Anthropic write it."""
+def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
+    """Return the template variables for `thinking: {"type": "enabled"}` (SGLang, Anthropic)."""
     if thinking is None:
         return {}
     kind = thinking.get("type") if isinstance(thinking, Mapping) else thinking
-    if kind not in ("enabled", "adaptive", "disabled"):
+    if kind not in _SWITCH_TYPES:
         raise RequestError(
-            f"thinking: type must be enabled, adaptive or disabled, got {kind!r}; switches of the "
-            "chat template go into chat_template_kwargs"
+            f"thinking: type must be one of {', '.join(_SWITCH_TYPES)}, but the request has "
+            f"{shown(kind)}. Send other variables of the chat template in chat_template_kwargs."
         )
-    switches = [name for name in _SWITCHES if knows(template, name)]
+    switches = [name for name in _SWITCHES if has_variable(template, name)]
     if not switches and kind == "disabled":
-        raise RequestError("thinking: this checkpoint's chat template has no switch for it")
+        raise RequestError(
+            "thinking: this checkpoint's chat template has no variable that disables reasoning. "
+            "Leave the field out."
+        )
     return dict.fromkeys(switches, kind != "disabled")
 
 
-def _custom(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     custom = fields.get("custom_params")
     if custom is None:
         return {}
     if not isinstance(custom, Mapping):
-        raise RequestError(f"custom_params: must be an object, got {custom!r}")
+        raise RequestError(
+            f"custom_params: the value must be an object, but the request has {shown(custom)}."
+        )
     unknown = [name for name in custom if name != "thinking_budget"]
     if unknown:
         raise RequestError(
-            f"custom_params: {unknown[0]} is not supported; only thinking_budget is known"
+            f"custom_params: the only supported key is thinking_budget, but the request has "
+            f"{unknown[0]}. Remove that key."
         )
     return custom
 
 
-def _inner(fields: Mapping[str, Any], name: str, key: str) -> Any:  # noqa: ANN401 - any JSON value
-    value = fields.get(name)
-    return value.get(key) if isinstance(value, Mapping) else None
-
-
-def _budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSON value
+def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSON value
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
-        raise RequestError(f"{name}: must be a number of tokens (-1 for no limit), got {value!r}")
-    return None if value == -1 else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < _UNLIMITED:
+        raise RequestError(
+            f"{name}: the value must be a number of tokens (-1 means no limit), but the request "
+            f"has {shown(value)}."
+        )
+    return None if value == _UNLIMITED else value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `tokenizer`: what a request says -> prompt token ids and an envelope."""
+"""The Triton model `tokenizer`: it turns a request into prompt token ids and a request envelope."""
 
 import json
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from nereid_backend.errors import NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.serving_settings import read_settings
+from nereid_backend.serving.tokenizer.error_values import shown
 from nereid_backend.serving.tokenizer.prompt_builder import (
     Prompt,
     PromptBuilder,
@@ -26,20 +27,26 @@ from nereid_backend.serving.tokenizer.read_sampling import (
     refuse_unknown,
 )
 from nereid_backend.serving.tokenizer.request_grammar import (
-    Grammar,
-    grammar_of_chat,
-    grammar_of_text,
+    RequestGrammar,
+    build_chat_grammar,
+    build_text_grammar,
 )
-from nereid_backend.serving.tokenizer.thinking_effort import budget_of, thinking_spec
+from nereid_backend.serving.tokenizer.thinking_effort import (
+    build_thinking_spec,
+    read_thinking_budget,
+)
 from nereid_backend.serving.wire import RequestEnvelope, StreamContext
 
-# So much of a prompt's end decides in which stage of a chat format the output begins.
+# Only the end of a prompt determines in which stage of a chat format the output begins.
 _PROMPT_TAIL_CHARS = 4096
+# The detokenizer decodes a completion's first token after the prompt's last tokens, because a
+# token's text can depend on the tokens before it.
 _NUM_SEED_TOKENS = 6
+_SERVER_PARAMETER_PREFIX = "triton_"
 
 
 class TokenizerModel:
-    """First step of the ensemble. Answers each request at once; wrong ones with an error."""
+    """The first step of the ensemble. It sends one response for each request, or an error."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint's tokenizer and sampling defaults."""
@@ -47,20 +54,20 @@ class TokenizerModel:
             settings, _ = read_settings(args)
             tensors.progress(f"loading the tokenizer of {settings.model}")
             self._prompts = PromptBuilder(load_tokenizer(settings.model))
-            # The postprocessor says how it was chosen.
+            # The postprocessor chooses the same format and logs its choice, so this model does not.
             self._format = choose_format(settings, tell=lambda _: None)
             self._defaults = read_generation_defaults(Path(settings.model))
         except NereidError as error:
             raise tensors.load_error(error) from error
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One response for each request."""
-        return [self._answer(request) for request in requests]
+        """Return one response for each request."""
+        return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:
-        """Nothing to release."""
+        """Release nothing, because the tokenizer has no external resources."""
 
-    def _answer(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+    def _respond(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         try:
             return self._tokenize(request)
         except NereidError as error:
@@ -71,21 +78,21 @@ class TokenizerModel:
 
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         if tensors.has_input(request, tensor_names.IMAGE):
-            raise RequestError("image: the served model takes no images; send text")
+            raise RequestError("image: the served model does not accept images. Send text only.")
         body = _json_object(request, tensor_names.CHAT_REQUEST)
         fields = _sampling_fields(request, body)
         prompt = self._prompt(request, body, fields)
-        returns = _returns(request)
+        returns = _requested_outputs(request)
         tools = read_tools(body) if body else None
         grammar = self._grammar(body, fields, prompt, tools)
         params, options = read_sampling(
-            fields | _reported(fields, returns, is_chat=body is not None),
+            fields | _logprobs_field(fields, returns, is_chat=body is not None),
             self._defaults,
             encode=self._prompts.encode,
             is_chat=body is not None,
             grammar=grammar.spec,
-            thinking=thinking_spec(
-                budget_of(fields), self._format, prompt.text or "", self._prompts.encode
+            thinking=build_thinking_spec(
+                read_thinking_budget(fields), self._format, prompt.text or "", self._prompts.encode
             ),
         )
         stream = tensors.optional_bool(request, tensor_names.STREAM) or False
@@ -124,11 +131,11 @@ class TokenizerModel:
         fields: dict[str, Any],
         prompt: Prompt,
         tools: list[dict[str, Any]] | None,
-    ) -> Grammar:
+    ) -> RequestGrammar:
         if body is None:
-            return grammar_of_text(fields)
+            return build_text_grammar(fields)
         tail = (prompt.text or "")[-_PROMPT_TAIL_CHARS:]
-        return grammar_of_chat(fields, self._format, tail, tools)
+        return build_chat_grammar(fields, self._format, tail, tools)
 
     def _prompt(
         self,
@@ -139,66 +146,92 @@ class TokenizerModel:
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
         ids = tensors.optional_ids(request, tensor_names.INPUT_IDS)
         if sum(value is not None for value in (text, ids, body)) != 1:
-            raise RequestError("send exactly one of text_input, input_ids and chat_request")
+            raise RequestError(
+                "a request must have exactly one of text_input, input_ids and chat_request."
+            )
         if body is not None:
             return self._prompts.from_chat(body)
         if text is not None:
             adds = read_flag(fields, "add_special_tokens", default=True)
             return self._prompts.from_text(text, add_special_tokens=adds)
         if not ids:
-            raise RequestError("input_ids: is empty; send at least one token id")
+            raise RequestError("input_ids: the list is empty. Send at least one token id.")
         return Prompt(ids, None)
 
 
 def _json_object(request: Any, name: str) -> dict[str, Any] | None:  # noqa: ANN401 - the server's own type
+    """Return the JSON object in the input tensor `name`, or None if the request lacks the tensor.
+
+    Raises:
+        RequestError: the tensor's text is not a JSON object.
+    """
     text = tensors.optional_text(request, name)
     if text is None:
         return None
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise RequestError(f"{name}: is not JSON: {error}") from None
+        raise RequestError(f"{name}: the text is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RequestError(f"{name}: must be a JSON object, got {text[:80]!r}")
+        raise RequestError(
+            f"{name}: the text must be a JSON object, but the request has {shown(value)}."
+        )
     return value
 
 
 def _sampling_fields(request: Any, body: dict[str, Any] | None) -> dict[str, Any]:  # noqa: ANN401
-    """The chat body's fields, the sampling_parameters input, or else the request's parameters."""
+    """Return the request's fields: a chat's body, or a completion's sampling parameters.
+
+    A completion has them in the input sampling_parameters, or else in the request's parameters.
+    """
     if body is not None:
         limit = body.get("max_completion_tokens")
         return {**body, "max_tokens": limit if limit is not None else body.get("max_tokens")}
     fields = _json_object(request, tensor_names.SAMPLING_PARAMETERS)
     if fields is None:
         fields = json.loads(request.parameters() or "{}")
-        # The server and its clients put parameters of their own among these.
-        return {name: value for name, value in fields.items() if not name.startswith("triton_")}
+        # The server and its clients add parameters of their own, which are not sampling parameters.
+        return {
+            name: value
+            for name, value in fields.items()
+            if not name.startswith(_SERVER_PARAMETER_PREFIX)
+        }
     refuse_unknown(fields)
     return fields
 
 
-def _reported(fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool) -> dict[str, Any]:
-    """The field that makes the engine report what the output `logprobs` needs."""
+def _logprobs_field(
+    fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool
+) -> dict[str, Any]:
+    """Return the field `logprobs` if the request wants the output `logprobs` without setting it.
+
+    Without that field the engine would not report log-probabilities.
+    """
     if tensor_names.LOGPROBS not in returns or fields.get("logprobs"):
         return {}
     return {"logprobs": True if is_chat else 0}
 
 
 def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
-    """The prompt's text, where the output is to repeat it.
+    """Return the prompt's text if the output must begin with the prompt; else "".
 
-    As in the vLLM backend, that is the default for a text prompt answered in one response.
+    As in the vLLM backend, a completion without streaming repeats its prompt by default.
+
+    Raises:
+        RequestError: the request is streaming and sets exclude_input_in_output to false.
     """
     if excluded is False and stream:
         raise RequestError(
-            "exclude_input_in_output: must not be false when streaming; leave it out or send true"
+            "exclude_input_in_output: the value false requires stream=false, but the request has "
+            "stream=true. Leave the field out or send true."
         )
     default = stream or is_chat
     exclude = default if excluded is None else excluded
     return "" if exclude else prompt.text or ""
 
 
-def _returns(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type
+def _requested_outputs(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type
+    """Return the names of the optional outputs that the request turns on (`return_...`)."""
     return tuple(
         name
         for name in tensor_names.RETURNABLE

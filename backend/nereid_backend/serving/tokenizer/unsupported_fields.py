@@ -1,90 +1,160 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known fields of the APIs that ask for what this server does not do: refused, with the reason."""
+"""Request fields of vLLM, SGLang and llama.cpp that this server knows but does not support.
+
+A request that uses such a field is refused with the reason. A value that only repeats the default
+(`use_beam_search: false`) is accepted, because it asks for nothing.
+"""
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nereid_backend.errors import RequestError
+from nereid_backend.serving.tokenizer.error_values import shown
 
-_BEAM = "beam search is not available"
-_GUIDED = "was replaced by structured_outputs; send structured_outputs."
-_IMAGES = "the served model takes no images, audio or video"
-_LORA = "adapters are not available"
-_SAMPLER = "this sampler is not available; use temperature, top_p, top_k and min_p"
-_TRANSFER = "one server computes the whole request"
 
-# Name -> (the values that ask for nothing, why others are refused).
-_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why the server refuses a field, and which values it accepts nevertheless.
+
+    Attributes:
+        reason: a clause without a full stop. docs/request-fields.md repeats it.
+        accepted: values that ask for nothing, such as the API's default.
+        remedy: an imperative clause. If empty, the message says to leave the field out or to send
+            an accepted value.
+    """
+
+    reason: str
+    accepted: tuple[Any, ...] = ()
+    remedy: str = ""
+
+
+_NO_BEAM_SEARCH = "this server does not support beam search"
+_NO_ADAPTERS = "this server does not support LoRA adapters"
+_NO_MEDIA = "the served model reads only text, no images, audio or video"
+_NO_REQUEST_CODE = "this server does not run code from requests"
+_NO_TRANSFER = "this server does not transfer the state of a request to other servers"
+_NO_WATERMARKS = "this server does not support watermarks"
+_USE_OTHER_SAMPLING = "Use temperature, top_p, top_k or min_p instead"
+_NO_SUCH_SAMPLER = "this server does not support this sampler"
+
+
+def _replaced_by(field: str) -> _Refusal:
+    return _Refusal(f"{field} replaces this field", remedy=f"Send {field} instead")
+
+
+_REFUSALS: dict[str, _Refusal] = {
     # vLLM
-    "length_penalty": ((1,), _BEAM),
-    "use_beam_search": ((False,), _BEAM),
-    "early_stopping": ((False,), _BEAM),
-    "guided_json": ((), _GUIDED + "json"),
-    "guided_regex": ((), _GUIDED + "regex"),
-    "guided_choice": ((), _GUIDED + "choice"),
-    "guided_grammar": ((), _GUIDED + "grammar"),
-    "guided_decoding_backend": ((), "was replaced by structured_outputs; the server chooses"),
-    "guided_whitespace_pattern": ((), "was replaced by structured_outputs"),
-    "lora_name": (("",), _LORA),
-    "logits_processors": (([],), "code from requests is not run"),
-    "logprob_token_ids": (([],), "log-probabilities are of the likeliest tokens"),
-    "prompt_embeds": ((), "prompts are text or token ids"),
-    "truncate_prompt_tokens": ((), "prompts are not cut; a prompt that is too long is refused"),
-    "spaces_between_special_tokens": ((True,), "special tokens stand as they are written"),
-    "suffix": (("",), "filling in the middle is not available"),
-    "echo": ((False,), "the prompt is not repeated; use exclude_input_in_output false"),
-    "chat_template": (("",), "the checkpoint's own chat template is used"),
-    "watermarking": ((False,), "watermarks are not available"),
-    "repetition_detection": ((), "repetition is not looked for; use the penalties"),
-    "kv_transfer_params": ((), _TRANSFER),
-    "ec_transfer_params": ((), _TRANSFER),
-    "vllm_xargs": (({},), "there are no extra arguments"),
-    "media_io_kwargs": (({},), _IMAGES),
-    "mm_processor_kwargs": (({},), _IMAGES),
-    "stream_interval": ((1,), "tokens are merged as the load demands (responses_per_second)"),
+    "length_penalty": _Refusal(_NO_BEAM_SEARCH, (1,)),
+    "use_beam_search": _Refusal(_NO_BEAM_SEARCH, (False,)),
+    "early_stopping": _Refusal(_NO_BEAM_SEARCH, (False,)),
+    "guided_json": _replaced_by("structured_outputs.json"),
+    "guided_regex": _replaced_by("structured_outputs.regex"),
+    "guided_choice": _replaced_by("structured_outputs.choice"),
+    "guided_grammar": _replaced_by("structured_outputs.grammar"),
+    "guided_decoding_backend": _Refusal("a request cannot choose the grammar library"),
+    "guided_whitespace_pattern": _Refusal(
+        "a request cannot choose the whitespace of its JSON output"
+    ),
+    "lora_name": _Refusal(_NO_ADAPTERS, ("",)),
+    "logits_processors": _Refusal(_NO_REQUEST_CODE, ([],)),
+    "logprob_token_ids": _Refusal(
+        "this server reports log-probabilities only of the most likely tokens",
+        ([],),
+    ),
+    "prompt_embeds": _Refusal("a prompt must be text or token ids"),
+    "truncate_prompt_tokens": _Refusal(
+        "this server does not truncate prompts", remedy="Send a prompt that fits max_model_len"
+    ),
+    "spaces_between_special_tokens": _Refusal(
+        "a request cannot choose the spaces between special tokens", (True,)
+    ),
+    "suffix": _Refusal("this server does not support filling in the middle", ("",)),
+    "echo": _Refusal(
+        "this server repeats the prompt only for exclude_input_in_output=false", (False,)
+    ),
+    "chat_template": _Refusal("this server uses only the checkpoint's own chat template", ("",)),
+    "watermarking": _Refusal(_NO_WATERMARKS, (False,)),
+    "repetition_detection": _Refusal(
+        "this server does not detect repetition",
+        remedy="Use repetition_penalty, presence_penalty or frequency_penalty instead",
+    ),
+    "kv_transfer_params": _Refusal(_NO_TRANSFER),
+    "ec_transfer_params": _Refusal(_NO_TRANSFER),
+    "vllm_xargs": _Refusal("this server accepts no extra arguments", ({},)),
+    "media_io_kwargs": _Refusal(_NO_MEDIA, ({},)),
+    "mm_processor_kwargs": _Refusal(_NO_MEDIA, ({},)),
+    "stream_interval": _Refusal(
+        "a request cannot choose how many tokens a response carries "
+        "(the setting responses_per_second does)",
+        (1,),
+    ),
     # SGLang
-    "stop_regex": (([], ""), "stops are strings and token ids"),
-    "lora_path": (("", []), _LORA),
-    "session_params": (({},), "sessions are not kept; equal prompts share their prefix anyway"),
-    "custom_logit_processor": (("",), "code from requests is not run"),
-    "return_hidden_states": ((False,), "hidden states are not given out"),
-    "return_routed_experts": ((False,), "routed experts are not given out"),
-    "return_sampling_mask": ((False,), "sampling masks are not given out"),
-    "stream_reasoning": ((True,), "reasoning is streamed like the rest"),
-    "images_config": (({},), _IMAGES),
-    "video_config": (({},), _IMAGES),
-    "use_audio_in_video": ((False,), _IMAGES),
-    "max_dynamic_patch": ((), _IMAGES),
-    "min_dynamic_patch": ((), _IMAGES),
-    "watermark": (({},), "watermarks are not available"),
-    "task": ((), "the chat template alone builds the prompt"),
+    "stop_regex": _Refusal(
+        "a stop condition must be a string or a token id, not a regular expression", ([], "")
+    ),
+    "lora_path": _Refusal(_NO_ADAPTERS, ("", [])),
+    "session_params": _Refusal("this server does not store sessions", ({},)),
+    "custom_logit_processor": _Refusal(_NO_REQUEST_CODE, ("",)),
+    "return_hidden_states": _Refusal("this server does not return hidden states", (False,)),
+    "return_routed_experts": _Refusal("this server does not return routed experts", (False,)),
+    "return_sampling_mask": _Refusal("this server does not return sampling masks", (False,)),
+    "stream_reasoning": _Refusal("this server always streams reasoning", (True,)),
+    "images_config": _Refusal(_NO_MEDIA, ({},)),
+    "video_config": _Refusal(_NO_MEDIA, ({},)),
+    "use_audio_in_video": _Refusal(_NO_MEDIA, (False,)),
+    "max_dynamic_patch": _Refusal(_NO_MEDIA),
+    "min_dynamic_patch": _Refusal(_NO_MEDIA),
+    "watermark": _Refusal(_NO_WATERMARKS, ({},)),
+    "task": _Refusal("this server builds the prompt with the chat template alone"),
     # llama.cpp
-    "mirostat": ((0,), _SAMPLER),
-    "typical_p": ((1,), _SAMPLER),
-    "tfs_z": ((1,), _SAMPLER),
-    "dynatemp_range": ((0,), _SAMPLER),
-    "dry_multiplier": ((0,), _SAMPLER),
-    "xtc_probability": ((0,), _SAMPLER),
-    "samplers": (([],), _SAMPLER),
-    "n_probs": ((0,), "send logprobs and top_logprobs"),
+    "mirostat": _Refusal(_NO_SUCH_SAMPLER, (0,), _USE_OTHER_SAMPLING),
+    "typical_p": _Refusal(_NO_SUCH_SAMPLER, (1,), _USE_OTHER_SAMPLING),
+    "tfs_z": _Refusal(_NO_SUCH_SAMPLER, (1,), _USE_OTHER_SAMPLING),
+    "dynatemp_range": _Refusal(_NO_SUCH_SAMPLER, (0,), _USE_OTHER_SAMPLING),
+    "dry_multiplier": _Refusal(_NO_SUCH_SAMPLER, (0,), _USE_OTHER_SAMPLING),
+    "xtc_probability": _Refusal(_NO_SUCH_SAMPLER, (0,), _USE_OTHER_SAMPLING),
+    "samplers": _Refusal(_NO_SUCH_SAMPLER, ([],), _USE_OTHER_SAMPLING),
+    "n_probs": _Refusal(
+        "logprobs and top_logprobs replace this field",
+        (0,),
+        "Send logprobs and top_logprobs instead",
+    ),
 }
 
-NAMES = tuple(_FIELDS)
+NAMES = tuple(_REFUSALS)
 
 
 def refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    """Refuse fields that are known but not served here, naming the field and the reason.
+    """Refuse a request that uses a field of the table above.
+
+    Example: `{"use_beam_search": True}` raises "use_beam_search: this server does not support beam
+    search, but the request has true. Leave the field out or send false."
 
     Raises:
-        RequestError: one of them asks for something.
+        RequestError: the request has such a field, with a value that is not accepted.
     """
-    for name, (harmless, reason) in _FIELDS.items():
+    for name, refusal in _REFUSALS.items():
         value = fields.get(name)
-        if value is None or value in harmless:
+        if value is None or _is_accepted(value, refusal.accepted):
             continue
-        if isinstance(value, str) and value.strip().lower() in {str(v).lower() for v in harmless}:
-            continue
-        shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-        remedy = f"leave it out or send {json.dumps(harmless[0])}" if harmless else "leave it out"
-        raise RequestError(f"{name}: {reason}, got {shown}; {remedy}")
+        raise RequestError(
+            f"{name}: {refusal.reason}, but the request has {shown(value)}. {_remedy(refusal)}."
+        )
+
+
+def _is_accepted(value: object, accepted: tuple[Any, ...]) -> bool:
+    """Return whether `value` is accepted. Text counts, too: "false" is accepted like False."""
+    if isinstance(value, str):
+        texts = {str(one).lower() for one in accepted}
+        return value in accepted or value.strip().lower() in texts
+    return value in accepted
+
+
+def _remedy(refusal: _Refusal) -> str:
+    if refusal.remedy:
+        return refusal.remedy
+    if refusal.accepted:
+        return f"Leave the field out or send {json.dumps(refusal.accepted[0])}"
+    return "Leave the field out"

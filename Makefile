@@ -14,7 +14,7 @@ ARGS ?=
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-parsers check lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory clean
+.PHONY: help setup serve test test-parsers check docs prose lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,7 +48,13 @@ test-parsers: ## parsers/ alone in an empty environment: it must not need the ot
 	@$(VENV)-parsers/bin/python -m pytest -q tests/parsers
 	@rm -rf $(VENV)-parsers
 
-check: lint type deps test ## Everything CI checks: lint, types, import rules, tests
+check: lint type deps docs test ## Run everything that CI checks: lint, types, import rules, documentation, tests
+
+docs: setup ## Build the documentation site into site/; fail if a link is broken
+	@$(BIN)/python docs_tools/build_site.py
+
+prose: setup ## Find private words in the documentation, docstrings and messages (codespell)
+	@$(BIN)/python docs_tools/check_prose.py
 
 lint: setup ## Style and common mistakes (ruff, hadolint)
 	@$(BIN)/ruff check .

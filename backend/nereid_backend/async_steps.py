@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that overlap: the device begins the next one before the host has read this one's tokens.
+"""Async scheduling: the device starts the next step before the host has read this step's tokens.
 
-    host     plan B, queue its pass | wait for A | commit A, queue B's sampling | answer, plan C ...
-    device   A .................................. | B's forward pass .......... | B's sampling | C
+    host     plan B, launch its pass | wait for A | commit A, launch B's sampling | report, plan C
+    device   A ................................... | B's forward pass .......... | B's sampling | C
 
-B is planned on the assumption that each request of A that samples gets one token there; its pass
-takes these tokens from where A left them, on the device. B's sampling is queued when A is
-committed, so that whatever depends on the tokens so far (grammars, penalties, bad words, where an
-answer ends) is known then, as it is without overlap. What has turned out otherwise until then is
-not sampled, or is computed again; all of B, if a sequence of A ends with an error.
+Step B is planned on the assumption that each sampling sequence of step A gets exactly one token.
+B's forward pass reads these tokens from device memory, where A wrote them. B's sampling is launched
+after A is committed. By then, everything that depends on the earlier tokens is known: grammars,
+penalties, bad words, and the end of each answer. The parts of B for which the assumption was wrong
+are not sampled, or are computed again. If a sequence of A ends with an error, all of B is dropped.
 """
 
 from collections.abc import Callable
@@ -16,104 +16,104 @@ from collections.abc import Callable
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.step import StepPlan, StepResult
-from nereid_backend.runner import Flight, Runner
+from nereid_backend.runner import Runner, RunningStep
 from nereid_backend.step_failures import StepFailures
 
 
-class LookAhead:
-    """Runs a scheduler's steps on a runner; two may be under way."""
+class AsyncSteps:
+    """Runs the steps of a scheduler on a runner; two steps may be running at the same time."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
         failures: StepFailures,
-        note_begun: Callable[[StepPlan], None],
+        record_start: Callable[[StepPlan], None],
     ) -> None:
-        """Begin with nothing under way.
+        """Create a loop without running steps.
 
         Args:
-            scheduler: without guesses, of a path that takes steps that were planned ahead.
-            runner: of that path.
-            failures: counts steps that fail.
-            note_begun: is told of each plan that is begun.
+            scheduler: a scheduler without speculative decoding.
+            runner: a runner whose path supports steps that were planned ahead.
+            failures: counts failed steps.
+            record_start: called with each plan whose step starts.
         """
         self._scheduler = scheduler
         self._runner = runner
         self._failures = failures
-        self._note_begun = note_begun
-        self._flight: Flight | None = None
+        self._record_start = record_start
+        self._running_step: RunningStep | None = None
 
     def step(self) -> list[RequestUpdate] | None:
-        """Finish a step, with the next one begun before that if possible.
+        """Finish the running step, after starting the next one if possible.
 
         Returns:
-            What is new; None if there was nothing to do.
+            The updates of the finished step; None if there was nothing to do.
 
         Raises:
-            EngineError: see `StepFailures.tell`.
+            EngineError: if the device is lost or too many steps have failed.
         """
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            return self._finish(flight)
+        step, self._running_step = self._running_step, None
+        if step is not None:
+            return self._finish(step)
         plan = self._scheduler.plan()
         if not plan.chunks:
             return self._scheduler.commit(plan, StepResult()) or None
-        self._note_begun(plan)
+        self._record_start(plan)
         try:
-            flight = self._runner.start(plan)
-            self._runner.sample(flight, plan)
-        except Exception as error:  # noqa: BLE001 - the step's requests end here, and are told
+            step = self._runner.start(plan)
+            self._runner.sample(step, plan)
+        except Exception as error:  # noqa: BLE001 - ends the step's requests with an error
             return self._fail(plan, error)
-        return self._finish(flight)
+        return self._finish(step)
 
-    def _finish(self, flight: Flight) -> list[RequestUpdate]:
-        """Begin the next step, and then see what this one brought."""
-        plan = self._plan_next(flight)
-        ahead: Flight | None = None
-        fault: Exception | None = None
+    def _finish(self, step: RunningStep) -> list[RequestUpdate]:
+        """Start the next step, then wait for `step` and return its updates."""
+        plan = self._plan_next(step)
+        next_step: RunningStep | None = None
+        start_error: Exception | None = None
         if plan is not None:
             try:
-                ahead = self._runner.start(plan, flight)
-            except Exception as error:  # noqa: BLE001 - its turn comes below
-                fault = error
+                next_step = self._runner.start(plan, step)
+            except Exception as error:  # noqa: BLE001 - reported below, after the running step
+                start_error = error
         try:
-            result = self._runner.finish(flight)
+            result = self._runner.finish(step)
         except Exception as error:  # noqa: BLE001 - as above
-            updates = self._fail(flight.plan, error)
+            updates = self._fail(step.plan, error)
             has_errors = True
         else:
             self._failures.forget()
-            updates = self._scheduler.commit(flight.plan, result)
+            updates = self._scheduler.commit(step.plan, result)
             has_errors = any(sampled.error is not None for sampled in result.sampled)
         if plan is None:
             return updates
-        if fault is not None:
-            return updates + self._fail(plan, fault)
+        if start_error is not None:
+            return updates + self._fail(plan, start_error)
         if has_errors:
             self._scheduler.drop(plan)
             return updates
-        assert ahead is not None
-        return updates + self._go_on(ahead, result)
+        assert next_step is not None
+        return updates + self._sample_next(next_step, result)
 
-    def _plan_next(self, flight: Flight) -> StepPlan | None:
-        """What can be begun before a step is finished."""
+    def _plan_next(self, step: RunningStep) -> StepPlan | None:
+        """Return the plan of a step that can start before `step` is finished, or None."""
         if self._scheduler.is_held_up:
             return None
-        plan = self._scheduler.plan_ahead(flight.plan)
+        plan = self._scheduler.plan_ahead(step.plan)
         if not plan.chunks:
             return None
-        self._note_begun(plan)
+        self._record_start(plan)
         return plan
 
-    def _go_on(self, ahead: Flight, before: StepResult) -> list[RequestUpdate]:
-        """Sample from a step that was begun ahead, now that the one before it is committed."""
-        plan = self._scheduler.settle(ahead.plan, before.drawn)
+    def _sample_next(self, next_step: RunningStep, before: StepResult) -> list[RequestUpdate]:
+        """Launch the sampling of a step that was started ahead, after the previous commit."""
+        plan = self._scheduler.settle(next_step.plan, before.device_token_ids)
         try:
-            self._runner.sample(ahead, plan)
+            self._runner.sample(next_step, plan)
         except Exception as error:  # noqa: BLE001 - as above
             return self._fail(plan, error)
-        self._flight = ahead
+        self._running_step = next_step
         return []
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine. Start here: ``Engine.step`` is the whole program."""
+"""The engine. Start reading at `Engine.step`, which contains the main loop."""
 
 import logging
 import operator
@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from nereid_backend.async_steps import LookAhead
+from nereid_backend.async_steps import AsyncSteps
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.outputs import EngineInfo, RequestOutput, RequestUpdate
-from nereid_backend.core.pending_grammars import Preparation
+from nereid_backend.core.pending_grammars import PendingGrammars
 from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
@@ -30,33 +30,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a step without work waits for a grammar: new requests are not looked at meanwhile.
+# The seconds that a step without work waits for a grammar. New requests are not read meanwhile.
 _GUIDE_WAIT_S = 0.02
 
 
 class Engine:
-    """Generates tokens for many requests at once.
+    """Generates tokens for many requests at the same time.
 
-    One thread owns an engine: none of its methods may be called from another one meanwhile.
+    An engine is not thread-safe: only one thread may call its methods.
 
     Attributes:
-        info: what was loaded and how it runs.
-        begun: requests of which the last step computed the first tokens (again, after a
-            preemption before its first token), and when, by time.monotonic().
+        info: facts about the loaded model and how it runs.
+        begun: the requests whose first tokens were computed in the last step, as pairs of request
+            id and time (time.monotonic()). A request that was preempted before its first token
+            occurs again.
     """
 
     info: EngineInfo
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
-        """Load a checkpoint, check that it runs exactly, and allocate the KV cache.
+        """Load a checkpoint, verify that the engine computes it exactly, and allocate the KV cache.
 
         Args:
             config: the settings.
-            progress: called with one line for each slow step of loading.
+            progress: called with one line of text for each slow step of loading.
 
         Raises:
-            ConfigError: the settings do not fit the machine or the model.
-            ModelError: the checkpoint is missing or broken, or its architecture is not supported.
+            ConfigError: if the settings do not fit the machine or the model.
+            ModelError: if the checkpoint is missing or broken, or the architecture is unsupported.
         """
         self._config = config
         self._hook = AttentionHook()
@@ -77,49 +78,51 @@ class Engine:
             shares_blocks=loaded.shares_blocks,
             whole_prefill=loaded.whole_prefill,
             num_speculative_tokens=config.num_speculative_tokens,
-            sight=loaded.sight,
+            attention_window=loaded.attention_window,
         )
         if config.num_speculative_tokens > 0 and self._scheduler.lookup is None:
             (progress or logger.info)(
-                f"num_speculative_tokens: off, because the {self.info.path} path of "
-                f"{self.info.architecture} cannot take a guess back"
+                "Speculative decoding (num_speculative_tokens) is off, because the "
+                f"{self.info.path} path of {self.info.architecture} cannot remove rejected draft "
+                "tokens."
             )
         self._seeds = random.Random(config.seed)
         self._guides: Guides | None = None
-        self._preparation = Preparation()
+        self._pending_grammars = PendingGrammars()
         self._decode: Callable[[list[int]], str] | None = None
         self.begun: list[tuple[str, float]] = []
         self._failures = StepFailures(config.max_step_failures)
-        self._look_ahead: LookAhead | None = None
+        self._async_steps: AsyncSteps | None = None
         if config.async_scheduling:
-            self._look_ahead = self._make_look_ahead(progress or logger.info)
+            self._async_steps = self._make_async_steps(progress or logger.info)
 
     def step(self) -> list[RequestUpdate]:
-        """Compute the next tokens of the requests whose turn it is.
+        """Compute the next tokens: plan a step, run it, and commit its result.
+
+        If a step fails, its sequences end with an error and the engine continues. If every request
+        waits for a grammar, the call returns after some milliseconds. With async_scheduling, the
+        next step is already running when the call returns; if that step could not start, its
+        sequences get a second update, which ends them.
 
         Returns:
-            What is new, one update for each sequence that got tokens or ended. A step that fails
-            ends all sequences that took part in it with an error, and the engine goes on. While
-            there is nothing to do but to wait for grammars, it returns after some milliseconds.
-            With async_scheduling the next step is under way by then; if it could not be begun,
-            its sequences have a second update, which ends them.
+            One update for each sequence that got tokens or ended.
 
         Raises:
-            EngineError: the device is lost, or max_step_failures steps in a row have failed; this
-                engine is of no more use.
+            EngineError: if the device is lost, or max_step_failures steps in a row have failed. The
+                engine cannot be used any more.
         """
         self._start_prepared()
         self.begun = []
-        if self._look_ahead is not None:
-            updates = self._look_ahead.step()
+        if self._async_steps is not None:
+            updates = self._async_steps.step()
             return self._wait_for_guides() if updates is None else updates
         plan = self._scheduler.plan()
         if not plan.chunks:
             return self._scheduler.commit(plan, StepResult()) or self._wait_for_guides()
-        self._note_begun(plan)
+        self._record_start(plan)
         try:
             result = self._runner.run(plan)
-        except Exception as error:  # noqa: BLE001 - the step's requests end here, and are told
+        except Exception as error:  # noqa: BLE001 - ends the step's requests with an error
             return self._scheduler.fail(plan, self._failures.tell(plan, error))
         self._failures.forget()
         return self._scheduler.commit(plan, result)
@@ -130,26 +133,29 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None = None,
     ) -> None:
-        """Accept a request; from now on, step() works on it and ends it exactly once.
+        """Add a request. From now on, step() computes it and ends it exactly once.
 
         Args:
-            request_id: a name that no request in work has.
-            prompt_token_ids: at least one, all below info.vocab_size.
-            params: None is the defaults.
+            request_id: an id that no unfinished request has.
+            prompt_token_ids: at least one token id; all are below info.vocab_size.
+            params: the sampling parameters; None means the defaults.
 
         Raises:
-            RequestError: the request is wrong; the message says how.
-            CapacityError: too many requests wait.
+            RequestError: if the request is invalid.
+            CapacityError: if too many requests wait (max_num_waiting).
         """
         params = params or SamplingParams()
         if request_id in self._scheduler:
-            raise RequestError(f"request_id: {request_id!r} is in work already; use another")
+            raise RequestError(
+                f"request_id: the id {request_id!r} belongs to a request that has not ended; use "
+                "another id."
+            )
         token_ids = self._check_prompt(prompt_token_ids)
         check_token_ids(params, self.info.vocab_size)
         if self._scheduler.num_waiting >= self._config.max_num_waiting:
             raise CapacityError(
-                f"{self._scheduler.num_waiting} requests wait; the limit is "
-                f"{self._config.max_num_waiting} (max_num_waiting); try again later"
+                f"{self._scheduler.num_waiting} requests are waiting and the limit is "
+                f"{self._config.max_num_waiting} (max_num_waiting); try again later."
             )
         room = self.info.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
@@ -165,25 +171,25 @@ class Engine:
             self._scheduler.add(request)
             return
         guide = self._load_guides().prepare(params, request.stop_token_ids)
-        self._preparation.add(request_id, guide)
+        self._pending_grammars.add(request_id, guide)
         self._scheduler.add(request, is_prepared=False)
 
     def warm_up(self) -> None:
-        """Load what grammars need, in the background: it takes seconds, once."""
+        """Load the grammar libraries in the background, which takes seconds the first time."""
         self._load_guides().warm_up()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Stop a request, or only one of its sequences; the next step reports the end.
+        """Abort a request, or only its sequence `index`. The next step reports the end.
 
-        Its blocks are free at once, or after that step if one is under way (async_scheduling).
-        Unknown and ended ones are ignored.
+        The blocks are free at once. With async_scheduling, they are free after the running step. Do
+        nothing if the request is unknown or has ended.
         """
         self._scheduler.abort(request_id, index)
         if not self._scheduler.is_preparing(request_id):
-            self._preparation.drop(request_id)
+            self._pending_grammars.drop(request_id)
 
     def has_work(self) -> bool:
-        """Whether step() has something to do or to report."""
+        """Return whether step() has something to compute or to report."""
         return self._scheduler.has_work()
 
     def generate(
@@ -191,89 +197,93 @@ class Engine:
         prompt_token_ids: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts and return when all are done, in their order.
+        """Generate the answers to prompts and return them in the order of the prompts.
 
         Args:
-            prompt_token_ids: one list of token ids a prompt.
-            params: for all prompts, or one for each.
+            prompt_token_ids: one list of token ids for each prompt.
+            params: the sampling parameters of all prompts, or one for each prompt.
 
         Raises:
-            RequestError: a prompt or parameter is wrong, or the engine has other requests in work.
+            RequestError: if a prompt or parameter is invalid, or the engine has other requests.
         """
         if self._decode is None:
             self._decode = load_decoder(self._config.model)
         return generate(self, prompt_token_ids, params, self._decode)
 
     def close(self) -> None:
-        """End the threads that compile grammars, and leave transformers' attention interface."""
+        """Stop the grammar threads and unregister the attention function from transformers."""
         if self._guides is not None:
             self._guides.close()
         self._hook.remove()
 
     @property
     def num_running(self) -> int:
-        """Sequences that have blocks of the KV cache."""
+        """The number of sequences that have blocks of the KV cache."""
         return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait: for their turn, their prompt, or their grammar."""
+        """The number of sequences that wait for blocks, for their prompt, or for their grammar."""
         return self._scheduler.num_waiting
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the KV cache that no request holds; what they hold may still be found."""
+        """The number of KV cache blocks that no request uses, including cached blocks."""
         return self._pool.num_free
 
     @property
     def num_prefix_cache_queries(self) -> int:
-        """Tokens of the prompts that were looked up in the prefix cache, since the start."""
+        """The number of tokens that were looked up in the prefix cache since the start."""
         cache = self._scheduler.cache
         return cache.num_queried_tokens if cache is not None else 0
 
     @property
     def num_prefix_cache_hits(self) -> int:
-        """How many of these were found."""
+        """The number of tokens that were found in the prefix cache since the start."""
         cache = self._scheduler.cache
         return cache.num_hit_tokens if cache is not None else 0
 
     @property
     def num_proposed_tokens(self) -> int:
-        """Tokens that were guessed ahead (num_speculative_tokens), since the start."""
+        """The number of draft tokens that were proposed since the start."""
         lookup = self._scheduler.lookup
         return lookup.num_proposed if lookup is not None else 0
 
     @property
     def num_accepted_tokens(self) -> int:
-        """How many of these were right."""
+        """The number of draft tokens that were accepted since the start."""
         lookup = self._scheduler.lookup
         return lookup.num_accepted if lookup is not None else 0
 
     @property
     def num_preemptions(self) -> int:
-        """How often a running request had to give its blocks back, since the start."""
+        """The number of preemptions since the start."""
         return self._scheduler.num_preemptions
 
     def check(self) -> None:
-        """Verify that blocks and requests add up.
+        """Verify that blocks, rows and requests agree.
 
         Raises:
-            AssertionError: something leaked.
+            AssertionError: if a block, a row or a request leaked.
         """
         self._scheduler.check()
 
-    def _make_look_ahead(self, progress: Callable[[str], None]) -> LookAhead | None:
+    def _make_async_steps(self, progress: Callable[[str], None]) -> AsyncSteps | None:
         if self._scheduler.lookup is not None:
-            progress("async_scheduling: off, because guesses are made from the last token")
+            progress(
+                "Async scheduling is off, because speculative decoding needs the last token before "
+                "it can propose draft tokens."
+            )
             return None
         if self.info.path != "packed":
             progress(
-                f"async_scheduling: off, because only the packed path can, not {self.info.path}"
+                "Async scheduling is off, because it requires the packed path and this model uses "
+                f"the {self.info.path} path."
             )
             return None
-        return LookAhead(self._scheduler, self._runner, self._failures, self._note_begun)
+        return AsyncSteps(self._scheduler, self._runner, self._failures, self._record_start)
 
-    def _note_begun(self, plan: StepPlan) -> None:
+    def _record_start(self, plan: StepPlan) -> None:
         now = time.monotonic()
         self.begun += [
             (chunk.request.request_id, now)
@@ -283,7 +293,7 @@ class Engine:
 
     def _load_guides(self) -> "Guides":
         if self._guides is None:
-            # Only requests with grammars pay for what makes them.
+            # The grammar libraries are imported only when a request needs a grammar.
             from nereid_backend.grammar import Guides
 
             config = self._config
@@ -299,8 +309,8 @@ class Engine:
         return self._guides
 
     def _start_prepared(self) -> None:
-        """Let requests run whose guides are ready, and end those whose guides cannot be made."""
-        for request_id, future in self._preparation.take_done():
+        """Start the requests whose grammars are compiled; end those whose grammars failed."""
+        for request_id, future in self._pending_grammars.take_done():
             error = future.exception()
             if error is None:
                 self._scheduler.start(request_id, future.result())
@@ -309,7 +319,7 @@ class Engine:
                 self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
 
     def _wait_for_guides(self) -> list[RequestUpdate]:
-        self._preparation.wait(_GUIDE_WAIT_S)
+        self._pending_grammars.wait(_GUIDE_WAIT_S)
         return []
 
     def _check_prompt(self, prompt: Sequence[int]) -> list[int]:
@@ -317,9 +327,11 @@ class Engine:
         try:
             token_ids = [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
-            raise RequestError(f"prompt: must be a list of token ids: {error}") from error
+            raise RequestError(
+                f"prompt: the value must be a list of token ids: {error}."
+            ) from error
         if not token_ids:
-            raise RequestError("prompt: is empty; give at least one token")
+            raise RequestError("prompt: the prompt is empty; send at least one token.")
         if len(token_ids) > limit:
             raise RequestError(
                 f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len)"
@@ -333,8 +345,8 @@ class Engine:
         if lowest < 0 or highest >= self.info.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise RequestError(
-                f"prompt: token id {wrong} is outside the vocabulary (0 to "
-                f"{self.info.vocab_size - 1})"
+                f"prompt: the token id {wrong} is outside the vocabulary (0 to "
+                f"{self.info.vocab_size - 1})."
             )
         return token_ids
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a step plan: the forward pass on the path that the model takes, then sampling.
+"""The runner: executes a step plan with a forward pass on the model's path, followed by sampling.
 
-In one call, or in three of which the first two only tell a GPU what to do:
+`run` does everything in one call. With async scheduling, the same work is divided into three calls,
+of which the first two only launch work on the device:
 
-    start     the forward pass              of the next step, while this one is computed
-    sample    masks, and the choice         once this one is finished: what it brought is known then
-    finish    tokens are read and checked
+    start     launch the forward pass             while the previous step is still running
+    sample    fill the masks, launch sampling     after the previous step is committed
+    finish    wait for the tokens and check them
 """
 
 import logging
@@ -31,49 +32,49 @@ logger = logging.getLogger(__name__)
 
 
 class ForwardPath(Protocol):
-    """How a plan's tokens go through one kind of model; owns what the model remembers of them."""
+    """The interface of a forward path, which owns the KV cache and other state of the model."""
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """Compute a plan that has at least one chunk.
+        """Run the forward pass of a plan that has at least one chunk.
 
         Returns:
-            Logits [sum of the chunks' num_logits, vocab_size] in the model's dtype: chunk by chunk,
-            each one's after its last num_logits tokens.
+            Logits [sum of the chunks' num_logits, vocab_size] in the model's dtype. They are
+            ordered by chunk; each chunk contributes the logits of its last num_logits tokens.
 
-        Mutates: what is remembered of the plan's requests.
+        Mutates: the state of the plan's sequences, such as their KV cache blocks.
         """
 
     def clear(self, request: Request) -> None:
-        """Overwrite what is remembered of a request that went wrong.
+        """Overwrite the state of a sequence that failed.
 
-        A NaN there would reach the next request that gets its blocks.
+        Otherwise, a NaN in its blocks would reach the next sequence that gets these blocks.
         """
 
 
-class AheadPath(ForwardPath, Protocol):
-    """A path that takes steps that were planned ahead."""
+class AsyncPath(ForwardPath, Protocol):
+    """A forward path that supports steps that were planned ahead."""
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute a plan.
+        """Run the forward pass of a plan.
 
         Args:
-            plan: at least one chunk.
-            sampled: [n] int64, on the device, the tokens that the step before gave the chunks that
-                sample there. The plan's pending chunks take theirs from it.
+            plan: a plan with at least one chunk.
+            sampled: [n] int64 on the device, the tokens that the previous step sampled. The
+                plan's pending chunks take their input tokens from it.
         """
 
 
 @dataclass(slots=True)
-class Flight:
-    """A step under way.
+class RunningStep:
+    """The state of a step that was started and is not finished.
 
     Attributes:
-        plan: what is computed.
-        logits: as ForwardPath.forward returns them, until they are sampled from.
-        sampling: where it samples.
-        masks: what guides say there.
-        choosing: what is chosen there; None where nothing is, or not yet.
-        reports: prompts' log-probabilities, in pieces, by the index of their chunk.
+        plan: the plan of the step.
+        logits: the result of ForwardPath.forward; None after sampling has been launched.
+        sampling: the positions at which the step samples.
+        masks: the token masks and the errors of the guides at these positions.
+        choosing: the sampling that was launched; None if there is none, or not yet.
+        reports: the log-probabilities of prompts, in pieces, by the index of their chunk.
     """
 
     plan: StepPlan
@@ -91,102 +92,108 @@ class _Report:
 
 
 class Runner:
-    """Runs plans on one model."""
+    """Runs step plans on one model."""
 
     def __init__(self, path: ForwardPath, *, sampling_kernel: bool = False) -> None:
-        """Run plans on a path; sampling_kernel: see `Sampler`."""
+        """Create a runner.
+
+        Args:
+            path: the forward path of the model.
+            sampling_kernel: whether the sampler uses its GPU kernel; see `Sampler`.
+        """
         self._path = path
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
-        # Known from the first logits on; masks of the first step are filled after its forward pass.
+        # The size is known after the first forward pass. The masks of the first step are therefore
+        # filled after its forward pass, not at the same time.
         self._vocab_size: int | None = None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a plan's tokens and sample where it says so.
+        """Execute a plan: run its forward pass and sample its tokens.
 
-        Mutates: what the model remembers, and the guides of the requests that get tokens. What is
-        remembered of requests whose logits are not finite is cleared.
+        Mutates: the state of the model, and the guides of the sequences that get tokens. The state
+        of sequences whose logits are not finite is cleared.
         """
         sampling = sampling_of(plan)
         with self._clearing(plan):
             logits, masks = self._forward(plan, sampling)
-            flight = Flight(plan, logits, sampling, masks)
-            self._choose(flight)
-        return self.finish(flight)
+            step = RunningStep(plan, logits, sampling, masks)
+            self._choose(step)
+        return self.finish(step)
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan, before: Flight | None = None) -> Flight:
-        """Begin with a step's forward pass.
+    def start(self, plan: StepPlan, before: RunningStep | None = None) -> RunningStep:
+        """Launch the forward pass of a step.
 
         Args:
-            plan: at least one chunk.
-            before: the step that it was planned ahead of; sampled from already.
+            plan: a plan with at least one chunk.
+            before: the previous step if the plan was made ahead. Its sampling is launched already.
 
-        Mutates: what the model remembers.
+        Mutates: the state of the model.
         """
         with self._clearing(plan):
             if before is None or before.choosing is None:
                 logits = self._path.forward(plan)
             else:
-                path = cast(AheadPath, self._path)
+                path = cast(AsyncPath, self._path)
                 logits = path.forward(plan, before.choosing.token_ids)
-        return Flight(plan, logits, sampling_of(plan))
+        return RunningStep(plan, logits, sampling_of(plan))
 
     @torch.inference_mode()
-    def sample(self, flight: Flight, plan: StepPlan) -> None:
-        """Begin to choose tokens behind a step's forward pass.
+    def sample(self, step: RunningStep, plan: StepPlan) -> None:
+        """Launch the sampling of a step after its forward pass.
 
         Args:
-            flight: as start() gave it. Mutated.
-            plan: its plan, with what is known by now: fewer chunks may sample.
+            step: the step that start() returned. Mutated.
+            plan: the settled plan of the step, in which fewer chunks may sample.
         """
-        if plan is not flight.plan:
-            flight.plan = plan
-            flight.sampling = sampling_of(plan)
-        assert flight.logits is not None
+        if plan is not step.plan:
+            step.plan = plan
+            step.sampling = sampling_of(plan)
+        assert step.logits is not None
         with self._clearing(plan):
-            jobs = self._masks.start(flight.sampling.positions, flight.logits.shape[1])
-            flight.masks = self._masks.join(jobs)
-            self._choose(flight)
+            jobs = self._masks.start(step.sampling.positions, step.logits.shape[1])
+            step.masks = self._masks.join(jobs)
+            self._choose(step)
 
     @torch.inference_mode()
-    def finish(self, flight: Flight) -> StepResult:
-        """Wait for what a step brought.
+    def finish(self, step: RunningStep) -> StepResult:
+        """Wait for the tokens of a step and return its result.
 
-        Mutates: the guides of the requests that get tokens. What is remembered of requests whose
-        logits are not finite is cleared.
+        Mutates: the guides of the sequences that get tokens. The state of sequences whose logits
+        are not finite is cleared.
         """
-        plan = flight.plan
+        plan = step.plan
         with self._clearing(plan):
             reports = {
                 index: [one for piece in pieces for one in piece.ranked.read(*piece.copy.wait())]
-                for index, pieces in flight.reports.items()
+                for index, pieces in step.reports.items()
             }
-            if flight.choosing is None:
+            if step.choosing is None:
                 return StepResult(prompt_logprobs=reports)
-            choices, drawn = flight.choosing.result()
-        sampled = _take(flight.sampling, choices, flight.masks)
+            choices, device_token_ids = step.choosing.result()
+        sampled = _read_sampled(step.sampling, choices, step.masks)
         for chunk, outcome in zip((c for c in plan.chunks if c.samples), sampled, strict=True):
             if outcome.error == NOT_FINITE:
                 self._path.clear(chunk.request)
-        return StepResult(sampled, reports, drawn)
+        return StepResult(sampled, reports, device_token_ids)
 
-    def _choose(self, flight: Flight) -> None:
-        """Begin to choose tokens and to rank prompts' ones. Mutates: the flight."""
-        logits, flight.logits = flight.logits, None
+    def _choose(self, step: RunningStep) -> None:
+        """Launch the sampling of tokens and the ranking of prompt tokens. Mutates: `step`."""
+        logits, step.logits = step.logits, None
         assert logits is not None
-        flight.reports = _prompt_logprobs(logits, flight.plan)
-        positions, rows, _ = flight.sampling
+        step.reports = _prompt_logprobs(logits, step.plan)
+        positions, rows, _ = step.sampling
         if not positions:
             return
         if len(rows) < len(logits):
             logits = logits[upload(np.array(rows), logits.device)]
-        flight.choosing = self._sampler.begin(logits, positions, flight.masks)
+        step.choosing = self._sampler.begin(logits, positions, step.masks)
 
     @contextmanager
     def _clearing(self, plan: StepPlan) -> Iterator[None]:
-        """Clear what is remembered of all requests of a step that fails."""
+        """Clear the state of all sequences of a plan if the body raises an exception."""
         try:
             yield
         except BaseException:
@@ -195,7 +202,7 @@ class Runner:
             raise
 
     def _forward(self, plan: StepPlan, sampling: Sampling) -> tuple[Tensor, StepMasks]:
-        """Logits of a plan, and masks, which are filled meanwhile."""
+        """Return the logits of a plan and its masks, which are filled during the forward pass."""
         if self._vocab_size is None:
             logits = self._path.forward(plan)
             self._vocab_size = logits.shape[1]
@@ -204,13 +211,13 @@ class Runner:
         try:
             logits = self._path.forward(plan)
         finally:
-            # Guides belong to the threads until these are done, even if the step fails.
+            # The threads use the guides until they are joined, even if the forward pass fails.
             masks = self._masks.join(jobs)
         return logits, masks
 
 
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
-    """Reports of the chunks whose requests ask for their prompt's log-probabilities."""
+    """Return the reports of the chunks whose requests ask for log-probabilities of the prompt."""
     reports: dict[int, list[_Report]] = {}
     end = 0
     for index, (request, start, num_tokens, _, _, num_logits) in enumerate(plan.chunks):
@@ -228,8 +235,8 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
     return reports
 
 
-def _take(sampling: Sampling, choices: Choices, masks: StepMasks) -> list[Sampled]:
-    """What each chunk that samples gets."""
+def _read_sampled(sampling: Sampling, choices: Choices, masks: StepMasks) -> list[Sampled]:
+    """Return the new tokens of each chunk that samples."""
     sampled = []
     end = 0
     for count in sampling.counts:
@@ -239,33 +246,37 @@ def _take(sampling: Sampling, choices: Choices, masks: StepMasks) -> list[Sample
             sampled.append(Sampled([], [], masks.errors[begin]))
             continue
         try:
-            sampled.append(_answer(request, sampling.positions[end - 1].guessed, choices, begin))
+            drafts = sampling.positions[end - 1].guessed
+            sampled.append(_accept(request, drafts, choices, begin))
         except Exception as error:
-            logger.exception("the guide of request %s failed", request.request_id)
-            message = f"its grammar failed: {type(error).__name__}: {error}"
+            logger.exception("The grammar of request %s failed.", request.request_id)
+            message = f"The grammar of the request failed: {type(error).__name__}: {error}"
             sampled.append(Sampled([], [], message))
     return sampled
 
 
-def _answer(request: Request, guessed: list[int], choices: Choices, begin: int) -> Sampled:
-    """What was chosen and what is forced, as far as the guesses were right.
+def _accept(request: Request, drafts: list[int], choices: Choices, begin: int) -> Sampled:
+    """Return the sampled and forced tokens of a sequence, verified against its draft tokens.
 
-    Each chosen token is followed by what the guide leaves no choice about, as if it had come in a
-    step of its own; only where all that equals the guesses, the choice behind them counts. So
-    guesses do not change the answer, and its last token is always one that was not guessed, or its
-    end. A guide is not told of a token that ends the answer.
+    Each sampled token is followed by the tokens that the grammar forces after it. As long as these
+    tokens equal the draft tokens, the next sampled token is valid too, because the model computed
+    it after the same tokens. Draft tokens therefore never change the answer. A token that ends the
+    answer is not passed to the guide.
+
+    Example: drafts [5, 7, 9] and sampled tokens [5, 7, 4, 2]. The tokens 5 and 7 are accepted, 4
+    replaces the draft 9, and 2 is discarded. The result is [5, 7, 4].
 
     Args:
-        request: its guide takes in the tokens.
-        guessed: tokens that went through the model behind the known ones.
-        choices: one behind the known tokens and one behind each guess, from index begin on.
-        begin: see choices.
+        request: the sequence. Its guide is advanced by the new tokens.
+        drafts: the draft tokens that went through the model after the known tokens.
+        choices: the sampled tokens: one after the known tokens and one after each draft token.
+        begin: the index of the first of these in `choices`.
     """
     guide, stops = guide_of(request), request.stop_token_ids
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
-    while token_ids == guessed[: len(token_ids)]:
+    while token_ids == drafts[: len(token_ids)]:
         index = begin + len(token_ids)
         if index in choices.errors:
             return Sampled([], [], choices.errors[index])
@@ -288,10 +299,16 @@ def _answer(request: Request, guessed: list[int], choices: Choices, begin: int) 
 
 
 def _forced(request: Request, forced: list[int], num_new: int) -> list[int]:
-    """Tokens to add without asking the model, of those that a guide leaves no choice about.
+    """Return the tokens that the grammar forces and that are added without the model.
 
-    None for a request that reports log-probabilities, which only the model knows, or that limits
-    tokens by other means too, which only the next step's mask weighs against the grammar.
+    Return no tokens if the request reports log-probabilities, because only the model computes them.
+    Return none either if the request limits tokens by other fields, because only the mask of the
+    next step combines these limits with the grammar.
+
+    Args:
+        request: the sequence.
+        forced: the tokens that the grammar forces next.
+        num_new: the number of tokens that this step has added already.
     """
     params = request.params
     if (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
-from nereid_backend.core.window import Sight
+from nereid_backend.core.window import AttentionWindow
 
 BLOCK = 4
 EOS = 1
@@ -36,7 +36,7 @@ class ScriptedModel:
 
     Every token it gives depends on the whole sequence as read from the cache, and that must be the
     request's own: a wrong block table, a block lost or shared wrongly, a chunk that was skipped or
-    a copy not made raises. With limited sight it reads what that covers, and nothing before it.
+    a copy not made raises. With an attention window, it reads only what the window covers.
 
     A request that goes wrong leaves NaN in the slot of its last token. Masking does not stop NaN,
     so it harms whoever has that slot in his table, whether he looks at it or not.
@@ -49,10 +49,10 @@ class ScriptedModel:
         *,
         forced=0.0,
         broken=0.0,
-        sight: Sight | None = None,
+        attention_window: AttentionWindow | None = None,
     ):
         """Answer with several tokens in a share of the steps, and fail in a share of them."""
-        self._sight = sight
+        self._attention_window = attention_window
         self.slots: list[int | None] = [None] * (num_blocks * BLOCK)
         self.num_computed = 0
         self.num_copied = 0
@@ -112,10 +112,12 @@ class ScriptedModel:
         found = {slot for b in blocks for slot in self.slots[b * BLOCK : (b + 1) * BLOCK]}
         assert NAN not in found, f"{request}: NaN has come to it"
         before = None
-        if self._sight is not None:
-            before = self._check(request, known[:start], self._sight.first_seen(start))
+        if self._attention_window is not None:
+            before = self._check(
+                request, known[:start], self._attention_window.first_visible(start)
+            )
         for position in range(start, start + num_tokens):
-            if self._sight is None:
+            if self._attention_window is None:
                 before = self._read(request, position - 1)
             before = hash((before, known[position]))
             self.slots[self._slot(request, position)] = before
@@ -133,8 +135,12 @@ class ScriptedModel:
             self.slots[self._slot(request, chunk.start + chunk.num_tokens - 1)] = NAN
             return Sampled([], [], "not finite")
         tokens = list(request.token_ids)
-        sight = self._sight
-        self._check(request, tokens, sight.first_seen(len(tokens) - 1) if sight else 0)
+        attention_window = self._attention_window
+        self._check(
+            request,
+            tokens,
+            attention_window.first_visible(len(tokens) - 1) if attention_window else 0,
+        )
         assert chunk.num_logits in (len(request.draft_token_ids) + 1, chunk.num_tokens)
         new = [next_token(tokens, request.index)]
         for draft in request.draft_token_ids:

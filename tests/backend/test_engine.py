@@ -45,14 +45,14 @@ def test_info_says_what_was_loaded(engine):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([], "prompt: is empty"),
+        ([], "prompt: the prompt is empty"),
         ([5] * 90, r"prompt has 90 tokens; the limit is 64 \(max_model_len\)"),
         ([5] * 64, "leaves no room for an answer"),
         ([5, 320], r"token id 320 is outside the vocabulary \(0 to 319\)"),
         ([-1], "token id -1 is outside"),
-        ([5, 1.5], "prompt: must be a list of token ids"),
-        (["5"], "prompt: must be a list of token ids"),
-        (None, "prompt: must be a list of token ids"),
+        ([5, 1.5], "prompt: the value must be a list of token ids"),
+        (["5"], "prompt: the value must be a list of token ids"),
+        (None, "prompt: the value must be a list of token ids"),
     ],
 )
 def test_a_bad_prompt_is_refused_with_the_value_and_the_limit(engine, prompt, message):
@@ -63,7 +63,7 @@ def test_a_bad_prompt_is_refused_with_the_value_and_the_limit(engine, prompt, me
 
 def test_an_id_in_work_cannot_be_used_again_until_it_ended(engine):
     engine.add_request("a", [5, 6], GREEDY)
-    with pytest.raises(RequestError, match="'a' is in work already"):
+    with pytest.raises(RequestError, match="the id 'a' belongs to a request that has not ended"):
         engine.add_request("a", [5, 6], GREEDY)
     drain(engine)
     engine.add_request("a", [5, 6], GREEDY)
@@ -73,7 +73,7 @@ def test_an_id_in_work_cannot_be_used_again_until_it_ended(engine):
 def test_an_id_cannot_be_used_again_before_its_abort_was_reported(engine):
     engine.add_request("a", [5, 6], GREEDY)
     engine.abort("a")
-    with pytest.raises(RequestError, match="'a' is in work already"):
+    with pytest.raises(RequestError, match="the id 'a' belongs to a request that has not ended"):
         engine.add_request("a", [5, 6], GREEDY)
     assert ends(drain(engine)["a"]) == ["abort"]
 
@@ -81,7 +81,7 @@ def test_an_id_cannot_be_used_again_before_its_abort_was_reported(engine):
 def test_a_full_queue_refuses_with_the_limit(engine):
     for number in range(3):
         engine.add_request(str(number), [5], GREEDY)
-    with pytest.raises(CapacityError, match=r"3 requests wait; the limit is 3 \(max_num_waiting\)"):
+    with pytest.raises(CapacityError, match=r"3 requests are waiting and the limit is 3 \(max_num_waiting\)"):
         engine.add_request("late", [5], GREEDY)
     assert sorted(drain(engine)) == ["0", "1", "2"]
 
@@ -183,7 +183,7 @@ def test_requests_without_a_seed_differ_but_repeat_with_the_engines_seed(checkpo
 
 
 def test_generate_leaves_nothing_behind_when_a_prompt_is_wrong(engine):
-    with pytest.raises(RequestError, match="prompt: is empty"):
+    with pytest.raises(RequestError, match="prompt: the prompt is empty"):
         engine.generate([[5], [6], []], GREEDY)
     assert not engine.has_work()
 
@@ -276,7 +276,10 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(checkpoint):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_model_len": 9000}, r"max_model_len: must be at most 256 \(max_position_embeddings"),
+        (
+            {"max_model_len": 9000},
+            r"max_model_len: must be at most 256 \(max_position_embeddings",
+        ),
         ({"kv_cache_memory": 1000}, "kv_cache_memory: 1000 bytes holds 0 tokens"),
         (
             {"kv_cache_memory": "100KiB", "max_model_len": 256},

@@ -70,7 +70,7 @@ def test_a_salt_that_looks_like_a_blocks_name_leads_to_no_other_block(pool, cach
         request = make_request([start] * 4 + TOKENS[:5])
         cache.find(request)
         try:
-            salt = request.block_digests[0].decode()
+            salt = request.block_hashes[0].decode()
             break
         except UnicodeDecodeError:
             continue

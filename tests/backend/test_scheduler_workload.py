@@ -10,7 +10,7 @@ from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
-from nereid_backend.core.window import Sight
+from nereid_backend.core.window import AttentionWindow
 
 NUM_REQUESTS = int(os.environ.get("NEREID_WORKLOAD_REQUESTS", "120"))
 
@@ -20,11 +20,20 @@ KINDS = {
     "guesses": {"num_speculative_tokens": 3},
     "nothing shared": {"shares_blocks": False},
     "whole prompts": {"whole_prefill": True},
-    "windows": {"sight": Sight(((7, None), (None, 8)))},
-    "windows and guesses": {"sight": Sight(((5, None),)), "num_speculative_tokens": 3},
-    "chunks": {"sight": Sight(((None, 8), (None, 4)))},
-    "windows, nothing shared": {"sight": Sight(((5, 12),)), "shares_blocks": False},
-    "windows, whole prompts": {"sight": Sight(((3, None),)), "whole_prefill": True},
+    "windows": {"attention_window": AttentionWindow(((7, None), (None, 8)))},
+    "windows and guesses": {
+        "attention_window": AttentionWindow(((5, None),)),
+        "num_speculative_tokens": 3,
+    },
+    "chunks": {"attention_window": AttentionWindow(((None, 8), (None, 4)))},
+    "windows, nothing shared": {
+        "attention_window": AttentionWindow(((5, 12),)),
+        "shares_blocks": False,
+    },
+    "windows, whole prompts": {
+        "attention_window": AttentionWindow(((3, None),)),
+        "whole_prefill": True,
+    },
 }
 
 
@@ -36,7 +45,11 @@ class Workload:
         self.scheduler = scheduler
         self.longest = longest
         self.model = ScriptedModel(
-            scheduler.pool.num_blocks, self.rng, forced=0.1, broken=broken, sight=scheduler.sight
+            scheduler.pool.num_blocks,
+            self.rng,
+            forced=0.1,
+            broken=broken,
+            attention_window=scheduler.attention_window,
         )
         # Two of them hold the same blocks, behind different ones.
         self.stems = [self.tokens(longest // 2) for _ in range(3)]
@@ -146,13 +159,15 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
         **KINDS[kind],
     )
     # Where blocks are given back, sequences may be longer than the pool.
-    grows = scheduler.sight is None or "whole" in kind
+    grows = scheduler.attention_window is None or "whole" in kind
     longest = min(num_blocks * BLOCK, 80) if grows else 80
     workload = Workload(num_blocks, scheduler, longest, broken=0.02)
     workload.run(NUM_REQUESTS, cancelled=0.04)
     workload.check()
     assert {"abort", "error", "length", "stop"} <= set(workload.ends.values())
-    assert scheduler.num_preemptions > 0 or num_blocks == 60 or scheduler.sight is not None
+    assert (
+        scheduler.num_preemptions > 0 or num_blocks == 60 or scheduler.attention_window is not None
+    )
     if scheduler.cache is not None:
         assert scheduler.cache.num_hit_tokens > 0
     assert (workload.model.num_copied > 0) == ("nothing" not in kind and "whole" not in kind)

@@ -1,8 +1,10 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import scheduler_simulator
 from nereid_backend import SamplingParams
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
@@ -98,7 +100,8 @@ def test_the_command_loads_no_torch():
         "import sys; from scheduler_simulator import main; "
         "main(['--requests', '20']); sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    folder = Path(scheduler_simulator.__file__).parent
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, cwd=folder)
 
 
 def calls_of_a_plan(num_running: int, num_waiting: int) -> int:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps planned ahead: while the one before is computed, before its tokens are known.
+"""Plans that are made ahead for async scheduling, while the previous step is still running.
 
     plan            plan_ahead(A)       commit(A)   settle(B)   plan_ahead(B)       commit(B)
     A: a b c        B: a b c d          b ended     B: a c d    C: a c d            ...
 
-It is taken for granted then that each request of A that samples gets one token there. What turns
-out otherwise is put right when A is committed: settle(B) says what of B still counts, drop(B) that
-nothing does. A sequence that ends while a step has it under way keeps its row and blocks until that
-step is committed.
+Plan B assumes that each sampling sequence of step A gets exactly one token. When A is committed,
+`settle(B)` removes the parts of B for which that was wrong, or `drop(B)` discards B. A sequence
+that ends while an uncommitted plan contains it keeps its row and its blocks until that plan is
+committed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,17 @@ from dataclasses import replace
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import StepPlan
 
-# Stands for a token that is being sampled while the step after it is planned.
+# Replaces a token that is still being sampled while the next step is planned.
 _PENDING = -1
 
 
-class StepsUnderWay:
-    """Plans that are not committed, of which one was made ahead, and who may not leave for them.
+class PendingPlans:
+    """The plans that are not committed yet, and the ended sequences that these plans contain.
 
     Attributes:
-        is_planning: whether a plan is being made ahead.
-        leaving: sequences that have ended but are in one of the plans; they have rows and blocks.
+        is_planning: whether a plan is being made ahead at the moment.
+        leaving: the sequences that have ended but are in one of the plans. They keep their rows
+            and blocks.
     """
 
     def __init__(self) -> None:
@@ -34,22 +35,23 @@ class StepsUnderWay:
         self._plans: list[StepPlan] = []
 
     def __bool__(self) -> bool:
-        """Whether a plan that was made ahead, or the one before it, is not committed."""
+        """Return whether any plan is not committed."""
         return bool(self._plans)
 
     def __contains__(self, request: Request) -> bool:
-        """Whether a sequence takes part in one of the plans."""
+        """Return whether one of the plans contains a sequence."""
         return any(request is chunk.request for plan in self._plans for chunk in plan.chunks)
 
     def plan_next(self, before: StepPlan, plan_step: Callable[[], StepPlan]) -> StepPlan:
-        """Plan the step after one that is computed now.
+        """Plan the step that follows a running step.
 
         Args:
-            before: the last plan, settled if it was made ahead itself; without guesses.
-            plan_step: plans a step of what the requests know.
+            before: the plan of the running step, without draft tokens. If that plan was made ahead
+                itself, it must be settled.
+            plan_step: plans a step from the current state of the sequences.
 
         Returns:
-            A plan; one without chunks needs no commit.
+            A plan. A plan without chunks needs no commit.
         """
         sampling = [chunk.request for chunk in before.chunks if chunk.samples]
         for chunk in before.chunks:
@@ -74,22 +76,23 @@ class StepsUnderWay:
         self._plans = [before, plan]
         return plan
 
-    def settle(self, plan: StepPlan, drawn: Sequence[int]) -> StepPlan:
-        """What counts of a plan that was made ahead, now that the one before it is committed.
+    def settle(self, plan: StepPlan, device_token_ids: Sequence[int]) -> StepPlan:
+        """Return the valid part of a plan that was made ahead, after the previous plan's commit.
 
         Args:
-            plan: as plan_next returned it.
-            drawn: what stood for the tokens that were not known (StepResult.drawn).
+            plan: the plan that plan_next returned.
+            device_token_ids: the tokens that the step used as input in place of the tokens that
+                were not known (StepResult.device_token_ids).
 
         Returns:
-            The plan to go on with. A chunk that was computed with another token than the right one
-            has none any more; one behind which more is known by now does not sample.
+            The plan with two corrections. A chunk that was computed with a wrong input token loses
+            its token. A chunk that is no longer at the end of its sequence does not sample.
         """
         chunks = plan.chunks
         for index, source in plan.pending:
             chunk = chunks[index]
             token_ids = chunk.request.token_ids
-            is_right = token_ids[chunk.start] == drawn[source]
+            is_right = token_ids[chunk.start] == device_token_ids[source]
             if is_right and len(token_ids) == chunk.start + 1:
                 continue
             if chunks is plan.chunks:
@@ -101,16 +104,16 @@ class StepsUnderWay:
         self._plans = [settled]
         return settled
 
-    def land(self, plan: StepPlan) -> None:
-        """A plan is not under way any more."""
+    def remove(self, plan: StepPlan) -> None:
+        """Remove a plan that was committed or dropped. Do nothing if it is unknown."""
         self._plans = [other for other in self._plans if other is not plan]
 
     def will_end(self, request: Request) -> bool:
-        """Whether the step under way is a sequence's last, as far as that is known."""
+        """Return whether the running step is known to be the last step of a sequence."""
         return request in self.leaving or len(request.token_ids) >= request.max_total_tokens
 
     def take_free(self) -> list[Request]:
-        """Those of `leaving` that are in no plan any more; they leave it."""
+        """Remove and return the sequences in `leaving` that no plan contains any more."""
         busy = {chunk.request for plan in self._plans for chunk in plan.chunks}
         free = [request for request in self.leaving if request not in busy]
         for request in free:

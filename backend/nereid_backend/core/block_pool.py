@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache's blocks: who holds which, and which are worth finding again.
+"""The blocks of the KV cache: reference counts, free blocks and cached blocks.
 
-    block    0   1   2   3   4   5   6
-    count    1   0   1   2   0   0   1        n: in n block tables
-    kept     x   x           x                its tokens can be looked up (see prefix_cache.py)
-    free     5                                a stack: the block freed last is used next
-    idle     1 4                              nobody holds them, but they are kept: oldest first
+    block      0   1   2   3   4   5   6
+    ref count  1   0   1   2   0   0   1      the number of block tables that contain the block
+    cached     x   x           x              the prefix cache can find the block
+    free       5                              a stack: the block that was freed last is used first
+    idle       1 4                            cached, but in no block table; the oldest comes first
 
-A block belongs to those whose block tables name it and to nobody else; the pool counts. Blocks are
-taken from the free ones, then from the idle ones, whose tokens are then forgotten.
+The pool allocates free blocks first and idle blocks after them. When it allocates an idle block,
+the prefix cache forgets the tokens of that block.
 """
 
 from collections import OrderedDict
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """A fixed number of blocks, each with a count of its holders."""
+    """A fixed number of blocks, each with a reference count."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
-        # Popped from the end, so that block 0 goes first.
+        # Blocks are popped from the end, so block 0 is allocated first.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()
@@ -29,26 +29,29 @@ class BlockPool:
 
     @property
     def null_block(self) -> int:
-        """Stands in tables for a block that was given back; one behind the last, never held."""
+        """The id that replaces a freed block in a block table; no block has this id."""
         return self.num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """The number of blocks that no block table contains."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody holds."""
+        """The number of blocks that at least one block table contains."""
         return self.num_blocks - self.num_free
 
     @property
     def num_kept(self) -> int:
-        """Blocks whose tokens can be looked up, held or not."""
+        """The number of blocks that the prefix cache can find."""
         return len(self._kept)
 
     def allocate(self, count: int) -> list[int]:
-        """Take blocks; the caller has made sure that there are enough (num_free)."""
+        """Return `count` blocks with a reference count of 1.
+
+        The caller must check num_free first.
+        """
         assert count <= self.num_free, f"{count} blocks asked, {self.num_free} free"
         first = max(0, len(self._free) - count)
         blocks = self._free[first:]
@@ -64,16 +67,18 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Add a hold on each block; all are held already, or idle."""
+        """Increment the reference count of each block. No block may be free."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 del self._idle[block]
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one hold on each block; those that nobody else holds become free or idle.
+        """Decrement the reference count of each block.
 
-        The last ones become so first: of a sequence's blocks, its tail is reused before its head.
+        A block whose count becomes 0 becomes idle if it is cached, and free otherwise. The blocks
+        are released from the last to the first, so that the end of a sequence is reused before its
+        beginning.
         """
         for block in reversed(blocks):
             count = self._ref_counts[block] - 1
@@ -87,34 +92,34 @@ class BlockPool:
                 self._free.append(block)
 
     def count_idle(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks nobody holds."""
+        """Return how many of `blocks` have a reference count of 0."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
     def keep(self, block: int) -> None:
-        """From now on, a held block is worth finding again when nobody holds it."""
+        """Mark a block as cached: it becomes idle, not free, when its reference count is 0."""
         assert self._ref_counts[block] > 0, f"block {block} is not held"
         self._kept.add(block)
 
     def forget(self, block: int) -> None:
-        """A block is not worth finding any more, if it ever was."""
+        """Mark a block as not cached. An idle block becomes free."""
         self._kept.discard(block)
         if block in self._idle:
             del self._idle[block]
             self._free.append(block)
 
     def on_reuse(self, callback: Callable[[int], None]) -> None:
-        """Have a function called with each kept block that is taken for something else."""
+        """Call `callback` with the id of each cached block that is allocated for new tokens."""
         self._on_reuse = callback
 
     def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Verify that every block is either free, idle or held, once each.
+        """Verify that every block is exactly one of free, idle and in use.
 
         Args:
-            block_tables: all tables there are; then the counts are compared with them, too. The
-                null block may be in them.
+            block_tables: all block tables. If given, the reference counts are compared with them.
+                The tables may contain the null block.
 
         Raises:
-            AssertionError: a block is lost, free twice, or counted wrongly.
+            AssertionError: if a block is lost, free twice, or has a wrong reference count.
         """
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks a request gets: its own, and those that it shares.
+"""The block tables of sequences: blocks of their own, and blocks that they share.
 
-Two sequences of one request with a prompt of 2.5 blocks, some steps after the prompt was computed:
+Example: two sequences of one request with a prompt of 2.5 blocks, some steps after the prompt was
+computed.
 
-    sequence 0   [ 4 ][ 9 ][ 1 ][ 6 ]     computed the prompt, and writes on behind it
-    the group    [ 4 ][ 9 ][ 1 ]          holds the prompt for those who have no row yet
-    sequence 1   [ 4 ][ 9 ][ 7 ]          7 began as a copy of 1, because it is written to
+    sequence 0   [ 4 ][ 9 ][ 1 ][ 6 ]     computed the prompt and appends its output to block 1
+    the group    [ 4 ][ 9 ][ 1 ]          holds the prompt for sequences that have no row yet
+    sequence 1   [ 4 ][ 9 ][ 7 ]          block 7 is a copy of block 1, because both are written
 
-A full block is never written to, so it may be in any number of tables. A request never shares the
-block that its next token goes into.
+A full block is never written again, so any number of block tables can contain it. The block that
+receives the next token of a sequence is never shared.
 
-Where the model does not look back to the beginning (sight.py), what it will not see again is given
-back after every step, and in place of blocks for all its tokens a request gets enough to go on.
+If the model has an attention window (window.py), blocks that no later token attends to are freed
+after every step. A sequence then needs only the blocks that the window and one step cover, not
+blocks for all its tokens.
 """
 
 from collections.abc import Iterator
@@ -19,11 +21,11 @@ from collections.abc import Iterator
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.request import Group, Request
-from nereid_backend.core.window import Sight
+from nereid_backend.core.window import AttentionWindow
 
 
 class BlockTables:
-    """Fills the block tables of requests and groups from one pool."""
+    """Allocates the blocks of sequences and groups from one pool."""
 
     def __init__(
         self,
@@ -31,32 +33,39 @@ class BlockTables:
         block_size: int,
         cache: PrefixCache | None,
         *,
-        sight: Sight | None = None,
-        most_step_tokens: int | None = None,
+        attention_window: AttentionWindow | None = None,
+        max_step_tokens: int | None = None,
     ) -> None:
-        """Begin with empty tables.
+        """Create the tables.
 
         Args:
-            pool: where blocks come from.
+            pool: the pool that provides the blocks.
             block_size: tokens in one block.
-            cache: finds blocks that were computed already; None computes everything.
-            sight: how far back the model looks; None: to the beginning.
-            most_step_tokens: most tokens of a request in one step; None: all may come in one.
+            cache: finds blocks that were computed already; None turns prefix caching off.
+            attention_window: the model's attention window; None if tokens attend to all earlier
+                tokens.
+            max_step_tokens: the largest number of a sequence's tokens in one step; None if one
+                step may compute all of them.
         """
         self.cache = cache
         self._pool = pool
         self._block_size = block_size
-        self._sight = sight
-        self._most_step_tokens = most_step_tokens
+        self._attention_window = attention_window
+        self._max_step_tokens = max_step_tokens
         self._holding: dict[int, Group] = {}
         self._copies: list[tuple[int, int]] = []
 
     def try_admit(self, request: Request, group: Group) -> bool:
-        """Give a request without blocks enough for all its known tokens, if there is room.
+        """Allocate blocks for all known tokens of a waiting sequence, if enough blocks are free.
 
-        Where blocks are given back, it is enough for as many as it ever needs at once.
+        If the model has an attention window, allocate only as many as the sequence ever needs at
+        the same time.
 
-        Mutates: on success the request's table and what is computed of it; a copy may be due.
+        Returns:
+            Whether the blocks were allocated.
+
+        Mutates: on success, the sequence's block table and its number of computed tokens. A block
+        copy may be added to `take_copies`.
         """
         if group.block_table and request in group.followers:
             return self._try_share_prompt(request, group)
@@ -79,26 +88,28 @@ class BlockTables:
         return True
 
     def missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that a request lacks for its first num_tokens tokens."""
+        """Return how many more blocks a sequence needs to hold its first `num_tokens` tokens."""
         return max(0, self._num_blocks(num_tokens) - len(request.block_table))
 
     def grow(self, request: Request, num_blocks: int) -> None:
-        """Add blocks to a table; the pool has them."""
+        """Append newly allocated blocks to a sequence's table. The pool must have enough."""
         if num_blocks > 0:
             request.block_table += self._pool.allocate(num_blocks)
 
-    def remember(self, request: Request) -> None:
-        """Let others find what is computed of a request."""
+    def cache_blocks(self, request: Request) -> None:
+        """Add the computed full blocks of a sequence to the prefix cache."""
         if self.cache is not None:
             self.cache.add(request)
 
-    def drop_unseen(self, request: Request) -> None:
-        """Give back those of a running request's blocks that its next token does not look at."""
-        if self._sight is None:
+    def free_invisible(self, request: Request) -> None:
+        """Free the leading blocks of a running sequence that no later token attends to."""
+        if self._attention_window is None:
             return
-        first = self._sight.first_seen(request.num_computed_tokens) // self._block_size
+        first = (
+            self._attention_window.first_visible(request.num_computed_tokens) // self._block_size
+        )
         old = request.num_dropped_blocks
-        # The next token's block is there only once it is planned.
+        # The block of the next token is allocated only when that token is planned.
         first = min(first, len(request.block_table))
         if first > old:
             self._pool.release(request.block_table[old:first])
@@ -106,25 +117,28 @@ class BlockTables:
             request.num_dropped_blocks = first
 
     def blocks_of(self, request: Request) -> set[int]:
-        """Blocks that it holds, and those that it has given back but that can still be found."""
+        """Return the blocks of a sequence, including freed blocks that are still cached."""
         blocks = set(request.block_table[request.num_dropped_blocks :])
         if self.cache is not None and request.num_dropped_blocks:
-            blocks |= self.cache.blocks_named(request.block_digests)
+            blocks |= self.cache.cached_blocks(request.block_hashes)
         return blocks
 
     def release(self, request: Request) -> None:
-        """Take a request's blocks away, and with them what is computed of it."""
+        """Release all blocks of a sequence and reset its number of computed tokens to 0."""
         self._pool.release(request.block_table[request.num_dropped_blocks :])
         request.block_table = []
         self._begin(request, 0)
 
     def hold_prompt(self, group: Group, leader: Request) -> None:
-        """Keep the prompt that one sequence has computed for the others."""
+        """Keep the blocks of the prompt that `leader` has computed for the group's followers."""
         table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
         first = leader.num_dropped_blocks
-        if self._sight is not None:
-            # The prompt's last token is computed again.
-            seen = self._sight.first_seen(leader.num_prompt_tokens - 1) // self._block_size
+        if self._attention_window is not None:
+            # A follower computes the last prompt token again, so its window starts there.
+            seen = (
+                self._attention_window.first_visible(leader.num_prompt_tokens - 1)
+                // self._block_size
+            )
             table[first:seen] = [self._pool.null_block] * (seen - first)
             first = seen
         self._pool.hold(table[first:])
@@ -133,44 +147,44 @@ class BlockTables:
         full = leader.num_prompt_tokens // self._block_size
         for follower in group.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
-            follower.block_digests = leader.block_digests[:full]
+            follower.block_hashes = leader.block_hashes[:full]
 
     def drop_prompt(self, group: Group) -> None:
-        """Give up a group's hold on its prompt, if it has one."""
+        """Release the prompt blocks that a group holds, if any."""
         if self._holding.pop(id(group), None) is not None:
             self._pool.release(group.block_table[self._num_null(group.block_table) :])
             group.block_table = []
 
     def drop_oldest_prompt(self) -> bool:
-        """Give up one group's hold, so that others get room; False if there is none."""
+        """Release the prompt blocks of one group. Return False if no group holds any."""
         for group in self._holding.values():
             self.drop_prompt(group)
             return True
         return False
 
     def drop_prompts_with(self, blocks: set[int]) -> None:
-        """Give up the holds of groups on any of these blocks."""
+        """Release the prompt blocks of every group that holds any of `blocks`."""
         for group in list(self._holding.values()):
             if not blocks.isdisjoint(group.block_table):
                 self.drop_prompt(group)
 
     def forget(self, blocks: set[int]) -> None:
-        """Make sure that nobody finds these blocks any more."""
+        """Remove `blocks` from the prefix cache."""
         if self.cache is not None:
             for block in blocks:
                 self.cache.forget(block)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Pairs of blocks (from, to) to copy before the tables are used; each is returned once."""
+        """Return the pending block copies as pairs (from, to), and clear the list."""
         copies, self._copies = self._copies, []
         return copies
 
     def held_tables(self) -> Iterator[list[int]]:
-        """The tables of groups."""
+        """Return the block tables that groups hold."""
         return (group.block_table for group in self._holding.values())
 
     def _try_share_prompt(self, request: Request, group: Group) -> bool:
-        # The prompt's last token is computed again, for its logits.
+        # The last prompt token is computed again, because its logits are needed.
         num_reused = request.num_prompt_tokens - 1
         num_shared = num_reused // self._block_size
         num_new = self._num_blocks(len(request.token_ids)) - num_shared
@@ -193,16 +207,19 @@ class BlockTables:
         request.num_dropped_blocks = num_dropped
 
     def _num_wanted(self, request: Request, num_found: int) -> int:
-        """Tokens for which a request wants blocks, those that were found included."""
+        """Return the number of tokens that need blocks, including those found in the cache."""
         num_known = len(request.token_ids)
-        if self._sight is None or self._most_step_tokens is None:
+        if self._attention_window is None or self._max_step_tokens is None:
             return num_known
-        # What is seen from the first of its tokens on, until the first blocks come back.
-        first = self._sight.first_seen(num_found * self._block_size)
-        return min(num_known, first + self._sight.most_seen + self._most_step_tokens)
+        # The tokens that the first computed token attends to, and the tokens of one step. After
+        # that step, the first blocks are freed.
+        first = self._attention_window.first_visible(num_found * self._block_size)
+        return min(
+            num_known, first + self._attention_window.max_visible_tokens + self._max_step_tokens
+        )
 
     def _num_null(self, table: list[int]) -> int:
-        return 0 if self._sight is None else table.count(self._pool.null_block)
+        return 0 if self._attention_window is None else table.count(self._pool.null_block)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What limits a sequence's next tokens: how a request says it, and what the engine needs of it.
+"""Grammar and thinking specifications of requests, and the interface of guides.
 
-The core only carries guides; `nereid_backend.grammar` makes them and the sampler asks them.
+A guide is the state of one sequence under its grammar and its thinking budget. The core only passes
+guides on: `nereid_backend.grammar` creates them, and the sampler uses them.
 """
 
 import json
@@ -14,14 +15,15 @@ KINDS = ("structural_tag", "json_schema", "regex", "ebnf", "choice")
 
 
 class GrammarSpec(NamedTuple):
-    """A grammar as text. Equal ones are compiled once.
+    """A grammar as text. Requests with equal specifications share one compiled grammar.
 
     Attributes:
         kind: one of KINDS.
-        source: JSON of the structural tag or the schema; the regex; the EBNF; a JSON list of
-            strings.
-        after: the grammar begins behind the first occurrence of this text in the answer, blanks
-            behind it skipped (where reasoning ends); empty: with the answer's first token.
+        source: the JSON text of a structural tag or schema, a regular expression, an EBNF grammar,
+            or a JSON list of strings, depending on the kind.
+        after: the text in the answer after which the grammar applies, such as "</think>". White
+            space that follows the text is skipped. If empty, the grammar applies from the first
+            token on.
     """
 
     kind: str
@@ -30,36 +32,44 @@ class GrammarSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """From a spec or from its fields in a list, as a wire brings them.
+        """Return the specification that a list of its fields describes.
+
+        Args:
+            fields: a specification, or its fields in order, as another process sends them.
 
         Raises:
-            RequestError: it is none.
+            RequestError: if the fields are not a valid specification.
         """
         values = tuple(fields) if isinstance(fields, list | tuple) else (fields,)
         if len(values) not in (2, 3) or not all(isinstance(value, str) for value in values):
-            raise RequestError(f"grammar: must be a kind, a source and a text, got {values!r}")
+            raise RequestError(
+                "grammar: the value must be a list of two or three strings (kind, source, after), "
+                f"but it is {values!r}."
+            )
         spec = cls(*values)
         if spec.kind not in KINDS:
             known = ", ".join(KINDS)
-            raise RequestError(f"grammar: kind must be one of {known}, got {spec.kind!r}")
+            raise RequestError(
+                f"grammar: the kind must be one of {known}, but it is {spec.kind!r}."
+            )
         return spec
 
     @classmethod
     def choice(cls, choices: Iterable[str]) -> Self:
-        """One of these strings."""
+        """Return the specification of an answer that must be one of `choices`."""
         return cls("choice", json.dumps(list(choices), ensure_ascii=False))
 
 
 class ThinkingSpec(NamedTuple):
-    """How a request's reasoning is delimited, and how long it may be.
+    """The delimiters and the token budget of a request's reasoning.
 
     Attributes:
-        start: text that opens reasoning when the model writes it; empty if it never does.
-        end: text that closes it.
-        end_token_ids: what is forced when the budget is used up: the end marker's token ids, and
-            whatever the format writes around them.
-        is_open: whether the prompt has opened reasoning and not closed it.
-        budget: at most so many tokens of reasoning; None is no limit.
+        start: the marker with which the model opens reasoning; empty if the model never does.
+        end: the marker that closes reasoning.
+        end_token_ids: the tokens that are forced when the budget is used up: the end marker and the
+            text that the chat format writes around it.
+        is_open: whether the prompt ends inside reasoning.
+        budget: the largest number of reasoning tokens; None means no limit.
     """
 
     start: str
@@ -70,10 +80,13 @@ class ThinkingSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """From a spec or from its fields in a list, as a wire brings them.
+        """Return the specification that a list of its fields describes.
+
+        Args:
+            fields: a specification, or its fields in order, as another process sends them.
 
         Raises:
-            RequestError: it is none.
+            RequestError: if the fields are not a valid specification.
         """
         values = tuple(fields) if isinstance(fields, list | tuple) else (fields,)
         match values:
@@ -83,23 +96,23 @@ class ThinkingSpec(NamedTuple):
             ):
                 return cls(start, end, tuple(token_ids), is_open, budget)
         raise RequestError(
-            "thinking: must be two texts, token ids, whether it is open and a budget of at least "
-            f"0 or none, got {values!r}"
+            "thinking: the value must be a list of start marker, end marker, token ids, a boolean "
+            f"and a budget (an integer of at least 0, or null), but it is {values!r}."
         )
 
 
 class Guide(Protocol):
     """The state of one sequence under its grammar and its thinking budget.
 
-    Used by the engine's thread, and by the thread that fills masks while the engine waits for it.
+    The engine's thread uses a guide. While the engine waits, the thread that fills masks uses it.
     """
 
     def accept(self, token_ids: list[int]) -> None:
-        """Take in tokens of the answer, in order.
+        """Advance the state by tokens of the answer, in order.
 
         Raises:
-            EngineError: one of them is not allowed here.
+            EngineError: if the grammar does not allow one of the tokens.
         """
 
     def fork(self) -> "Guide":
-        """A guide for another sequence that starts where this one stands."""
+        """Return an independent copy of this guide for another sequence."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that were accepted and have not ended, and which of their sequences wait for a row.
+"""The requests that were accepted and have not ended, and the queue of sequences without a row.
 
-Of a request with n sequences one computes the prompt while the others, its followers, wait for
-that; then they wait for rows of their own. A request whose guide is being made does not even wait.
+If a request has n sequences, one of them (the leader) computes the prompt while the others (its
+followers) are held back. Once the prompt is computed, the followers wait for rows of their own. A
+request whose grammar is still being compiled is held back as a whole.
 """
 
 from nereid_backend.core.block_tables import BlockTables
@@ -12,19 +13,20 @@ from nereid_backend.core.request import Group, Request
 
 
 class Groups:
-    """Every sequence in work, by request.
+    """The groups of all requests that have not ended.
 
     Attributes:
-        waiting: sequences that wait for a row, in order.
-        num_sequences: how many there are, waiting or not.
+        waiting: the sequences that wait for a row, in scheduling order.
+        num_sequences: the number of all sequences, waiting or running.
     """
 
     def __init__(self, tables: BlockTables, *, shares_prompts: bool) -> None:
-        """Begin with none.
+        """Create an empty table.
 
         Args:
-            tables: hold a prompt's blocks for followers.
-            shares_prompts: whether one sequence computes the prompt for all.
+            tables: the block tables, which keep the blocks of a prompt for followers.
+            shares_prompts: whether one sequence computes the prompt for all sequences of a
+                request. If not, every sequence computes the prompt itself.
         """
         self.waiting = RankedRequests()
         self.num_sequences = 0
@@ -33,29 +35,34 @@ class Groups:
         self._groups: dict[str, Group] = {}
 
     def __len__(self) -> int:
-        """Requests."""
+        """Return the number of requests."""
         return len(self._groups)
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request of this name is in work."""
+        """Return whether a request with this id has not ended."""
         return request_id in self._groups
 
     def of(self, request: Request) -> Group:
-        """The group of a sequence in work."""
+        """Return the group of a sequence that has not ended."""
         return self._groups[request.request_id]
 
     def sequences_of(self, request_id: str) -> list[Request]:
-        """The sequences of a request that have not ended; none of an unknown one."""
+        """Return the sequences of a request that have not ended; none if the id is unknown."""
         group = self._groups.get(request_id)
         return [] if group is None else list(group.sequences.values())
 
     def is_preparing(self, request_id: str) -> bool:
-        """Whether a request's guide is being made."""
+        """Return whether the grammar of a request is still being compiled."""
         group = self._groups.get(request_id)
         return group is not None and not group.is_prepared
 
     def add(self, sequences: list[Request], *, is_prepared: bool) -> None:
-        """Take a request's sequences in, which have their ranks."""
+        """Add the sequences of a request, whose ranks are set.
+
+        Args:
+            sequences: all sequences of one request.
+            is_prepared: False if the request must wait for `start`.
+        """
         self.num_sequences += len(sequences)
         group = self._groups[sequences[0].request_id] = Group(sequences)
         group.is_prepared = is_prepared
@@ -63,7 +70,14 @@ class Groups:
             self._enqueue(group)
 
     def start(self, request_id: str, guide: Guide) -> None:
-        """Let a request wait that was added unprepared. Unknown ones are ignored."""
+        """Attach a guide to a request and put the request into the waiting queue.
+
+        Do nothing if the request has ended.
+
+        Args:
+            request_id: a request that was added with is_prepared=False.
+            guide: the guide of the first sequence; each other sequence gets a fork of it.
+        """
         group = self._groups.get(request_id)
         if group is None:
             return
@@ -75,21 +89,24 @@ class Groups:
         self._enqueue(group)
 
     def admit(self, request: Request) -> None:
-        """A waiting sequence has got its blocks."""
+        """Remove a sequence from the waiting queue because it has blocks now."""
         group = self.of(request)
         if request in group.followers:
             self._unfollow(group, request)
         self.waiting.remove(request)
 
     def share_prompt(self, request: Request) -> None:
-        """A sequence has computed its prompt: let those who follow it wait for rows."""
+        """Put the followers of a sequence that has computed its prompt into the waiting queue."""
         group = self.of(request)
         if group.followers and not group.is_split:
             self._tables.hold_prompt(group, request)
             self._split(group)
 
     def remove(self, request: Request) -> None:
-        """Forget a sequence that ends."""
+        """Remove a sequence that ends.
+
+        If the sequence was computing the prompt for its followers, the next follower does so.
+        """
         self.num_sequences -= 1
         group = self.of(request)
         is_follower = request in group.followers
@@ -101,14 +118,14 @@ class Groups:
         if is_follower:
             self._unfollow(group, request)
         elif group.followers and not group.is_split and group.is_prepared:
-            # The one that computed the prompt for all is gone: the next one does.
+            # The leader has ended before the prompt was computed, so a follower replaces it.
             self.waiting.add(group.followers.pop(0))
 
     def check(self, num_running: int) -> None:
-        """Verify that every sequence runs, waits or is held back.
+        """Verify that every sequence either runs, waits or is held back.
 
         Raises:
-            AssertionError: one was lost.
+            AssertionError: if a sequence was lost.
         """
         groups = self._groups.values()
         assert self.num_sequences == sum(len(group.sequences) for group in groups)
@@ -117,7 +134,10 @@ class Groups:
         assert all(r.row is None and not r.block_table for r in self.waiting)
 
     def _enqueue(self, group: Group) -> None:
-        """Let a group's first sequence wait for a row, or all where each computes the prompt."""
+        """Put the leader of a group into the waiting queue.
+
+        If sequences do not share prompts, put the followers into the queue too.
+        """
         leader, *group.followers = group.sequences.values()
         self.waiting.add(leader)
         if not self._shares_prompts:
@@ -135,7 +155,7 @@ class Groups:
 
 
 def _num_held_back(group: Group) -> int:
-    """Sequences that do not even wait for a row."""
+    """Return the number of sequences of a group that are neither running nor in the queue."""
     if not group.is_prepared:
         return len(group.sequences)
     return 0 if group.is_split else len(group.followers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine says to its caller: updates of requests, whole outputs, facts about itself."""
+"""The values that the engine returns: updates of requests, finished outputs, and engine facts."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -11,10 +11,10 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position, under the model's own distribution.
 
     Attributes:
-        token_ids: the token that stands there, then the likeliest ones, likeliest first (the first
-            may come again among them).
+        token_ids: the token at this position, followed by the likeliest tokens in order of
+            probability. The token at this position may occur a second time among them.
         logprobs: natural logarithms, one for each of token_ids.
-        rank: of the token that stands there among the whole vocabulary; the likeliest has 1.
+        rank: the rank of the token at this position within the vocabulary; 1 is the likeliest.
     """
 
     token_ids: list[int]
@@ -24,26 +24,25 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """What one step adds to one sequence of a request.
+    """The tokens that one step adds to one sequence of a request.
 
-    Every sequence of an accepted request gets exactly one update whose finish_reason is not None,
-    as its last.
+    The last update of every sequence, and only the last, has a finish_reason.
 
     Attributes:
-        request_id: the caller's name of the request.
-        new_token_ids: tokens that this step adds, in order; a stop token is among them.
-        finish_reason: None while the request goes on.
-        stop_reason: the stop token's id when finish_reason is "stop".
+        request_id: the id that the caller chose for the request.
+        new_token_ids: the tokens that this step adds, in order, including a stop token.
+        finish_reason: why the sequence ended; None while it continues.
+        stop_reason: the id of the stop token if finish_reason is "stop".
         cumulative_logprob: sum of the log-probabilities of all tokens so far, under the model's own
             distribution (before temperature and filters).
-        error: what went wrong when finish_reason is "error".
-        index: which of the request's n sequences.
-        logprobs: one for each of new_token_ids, where the request asked for them.
-        prompt_logprobs: one for each token of the prompt (None for the first), in the first update
-            of sequence 0, where the request asked for them.
-        num_cached_tokens: tokens of the prompt whose keys and values were in the prefix cache.
-        is_refused: with an error: the request itself is at fault (its grammar does not compile,
-            say), and nothing was generated.
+        error: a sentence that says what went wrong if finish_reason is "error".
+        index: the number of the sequence among the n sequences of the request, from 0.
+        logprobs: one entry for each of new_token_ids if the request asked for log-probabilities.
+        prompt_logprobs: one entry for each prompt token (None for the first). Only the first update
+            of sequence 0 has them, and only if the request asked for them.
+        num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
+        is_refused: True if the error is the request's own fault (for example, its grammar does not
+            compile). Nothing was generated then.
     """
 
     request_id: str
@@ -61,7 +60,7 @@ class RequestUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One finished answer; token_ids include the stop token that ended it, text leaves it out."""
+    """One finished sequence. `token_ids` includes the stop token that ended it; `text` does not."""
 
     index: int
     token_ids: list[int]
@@ -75,7 +74,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its finished answers, in the order of their index."""
+    """A prompt and its finished sequences in the order of their index."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -86,25 +85,26 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What was loaded and how it will run.
+    """Facts about the loaded model and how the engine runs it.
 
     Attributes:
         model: path of the checkpoint.
-        architecture: the class that its config names.
-        path: how batches reach the model; "packed" is one row of all tokens.
-        attention: what computes attention: "native" kernels, "reference" for plain torch, "eager"
-            for the model's own.
-        dtype: of weights and KV cache, as in "float32".
-        device: as in "cpu" or "cuda:0".
-        max_model_len: prompt and answer together have at most so many tokens.
-        num_blocks: size of the KV cache in blocks of block_size tokens.
-        kv_cache_bytes: memory of the KV cache.
-        weights_bytes: memory of the weights.
-        eos_token_ids: tokens that end an answer, sorted.
-        num_threads: CPU threads of torch.
-        self_check_difference: of logits, packed steps against the model alone, relative.
-        load_seconds: from the start to the first step.
-        seconds: load time by phase.
+        architecture: the class that the checkpoint's config.json names.
+        path: the forward path; "packed" computes all tokens of a step as one row.
+        attention: the implementation of attention: "native" for compiled kernels, "reference" for
+            plain torch, "eager" for the model's own code.
+        dtype: the dtype of weights and KV cache, such as "float32".
+        device: the torch device, such as "cpu" or "cuda:0".
+        max_model_len: the largest number of prompt and output tokens of one sequence.
+        num_blocks: the size of the KV cache in blocks of block_size tokens.
+        kv_cache_bytes: the memory of the KV cache in bytes.
+        weights_bytes: the memory of the weights in bytes.
+        eos_token_ids: the tokens that end a sequence, sorted.
+        num_threads: the number of CPU threads that torch uses.
+        self_check_difference: the largest relative difference of logits between the engine's steps
+            and the model alone.
+        load_seconds: the seconds from the start to the first step.
+        seconds: the loading time of each phase in seconds.
     """
 
     model: str

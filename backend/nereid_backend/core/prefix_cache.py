@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds blocks whose keys and values a new request would compute again.
+"""The prefix cache: finds blocks whose keys and values a new request would compute again.
 
-A full block's content is named by a hash over its tokens and the hash of the block before it, so
-that equal hashes mean equal tokens from the start of the sequence on:
+The hash of a full block covers its tokens and the hash of the block before it. Two blocks with the
+same hash therefore have the same tokens from the start of their sequences:
 
     H'(salt) -> h0 = H(H'(salt), tokens 0..15) -> h1 = H(h0, tokens 16..31) -> ...
 
-A block stays findable while somebody holds it and, when nobody does, until the pool needs it for
-something else; the block that has been idle longest goes first, and of a sequence the tail goes
-before the head. What is found is what would have been computed, so answers do not change.
+A block stays in the cache while a block table contains it, and after that until the pool allocates
+it for other tokens. The pool takes the block first that has been idle for the longest time, and the
+end of a sequence before its beginning. A cached block holds exactly the keys and values that would
+be computed, so the cache does not change answers.
 """
 
 import hashlib
@@ -16,118 +17,142 @@ from array import array
 
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
-from nereid_backend.core.window import Sight
+from nereid_backend.core.window import AttentionWindow
 
-# Long enough that nobody can make two prompts meet: requests of several users share the cache.
-_DIGEST_BYTES = 16
+# Several users share the cache, so nobody must be able to construct two prompts with equal hashes.
+_HASH_BYTES = 16
 
 
 class PrefixCache:
-    """Names of full blocks, for as long as the pool keeps them.
+    """The hashes of the full blocks that the pool keeps.
 
     Attributes:
-        num_queried_tokens: tokens of the requests that looked for a prefix.
-        num_hit_tokens: how many of these were found.
+        num_queried_tokens: the number of tokens of all requests that looked for a cached prefix.
+        num_hit_tokens: how many of these tokens were found.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, sight: Sight | None = None) -> None:
-        """Begin with nothing known; where there is sight, nothing before it has to be there."""
+    def __init__(
+        self, pool: BlockPool, block_size: int, attention_window: AttentionWindow | None = None
+    ) -> None:
+        """Create an empty cache.
+
+        Args:
+            pool: the pool whose blocks are cached.
+            block_size: tokens in one block.
+            attention_window: the model's attention window, if any. Blocks before the window of the
+                next token need not be in the cache for a prefix to be found.
+        """
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._pool = pool
         self._block_size = block_size
-        self._sight = sight
+        self._attention_window = attention_window
         self._blocks: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
         pool.on_reuse(self._drop)
 
     def find(self, request: Request) -> list[int]:
-        """The blocks that hold the beginning of a request's tokens, as far as they are known.
+        """Return the cached blocks that hold the longest prefix of a sequence's tokens.
 
-        Never all tokens: the last one is left to compute, because a token comes of its logits.
-        Where the model does not look back to the beginning, the null block stands first.
+        The last token is never part of the prefix, because sampling needs its logits. If the model
+        has an attention window, the null block replaces leading blocks that are not needed.
         """
-        digests = self._digests(request, (len(request.token_ids) - 1) // self._block_size)
-        if self._sight is not None:
-            return self._find_seen(digests, self._sight)
+        hashes = self._block_hashes(request, (len(request.token_ids) - 1) // self._block_size)
+        if self._attention_window is not None:
+            return self._find_visible(hashes, self._attention_window)
         found: list[int] = []
-        for digest in digests:
-            block = self._blocks.get(digest)
+        for block_hash in hashes:
+            block = self._blocks.get(block_hash)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def blocks_named(self, digests: list[bytes]) -> set[int]:
-        """Those of the blocks with these names that there are."""
-        return {self._blocks[digest] for digest in digests if digest in self._blocks}
+    def cached_blocks(self, hashes: list[bytes]) -> set[int]:
+        """Return the ids of the cached blocks among `hashes`."""
+        return {self._blocks[block_hash] for block_hash in hashes if block_hash in self._blocks}
 
     def add(self, request: Request) -> None:
-        """Make a request's full blocks findable, as far as they are computed."""
+        """Add the full blocks of a sequence that have been computed to the cache."""
         num_full = request.num_computed_tokens // self._block_size
         if num_full <= request.num_findable_blocks:
             return
-        digests = self._digests(request, num_full)
+        hashes = self._block_hashes(request, num_full)
         for index in range(request.num_findable_blocks, num_full):
-            # Where two requests computed the same tokens, the first one's block is found.
-            if digests[index] not in self._blocks:
+            # If two requests computed the same tokens, only the first block is cached.
+            if hashes[index] not in self._blocks:
                 block = request.block_table[index]
-                self._blocks[digests[index]] = block
-                self._hashes[block] = digests[index]
+                self._blocks[hashes[index]] = block
+                self._hashes[block] = hashes[index]
                 self._pool.keep(block)
         request.num_findable_blocks = num_full
 
     def forget(self, block: int) -> None:
-        """Make sure that a block is not found any more."""
+        """Remove a block from the cache."""
         self._drop(block)
         self._pool.forget(block)
 
     def check(self) -> None:
-        """Verify that exactly the blocks that the pool keeps can be found, by one name each.
+        """Verify that each block that the pool marks as cached has exactly one hash.
 
         Raises:
-            AssertionError: a name leads to a block that may hold something else.
+            AssertionError: if a hash refers to a block that may hold other tokens.
         """
         assert len(self._blocks) == len(self._hashes) == self._pool.num_kept
-        assert all(self._hashes[block] == digest for digest, block in self._blocks.items())
+        assert all(self._hashes[block] == block_hash for block_hash, block in self._blocks.items())
 
-    def _find_seen(self, digests: list[bytes], sight: Sight) -> list[int]:
-        """The longest beginning of which all is there that the token behind it sees."""
+    def _find_visible(self, hashes: list[bytes], window: AttentionWindow) -> list[int]:
+        """Return the longest prefix whose blocks inside the next token's window are all cached.
+
+        Example: with a window of one block and hashes of which the cache lacks only the first, the
+        result is [null, b1, b2, ...] up to the last cached block.
+        """
         null = self._pool.null_block
         found: list[int] = []
-        best, num_hidden, begin = 0, 0, 0
-        for index, digest in enumerate(digests):
-            block = self._blocks.get(digest, null)
+        num_blocks = 0
+        num_invisible = 0
+        first_cached = 0
+        for index, block_hash in enumerate(hashes):
+            block = self._blocks.get(block_hash, null)
             found.append(block)
             if block == null:
-                begin = index + 1
-            first = sight.first_seen((index + 1) * self._block_size) // self._block_size
-            if begin <= first and block != null:
-                best, num_hidden = index + 1, first
-        return [null] * num_hidden + found[num_hidden:best]
+                first_cached = index + 1
+            first_visible = window.first_visible((index + 1) * self._block_size) // self._block_size
+            if first_cached <= first_visible and block != null:
+                num_blocks = index + 1
+                num_invisible = first_visible
+        return [null] * num_invisible + found[num_invisible:num_blocks]
 
     def _drop(self, block: int) -> None:
-        digest = self._hashes.pop(block, None)
-        if digest is not None:
-            del self._blocks[digest]
+        block_hash = self._hashes.pop(block, None)
+        if block_hash is not None:
+            del self._blocks[block_hash]
 
-    def _digests(self, request: Request, count: int) -> list[bytes]:
-        """The names of a request's first full blocks; remembered, because its tokens only grow."""
-        digests, size = request.block_digests, self._block_size
-        if not digests and count > 0:
-            digests.append(self._name(_root(request.params.cache_salt), request.token_ids[:size]))
-        for index in range(len(digests), count):
+    def _block_hashes(self, request: Request, count: int) -> list[bytes]:
+        """Return the hashes of the first `count` full blocks of a sequence.
+
+        The hashes are stored on the sequence and never change, because tokens are only appended.
+        """
+        hashes = request.block_hashes
+        size = self._block_size
+        if not hashes and count > 0:
+            salt_hash = _hash_salt(request.params.cache_salt)
+            hashes.append(self._hash_block(salt_hash, request.token_ids[:size]))
+        for index in range(len(hashes), count):
             tokens = request.token_ids[index * size : (index + 1) * size]
-            digests.append(self._name(digests[-1], tokens))
-        return digests[:count]
+            hashes.append(self._hash_block(hashes[-1], tokens))
+        return hashes[:count]
 
     @staticmethod
-    def _name(before: bytes, token_ids: list[int]) -> bytes:
-        content = before + array("q", token_ids).tobytes()
-        return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+    def _hash_block(previous_hash: bytes, token_ids: list[int]) -> bytes:
+        content = previous_hash + array("q", token_ids).tobytes()
+        return hashlib.blake2b(content, digest_size=_HASH_BYTES).digest()
 
 
-def _root(salt: str) -> bytes:
-    """What comes before the first block. No salt can be chosen such that this is a block's name."""
+def _hash_salt(salt: str) -> bytes:
+    """Return the hash that precedes the first block.
+
+    The hash is personalised, so that no salt can produce the hash of a block.
+    """
     text = salt.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, person=b"salt").digest()
+    return hashlib.blake2b(text, digest_size=_HASH_BYTES, person=b"salt").digest()

@@ -1,31 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guesses a sequence's next tokens from its own text, without a second model (prompt lookup).
+"""Prompt lookup decoding: proposes draft tokens from a sequence's own text, without a second model.
 
-Where the last few tokens stand earlier in the sequence, what followed them there may follow again:
-answers quote their prompt, and code repeats itself.
+If the last tokens of a sequence occur earlier in it, the tokens that followed them there are
+proposed as draft tokens. Example with n-grams of 3 tokens: after "a b c d e a b c" the draft is
+"d e". Answers often quote their prompt, and code repeats itself.
 
-Source: prompt lookup decoding (Saxena 2023); its verification is speculative decoding's (Leviathan
-et al. 2023, arXiv:2211.17192).
+Source: prompt lookup decoding (Saxena 2023). The drafts are verified as in speculative decoding
+(Leviathan et al. 2023, arXiv:2211.17192).
 """
 
 from nereid_backend.core.request import Request
 
-# So many last tokens must have stood there before.
+# The number of last tokens that must occur earlier in the sequence.
 _NGRAM = 3
-# Acceptance is a mean that forgets; below the threshold a request only tries now and then.
+# The acceptance rate is an exponential moving average with the weight _FORGETTING for the newest
+# draft. Below _THRESHOLD, a sequence proposes drafts only once in _RETRY_STEPS steps.
 _FORGETTING = 0.2
 _THRESHOLD = 0.3
 _RETRY_STEPS = 32
 
 
 class _Index:
-    """Where each run of tokens of one sequence was seen last.
+    """The positions of the n-grams of one sequence.
 
     Attributes:
-        ends: n-gram -> the index behind its last occurrence that something follows.
-        num_indexed: so many of the sequence's n-grams are in ends.
-        acceptance: share of guesses that turned out right, recent ones first.
-        pause: steps until the next try.
+        ends: for each n-gram, the index of the token that follows its last occurrence.
+        num_indexed: the number of the sequence's n-grams that are in `ends`.
+        acceptance: the moving average of the share of accepted draft tokens.
+        pause: the number of steps until the next proposal.
     """
 
     __slots__ = ("acceptance", "ends", "num_indexed", "pause")
@@ -38,24 +40,28 @@ class _Index:
 
 
 class PromptLookup:
-    """Proposes tokens for requests and remembers how good that was.
+    """Proposes draft tokens and tracks how many of them are accepted.
 
     Attributes:
-        num_proposed: tokens guessed so far, over all requests.
-        num_accepted: those of them that were right.
+        num_proposed: the number of draft tokens proposed so far, over all sequences.
+        num_accepted: how many of them were accepted.
     """
 
     def __init__(self, num_tokens: int) -> None:
-        """Propose at most so many tokens a step for each request."""
+        """Create a proposer of at most `num_tokens` draft tokens for each sequence and step."""
         self.num_proposed = 0
         self.num_accepted = 0
         self._num_tokens = num_tokens
         self._indices: dict[Request, _Index] = {}
 
     def propose(self, request: Request, limit: int) -> list[int]:
-        """Tokens that may follow a request's last one; empty where nothing suggests any.
+        """Return draft tokens to follow a sequence's last token, or an empty list.
 
-        Costs time for the tokens that came since the last call, and a dictionary lookup.
+        The call indexes the tokens that were added since the previous call.
+
+        Args:
+            request: the sequence.
+            limit: the largest number of draft tokens.
         """
         limit = min(limit, self._num_tokens)
         if limit <= 0 or len(request.token_ids) <= _NGRAM:
@@ -68,25 +74,25 @@ class PromptLookup:
         for end in range(index.num_indexed + _NGRAM, len(tokens)):
             index.ends[tuple(tokens[end - _NGRAM : end])] = end
         index.num_indexed = len(tokens) - _NGRAM
-        found = index.ends.get(tuple(tokens[-_NGRAM:]))
-        if found is None:
+        continuation = index.ends.get(tuple(tokens[-_NGRAM:]))
+        if continuation is None:
             return []
-        # Text that repeats itself is taken to go on so: behind its end comes its beginning.
-        period = tokens[found : found + limit]
+        # If the continuation is shorter than the limit, the text is assumed to be periodic.
+        period = tokens[continuation : continuation + limit]
         return (period * (limit // len(period) + 1))[:limit]
 
-    def learn(self, request: Request, num_proposed: int, num_right: int) -> None:
-        """Take in how many of a request's guesses were right."""
+    def learn(self, request: Request, num_proposed: int, num_accepted: int) -> None:
+        """Record how many of a sequence's proposed draft tokens were accepted."""
         self.num_proposed += num_proposed
-        self.num_accepted += num_right
+        self.num_accepted += num_accepted
         index = self._indices.get(request)
         if index is None:
             return
-        share = num_right / num_proposed
+        share = num_accepted / num_proposed
         index.acceptance += _FORGETTING * (share - index.acceptance)
         if index.acceptance < _THRESHOLD:
             index.pause = _RETRY_STEPS
 
     def forget(self, request: Request) -> None:
-        """Drop what is remembered of a request that ended."""
+        """Delete the index of a sequence that ended."""
         self._indices.pop(request, None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in the order in which they are served."""
+"""A list of sequences that is sorted by scheduling rank."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ _rank = attrgetter("rank")
 
 
 class RankedRequests:
-    """Requests sorted by their ranks, which differ; the best comes first.
+    """Sequences sorted by `Request.rank`; the sequence that is scheduled first comes first.
 
-    A sorted list: adding and removing move memory, which for ten thousand requests costs a few
-    microseconds, and nothing else depends on how many there are.
+    No two sequences have the same rank. Adding and removing shift the elements of a list, which
+    takes a few microseconds for ten thousand sequences.
     """
 
     def __init__(self) -> None:
@@ -30,18 +30,18 @@ class RankedRequests:
         return iter(self._requests)
 
     def add(self, request: Request) -> None:
-        """Put a request into its place."""
-        self._requests.insert(self._place(request), request)
+        """Insert a sequence at the position that its rank determines."""
+        self._requests.insert(self._position(request), request)
 
     def remove(self, request: Request) -> None:
-        """Take a request out; it is there."""
-        place = self._place(request)
-        assert self._requests[place] is request
-        del self._requests[place]
+        """Remove a sequence that is in the list."""
+        position = self._position(request)
+        assert self._requests[position] is request
+        del self._requests[position]
 
     def after(self, index: int) -> list[Request]:
-        """All that come after a place."""
+        """Return the sequences that come after the one at `index`."""
         return self._requests[index + 1 :]
 
-    def _place(self, request: Request) -> int:
+    def _position(self, request: Request) -> int:
         return bisect_left(self._requests, request.rank, key=_rank)

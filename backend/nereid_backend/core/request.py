@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request on its way through the scheduler."""
+"""The state of a request in the scheduler: its sequences, and the group that they form."""
 
 from collections.abc import Sequence
 
@@ -7,47 +7,54 @@ from nereid_backend.core.grammar import Guide
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sampling_params import SamplingParams
 
-# The step of SplitMix64's counter: odd, so that a request's sequences have seeds that all differ.
+# The increment of SplitMix64's counter. It is odd, so that the seeds of a request's sequences all
+# differ.
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
 class Request:
-    """State of one sequence of a request; only the scheduler changes it.
+    """The state of one sequence, which is one of the n outputs of a request.
+
+    Only the scheduler changes a sequence. The picture shows how its lists relate:
 
         token_ids            prompt ........ | output ....
-        num_computed_tokens  ============>                    their keys and values are in the cache
-        draft_token_ids                           ....        guessed: what may come next
-        block_table          [ 7 ][ 2 ][ 9 ]                  room for the first len * block_size
+        num_computed_tokens  ============>                    keys and values are in the KV cache
+        draft_token_ids                           ....        proposed next tokens
+        block_table          [ 7 ][ 2 ][ 9 ]                  3 * block_size tokens have a slot
 
-    A waiting request has no row and no blocks; a running one has both.
+    A waiting sequence has no row and no blocks. A running sequence has both.
 
     Attributes:
-        token_ids: prompt and output tokens in one list, output tokens appended as they come.
-        num_prompt_tokens: how many of token_ids are the prompt.
-        max_total_tokens: at this length of token_ids the request ends.
-        stop_token_ids: tokens that end the request.
-        seed: 64-bit seed of its random numbers.
-        index: which of the request's n sequences.
-        rank: its place in every order; the lowest is served first. Given by the scheduler.
-        guide: what limits its next tokens; None is nothing. Its state is the sampler's business.
-        draft_token_ids: tokens guessed to follow the last known one; they go through the model in
-            this step and are kept as far as they turn out right.
-        num_computed_tokens: how many of token_ids went through the model since it got its row, or
-            were found in the cache then.
-        num_reused_tokens: how many of these were found.
-        num_cached_tokens: how many of the prompt's were found when it first got a row; None before.
-        block_table: its blocks in order.
-        num_dropped_blocks: how many of the first were given back, since nothing will look at them
-            again; the null block stands for each in the table.
-        block_digests: names of its full blocks, as far as they were asked for.
-        num_findable_blocks: how many of its blocks the prefix cache has seen.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as they are known.
-        was_reported: whether a token of it was reported.
-        row: its place in the runner's tables while it runs.
+        token_ids: prompt tokens followed by output tokens.
+        num_prompt_tokens: the number of prompt tokens in token_ids.
+        max_total_tokens: the sequence ends when token_ids has this length.
+        stop_token_ids: the tokens that end the sequence.
+        seed: 64-bit seed of the sequence's random numbers.
+        index: the number of this sequence among the n sequences of its request, from 0.
+        rank: the scheduling order; the sequence with the lowest rank is scheduled first. The
+            scheduler sets it.
+        guide: the grammar state that limits the next tokens; None allows every token. Only the
+            sampler changes its state.
+        draft_token_ids: tokens that are proposed to follow the last known token. They go through
+            the model in this step, and those that verification accepts are kept.
+        num_computed_tokens: the number of leading token_ids whose keys and values are in the
+            blocks of the sequence.
+        num_reused_tokens: how many of the computed tokens were found in the prefix cache.
+        num_cached_tokens: how many prompt tokens were found in the prefix cache when the sequence
+            first got a row; None before that.
+        block_table: the ids of the sequence's blocks in token order.
+        num_dropped_blocks: the number of leading blocks that were freed because no later token
+            attends to them. The table contains the null block in place of each.
+        block_hashes: the hashes of the first full blocks, as far as they have been computed.
+        num_findable_blocks: the number of leading blocks that the prefix cache has stored.
+        prompt_logprobs: the log-probabilities of the prompt tokens from the second on, as far as
+            they have been computed.
+        was_reported: whether an update has reported a token of this sequence.
+        row: the index of the sequence in the runner's tables; None while the sequence waits.
     """
 
     __slots__ = (
-        "block_digests",
+        "block_hashes",
         "block_table",
         "cumulative_logprob",
         "draft_token_ids",
@@ -99,7 +106,7 @@ class Request:
         self.num_cached_tokens: int | None = None
         self.block_table: list[int] = []
         self.num_dropped_blocks = 0
-        self.block_digests: list[bytes] = []
+        self.block_hashes: list[bytes] = []
         self.num_findable_blocks = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.was_reported = False
@@ -107,12 +114,12 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """The number of tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be found out."""
+        """Whether log-probabilities of the prompt were requested and are not complete yet."""
         return (
             self.params.prompt_logprobs is not None
             and self.index == 0
@@ -120,7 +127,7 @@ class Request:
         )
 
     def sequences(self) -> list["Request"]:
-        """This sequence and the others of its request (params.n in all), which differ in seed."""
+        """Return the n sequences of the request: this one, and copies with other seeds."""
         others = []
         for index in range(1, self.params.n):
             other = Request(
@@ -144,18 +151,19 @@ class Request:
 
 
 class Group:
-    """A request as its caller sees it: sequences that share a prompt.
+    """One request of a client: the n sequences that share a prompt.
 
-    One sequence computes the prompt while the others follow it; then the request is split: the
-    others wait for rows of their own, and the group holds the prompt's blocks for them.
+    One sequence, the leader, computes the prompt while the other sequences, its followers, wait.
+    Then the group is split: the followers wait for rows of their own, and the group keeps the
+    blocks of the prompt for them.
 
     Attributes:
-        sequences: those that have not ended, by index.
-        followers: those of them that have not had a row yet, but for the one that computes the
-            prompt.
-        is_split: whether the followers wait for rows and no longer for the prompt.
-        is_prepared: whether its guide is there, or it needs none.
-        block_table: blocks of the prompt, held until the last follower has its row.
+        sequences: the sequences that have not ended, by index.
+        followers: the sequences that have not had a row yet, except the leader.
+        is_split: whether the followers wait for rows (and no longer for the prompt).
+        is_prepared: whether the group's grammar is compiled, or none is needed.
+        block_table: the blocks of the prompt, which the group holds until the last follower has a
+            row.
     """
 
     __slots__ = ("block_table", "followers", "is_prepared", "is_split", "sequences")

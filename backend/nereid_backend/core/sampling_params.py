@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one request wants its tokens chosen and when it wants to stop."""
+"""The sampling parameters and stop conditions of one request."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.errors import RequestError
 
 _MAX_SEED = 2**64 - 1
+# The largest values of logprobs and prompt_logprobs, and of n.
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 64
 
@@ -19,33 +20,38 @@ class SamplingParams:
     """Sampling parameters under the names of vLLM's class of the same name.
 
     Attributes:
-        temperature: 0 picks the likeliest token (greedy); larger is more random.
-        top_p: keep the fewest of the likeliest tokens whose probabilities reach this sum; 1 is off.
-        top_k: keep this many of the likeliest tokens; 0 or -1 is off.
-        min_p: drop tokens less likely than this times the likeliest one; 0 is off.
-        seed: the same seed gives the same tokens for the same prompt, whatever else is running.
-        max_tokens: at most so many new tokens; None means up to the model's length.
-        min_tokens: stop tokens cannot be chosen before so many new tokens.
-        stop_token_ids: token ids that end the answer, besides the checkpoint's own.
-        ignore_eos: do not stop at the checkpoint's own end-of-sequence tokens.
-        n: how many answers (sequences) to generate for the prompt; each has its own random numbers.
-        presence_penalty: taken from the logits of every token that the answer holds already.
-        frequency_penalty: taken from them once for each time that the answer holds the token.
-        repetition_penalty: divides positive and multiplies negative logits of every token that the
-            prompt or the answer holds; 1 is off (CTRL, Keskar et al. 2019).
-        logit_bias: added to the logits of these token ids; a mapping, kept as sorted pairs.
-        allowed_token_ids: only these may be chosen; None is all.
-        bad_words_token_ids: sequences of token ids that must not come about.
-        logprobs: report the log-probability of each chosen token and of so many likeliest ones
-            beside it, under the model's own distribution; None is off.
-        prompt_logprobs: the same for the prompt's tokens, from the second on.
-        grammar: what the answer must match; None is anything.
-        thinking: where reasoning ends, and after how many tokens it is made to; None is unknown.
-        priority: requests with a lower number go first.
+        temperature: 0 selects the likeliest token (greedy); larger values are more random.
+        top_p: sample from the smallest set of likeliest tokens whose probabilities sum to this
+            value or more; 1 turns the filter off.
+        top_k: sample from this many likeliest tokens; 0 or -1 turns the filter off.
+        min_p: remove tokens that are less likely than this value times the probability of the
+            likeliest token; 0 turns the filter off.
+        seed: requests with the same seed and prompt get the same tokens, independently of the
+            requests that run beside them.
+        max_tokens: the largest number of new tokens; None allows up to the model's maximum length.
+        min_tokens: stop tokens cannot be sampled before this number of new tokens.
+        stop_token_ids: token ids that end a sequence, in addition to those of the checkpoint.
+        ignore_eos: if True, the checkpoint's end-of-sequence tokens do not end a sequence.
+        n: the number of sequences to generate for the prompt. Each has its own random numbers.
+        presence_penalty: subtracted from the logits of every token that the output contains.
+        frequency_penalty: subtracted once for each time that the output contains the token.
+        repetition_penalty: divides the positive logits and multiplies the negative logits of every
+            token that the prompt or the output contains; 1 turns the penalty off (CTRL, Keskar et
+            al. 2019).
+        logit_bias: a mapping from token ids to numbers that are added to their logits. It is stored
+            as sorted pairs.
+        allowed_token_ids: the only token ids that can be sampled; None allows every token.
+        bad_words_token_ids: sequences of token ids that must not occur in the output.
+        logprobs: report the log-probability of each sampled token and of this many likeliest
+            tokens, under the model's own distribution; None reports nothing.
+        prompt_logprobs: report the same for the prompt tokens from the second on.
+        grammar: the grammar that the output must match; None allows any text.
+        thinking: the delimiters and the token budget of the reasoning; None means unknown.
+        priority: requests with a lower number are scheduled first.
         cache_salt: only requests with the same salt share cached prefixes.
 
     Raises:
-        RequestError: a value is of the wrong type or out of range; the message names it.
+        RequestError: if a value has the wrong type or is out of range. The message names the field.
     """
 
     temperature: float = 1.0
@@ -74,13 +80,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature)
         if self.temperature < 0:
-            raise RequestError(f"temperature: must be at least 0, got {self.temperature}")
+            raise RequestError(
+                f"temperature: the value must be at least 0, but it is {self.temperature}."
+            )
         _check_number("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
+            raise RequestError(
+                f"top_p: the value must be above 0 and at most 1, but it is {self.top_p}."
+            )
         _check_number("min_p", self.min_p)
         if not 0 <= self.min_p <= 1:
-            raise RequestError(f"min_p: must be between 0 and 1, got {self.min_p}")
+            raise RequestError(f"min_p: the value must be between 0 and 1, but it is {self.min_p}.")
         _check_integer("top_k", self.top_k, minimum=-1)
         _check_integer("min_tokens", self.min_tokens, minimum=0)
         self._check_limits()
@@ -91,7 +101,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always chosen."""
+        """Whether the likeliest token is always selected."""
         return self.temperature == 0
 
     def _check_limits(self) -> None:
@@ -99,22 +109,26 @@ class SamplingParams:
             _check_integer("max_tokens", self.max_tokens, minimum=1)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
-                    f"min_tokens: must be at most max_tokens ({self.max_tokens}), "
-                    f"got {self.min_tokens}"
+                    f"min_tokens: the value must be at most max_tokens ({self.max_tokens}), "
+                    f"but it is {self.min_tokens}."
                 )
         if self.seed is not None:
             _check_integer("seed", self.seed, minimum=-(2**63))
             if self.seed > _MAX_SEED:
-                raise RequestError(f"seed: must be below 2**64, got {self.seed}")
+                raise RequestError(f"seed: the value must be below 2**64, but it is {self.seed}.")
 
     def _check_stops(self) -> None:
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos: must be true or false, got {self.ignore_eos!r}")
+            raise RequestError(
+                f"ignore_eos: the value must be true or false, but it is {self.ignore_eos!r}."
+            )
         ids: object = self.stop_token_ids
         if not isinstance(ids, list | tuple):
-            raise RequestError(f"stop_token_ids: must be a list of token ids, got {ids!r}")
+            raise RequestError(
+                f"stop_token_ids: the value must be a list of token ids, but it is {ids!r}."
+            )
         for token_id in ids:
-            _check_integer("stop_token_ids", token_id, minimum=0)
+            _check_integer("stop_token_ids", token_id, minimum=0, subject="each token id")
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     def _check_penalties(self) -> None:
@@ -122,11 +136,14 @@ class SamplingParams:
             value = getattr(self, name)
             _check_number(name, value)
             if not -2 <= value <= 2:
-                raise RequestError(f"{name}: must be between -2 and 2, got {value}")
+                raise RequestError(
+                    f"{name}: the value must be between -2 and 2, but it is {value}."
+                )
         _check_number("repetition_penalty", self.repetition_penalty)
         if self.repetition_penalty <= 0:
             raise RequestError(
-                f"repetition_penalty: must be above 0 (1 is off), got {self.repetition_penalty}"
+                "repetition_penalty: the value must be above 0 (1 turns the penalty off), but it "
+                f"is {self.repetition_penalty}."
             )
 
     def _check_token_lists(self) -> None:
@@ -134,31 +151,43 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
-                raise RequestError("allowed_token_ids: is empty, so no token could be chosen")
+                raise RequestError(
+                    "allowed_token_ids: the list is empty, so no token could be sampled."
+                )
             object.__setattr__(self, "allowed_token_ids", allowed)
         if not isinstance(self.bad_words_token_ids, list | tuple):
-            got = self.bad_words_token_ids
-            raise RequestError(f"bad_words_token_ids: must be a list of lists, got {got!r}")
+            value = self.bad_words_token_ids
+            raise RequestError(
+                "bad_words_token_ids: the value must be a list of lists of token ids, but it is "
+                f"{value!r}."
+            )
         words = tuple(_token_ids("bad_words_token_ids", word) for word in self.bad_words_token_ids)
         if not all(words):
-            raise RequestError("bad_words_token_ids: a word without tokens cannot be kept out")
+            raise RequestError(
+                "bad_words_token_ids: one of the lists is empty; each list needs at least one "
+                "token id."
+            )
         object.__setattr__(self, "bad_words_token_ids", words)
 
     def _check_reports(self) -> None:
         _check_integer("n", self.n, minimum=1)
         if self.n > MAX_SEQUENCES:
-            raise RequestError(f"n: must be at most {MAX_SEQUENCES}, got {self.n}")
+            raise RequestError(f"n: the value must be at most {MAX_SEQUENCES}, but it is {self.n}.")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is None:
                 continue
             _check_integer(name, count, minimum=0)
             if count > MAX_LOGPROBS:
-                raise RequestError(f"{name}: must be at most {MAX_LOGPROBS}, got {count}")
+                raise RequestError(
+                    f"{name}: the value must be at most {MAX_LOGPROBS}, but it is {count}."
+                )
         _check_integer("priority", self.priority, minimum=-(2**31))
         if not isinstance(self.cache_salt, str):
-            raise RequestError(f"cache_salt: must be a string, got {self.cache_salt!r}")
-        # What came over a wire comes as plain sequences.
+            raise RequestError(
+                f"cache_salt: the value must be a string, but it is {self.cache_salt!r}."
+            )
+        # Specifications that came from another process are plain lists.
         if self.grammar is not None:
             object.__setattr__(self, "grammar", GrammarSpec.of(self.grammar))
         if self.thinking is not None:
@@ -170,40 +199,48 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:  # noqa: ANN401 - chec
     if not isinstance(pairs, list | tuple) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     ):
-        raise RequestError(f"logit_bias: must map token ids to numbers, got {value!r}")
+        raise RequestError(
+            f"logit_bias: the value must map token ids to numbers, but it is {value!r}."
+        )
     biases: dict[int, float] = {}
     for token_id, bias in pairs:
-        _check_integer("logit_bias", token_id, minimum=0)
+        _check_integer("logit_bias", token_id, minimum=0, subject="each token id")
         _check_number("logit_bias", bias)
         if not -100 <= bias <= 100:
-            raise RequestError(f"logit_bias: must be between -100 and 100, got {bias}")
+            raise RequestError(
+                f"logit_bias: each bias must be between -100 and 100, but one is {bias}."
+            )
         biases[token_id] = float(bias)
     return tuple(sorted(biases.items()))
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{name}: must be a list of token ids, got {value!r}")
+        raise RequestError(f"{name}: the value must be a list of token ids, but it is {value!r}.")
     for token_id in value:
-        _check_integer(name, token_id, minimum=0)
+        _check_integer(name, token_id, minimum=0, subject="each token id")
     return tuple(value)
 
 
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{name}: must be a number, got {value!r}")
+        raise RequestError(f"{name}: the value must be a number, but it is {value!r}.")
     if isinstance(value, int) and abs(value) > _MAX_SEED:
         raise RequestError(
-            f"{name}: must be a number below 2**64, got one of {value.bit_length()} bits"
+            f"{name}: the value must be below 2**64, but it is an integer of "
+            f"{value.bit_length()} bits."
         )
     if not math.isfinite(value):
-        raise RequestError(f"{name}: must be a finite number, got {value}")
+        raise RequestError(f"{name}: the value must be a finite number, but it is {value}.")
 
 
-def _check_integer(name: str, value: object, *, minimum: int) -> None:
+def _check_integer(name: str, value: object, *, minimum: int, subject: str = "the value") -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name}: must be an integer, got {value!r}")
+        raise RequestError(f"{name}: {subject} must be an integer, but it is {value!r}.")
     if value < minimum:
-        raise RequestError(f"{name}: must be at least {minimum}, got {value}")
+        raise RequestError(f"{name}: {subject} must be at least {minimum}, but it is {value}.")
     if value > _MAX_SEED:
-        raise RequestError(f"{name}: must be below 2**64, got one of {value.bit_length()} bits")
+        raise RequestError(
+            f"{name}: {subject} must be below 2**64, but it is an integer of "
+            f"{value.bit_length()} bits."
+        )

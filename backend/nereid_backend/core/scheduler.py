@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens go through the model next.
+"""The scheduler: decides which tokens go through the model in the next step.
 
-There is no prefill phase and no decode phase. A request has tokens that are known (its prompt, then
-what was sampled) and tokens that are computed (their keys and values are in the cache). Each step
-gives every request some of the tokens that it still has to compute, under one budget; when none is
-left to compute after the last known token, a new one is sampled. A long prompt is thereby cut into
-chunks that share steps with requests that add one token each, a preempted request is one that has
-everything to compute again, and one whose prompt was found in the cache has less to compute.
+There is no prefill phase and no decode phase. Each sequence has known tokens (its prompt and the
+tokens sampled so far) and computed tokens (their keys and values are in the KV cache). A step
+computes some of the known tokens of every sequence, under one token budget. When a step computes
+the last known token of a sequence, a new token is sampled. Three features follow from that rule:
 
-Order: by rank, which is the step of arrival plus a fixed number of steps for each level of
-priority. A request that waits long thus comes before any that arrives much later, whatever their
-priorities: nobody starves. Running requests go first, each with at least one token, then waiting
-ones. When blocks run out, one of those behind gives its blocks back: of the lowest priority, the
-one with the least to compute again. The first in order is never preempted for another, so it ends;
-then the next is the first.
+- chunked prefill: a long prompt is computed in several steps, together with sequences that add one
+  token each;
+- preemption: a preempted sequence has to compute all its tokens again;
+- prefix caching: a sequence whose prefix is in the cache has fewer tokens to compute.
 
-A step can be planned ahead, while the one before it is computed (ahead.py). What takes from others
-what a step under way may use, to preempt, and to copy a block that it writes to, is never planned
-ahead; is_held_up then says that a plan fell short.
+Sequences are ordered by rank: the step of arrival plus a fixed number of steps for each level of
+priority. A sequence that has waited for a long time therefore comes before one that arrives much
+later with a higher priority, so no sequence starves. Running sequences are planned first, each with
+at least one token; waiting sequences follow. If the blocks run out, a running sequence that comes
+later in the order is preempted: the one with the lowest priority, and among those the one with the
+fewest tokens to compute again. The first sequence in the order is never preempted for another
+one, so it always finishes.
+
+With async scheduling, a step is planned ahead while the previous step is running (async_plans.py).
+A plan that is made ahead never preempts a sequence and never copies a block, because the running
+step may still use these blocks. `is_held_up` is True if a plan would have needed that.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nereid_backend.core.async_plans import StepsUnderWay
+from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
 from nereid_backend.core.grammar import Guide
@@ -35,18 +39,27 @@ from nereid_backend.core.ranked_requests import RankedRequests
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.updates import append_sampled, make_update, num_equal
-from nereid_backend.core.window import Sight
+from nereid_backend.core.window import AttentionWindow
 
-# A level of priority is worth so many steps of waiting, some seconds with a model worth scheduling
-# for; levels beyond the limit count as the limit, so that everybody's turn comes.
+# One level of priority is worth this many steps of waiting (some seconds with a large model).
+# Levels are limited to the range from -_MAX_LEVEL to _MAX_LEVEL, so that every request is scheduled
+# eventually.
 AGEING_STEPS = 256
 _MAX_LEVEL = 100
 
 
 class Scheduler:
-    """Owns every request that was accepted and has not ended, and the pool of blocks.
+    """Owns all requests that have not ended, and the block pool.
 
-    Not thread-safe: one thread plans and commits.
+    The class is not thread-safe: one thread must call all its methods.
+
+    Attributes:
+        pool: the blocks of the KV cache.
+        cache: the prefix cache; None if prefix caching is off.
+        lookup: the proposer of draft tokens; None if speculative decoding is off.
+        attention_window: the model's attention window; None if tokens attend to all earlier tokens.
+        num_preemptions: the number of preemptions since the start.
+        is_held_up: whether the last plan was made ahead and needed a preemption or a block copy.
     """
 
     def __init__(  # noqa: PLR0913 - settings, each given by name
@@ -60,34 +73,33 @@ class Scheduler:
         shares_blocks: bool = True,
         whole_prefill: bool = False,
         num_speculative_tokens: int = 0,
-        sight: Sight | None = None,
+        attention_window: AttentionWindow | None = None,
     ) -> None:
-        """Begin with no requests.
+        """Create a scheduler without requests.
 
         Args:
             pool: the blocks of the KV cache.
             block_size: tokens in one block.
-            max_num_seqs: at most so many sequences run at once.
-            max_num_batched_tokens: a step has at most so many tokens.
-            enable_prefix_caching: whether requests find what others have computed.
-            shares_blocks: whether blocks say all that the model remembers of a sequence; if not,
-                nothing is ever shared.
-            whole_prefill: a prompt is never cut, nor continued from what another has computed; one
-                larger than a step's budget goes in a step of its own, and after that a request
-                computes one token a step.
-            num_speculative_tokens: guess so many next tokens a step and request.
-            sight: how far back the model looks; blocks before that are given back. None: to the
-                beginning.
+            max_num_seqs: the largest number of sequences that run at the same time.
+            max_num_batched_tokens: the largest number of tokens in one step.
+            enable_prefix_caching: whether a request may reuse blocks that others have computed.
+            shares_blocks: whether the blocks of a sequence hold its whole state. If not (recurrent
+                models), sequences never share blocks.
+            whole_prefill: if True, a prompt is never divided into chunks and never reuses cached
+                blocks. A prompt that exceeds the token budget is computed in a step of its own.
+            num_speculative_tokens: the largest number of draft tokens of a sequence in one step.
+            attention_window: the model's attention window; blocks before it are freed. None if
+                tokens attend to all earlier tokens.
         """
         self.pool = pool
-        self.sight = sight
+        self.attention_window = attention_window
         self.num_preemptions = 0
         self._shares = shares_blocks and not whole_prefill
         self._whole_prefill = whole_prefill
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         caches = enable_prefix_caching and self._shares
-        self.cache = PrefixCache(pool, block_size, sight) if caches else None
+        self.cache = PrefixCache(pool, block_size, attention_window) if caches else None
         self.lookup = None
         if num_speculative_tokens > 0 and self._shares:
             self.lookup = PromptLookup(num_speculative_tokens)
@@ -95,8 +107,8 @@ class Scheduler:
             pool,
             block_size,
             self.cache,
-            sight=sight,
-            most_step_tokens=None if whole_prefill else max_num_batched_tokens,
+            attention_window=attention_window,
+            max_step_tokens=None if whole_prefill else max_num_batched_tokens,
         )
         self._groups = Groups(self._tables, shares_prompts=self._shares)
         self._num_added = 0
@@ -104,41 +116,43 @@ class Scheduler:
         self._running = RankedRequests()
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._ended: list[RequestUpdate] = []
-        # Whether a prompt that must go whole did not fit beside the running requests.
+        # Whether a prompt that cannot be divided did not fit beside the running sequences.
         self._is_overdue = False
-        self._under_way = StepsUnderWay()
+        self._pending_plans = PendingPlans()
         self.is_held_up = False
 
     @property
     def num_running(self) -> int:
-        """Sequences with blocks."""
-        return len(self._running) - len(self._under_way.leaving)
+        """The number of sequences that have blocks."""
+        return len(self._running) - len(self._pending_plans.leaving)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without blocks."""
+        """The number of sequences that have no blocks."""
         return self._groups.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request of this name is in work, or its end is still to be reported."""
+        """Return whether a request has not ended, or its end has not been reported."""
         return request_id in self._groups or any(
             update.request_id == request_id for update in self._ended
         )
 
     def is_preparing(self, request_id: str) -> bool:
-        """Whether a request waits for start() or refuse()."""
+        """Return whether a request waits for start() or refuse()."""
         return self._groups.is_preparing(request_id)
 
     def has_work(self) -> bool:
-        """Whether a step would do or report anything."""
-        return bool(self._groups or self._ended or self._under_way.leaving)
+        """Return whether a step would compute or report anything."""
+        return bool(self._groups or self._ended or self._pending_plans.leaving)
 
     def add(self, request: Request, *, is_prepared: bool = True) -> None:
-        """Accept a request. Its id is new and each of its sequences fits the pool when alone.
+        """Add a request and give its sequences their ranks.
+
+        The id must be new. The pool must have enough blocks for each sequence if it runs alone.
 
         Args:
-            request: its sequence 0; the others are made of it.
-            is_prepared: if not, it waits until start() or refuse() is called for it.
+            request: sequence 0 of the request. The other sequences are copies of it.
+            is_prepared: if False, the request waits until start() or refuse() is called.
         """
         sequences = request.sequences()
         level = max(-_MAX_LEVEL, min(_MAX_LEVEL, request.params.priority))
@@ -149,53 +163,60 @@ class Scheduler:
         self._groups.add(sequences, is_prepared=is_prepared)
 
     def start(self, request_id: str, guide: Guide) -> None:
-        """Let a request that was added unprepared run. Unknown ones are ignored."""
+        """Attach a guide to a request and put it into the waiting queue, unless it has ended."""
         self._groups.start(request_id, guide)
 
     def refuse(self, request_id: str, error: str, *, is_refused: bool = True) -> None:
-        """End a request that was added unprepared: its guide cannot be made."""
+        """End a request whose guide cannot be made.
+
+        Args:
+            request_id: a request that was added with is_prepared=False.
+            error: the sentence that the request's updates report.
+            is_refused: whether the request itself is at fault.
+        """
         self._ended += [
             self._end(sequence, "error", error=error, is_refused=is_refused)
             for sequence in self._groups.sequences_of(request_id)
         ]
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request or one of its sequences at once; the next commit reports it.
+        """End a request, or only its sequence `index`. The next commit reports the end.
 
-        Unknown ones are ignored.
+        Do nothing if the request is unknown.
         """
         sequences = self._groups.sequences_of(request_id)
-        # The last first: none becomes the one that computes the prompt only to be ended next.
-        chosen = [s for s in reversed(sequences) if index in (None, s.index)]
-        ended = [self._end(sequence, "abort") for sequence in chosen]
+        # End the last sequence first. Otherwise a follower would become the leader for a moment.
+        matching = [s for s in reversed(sequences) if index in (None, s.index)]
+        ended = [self._end(sequence, "abort") for sequence in matching]
         self._ended += reversed(ended)
 
     def plan(self) -> StepPlan:
-        """Choose the next step's tokens and give their requests rows and blocks."""
-        assert not self._under_way, "a step is under way; plan ahead of it"
+        """Return the plan of the next step; its sequences have their rows and blocks."""
+        assert not self._pending_plans, "a step is running; call plan_ahead instead"
         self.is_held_up = False
         return self._plan()
 
     def plan_ahead(self, before: StepPlan) -> StepPlan:
-        """Plan the step after one that is computed now and is committed before it.
+        """Return the plan of the step that follows a running step.
 
         Args:
-            before: the last plan, settled if it was made ahead itself; without guesses.
+            before: the plan of the running step, without draft tokens. If that plan was made ahead
+                itself, it must be settled.
 
         Returns:
-            A plan; one without chunks needs no commit.
+            A plan. A plan without chunks needs no commit.
         """
-        assert self.lookup is None, "guesses are made from the last token"
-        return self._under_way.plan_next(before, self._plan)
+        assert self.lookup is None, "draft tokens require the last token"
+        return self._pending_plans.plan_next(before, self._plan)
 
-    def settle(self, plan: StepPlan, drawn: Sequence[int]) -> StepPlan:
-        """What counts of a plan that was made ahead; see `StepsUnderWay.settle`."""
-        return self._under_way.settle(plan, drawn)
+    def settle(self, plan: StepPlan, device_token_ids: Sequence[int]) -> StepPlan:
+        """Return the valid part of a plan that was made ahead; see `PendingPlans.settle`."""
+        return self._pending_plans.settle(plan, device_token_ids)
 
     def drop(self, plan: StepPlan) -> None:
-        """Take a plan back that was made ahead; its requests keep what they got for it."""
-        self._under_way.land(plan)
-        self._let_leave()
+        """Discard a plan that was made ahead. Its sequences keep the blocks they got for it."""
+        self._pending_plans.remove(plan)
+        self._release_ended()
 
     def _plan(self) -> StepPlan:
         self._num_steps += 1
@@ -205,62 +226,65 @@ class Scheduler:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self._running:
-            # The overdue prompt found no room.
+            # The prompt that cannot be divided did not get blocks, so the others continue.
             self._plan_running(chunks, budget)
         chunks.sort(key=_has_many_tokens)
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
         return StepPlan(chunks, num_tokens, self._tables.take_copies())
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
-        """Take in what a plan's step brought and report what is new, ended requests included."""
+        """Apply the result of a step and return the updates of its sequences.
+
+        The updates include those of sequences that were aborted or refused since the last commit.
+        """
         updates, self._ended = self._ended, []
-        self._under_way.land(plan)
-        leaving = self._under_way.leaving
+        self._pending_plans.remove(plan)
+        leaving = self._pending_plans.leaving
         sampled = iter(result.sampled)
-        tainted: set[int] = set()
+        invalid_blocks: set[int] = set()
         for index, chunk in enumerate(plan.chunks):
             request = chunk.request
             if request in leaving:
-                # What was wrong with it may still harm others.
+                # The sequence has ended, but its blocks may hold invalid numbers that others share.
                 if chunk.samples and next(sampled).error is not None:
-                    tainted |= self._tables.blocks_of(request)
+                    invalid_blocks |= self._tables.blocks_of(request)
                 continue
             num_known = len(request.token_ids)
             request.num_computed_tokens = min(chunk.start + chunk.num_tokens, num_known)
             if index in result.prompt_logprobs:
                 request.prompt_logprobs += result.prompt_logprobs[index]
             if not chunk.samples:
-                self._tables.remember(request)
-                self._tables.drop_unseen(request)
+                self._tables.cache_blocks(request)
+                self._tables.free_invisible(request)
                 continue
             outcome = next(sampled)
             if outcome.error is not None:
-                tainted |= self._tables.blocks_of(request)
-            updates.append(self._take(request, outcome))
-            self._tables.drop_unseen(request)
-        self._purge(tainted)
-        self._let_leave()
+                invalid_blocks |= self._tables.blocks_of(request)
+            updates.append(self._append(request, outcome))
+            self._tables.free_invisible(request)
+        self._purge(invalid_blocks)
+        self._release_ended()
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
-        """End every sequence of a plan whose step failed, and report that."""
+        """End every sequence of a plan whose step failed, and return their updates."""
         updates, self._ended = self._ended, []
-        self._under_way.land(plan)
-        tainted = {b for chunk in plan.chunks for b in self._tables.blocks_of(chunk.request)}
+        self._pending_plans.remove(plan)
+        invalid_blocks = {b for chunk in plan.chunks for b in self._tables.blocks_of(chunk.request)}
         updates += [
             self._end(chunk.request, "error", error=error)
             for chunk in plan.chunks
-            if chunk.request not in self._under_way.leaving
+            if chunk.request not in self._pending_plans.leaving
         ]
-        self._purge(tainted)
-        self._let_leave()
+        self._purge(invalid_blocks)
+        self._release_ended()
         return updates
 
     def check(self) -> None:
-        """Verify the pool against the block tables, and the rows.
+        """Verify that block tables, reference counts and rows agree.
 
         Raises:
-            AssertionError: something leaked.
+            AssertionError: if a block, a row or a sequence leaked.
         """
         tables = [request.block_table for request in self._running]
         self.pool.check([*tables, *self._tables.held_tables()])
@@ -273,13 +297,14 @@ class Scheduler:
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
         index = 0
-        is_ahead = self._under_way.is_planning
+        is_ahead = self._pending_plans.is_planning
         while index < len(self._running) and budget > 0:
             request = self._running[index]
-            if is_ahead and self._under_way.will_end(request):
+            if is_ahead and self._pending_plans.will_end(request):
                 index += 1
                 continue
-            # One token stays for each of those that come after.
+            # Keep one token of the budget for each running sequence that is planned after this one.
+            # Otherwise a long chunk here would stop them for a step.
             limit = max(1, budget - (len(self._running) - index - 1))
             num_known = len(request.token_ids) - request.num_computed_tokens
             num_tokens = min(num_known, 1 if self._whole_prefill else limit)
@@ -288,15 +313,15 @@ class Scheduler:
                 break
             self._tables.grow(request, missing)
             if self.lookup is not None and num_tokens == num_known:
-                self._guess(request, limit - num_tokens)
+                self._propose_drafts(request, limit - num_tokens)
             chunks.append(_chunk(request, num_tokens, is_first=False))
             budget -= chunks[-1].num_tokens
             index += 1
         return budget
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
-        # A request gets blocks for all its known tokens at once: two half-admitted prompts could
-        # otherwise wait for each other's blocks.
+        # A sequence gets blocks for all its known tokens at once. Otherwise two prompts with half
+        # of their blocks could wait for each other.
         if self.is_held_up:
             return
         is_overdue, self._is_overdue = self._is_overdue, False
@@ -317,11 +342,11 @@ class Scheduler:
 
     def _try_admit(self, request: Request) -> bool:
         group = self._groups.of(request)
-        if self._under_way.is_planning and request in group.followers:
+        if self._pending_plans.is_planning and request in group.followers:
             self.is_held_up = True
             return False
         while not self._tables.try_admit(request, group):
-            # With nobody running, only prompts that groups hold can be in the way.
+            # If no sequence is running, only prompts that groups hold can occupy the blocks.
             if self._running or not self._tables.drop_oldest_prompt():
                 return False
         self._groups.admit(request)
@@ -330,32 +355,36 @@ class Scheduler:
         return True
 
     def _make_room(self, index: int, num_blocks: int) -> bool:
-        """Preempt until there is room for the running request at a place in the order.
+        """Preempt sequences until `num_blocks` blocks are free for the running sequence at `index`.
 
-        All who give way come after it, so none of them has a chunk in the plan being made. False if
-        it had to give way itself.
+        The preempted sequences come later in the order, so none of them has a chunk in the plan
+        that is being made.
+
+        Returns:
+            False if the sequence at `index` had to be preempted itself, or if the plan is made
+            ahead and may not preempt.
         """
         request = self._running[index]
         while self.pool.num_free < num_blocks:
             if self._tables.drop_oldest_prompt():
                 continue
-            if self._under_way.is_planning:
+            if self._pending_plans.is_planning:
                 self.is_held_up = True
                 return False
-            victim = min(self._running.after(index), key=_loss, default=request)
+            victim = min(self._running.after(index), key=_preemption_cost, default=request)
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
     def _preempt(self, request: Request) -> None:
-        self._leave(request)
+        self._release(request)
         request.prompt_logprobs = []
         self._groups.waiting.add(request)
         self.num_preemptions += 1
 
-    def _guess(self, request: Request, limit: int) -> None:
-        """Let a request guess what comes next, where that costs nobody else anything."""
+    def _propose_drafts(self, request: Request, limit: int) -> None:
+        """Set the draft tokens of a sequence if enough blocks are free for them."""
         assert self.lookup is not None
         room = request.max_total_tokens - len(request.token_ids) - 1
         drafts = self.lookup.propose(request, min(limit, room))
@@ -365,8 +394,8 @@ class Scheduler:
         self._tables.grow(request, missing)
         request.draft_token_ids = drafts
 
-    def _take(self, request: Request, sampled: Sampled) -> RequestUpdate:
-        """Append sampled tokens up to the first that ends the request."""
+    def _append(self, request: Request, sampled: Sampled) -> RequestUpdate:
+        """Append sampled tokens to a sequence, end it if necessary, and return its update."""
         drafts, request.draft_token_ids = request.draft_token_ids, []
         if sampled.error is not None:
             return self._end(request, "error", error=sampled.error)
@@ -374,12 +403,12 @@ class Scheduler:
         reason, stop_reason = append_sampled(request, sampled)
         new_token_ids = request.token_ids[num_known:]
         if drafts:
-            # A guess that was right is computed, too.
-            num_right = num_equal(drafts, new_token_ids)
-            request.num_computed_tokens += num_right
+            # The keys and values of accepted draft tokens are computed already.
+            num_accepted = num_equal(drafts, new_token_ids)
+            request.num_computed_tokens += num_accepted
             assert self.lookup is not None
-            self.lookup.learn(request, len(drafts), num_right)
-        self._tables.remember(request)
+            self.lookup.learn(request, len(drafts), num_accepted)
+        self._tables.cache_blocks(request)
         self._groups.share_prompt(request)
         top = sampled.top[: len(new_token_ids)] if sampled.top is not None else None
         update = make_update(request, new_token_ids, top)
@@ -397,15 +426,15 @@ class Scheduler:
         error: str | None = None,
         is_refused: bool = False,
     ) -> RequestUpdate:
-        """Forget a sequence; returns its last update."""
+        """Remove a sequence and return its last update."""
         if self.lookup is not None:
             self.lookup.forget(request)
         self._groups.remove(request)
         if request.row is not None:
-            if request in self._under_way:
-                self._under_way.leaving[request] = None
+            if request in self._pending_plans:
+                self._pending_plans.leaving[request] = None
             else:
-                self._leave(request)
+                self._release(request)
         update = update or make_update(request, [], None)
         return replace(
             update,
@@ -415,14 +444,14 @@ class Scheduler:
             is_refused=is_refused,
         )
 
-    def _let_leave(self) -> None:
-        """Take the rows and blocks of those who have ended and are in no step under way."""
-        if self._under_way.leaving:
-            for request in self._under_way.take_free():
-                self._leave(request)
+    def _release_ended(self) -> None:
+        """Release the rows and blocks of ended sequences that no uncommitted plan contains."""
+        if self._pending_plans.leaving:
+            for request in self._pending_plans.take_free():
+                self._release(request)
 
-    def _leave(self, request: Request) -> None:
-        """Take a running request's row and blocks away."""
+    def _release(self, request: Request) -> None:
+        """Release the row and the blocks of a running sequence."""
         assert request.row is not None
         self._running.remove(request)
         self._free_rows.append(request.row)
@@ -431,16 +460,16 @@ class Scheduler:
         self._tables.release(request)
 
     def _purge(self, blocks: set[int]) -> None:
-        """Make sure that nobody relies on blocks of a request that went wrong.
+        """Remove the blocks of a failed sequence from all caches and tables.
 
-        They may hold numbers that are not finite, or have been overwritten for that reason. Those
-        who share them compute everything again.
+        The blocks may hold numbers that are not finite, or they were overwritten for that reason.
+        Sequences that share them are preempted and compute their tokens again.
         """
         if not blocks:
             return
         self._tables.drop_prompts_with(blocks)
         for request in list(self._running):
-            if request not in self._under_way.leaving and not blocks.isdisjoint(
+            if request not in self._pending_plans.leaving and not blocks.isdisjoint(
                 request.block_table
             ):
                 self._tables.forget(self._tables.blocks_of(request))
@@ -458,8 +487,11 @@ def _chunk(request: Request, num_tokens: int, *, is_first: bool) -> Chunk:
     return Chunk(request, start, num_tokens, samples, is_first, num_logits)
 
 
-def _loss(request: Request) -> tuple[int, int, int]:
-    """Sorts first what is best preempted: low priority, little to compute again, arrived late."""
+def _preemption_cost(request: Request) -> tuple[int, int, int]:
+    """Return a key by which the sequence that should be preempted comes first.
+
+    The order is: lower priority, fewer tokens to compute again, later arrival.
+    """
     num_lost = request.num_computed_tokens - request.num_reused_tokens
     return -request.params.priority, num_lost, -request.rank[2]
 

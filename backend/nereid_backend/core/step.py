@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler hands to the runner, and what comes back."""
+"""The plan of one step, which the scheduler makes, and the result, which the runner returns."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,16 +9,17 @@ from nereid_backend.core.request import Request
 
 
 class Chunk(NamedTuple):
-    """Tokens of one request that go through the model in this step.
+    """Consecutive tokens of one sequence that go through the model in this step.
 
     Attributes:
-        request: whose tokens.
-        start: index in request.token_ids of the first one; all before are in the cache.
-        num_tokens: how many.
-        samples: whether they reach the last token known, so that a new one is sampled after it.
-        is_first: whether the request has just got its row, so that nothing is known of it there.
-        num_logits: logits are wanted after so many of the chunk's last tokens: one to sample from,
-            more to judge guessed tokens or to report a prompt's log-probabilities.
+        request: the sequence.
+        start: the index of the first token in request.token_ids. The keys and values of all
+            earlier tokens are in the KV cache.
+        num_tokens: the number of tokens.
+        samples: whether the chunk includes the last known token, so that a token is sampled.
+        is_first: whether the sequence has just got its row, so that the row holds no state yet.
+        num_logits: the number of last tokens of the chunk whose logits are needed: one to sample
+            from, and more to verify draft tokens or to report log-probabilities of the prompt.
     """
 
     request: Request
@@ -31,16 +32,18 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: chunks in the order in which the batch holds them, those of one token first.
+    """The plan of one step. Chunks of one token come first.
 
     Attributes:
-        chunks: one for each request that takes part. Every request has its row and blocks.
-        num_tokens: sum of the chunks' tokens.
-        copies: pairs of blocks (from, to) to copy before anything is computed: a sequence is about
-            to write into a block that it has shared so far.
-        pending: only in a step that was planned ahead: chunks whose one token is sampled by the
-            step before, and not known yet. Pairs: which chunk of this plan, and which of the chunks
-            that sample in the plan before.
+        chunks: one chunk for each sequence of the step, in the order of the batch. Every sequence
+            has its row and its blocks.
+        num_tokens: the sum of the chunks' tokens.
+        copies: pairs of block ids (from, to) that are copied before the forward pass, because a
+            sequence is about to write into a block that it shared until now.
+        pending: the chunks whose token is not known yet, because the previous step is sampling it.
+            Only a step that was planned ahead has such chunks. Each pair contains the index of the
+            chunk in this plan, and the index of its source among the sampling chunks of the
+            previous plan.
     """
 
     chunks: list[Chunk]
@@ -50,14 +53,14 @@ class StepPlan:
 
 
 class Sampled(NamedTuple):
-    """What the model answered to one chunk that samples.
+    """The new tokens of one chunk that samples.
 
     Attributes:
-        token_ids: new tokens in order: the one that was chosen, then those that its grammar leaves
-            no choice about, or that were guessed and found right.
-        logprobs: their log-probabilities, one each (0 for a token that was forced).
-        error: why there are none, else None.
-        top: one for each of token_ids, where the request asked for log-probabilities.
+        token_ids: the sampled token, followed by tokens that its grammar forces and by draft
+            tokens that verification accepted.
+        logprobs: one log-probability for each token (0 for a forced token).
+        error: a sentence that says why there are no tokens; None if there are.
+        top: one entry for each of token_ids if the request asked for log-probabilities.
     """
 
     token_ids: list[int]
@@ -68,17 +71,17 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought.
+    """The result of one step.
 
     Attributes:
-        sampled: one for each chunk of the plan that samples, in the plan's order.
-        prompt_logprobs: by the index of a chunk in the plan: log-probabilities of the prompt tokens
-            that come after each token of the chunk (those within the prompt), for requests that
-            asked for them.
-        drawn: for each of sampled, the token that a step planned ahead was given as its input; the
-            one of sampled, but in rare cases.
+        sampled: one entry for each chunk of the plan that samples, in the plan's order.
+        prompt_logprobs: the log-probabilities of the prompt tokens that follow the tokens of a
+            chunk, by the index of the chunk in the plan. Only requests that asked for them have
+            an entry.
+        device_token_ids: for each of sampled, the token on the device that a step planned ahead
+            takes as its input. It rarely differs from the token in sampled.
     """
 
     sampled: list[Sampled] = field(default_factory=list)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    drawn: list[int] = field(default_factory=list)
+    device_token_ids: list[int] = field(default_factory=list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's tokens mean for one sequence: where it ends, and what is said of it."""
+"""How a step's tokens change one sequence, and the update that reports the change."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,11 @@ from nereid_backend.core.step import Sampled
 
 
 def append_sampled(request: Request, sampled: Sampled) -> tuple[FinishReason | None, int | None]:
-    """Append tokens up to the first that ends the request.
+    """Append sampled tokens to a sequence, up to and including the first that ends it.
 
     Returns:
-        Why the request ends there, if it does, and at which stop token.
+        The finish reason and the id of the stop token. Both are None if the sequence continues; the
+        id is None if the length limit ended the sequence.
     """
     for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
         request.token_ids.append(token_id)
@@ -27,9 +28,12 @@ def append_sampled(request: Request, sampled: Sampled) -> tuple[FinishReason | N
 def make_update(
     request: Request, new_token_ids: list[int], top: list[TokenLogprobs] | None
 ) -> RequestUpdate:
-    """What is new of a sequence; what is known of its prompt comes with the first tokens.
+    """Return the update that reports new tokens of a sequence.
 
-    Mutates: what was reported of the request.
+    The first update of sequence 0 also carries the log-probabilities of the prompt, and the first
+    update of any sequence carries the number of cached tokens.
+
+    Mutates: `request.was_reported` and `request.prompt_logprobs`.
     """
     is_first = not request.was_reported
     request.was_reported = True
@@ -50,7 +54,10 @@ def make_update(
 
 
 def num_equal(first: Iterable[int], second: Iterable[int]) -> int:
-    """How many items two sequences have in common before they differ, or one ends."""
+    """Return the length of the longest common prefix of two sequences of integers.
+
+    Example: `num_equal([5, 7, 9], [5, 7, 8, 9])` returns 2.
+    """
     count = 0
     for a, b in zip(first, second, strict=False):
         if a != b:

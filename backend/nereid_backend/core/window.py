@@ -1,33 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far back a model looks, and so which blocks of a sequence it will not look at again.
+"""The attention window of a model: how many earlier tokens a token can attend to.
 
-A model of which every layer has a window or chunks looks back no further than the widest of them.
-Blocks before that are given back while the sequence runs:
+If every layer of a model uses a sliding window or attention chunks, no token attends to a position
+before the largest of them. The blocks before that position are freed while the sequence runs.
+Example with a window that spans three blocks, drawn as a block table:
 
-    window of 3 blocks     [   ][   ][ 9 ][ 1 ][ 6 ][ 4 ]
-                                       ^ the next token sees the end of 9; what was before is freed
+    [null][null][ 9 ][ 1 ][ 6 ][ 4 ]
+                  ^ the next token attends from the end of block 9 on; the first two were freed
 
-In block tables stands the null block (BlockPool.null_block) for what was given back.
+A block table contains the null block (`BlockPool.null_block`) in place of each freed block.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """How far back any layer of a model looks.
+class AttentionWindow:
+    """The positions that the layers of a model can attend to.
 
     Attributes:
-        limits: the layers' different windows and chunks, one pair for each kind of layer, at least
-            one; at least one of each pair is a number, as in the attention layers' Span.
+        limits: one pair (sliding window, attention chunk) for each kind of layer, both in tokens.
+            At least one number of each pair is not None, as in `Span` of the attention layers.
     """
 
     limits: tuple[tuple[int | None, int | None], ...]
 
-    def first_seen(self, position: int) -> int:
-        """The first position that a token at this position sees in some layer.
+    def first_visible(self, position: int) -> int:
+        """Return the first position that the token at `position` attends to in any layer.
 
-        Never becomes less for later tokens.
+        The result never decreases when `position` increases. Example: with a sliding window of 4
+        tokens, the token at position 10 attends to positions 7 to 10, so the result is 7.
         """
         firsts = []
         for window, chunk in self.limits:
@@ -36,10 +38,15 @@ class Sight:
         return min(firsts)
 
     @property
-    def most_seen(self) -> int:
-        """Tokens that one token sees at most, itself included."""
+    def max_visible_tokens(self) -> int:
+        """The largest number of tokens that one token attends to, including itself."""
         return max(min(limit for limit in pair if limit is not None) for pair in self.limits)
 
-    def most_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Blocks that a sequence holds at most while it computes so many tokens a step."""
-        return -(-(self.most_seen + num_tokens) // block_size) + 1
+    def max_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Return how many blocks a sequence holds at most.
+
+        Args:
+            num_tokens: the largest number of the sequence's tokens in one step.
+            block_size: tokens in one block.
+        """
+        return -(-(self.max_visible_tokens + num_tokens) // block_size) + 1

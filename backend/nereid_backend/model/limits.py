@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.config import EngineConfig
-from nereid_backend.core.window import Sight
+from nereid_backend.core.window import AttentionWindow
 from nereid_backend.errors import ConfigError
 
 _DEFAULT_CPU_SHARE = 0.25
@@ -87,12 +87,12 @@ def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
     return None
 
 
-def sight_of(layers: Sequence[LayerSpec]) -> Sight | None:
+def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
     """How far back a model with these attention layers looks; None: some see the beginning."""
     if not layers or any(layer.span.is_full for layer in layers):
         return None
     spans = dict.fromkeys(layer.span for layer in layers)
-    return Sight(tuple((span.window, span.chunk) for span in spans))
+    return AttentionWindow(tuple((span.window, span.chunk) for span in spans))
 
 
 def plan_memory(

@@ -23,7 +23,7 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import Checkpoint, choose_device, load_checkpoint
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import EngineInfo
-from nereid_backend.core.window import Sight
+from nereid_backend.core.window import AttentionWindow
 from nereid_backend.errors import ConfigError
 from nereid_backend.huge_pages import move_weights
 from nereid_backend.linear.int8_linear import model_bytes, quantise_linears
@@ -36,7 +36,7 @@ from nereid_backend.model.limits import (
     describe_memory,
     kv_cache_budget,
     plan_memory,
-    sight_of,
+    attention_window_of,
     usable_cpus,
 )
 from nereid_backend.model.probe_layers import plain_token_ids
@@ -68,14 +68,14 @@ class Loaded:
             with the same tokens may serve several sequences, and tokens may be taken back. False
             where there is state besides: then no prefix cache, no blocks shared between sequences.
         whole_prefill: whether a prompt must go through the model in one forward pass.
-        sight: how far back the model looks; None: to the beginning.
+        attention_window: how far back the model looks; None: to the beginning.
     """
 
     runner: Runner
     info: EngineInfo
     shares_blocks: bool = True
     whole_prefill: bool = False
-    sight: Sight | None = None
+    attention_window: AttentionWindow | None = None
 
 
 def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loaded:
@@ -121,11 +121,11 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         num_seqs=config.max_num_seqs,
         block_size=config.block_size,
     )
-    sight = sight_of(tier.layers)
+    attention_window = attention_window_of(tier.layers)
     # A prompt that goes whole needs all its blocks at once.
     most_blocks = None
-    if sight is not None and not tier.whole_prefill:
-        most_blocks = sight.most_blocks(num_tokens, config.block_size)
+    if attention_window is not None and not tier.whole_prefill:
+        most_blocks = attention_window.max_blocks(num_tokens, config.block_size)
     memory = plan_memory(
         config,
         bytes_per_token,
@@ -159,7 +159,7 @@ def load(config: EngineConfig, hook: AttentionHook, progress: Progress) -> Loade
         info,
         tier.shares_blocks,
         tier.whole_prefill,
-        sight,
+        attention_window,
     )
 
 

@@ -58,7 +58,7 @@ class PackedPath:
         self._compiled = compiled
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """See `ForwardPath.forward`, and `AheadPath.forward` for a step that was planned ahead."""
+        """See `ForwardPath.forward`, and `AsyncPath.forward` for a step that was planned ahead."""
         self._cache.copy_blocks(plan.copies)
         batch = self._builder.build(plan, self._cache.device, sampled)
         if self.graphs is not None:

@@ -11,7 +11,7 @@ from backend.test_scheduler_workload import KINDS, NUM_REQUESTS, Workload
 from backend.tiny_models import VOCAB_SIZE
 from fakes.modular_guide import ModularGuide
 from nereid_backend import Engine, EngineConfig, EngineError, SamplingParams
-from nereid_backend.async_steps import LookAhead
+from nereid_backend.async_steps import AsyncSteps
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
@@ -45,33 +45,33 @@ class ScriptedRunner:
         self.under_way: list[ScriptedFlight] = []
 
     def start(self, plan, before=None):
-        assert [flight.plan for flight in self.under_way] == ([before.plan] if before else [])
-        self.model.compute(plan, before.result.drawn if before else ())
-        flight = ScriptedFlight(plan)
-        self.under_way.append(flight)
+        assert [running.plan for running in self.under_way] == ([before.plan] if before else [])
+        self.model.compute(plan, before.result.device_token_ids if before else ())
+        running = ScriptedFlight(plan)
+        self.under_way.append(running)
         self.num_ahead += before is not None
-        return flight
+        return running
 
-    def sample(self, flight, plan):
-        flight.plan = plan
-        self._maybe_fail(flight)
+    def sample(self, running, plan):
+        running.plan = plan
+        self._maybe_fail(running)
         result = self.model.answer(plan)
         drawn = [
             outcome.token_ids[0] if outcome.token_ids and self.rng.random() >= self.wrong else 39
             for outcome in result.sampled
         ]
-        flight.result = replace(result, drawn=drawn)
+        running.result = replace(result, device_token_ids=drawn)
 
-    def finish(self, flight):
-        self._maybe_fail(flight)
-        self.under_way.remove(flight)
-        self.model.clear_broken(flight.plan, flight.result)
-        return flight.result
+    def finish(self, running):
+        self._maybe_fail(running)
+        self.under_way.remove(running)
+        self.model.clear_broken(running.plan, running.result)
+        return running.result
 
-    def _maybe_fail(self, flight):
+    def _maybe_fail(self, running):
         if self.rng.random() < self.faulty:
-            self.under_way.remove(flight)
-            for chunk in flight.plan.chunks:
+            self.under_way.remove(running)
+            for chunk in running.plan.chunks:
                 self.model.clear(chunk.request)
             raise RuntimeError("a fault made by the test")
 
@@ -89,11 +89,11 @@ class OverlappedWorkload(Workload):
     def __init__(self, *args, wrong=0.0, faulty=0.0, **kwargs):
         super().__init__(*args, **kwargs)
         self.runner = ScriptedRunner(self.model, self.rng, wrong=wrong, faulty=faulty)
-        self.steps = LookAhead(self.scheduler, self.runner, MadeFailures(1000), _check_plan)
+        self.steps = AsyncSteps(self.scheduler, self.runner, MadeFailures(1000), _check_plan)
 
     def step(self):
         self.take(self.steps.step() or [])
-        if self.steps._flight is None:
+        if self.steps._running_step is None:
             self.runner.under_way.clear()
 
 
@@ -119,7 +119,7 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
         max_num_batched_tokens=13,
         **KINDS[kind],
     )
-    longest = min(num_blocks * BLOCK, 80) if scheduler.sight is None else 80
+    longest = min(num_blocks * BLOCK, 80) if scheduler.attention_window is None else 80
     workload = OverlappedWorkload(
         num_blocks, scheduler, longest, broken=trouble, wrong=trouble, faulty=trouble / 8
     )
@@ -127,7 +127,9 @@ def test_random_workloads_end_each_sequence_once_with_the_right_answer(
     workload.check()
     assert {"abort", "length", "stop"} <= set(workload.ends.values())
     assert ("error" in workload.ends.values()) == (trouble > 0)
-    assert scheduler.num_preemptions > 0 or num_blocks == 60 or scheduler.sight is not None
+    assert (
+        scheduler.num_preemptions > 0 or num_blocks == 60 or scheduler.attention_window is not None
+    )
     assert workload.runner.num_ahead > NUM_REQUESTS / 2
     if scheduler.cache is not None:
         assert scheduler.cache.num_hit_tokens > 0
@@ -290,7 +292,7 @@ def result_of(plan, token=7, **others):
     """One token for each chunk that samples, or what is given by the request's name."""
     names = [chunk.request.request_id for chunk in plan.chunks if chunk.samples]
     sampled = [others.get(name, Sampled([token], [-1.0])) for name in names]
-    return StepResult(sampled, drawn=[token] * len(sampled))
+    return StepResult(sampled, device_token_ids=[token] * len(sampled))
 
 
 BROKEN = Sampled([], [], "not finite")
@@ -515,7 +517,7 @@ def test_guesses_need_the_last_token_so_that_nothing_is_begun_ahead(checkpoint):
         kv_cache_memory="1MiB",
     )
     engine = Engine(config, lines.append)
-    assert engine._look_ahead is None
+    assert engine._async_steps is None
     assert any(line.startswith("async_scheduling: off, because guesses") for line in lines)
     engine.close()
 
@@ -523,6 +525,6 @@ def test_guesses_need_the_last_token_so_that_nothing_is_begun_ahead(checkpoint):
 def test_paths_with_more_state_than_blocks_begin_nothing_ahead(tmp_path):
     engine = open_engine(shrink.save("qwen3_next", tmp_path), async_scheduling=True)
     assert engine.info.path == "rows"
-    assert engine._look_ahead is None
+    assert engine._async_steps is None
     answers_of(engine, {"a": ([5, 6], GREEDY)})
     engine.close()

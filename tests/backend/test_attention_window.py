@@ -12,35 +12,46 @@ from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
-from nereid_backend.core.window import Sight
+from nereid_backend.core.window import AttentionWindow
 from nereid_backend.errors import ConfigError
-from nereid_backend.model.limits import sight_of
+from nereid_backend.model.limits import attention_window_of
 from transformers import AutoModelForCausalLM
 
-WINDOW_OF_5 = Sight(((5, None),))
+WINDOW_OF_5 = AttentionWindow(((5, None),))
 NUM_TOKENS = 100
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 def test_a_token_sees_what_its_widest_layer_sees():
-    sight = Sight(((5, None), (None, 8)))
-    assert [sight.first_seen(p) for p in (0, 4, 5, 7, 8, 13, 15)] == [0, 0, 0, 0, 4, 8, 8]
-    assert sight.most_seen == 8
+    attention_window = AttentionWindow(((5, None), (None, 8)))
+    assert [attention_window.first_visible(p) for p in (0, 4, 5, 7, 8, 13, 15)] == [
+        0,
+        0,
+        0,
+        0,
+        4,
+        8,
+        8,
+    ]
+    assert attention_window.max_visible_tokens == 8
 
 
 def test_sight_never_goes_back_and_sees_no_more_than_it_says():
     for limits in [((1, None),), ((None, 6),), ((9, 4), (3, None)), ((5, 12), (None, 7))]:
-        sight = Sight(limits)
-        firsts = [sight.first_seen(position) for position in range(60)]
+        attention_window = AttentionWindow(limits)
+        firsts = [attention_window.first_visible(position) for position in range(60)]
         assert firsts == sorted(firsts)
-        assert max(p + 1 - first for p, first in enumerate(firsts)) <= sight.most_seen
+        assert (
+            max(p + 1 - first for p, first in enumerate(firsts))
+            <= attention_window.max_visible_tokens
+        )
 
 
 def test_one_layer_that_sees_everything_keeps_every_block():
     narrow = LayerSpec(1, 1, 8, 8, Span(window=4))
-    assert sight_of([narrow, narrow]) == Sight(((4, None),))
-    assert sight_of([narrow, LayerSpec(1, 1, 8, 8)]) is None
-    assert sight_of([]) is None
+    assert attention_window_of([narrow, narrow]) == AttentionWindow(((4, None),))
+    assert attention_window_of([narrow, LayerSpec(1, 1, 8, 8)]) is None
+    assert attention_window_of([]) is None
 
 
 def run(scheduler, model, requests):
@@ -70,21 +81,21 @@ def make_request(name, prompt, max_tokens):
     return Request(name, prompt, params, max_total_tokens=len(prompt) + max_tokens)
 
 
-def make_scheduler(num_blocks, *, sight=WINDOW_OF_5, budget=8, **settings):
+def make_scheduler(num_blocks, *, attention_window=WINDOW_OF_5, budget=8, **settings):
     return Scheduler(
         BlockPool(num_blocks),
         block_size=BLOCK,
         max_num_seqs=4,
         max_num_batched_tokens=budget,
-        sight=sight,
+        attention_window=attention_window,
         **settings,
     )
 
 
 def test_a_sequence_never_holds_more_blocks_than_it_sees_and_computes_at_once():
-    most_blocks = WINDOW_OF_5.most_blocks(8, BLOCK)
+    most_blocks = WINDOW_OF_5.max_blocks(8, BLOCK)
     scheduler = make_scheduler(most_blocks)
-    model = ScriptedModel(most_blocks, sight=WINDOW_OF_5)
+    model = ScriptedModel(most_blocks, attention_window=WINDOW_OF_5)
     prompt = [random.Random(0).randrange(2, 40) for _ in range(50)]
     answers, most = run(scheduler, model, [make_request("a", prompt, 60)])
     assert answers["a"] == expected(prompt, 60)
@@ -94,7 +105,7 @@ def test_a_sequence_never_holds_more_blocks_than_it_sees_and_computes_at_once():
 
 def test_what_is_behind_the_beginning_is_found_though_the_beginning_is_gone():
     scheduler = make_scheduler(7)
-    model = ScriptedModel(7, sight=WINDOW_OF_5)
+    model = ScriptedModel(7, attention_window=WINDOW_OF_5)
     prompt = [random.Random(1).randrange(2, 40) for _ in range(50)]
     run(scheduler, model, [make_request("a", prompt, 1)])
     before = model.num_computed
@@ -107,14 +118,14 @@ def test_what_is_behind_the_beginning_is_found_though_the_beginning_is_gone():
 
 def test_several_at_once_share_a_pool_that_none_of_them_would_fit_if_blocks_were_kept():
     scheduler = make_scheduler(8)
-    model = ScriptedModel(8, sight=WINDOW_OF_5)
+    model = ScriptedModel(8, attention_window=WINDOW_OF_5)
     rng = random.Random(2)
     prompts = {str(n): [rng.randrange(2, 40) for _ in range(40 + n)] for n in range(5)}
     requests = [make_request(name, prompt, 30) for name, prompt in prompts.items()]
     answers, most = run(scheduler, model, requests)
     for name, prompt in prompts.items():
         assert answers[name] == expected(prompt, 30)
-    assert most > WINDOW_OF_5.most_blocks(8, BLOCK), "never two at once"
+    assert most > WINDOW_OF_5.max_blocks(8, BLOCK), "never two at once"
 
 
 @pytest.fixture(scope="module")

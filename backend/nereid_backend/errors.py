@@ -1,34 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong, as one tree.
+"""The exceptions of this package, as one hierarchy.
 
 NereidError
-├── RequestError          the caller's fault: a bad parameter, a prompt that is too long
-├── CapacityError         try again later: the queue is full
-├── DeadlineError         the request's time is over
-├── ConfigError           the operator's fault: a setting that is unknown, wrong or impossible here
-├── ModelError            the checkpoint: missing, broken, or nothing this engine can run
-│   └── UnsupportedModelError   the architecture is refused by name, with the reason
-└── EngineError           ours: a step of the engine failed
+├── RequestError          the request is wrong: a bad field, a prompt that is too long
+├── CapacityError         the server is busy: the queue is full, and a later try may succeed
+├── DeadlineError         the request has exceeded its time limit
+├── ConfigError           a setting is unknown, wrong or does not fit this machine
+├── ModelError            the checkpoint is missing or broken, or this engine cannot run it
+│   └── UnsupportedModelError   the engine does not support the checkpoint's architecture
+└── EngineError           the engine failed: a bug or a broken device, not the request
 
-Messages give the value, the limit and the remedy. One that blames a field starts with its name
-and a colon: ``temperature: must be at least 0, got nan``.
+A message names the value, the limit and the remedy. If one field or setting is wrong, the message
+begins with its name and a colon, because the HTTP frontend reads the name from there:
+`temperature: the value must be at least 0, but it is -1.`
 """
 
 
 class NereidError(Exception):
-    """Anything that this package raises on purpose."""
+    """The base class of all exceptions that this package raises deliberately."""
 
 
 class RequestError(NereidError):
-    """One request is wrong; others are not affected."""
+    """A request is wrong. Other requests are not affected."""
 
 
 class CapacityError(NereidError):
-    """There is no room now; the same request may succeed later."""
+    """The server has no capacity for the request now. The same request may succeed later."""
 
 
 class DeadlineError(NereidError):
-    """A request took longer than it was allowed to; what it has generated is lost."""
+    """A request exceeded its time limit. Its generated text is lost."""
 
 
 class ConfigError(NereidError):
@@ -40,17 +41,20 @@ class ModelError(NereidError):
 
 
 class UnsupportedModelError(ModelError):
-    """The checkpoint is sound, but its architecture does not run exactly on this engine."""
+    """The checkpoint is intact, but the engine cannot run its architecture correctly."""
 
 
 class EngineError(NereidError):
-    """A step failed inside the engine."""
+    """A step of the engine failed."""
 
 
-# What errors say after which a process cannot use its GPU any more.
-_LOST_DEVICE = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "AcceleratorError")
+# An error whose text contains one of these leaves the process's CUDA context unusable.
+_LOST_DEVICE_TEXTS = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "AcceleratorError")
 
 
 def is_lost_device(message: str) -> bool:
-    """Whether an error's text says that the driver's context is broken: later calls fail, too."""
-    return any(sign in message for sign in _LOST_DEVICE)
+    """Return whether an error message shows that the GPU is unusable for this process.
+
+    After such an error every later GPU call of the process fails, too.
+    """
+    return any(text in message for text in _LOST_DEVICE_TEXTS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings from text, as environment variables and config.pbtxt parameters bring them.
+"""Reads configurations from text, because environment variables and config.pbtxt contain text.
 
-A config is a frozen dataclass; its fields say which names there are and how their text is read.
+A configuration is a frozen dataclass. Its fields define the known names and their types.
 """
 
 import difflib
@@ -17,91 +17,105 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 
+_BOOLEAN_TEXTS = {"true": True, "1": True, "false": False, "0": False}
+
 
 def from_texts(kind: type[ConfigT], texts: Mapping[str, str]) -> ConfigT:
-    """Make a config of text.
+    """Return a configuration of the dataclass `kind`, built from text values.
+
+    Example: `from_texts(EngineConfig, {"model": "/m", "max_num_seqs": "8"})` returns
+    `EngineConfig(model="/m", max_num_seqs=8)`.
 
     Args:
-        kind: its class.
-        texts: lower-case field names (no NEREID_ prefix) to text. Empty text is the default.
+        kind: the dataclass of the configuration.
+        texts: text values by field name, in lower case and without the prefix NEREID_. An empty
+            text means the field's default.
 
     Raises:
-        ConfigError: an unknown name (the nearest known one is suggested), a wrong value, or a
-            setting without a default is missing.
+        ConfigError: a name is unknown, a value is wrong, or a setting without a default is missing.
     """
     known = {field.name: field for field in fields(kind)}
     check_known(texts, known)
     values = {
-        name: _read(name, str(known[name].type), text.strip())
+        name: _convert(name, str(known[name].type), text.strip())
         for name, text in texts.items()
         if text.strip()
     }
-    missing = [n for n, f in known.items() if f.default is MISSING and n not in values]
+    required = [name for name, field in known.items() if field.default is MISSING]
+    missing = [name for name in required if name not in values]
     if missing:
-        raise ConfigError(f"{missing[0]}: must be set; it has no default")
+        raise ConfigError(f"{missing[0]}: this setting has no default, so it must be set.")
     return kind(**values)
 
 
 def split_texts(
     texts: Mapping[str, str], first: type[Any], second: type[Any], *, prefix: str = ""
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The texts of two configs that are set side by side; a name that both have is in both.
+    """Split text values into those for the dataclass `first` and those for `second`.
+
+    A name that both dataclasses have is in both results.
 
     Args:
-        texts: by field name.
-        first: the class of the one.
-        second: the class of the other.
-        prefix: stands before names in errors.
+        texts: text values by field name.
+        first: the dataclass of the first configuration.
+        second: the dataclass of the second configuration.
+        prefix: the text that precedes names in error messages.
 
     Raises:
-        ConfigError: neither knows a name.
+        ConfigError: neither dataclass has a field of that name.
     """
-    names = [{field.name for field in fields(kind)} for kind in (first, second)]
-    check_known(texts, names[0] | names[1], prefix=prefix)
-    ours, theirs = ({n: t for n, t in texts.items() if n in known} for known in names)
-    return ours, theirs
+    first_names = {field.name for field in fields(first)}
+    second_names = {field.name for field in fields(second)}
+    check_known(texts, first_names | second_names, prefix=prefix)
+    first_texts = {name: text for name, text in texts.items() if name in first_names}
+    second_texts = {name: text for name, text in texts.items() if name in second_names}
+    return first_texts, second_texts
 
 
 def check_known(names: Iterable[str], known: Iterable[str], *, prefix: str = "") -> None:
-    """Refuse names that nothing knows, and suggest the nearest known one.
+    """Raise a ConfigError for the first of `names` that is not in `known`.
 
-    Raises:
-        ConfigError: there is one.
+    The message suggests the most similar known name and lists all known names. `prefix` precedes
+    each name in the message.
     """
     choices = sorted(prefix + name for name in known)
     for name in names:
         if prefix + name not in choices:
-            near = difflib.get_close_matches(prefix + name, choices, n=1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
+            similar = difflib.get_close_matches(prefix + name, choices, n=1)
+            hint = f' Did you mean "{similar[0]}"?' if similar else ""
             raise ConfigError(
-                f'unknown setting "{prefix}{name}"{hint} (known: {", ".join(choices)})'
+                f'The setting "{prefix}{name}" is not known.{hint} The known settings are: '
+                f"{', '.join(choices)}."
             )
 
 
-def _read(name: str, annotation: str, text: str) -> Any:  # noqa: ANN401 - one of the field types
-    """A setting's value from text, by the annotation of its field.
+def _convert(name: str, annotation: str, text: str) -> Any:  # noqa: ANN401 - one of the field types
+    """Convert the text of the setting `name` to the type in its field's annotation.
+
+    Examples: `_convert("block_size", "int", "16")` returns 16. A type that includes str, such as
+    "int | str | None", returns the text itself.
 
     Raises:
-        ConfigError: the text is not of that type.
+        ConfigError: the text is not a value of that type.
     """
     readers: dict[str, tuple[Callable[[str], object], str]] = {
-        "bool": (_read_flag, "true or false"),
+        "bool": (_read_boolean, "true or false"),
         "int": (int, "an integer"),
-        "float": (float, "a number"),
+        "float": (float, "a finite number"),
     }
-    # kv_cache_memory is "int | str | None": text is one of its own types.
     kind = next((k for k in readers if k in annotation and "str" not in annotation), None)
     if kind is None:
         return text
     read, expected = readers[kind]
+    problem = ConfigError(f'{name}: the value must be {expected}, but it is "{text}".')
     try:
         value = read(text)
     except (ValueError, KeyError):
-        raise ConfigError(f'{name}: must be {expected}, got "{text}"') from None
+        raise problem from None
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f'{name}: must be {expected}, got "{text}"')
+        raise problem
     return value
 
 
-def _read_flag(text: str) -> bool:
-    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+def _read_boolean(text: str) -> bool:
+    return _BOOLEAN_TEXTS[text.lower()]

@@ -144,13 +144,13 @@ REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
     ("arguments", "variables", "said"),
     [
         (["--max-model-len=foo"], {}, 'max_model_len: must be an integer, got "foo"'),
-        (["--dtype=float8"], {}, "dtype: must be one of auto, "),
+        (["--dtype=float8"], {}, "dtype: the value must be one of auto, "),
         (["--kv-cache-memory=-1GiB"], {}, "kv_cache_memory: must be a positive number"),
         (["--tool-parser=mine"], {}, "tool_parser: no format is called 'mine'"),
         (["--max-concurrent-requests=x"], {}, "NEREID_MAX_CONCURRENT_REQUESTS: must be a whole"),
-        ([], {"NEREID_BLOCK_SIZE": "0"}, "block_size: must be an integer of at least 1, got 0"),
-        ([], {"NEREID_BLOKC_SIZE": "8"}, 'unknown setting "blokc_size"; did you mean "block_size"'),
-        ([], {"NEREID_RERANK_DTYPE": "x"}, "rerank_dtype: must be one of"),
+        ([], {"NEREID_BLOCK_SIZE": "0"}, "block_size: the value must be an integer of at least 1"),
+        ([], {"NEREID_BLOKC_SIZE": "8"}, '"blokc_size" is not known. Did you mean "block_size"'),
+        ([], {"NEREID_RERANK_DTYPE": "x"}, "rerank_dtype: the value must be one of"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_starts(
@@ -182,7 +182,9 @@ def test_a_parameter_in_a_models_file_is_checked_too(tmp_path):
         'parameters: {\n  key: "num_threads"\n  value: {\n    string_value: "0"\n  }\n}',
     ):
         path.write_text(line)
-        with pytest.raises(CliError, match="num_threads: must be an integer of at least 1"):
+        with pytest.raises(
+            CliError, match="num_threads: the value must be an integer of at least 1"
+        ):
             checks.check_model_settings(tmp_path, {})
 
 

@@ -71,7 +71,7 @@ def wait_ready(server, port, log):
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("NEREID_MAX_NUM_SEQ", "3", 'unknown setting "max_num_seq"; did you mean "max_num_seqs"?'),
+        ("NEREID_MAX_NUM_SEQ", "3", '"max_num_seq" is not known. Did you mean "max_num_seqs"?'),
         ("NEREID_KV_CACHE_MEMORY", "2 bananas", "kv_cache_memory: must be a positive number"),
         ("NEREID_MAX_MODEL_LEN", "99999999", "max_model_len"),
         ("NEREID_TOOL_PARSER", "hermess", "hermess"),

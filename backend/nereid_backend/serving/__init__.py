@@ -1,1 +1,1 @@
-"""Triton server glue: what model.py files call."""
+"""The Triton models: the classes that the files model_repository/*/1/model.py instantiate."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chat format a served checkpoint writes."""
+"""Chooses the chat format with which a checkpoint's output is parsed."""
 
 from collections.abc import Callable
 
@@ -11,36 +11,38 @@ from nereid_backend.serving import tensors
 from nereid_backend.serving.serving_settings import ServingSettings
 
 OFF = "none"
-
-
 _POLICIES = {"lenient": LENIENT, "strict": STRICT}
 
 
 def choose_format(
-    settings: ServingSettings, tell: Callable[[str], None] = tensors.progress
+    settings: ServingSettings, report: Callable[[str], None] = tensors.progress
 ) -> Format | None:
-    """The format of a checkpoint under the operator's policy; None where text is not read.
+    """Return the chat format of a checkpoint; None if its output is plain text.
 
     Args:
-        settings: the operator's.
-        tell: is told in one line how it was chosen.
+        settings: the settings reasoning_parser, tool_parser, parser_policy and model.
+        report: called with one line that says how the format was chosen.
 
     Raises:
-        ConfigError: a name that no format has, or a checkpoint whose files cannot be read.
+        ConfigError: no format has the configured name, or the checkpoint cannot be read.
     """
-    fmt = _choose(settings, tell)
+    fmt = _choose(settings, report)
     policy = _POLICIES.get(settings.parser_policy)
     return fmt if fmt is None or policy is None else fmt.with_policy(policy)
 
 
-def _choose(settings: ServingSettings, tell: Callable[[str], None]) -> Format | None:
-    """The format that the operator names, else what the checkpoint shows; None for plain text."""
+def _choose(settings: ServingSettings, report: Callable[[str], None]) -> Format | None:
+    """Return the format that the settings name, or else the format derived from the checkpoint.
+
+    Return None if the settings turn parsing off.
+    """
     names = {"reasoning": settings.reasoning_parser, "tools": settings.tool_parser}
     if OFF in names.values():
-        # What is not to be parsed stays in the content; the other half only by its name.
+        # "none" turns off one parser: reasoning or tool calls then stay in the content. The other
+        # parser is used only if the settings name it.
         names = {part: name for part, name in names.items() if name not in (OFF, "")}
         if not names:
-            tell("chat format: none, as the settings say")
+            report("chat format: none, because reasoning_parser or tool_parser is none")
             return None
     try:
         if len(names) == 1:
@@ -50,5 +52,5 @@ def _choose(settings: ServingSettings, tell: Callable[[str], None]) -> Format | 
         )
     except NereidParsersError as error:
         raise ConfigError(f"reasoning_parser, tool_parser: {error}") from error
-    tell(f"chat format: {chosen.why}")
+    report(f"chat format: {chosen.why}")
     return chosen.format

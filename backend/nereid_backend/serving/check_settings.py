@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which settings are wrong before anything is loaded, in a tenth of a second.
+"""Validates the settings of all models within a tenth of a second, before anything is loaded.
 
     python -m nereid_backend.serving.check_settings MODEL_REPOSITORY
 
-Reads the NEREID_* variables and the parameters of each model's config.pbtxt as the models do, and
-prints one line for each that is wrong. Exit code 2 when there is one, else 0. What only the
-checkpoint or the machine can tell (does it fit, is there a GPU) is found when they load.
+The program reads the NEREID_* variables and the parameters of each config.pbtxt as the models do,
+and prints one line for each wrong setting. Its exit code is 2 if a setting is wrong, else 0. The
+program does not detect problems that depend on the checkpoint or the machine, such as too little
+memory or a missing GPU. The models report those when they load.
 """
 
 import json
@@ -22,16 +23,18 @@ from nereid_backend.serving import pooling_tensor_names as pooling_names
 from nereid_backend.serving.pooling.pooling_settings import read_pooling_settings
 from nereid_backend.serving.serving_settings import ServingSettings, read_settings
 
-WRONG = 2
+EXIT_WRONG_SETTINGS = 2
 _NO_FORMAT = "none"
+# Matches one parameter of config.pbtxt, such as
+# parameters { key: "max_num_seqs" value: { string_value: "8" } }
 _PARAMETER = re.compile(
     r'parameters\s*:?\s*\{\s*key\s*:\s*"([^"]*)"\s*,?\s*'
     r'value\s*:?\s*\{\s*string_value\s*:\s*"((?:[^"\\]|\\.)*)"'
 )
 
 
-def problems(repository: Path, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """What is wrong with the settings of a repository's models; each is said once."""
+def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return one message for each wrong setting of a repository's models, without repetitions."""
 
     def read_language_model(arguments: Mapping[str, str]) -> None:
         settings, _ = read_settings(arguments, environ)
@@ -47,19 +50,22 @@ def problems(repository: Path, environ: Mapping[str, str] = os.environ) -> list[
             for kind in (pooling_names.EMBEDDING, pooling_names.RERANK)
         },
     }
-    found: list[str] = []
+    problems: list[str] = []
     for model, read in readers.items():
         path = repository / model / "config.pbtxt"
         if path.is_file():
             try:
                 read(_arguments(path))
             except ConfigError as error:
-                found.append(str(error))
-    return list(dict.fromkeys(found))
+                problems.append(str(error))
+    return list(dict.fromkeys(problems))
 
 
 def _arguments(path: Path) -> dict[str, str]:
-    """What the server would tell a model of its file, as far as settings are concerned."""
+    """Return the arguments that Triton server passes to `initialize` for this config.pbtxt.
+
+    Only the arguments from which settings are read are returned.
+    """
     text = re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     parameters = {key: {"string_value": value} for key, value in _PARAMETER.findall(text)}
     return {
@@ -69,23 +75,24 @@ def _arguments(path: Path) -> dict[str, str]:
 
 
 def _check_formats(settings: ServingSettings) -> None:
-    for part, name in (
-        ("reasoning_parser", settings.reasoning_parser),
-        ("tool_parser", settings.tool_parser),
+    """Raise a ConfigError if a parser setting is not the name of a chat format."""
+    for setting, argument, name in (
+        ("reasoning_parser", "reasoning", settings.reasoning_parser),
+        ("tool_parser", "tools", settings.tool_parser),
     ):
         if name not in ("", _NO_FORMAT):
             try:
-                get_format(**{part.removesuffix("_parser").replace("tool", "tools"): name})
+                get_format(**{argument: name})
             except NereidParsersError as error:
-                raise ConfigError(f"{part}: {error}") from error
+                raise ConfigError(f"{setting}: {error}") from error
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:
-    """Print what is wrong."""
-    found = problems(Path(argv[1]))
-    for line in found:
-        print(line)  # noqa: T201 - what this program is for
-    return WRONG if found else 0
+    """Print one line for each wrong setting, and return the exit code."""
+    problems = find_problems(Path(argv[1]))
+    for line in problems:
+        print(line)  # noqa: T201 - the program's output
+    return EXIT_WRONG_SETTINGS if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the postprocessor tells the executor, in shared memory with one writer per cell.
+"""Shared memory in which the postprocessor reports to the executor.
 
-Cancelling an ensemble request does not reach a decoupled step that already runs, and nothing says
-how far its responses have been consumed. The postprocessor knows both. One slot belongs to each
-sequence (answer) of a stream in the executor, and holds two 64-bit words that only the
-postprocessor writes:
+The executor needs two facts that Triton server does not pass on: that a client has cancelled its
+request, and how many steps of a stream the postprocessor has consumed. The postprocessor knows
+both. It writes them into slots of shared memory. Each sequence of a stream has one slot with two
+64-bit words, which only the postprocessor writes:
 
-    progress   serial << 32 | steps consumed      of the stream, in its first sequence's slot
-    signal     serial << 32 | Signal              CANCELLED in the first sequence's slot ends all
+    progress   serial << 32 | number of consumed steps
+    signal     serial << 32 | Signal
 
-A word carries the serial number of the stream it speaks of, so that a late write for an earlier
-stream of the same slot is never taken for the present one. Aligned 8-byte stores are atomic on the
-machines that Triton server runs on.
+The progress of a stream, and the signal CANCELLED, are in the slot of the stream's first sequence.
+Each word contains the stream's serial number, so that a late write for an earlier stream in the
+same slot is ignored. Aligned 8-byte stores are atomic on the machines that Triton server supports.
 """
 
 import mmap
@@ -22,11 +22,11 @@ from enum import IntEnum
 
 _WORDS = 2
 _BYTES_PER_SLOT = 8 * _WORDS
-_MASK = 0xFFFFFFFF
+_LOW_32_BITS = 0xFFFFFFFF
 
 
 class Signal(IntEnum):
-    """Why the postprocessor wants a sequence, or the whole stream, to end."""
+    """The reason why a sequence, or the whole stream, must end."""
 
     NONE = 0
     CANCELLED = 1
@@ -34,9 +34,12 @@ class Signal(IntEnum):
 
 
 class FeedbackReader:
-    """The executor's end: owns the memory, hands out slots, reads what was consumed.
+    """The executor's side: it owns the memory, assigns slots and reads the reports.
 
-    The memory is anonymous (a memfd), so nothing is left behind whichever process dies.
+    The memory is an anonymous file (memfd), which the kernel frees when both processes have ended.
+
+    Attributes:
+        path: the path under which the postprocessor opens the memory.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -44,30 +47,30 @@ class FeedbackReader:
         os.ftruncate(self._fd, num_slots * _BYTES_PER_SLOT)
         self._map = mmap.mmap(self._fd, num_slots * _BYTES_PER_SLOT)
         self._words = memoryview(self._map).cast("Q")
-        # First in, first out: a slot rests as long as possible before it is used again.
+        # A queue, so that a released slot stays unused for as long as possible.
         self._free = deque(range(num_slots))
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def acquire(self, count: int = 1) -> tuple[int, ...] | None:
-        """So many free slots, or None when there are fewer. Used by one thread."""
-        # Others may only add to the free ones meanwhile.
+        """Return `count` free slots, or None if there are fewer. Only one thread may call this."""
+        # Other threads only release slots, so the number of free slots cannot shrink here.
         if len(self._free) < count:
             return None
         return tuple(self._free.popleft() for _ in range(count))
 
     def release(self, slots: Iterable[int]) -> None:
-        """Give slots back."""
+        """Return slots to the free slots."""
         self._free.extend(slots)
 
     def consumed(self, slot: int, serial: int) -> int:
-        """Steps of this stream that the postprocessor has seen."""
+        """Return how many steps of the stream `serial` the postprocessor has consumed."""
         word: int = self._words[slot * _WORDS]
-        return word & _MASK if word >> 32 == serial else 0
+        return word & _LOW_32_BITS if word >> 32 == serial else 0
 
     def signal(self, slot: int, serial: int) -> Signal:
-        """What the postprocessor wants of this sequence."""
+        """Return the signal for the sequence in `slot`; NONE if it is for an earlier stream."""
         word: int = self._words[slot * _WORDS + 1]
-        return Signal(word & _MASK) if word >> 32 == serial else Signal.NONE
+        return Signal(word & _LOW_32_BITS) if word >> 32 == serial else Signal.NONE
 
     def close(self) -> None:
         """Release the memory."""
@@ -77,14 +80,17 @@ class FeedbackReader:
 
 
 class FeedbackWriter:
-    """The postprocessor's end; opens the executor's memory when the first step names it."""
+    """The postprocessor's side. The first step of a stream names the memory to write to."""
 
     def __init__(self) -> None:
         self._path = ""
         self._words: memoryview | None = None
 
     def attach(self, path: str) -> None:
-        """Map the memory at `path`, once; a new path means that the executor was restarted."""
+        """Map the memory at `path` unless it is mapped already.
+
+        A new path means that the executor was restarted.
+        """
         if path == self._path:
             return
         fd = os.open(path, os.O_RDWR)
@@ -95,11 +101,11 @@ class FeedbackWriter:
         self._path = path
 
     def report(self, slot: int, serial: int, consumed: int) -> None:
-        """Say how many steps of a stream have been consumed."""
+        """Write how many steps of the stream `serial` have been consumed."""
         if self._words is not None:
             self._words[slot * _WORDS] = serial << 32 | consumed
 
     def raise_signal(self, slot: int, serial: int, signal: Signal) -> None:
-        """Ask the executor to end a sequence, or all of them."""
+        """Ask the executor to end the sequence in `slot`, or, for CANCELLED, the whole stream."""
         if self._words is not None:
             self._words[slot * _WORDS + 1] = serial << 32 | signal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that cross the doors of the pooling models: tensors, options and settings."""
+"""Names in the interface of the models `embedding` and `rerank`: tensors and settings."""
 
 EMBEDDING = "embedding"
 RERANK = "rerank"
@@ -27,8 +27,9 @@ PROBABILITIES = "probabilities"
 NUM_TOKENS = "num_tokens"
 INFO = "info"
 
-# Fields of PoolingConfig and of PoolingServing, written out: the LLM's stubs read this list to know
-# which variables are not theirs, and need not import either class for it.
+# The fields of PoolingConfig and of PoolingServing. The list repeats them so that the language
+# model's stubs can recognise the pooling models' environment variables without importing either
+# class.
 SETTINGS = (
     *("model", "task", "pooling", "dtype", "device", "max_batch_tokens", "max_model_len"),
     *("max_num_waiting", "num_threads"),
@@ -36,4 +37,4 @@ SETTINGS = (
     "max_restarts",
 )
 SETTING_NAMES = frozenset(f"{kind}_{name}" for kind in (EMBEDDING, RERANK) for name in SETTINGS)
-"""Lower-case names, without NEREID_, of every setting of the two models."""
+"""The names of all settings of the two models, in lower case and without the prefix NEREID_."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the Triton models: config.pbtxt parameters, overridden by NEREID_* variables."""
+"""Reads the Triton models' settings from config.pbtxt and from the variables NEREID_*.
+
+An environment variable overrides the parameter of the same name.
+"""
 
 import json
 import os
@@ -14,7 +17,8 @@ from nereid_backend.text_settings import from_texts, split_texts
 
 PREFIX = "NEREID_"
 
-# Variables of the same prefix that the OpenAI frontend, the launcher or the pooling models read.
+# Settings of the OpenAI frontend, of the start command and of the pooling models. Their variables
+# have the same prefix, but the language model's stubs do not read them.
 OTHER_NAMES = POOLING_NAMES | frozenset(
     {
         "api_key",
@@ -40,39 +44,46 @@ OTHER_NAMES = POOLING_NAMES | frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """What the Triton models need besides the engine's own settings.
+    """The settings of the Triton models, in addition to the engine's settings.
 
     Attributes:
-        model: folder of the checkpoint; a relative path in config.pbtxt counts from the model
-            repository, one in NEREID_MODEL from the working directory.
-        reasoning_parser: name of the format in which the checkpoint writes reasoning; empty finds
-            out from its chat template, "none" leaves reasoning in the content.
-        tool_parser: the same for tool calls.
-        parser_policy: "lenient" keeps text around calls and passes broken arguments on; "strict"
-            takes only calls that follow the reasoning directly and repairs or drops broken
-            arguments; empty is the format's own.
-        responses_per_second: ceiling on the responses of all streams together. Each stream's
-            tokens are merged until its turn comes; 0 chooses by the number of CPUs.
-        heartbeat_ms: a request without responses sends an empty step this often, because only a
-            step can find out that its client has gone.
-        keepalive_ms: a stream that has said nothing for so long sends an empty response, by which
-            the server's HTTP door finds out that its client has gone; 0 never does.
-        stale_after_ms: a stream whose steps have not been consumed for so long is aborted, where
-            the server drops a cancelled stream's steps without a word.
-        max_streams: at most so many requests in the executor at once, waiting ones included.
-        engine_start_timeout_s: loading a checkpoint may take this long.
-        max_engine_restarts: engine processes that may die in a row, without one finished request
-            between, before the executor gives up.
-        engine_hang_timeout_s: an engine that is at one step for so long hangs and is killed; 0 is
-            no limit.
-        max_waiting_tokens: prompts that wait have at most so many tokens together; 0 is no limit.
-        max_pending_tokens: a stream for which more tokens wait to be sent is ended.
-        default_queue_timeout_s: how long a request that does not say so (queue_timeout) waits for
-            its turn; 0 is no limit.
-        default_timeout_s: the same for all of its time (timeout).
-        engine: "scripted" is a test tool that writes what a script says in place of a model; see
-            scripted_engine.py.
-        script: path of that script.
+        model: the folder of the checkpoint. A relative path in config.pbtxt is relative to the
+            model repository, and a relative path in NEREID_MODEL to the working directory.
+        reasoning_parser: the name of the format in which the checkpoint writes reasoning. Empty
+            means that the format is derived from the chat template. "none" leaves reasoning in the
+            content.
+        tool_parser: the name of the format in which the checkpoint writes tool calls. Empty means
+            that the format is derived from the chat template. "none" leaves tool calls in the
+            content.
+        parser_policy: "lenient" keeps text around tool calls and passes invalid arguments on.
+            "strict" accepts only tool calls that directly follow the reasoning, and repairs or
+            drops invalid arguments. Empty means the format's own policy.
+        responses_per_second: the largest number of responses that all streams together send in one
+            second. Tokens of a stream are merged until its next response. 0 means that the value
+            depends on the number of CPUs.
+        heartbeat_ms: the interval at which a request without new tokens sends an empty step. The
+            server reports only with a step that the client has disconnected.
+        keepalive_ms: the time without output after which a stream sends an empty response, so that
+            the server's HTTP endpoint notices a disconnected client. 0 means never.
+        stale_after_ms: the time after which a stream is aborted if its steps are not consumed. Some
+            server versions drop the steps of a cancelled stream without reporting it.
+        max_streams: the largest number of sequences in the executor, including waiting ones.
+        engine_start_timeout_s: the time limit for loading a checkpoint.
+        max_engine_restarts: the number of restarts of the engine process without a finished request
+            in between, after which the executor gives up.
+        engine_hang_timeout_s: the time limit of one engine step. An engine that exceeds it is
+            killed and restarted. 0 means no limit.
+        max_waiting_tokens: the largest number of prompt tokens of all waiting requests together. 0
+            means no limit.
+        max_pending_tokens: the largest number of unsent tokens of one stream. A stream that exceeds
+            it ends with an error.
+        default_queue_timeout_s: the time limit for waiting in the queue, for requests without the
+            field queue_timeout. 0 means no limit.
+        default_timeout_s: the time limit of a whole request, for requests without the field
+            timeout. 0 means no limit.
+        engine: "scripted" replaces the model by a test tool that writes scripted output (see
+            scripted_engine.py). Empty means the real engine.
+        script: the path of the script for the scripted engine.
     """
 
     model: str
@@ -96,21 +107,26 @@ class ServingSettings:
 
     def __post_init__(self) -> None:
         if self.engine not in _ENGINES:
-            raise ConfigError(f'engine: must be "scripted" or left out, got "{self.engine}"')
+            raise ConfigError(
+                f'engine: the value must be "scripted" or empty, but it is "{self.engine}".'
+            )
         if self.parser_policy not in ("", "lenient", "strict"):
             raise ConfigError(
-                f'parser_policy: must be lenient or strict, got "{self.parser_policy}"'
+                f"parser_policy: the value must be lenient or strict, but it is "
+                f'"{self.parser_policy}".'
             )
         for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name}: the value must be at least 1, but it is {value}.")
         for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: must be at least 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"{name}: the value must be at least 0, but it is {value}.")
 
     @property
     def engine_module(self) -> str:
-        """What the engine's process runs."""
+        """The name of the Python module that the engine process runs."""
         return _ENGINES[self.engine]
 
 
@@ -139,15 +155,15 @@ _ENGINES = {
 def read_settings(
     args: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[ServingSettings, EngineConfig]:
-    """Settings of one Triton model from what its ``initialize`` is given.
+    """Return the settings of one Triton model.
 
     Args:
-        args: the Python backend's arguments: "model_config" (JSON) and "model_repository" (the
-            folder of this model).
-        environ: environment variables; NEREID_X overrides the parameter x.
+        args: the arguments of the model's `initialize`. "model_config" is JSON text, and
+            "model_repository" is the folder of this model.
+        environ: the environment variables. NEREID_X overrides the parameter x.
 
     Raises:
-        ConfigError: an unknown name, a wrong value, or no model.
+        ConfigError: a name is unknown, a value is wrong, or `model` is missing.
     """
     texts = parameters(args) | variables(PREFIX, environ, OTHER_NAMES)
     serving, engine = split_texts(texts, ServingSettings, EngineConfig)
@@ -155,13 +171,15 @@ def read_settings(
 
 
 def parameters(args: Mapping[str, str]) -> dict[str, str]:
-    """The parameters of a model's config.pbtxt that are not empty, by name.
+    """Return the parameters of a model's config.pbtxt by name, without empty ones.
+
+    The path of the checkpoint is made absolute; a relative path is relative to the repository.
 
     Args:
-        args: as for `read_settings`; a checkpoint's relative path counts from the repository.
+        args: the arguments of the model's `initialize`, as for `read_settings`.
     """
-    found = json.loads(args["model_config"]).get("parameters", {})
-    texts = {name: value.get("string_value", "").strip() for name, value in found.items()}
+    entries = json.loads(args["model_config"]).get("parameters", {})
+    texts = {name: value.get("string_value", "").strip() for name, value in entries.items()}
     texts = {name: text for name, text in texts.items() if text}
     if "model" in texts:
         repository = Path(args["model_repository"]).parent
@@ -172,12 +190,15 @@ def parameters(args: Mapping[str, str]) -> dict[str, str]:
 def variables(
     prefix: str, environ: Mapping[str, str], others: Collection[str] = ()
 ) -> dict[str, str]:
-    """The environment variables with a prefix that are not empty, by lower-case name without it.
+    """Return the settings in the environment variables that begin with `prefix`.
+
+    Empty variables are skipped. Example: with the prefix "NEREID_", the variable
+    `NEREID_MAX_NUM_SEQS=8` returns `{"max_num_seqs": "8"}`.
 
     Args:
-        prefix: of their names.
-        environ: all variables.
-        others: names that somebody else reads.
+        prefix: the prefix of the variables' names.
+        environ: all environment variables.
+        others: settings that another program reads. They are skipped.
     """
     texts = {
         variable.removeprefix(prefix).lower(): text.strip()

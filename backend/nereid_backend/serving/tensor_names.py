@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the ensemble's tensors, as model_repository/*/config.pbtxt declares them."""
+"""The names of the ensemble's tensors, as model_repository/*/config.pbtxt declares them."""
 
-# llm: inputs
+# Inputs of the ensemble `llm`
 TEXT_INPUT = "text_input"
 INPUT_IDS = "input_ids"
 CHAT_REQUEST = "chat_request"
@@ -11,7 +11,7 @@ EXCLUDE_INPUT = "exclude_input_in_output"
 IMAGE = "image"
 RETURN_PREFIX = "return_"
 
-# llm: outputs
+# Outputs of the ensemble `llm`
 TEXT_OUTPUT = "text_output"
 DELTA = "delta"
 FINISH_REASON = "finish_reason"
@@ -27,7 +27,7 @@ RETURNABLE = (
     NUM_OUTPUT_TOKENS,
 )
 
-# between the steps
+# Tensors between the steps of the ensemble
 PROMPT_TOKEN_IDS = "prompt_token_ids"
 ENVELOPE = "envelope"
 TOKEN_IDS = "token_ids"

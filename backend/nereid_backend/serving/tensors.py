@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tensors are read and built: the Triton server's Python API stays in this module."""
+"""Reads and builds tensors. Only this module imports the Python API of Triton server."""
 
 import logging
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ log = logging.getLogger("nereid")
 
 
 def optional_text(request: Any, name: str) -> str | None:  # noqa: ANN401 - the server's own type
-    """The string in an optional STRING [1] input.
+    """Return the text of an optional STRING input of shape [1]; None if the input is missing.
 
     Raises:
-        RequestError: it is no UTF-8, or not one string.
+        RequestError: the input is not UTF-8, or does not have exactly one element.
     """
     value = _single(request, name)
     if value is None:
@@ -33,18 +33,18 @@ def optional_text(request: Any, name: str) -> str | None:  # noqa: ANN401 - the 
     try:
         text: str = value.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"{name}: is not UTF-8: {error}") from None
+        raise RequestError(f"{name}: the text is not valid UTF-8: {error}") from None
     return text
 
 
 def optional_bool(request: Any, name: str) -> bool | None:  # noqa: ANN401 - the server's own type
-    """The value of an optional BOOL [1] input."""
+    """Return the value of an optional BOOL input of shape [1]; None if the input is missing."""
     value = _single(request, name)
     return None if value is None else bool(value)
 
 
 def optional_ids(request: Any, name: str) -> list[int] | None:  # noqa: ANN401 - the server's own type
-    """The token ids in an optional INT32 [-1] input."""
+    """Return the token ids of an optional INT32 input of shape [-1]; None if it is missing."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         return None
@@ -53,26 +53,27 @@ def optional_ids(request: Any, name: str) -> list[int] | None:  # noqa: ANN401 -
 
 
 def has_input(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
-    """Whether an optional input was sent with anything in it."""
+    """Return whether the request has the optional input `name` with at least one element."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     return tensor is not None and tensor.as_numpy().size > 0
 
 
 def array(request: Any, name: str) -> npt.NDArray[Any]:  # noqa: ANN401 - the server's own type
-    """A required input as a flat array."""
+    """Return a required input as a one-dimensional array."""
     values: npt.NDArray[Any] = pb_utils.get_input_tensor_by_name(request, name).as_numpy()
     return values.reshape(-1)
 
 
 def response(tensors: Mapping[str, npt.NDArray[Any]]) -> Any:  # noqa: ANN401 - the server's own type
-    """A response with these outputs."""
+    """Return a response with these output tensors by name."""
     return pb_utils.InferenceResponse([pb_utils.Tensor(n, array) for n, array in tensors.items()])
 
 
 def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own type
-    """A response that carries an error.
+    """Return a response with an error.
 
-    A stream over gRPC carries an error's message without its code, so the message begins with it.
+    A gRPC stream transports only the message of an error, not its code. The message therefore
+    begins with the code. Example: "[INVALID_ARGUMENT] top_p: the value must be ...".
     """
     name, code = _error_code(error)
     return pb_utils.InferenceResponse(
@@ -81,7 +82,7 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
 
 
 def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noqa: ANN401
-    """Send a response, the final flag, or both."""
+    """Send a response, the flag of the final response, or both."""
     flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
     if reply is None:
         sender.send(flags=flags)
@@ -90,19 +91,19 @@ def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noq
 
 
 def strings(*values: str) -> npt.NDArray[np.object_]:
-    """A STRING tensor [n] from text."""
+    """Return a STRING tensor of shape [n] with these texts."""
     return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
 
 
 def load_error(error: NereidError) -> Exception:
-    """What a model's ``initialize`` raises; the log gets one clear line beside the server's own."""
+    """Log an error of `initialize` as one line, and return the exception that it must raise."""
     progress(f"error: {error}")
     raised: Exception = pb_utils.TritonModelException(str(error))
     return raised
 
 
 def progress(line: str) -> None:
-    """Report a slow step; ``nereid serve`` shows these lines of the server's log."""
+    """Write one line about a slow operation to the server log. `nereid serve` shows such lines."""
     print(f"nereid: {line}", flush=True)  # noqa: T201 - the stub's standard output is the server's log
 
 
@@ -112,18 +113,21 @@ def _single(request: Any, name: str) -> Any:  # noqa: ANN401 - bytes or a number
         return None
     values = tensor.as_numpy().reshape(-1)
     if values.size != 1:
-        raise RequestError(f"{name}: must hold one value, got {values.size}")
+        raise RequestError(
+            f"{name}: the input must have exactly one element, but it has {values.size}."
+        )
     return values[0]
 
 
 def _error_code(error: Exception) -> tuple[str, Any]:
-    """The gRPC status code's name, and the server's own value for it."""
+    """Return the name of the gRPC status code for `error`, and Triton server's error code."""
     if isinstance(error, RequestError):
         return "INVALID_ARGUMENT", pb_utils.TritonError.INVALID_ARG
     if isinstance(error, CapacityError):
         return "UNAVAILABLE", pb_utils.TritonError.UNAVAILABLE
     if isinstance(error, DeadlineError):
-        # The server has no such code; this one is the nearest that HTTP tells from a failure.
+        # Triton server has no such code. UNAVAILABLE is the closest one that HTTP distinguishes
+        # from an internal error.
         return "DEADLINE_EXCEEDED", pb_utils.TritonError.UNAVAILABLE
     return "INTERNAL", pb_utils.TritonError.INTERNAL
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of one pooling model: config.pbtxt parameters, overridden by NEREID_EMBEDDING_*."""
+"""Reads the settings of a pooling model from config.pbtxt and from environment variables.
+
+The variables NEREID_EMBEDDING_* or NEREID_RERANK_* override the parameters of config.pbtxt.
+"""
 
 import os
 from collections.abc import Mapping
@@ -16,14 +19,18 @@ NOT_SERVED = "none"
 
 @dataclass(frozen=True, slots=True)
 class PoolingServing:
-    """What the Triton model needs besides the library's own settings.
+    """The settings of the Triton model, in addition to the settings in PoolingConfig.
 
     Attributes:
-        served_model_name: its name in the HTTP API; empty is the checkpoint's folder name.
-        max_requests: at most so many requests in the model at once; more are refused.
-        start_timeout_s: loading a checkpoint may take this long.
-        hang_timeout_s: a worker that is at one step for so long hangs and is killed; 0 is no limit.
-        max_restarts: worker processes that may die in a row before the model gives up.
+        served_model_name: the model's name in the HTTP API. Empty means the name of the
+            checkpoint's folder.
+        max_requests: the largest number of requests in the model at the same time. Further requests
+            are refused.
+        start_timeout_s: the time limit for loading a checkpoint.
+        hang_timeout_s: the time limit of one step. A worker that exceeds it is killed and
+            restarted. 0 means no limit.
+        max_restarts: the number of consecutive restarts of the worker process after which the
+            model gives up.
     """
 
     served_model_name: str = ""
@@ -33,20 +40,23 @@ class PoolingServing:
     max_restarts: int = 3
 
     def __post_init__(self) -> None:
-        limits = {"max_requests": 1, "start_timeout_s": 1, "hang_timeout_s": 0, "max_restarts": 0}
-        for name, least in limits.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: must be at least {least}, got {getattr(self, name)}")
+        minima = {"max_requests": 1, "start_timeout_s": 1, "hang_timeout_s": 0, "max_restarts": 0}
+        for name, minimum in minima.items():
+            value = getattr(self, name)
+            if value < minimum:
+                raise ConfigError(
+                    f"{name}: the value must be at least {minimum}, but it is {value}."
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingSettings:
-    """One pooling model's settings, read and checked.
+    """The validated settings of one pooling model.
 
     Attributes:
-        variable: the environment variable of the checkpoint, for messages.
-        serving: for the stub.
-        config: for the worker; None when no checkpoint is to be served.
+        variable: the environment variable that names the checkpoint, for error messages.
+        serving: the settings of the stub.
+        config: the settings of the worker process; None if no checkpoint is served.
     """
 
     variable: str
@@ -57,32 +67,36 @@ class PoolingSettings:
 def read_pooling_settings(
     kind: str, args: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> PoolingSettings:
-    """Settings of one Triton model from what its ``initialize`` is given.
+    """Return the settings of one pooling model.
 
     Args:
-        kind: "embedding" or "rerank", the middle of its variables' names.
-        args: the Python backend's arguments: "model_config" (JSON) and "model_repository" (the
-            folder of this model).
-        environ: NEREID_EMBEDDING_X, say, overrides the parameter x; an empty value counts as unset.
+        kind: "embedding" or "rerank".
+        args: the arguments of the model's `initialize`. "model_config" is JSON text, and
+            "model_repository" is the folder of this model.
+        environ: the environment variables. NEREID_EMBEDDING_X overrides the parameter x of the
+            embedding model. An empty variable counts as missing.
 
     Raises:
-        ConfigError: an unknown name or a wrong value; the message gives the variable's name.
+        ConfigError: a name is unknown or a value is wrong. The message begins with the setting's
+            name, such as "embedding_dtype".
     """
     prefix = f"{PREFIX}{kind.upper()}_"
     texts = _parameters(args) | variables(prefix, environ)
-    ours, theirs = split_texts(texts, PoolingServing, PoolingConfig, prefix=f"{kind}_")
+    serving_texts, config_texts = split_texts(
+        texts, PoolingServing, PoolingConfig, prefix=f"{kind}_"
+    )
     try:
-        serving = from_texts(PoolingServing, ours)
+        serving = from_texts(PoolingServing, serving_texts)
         if texts.get("model", NOT_SERVED).lower() == NOT_SERVED:
             return PoolingSettings(f"{prefix}MODEL", serving, None)
-        config = PoolingConfig.from_settings(theirs)
+        config = PoolingConfig.from_settings(config_texts)
     except ConfigError as error:
         raise ConfigError(f"{kind}_{error}") from None
     return PoolingSettings(f"{prefix}MODEL", serving, config)
 
 
 def _parameters(args: Mapping[str, str]) -> dict[str, str]:
-    """The file's parameters; its default checkpoint counts only where it is there."""
+    """Return the parameters of config.pbtxt. Ignore a default checkpoint that is not installed."""
     texts = parameters(args)
     if "model" in texts and not Path(texts["model"]).is_dir():
         texts["model"] = NOT_SERVED

@@ -55,7 +55,7 @@ class TokenizerModel:
             tensors.progress(f"loading the tokenizer of {settings.model}")
             self._prompts = PromptBuilder(load_tokenizer(settings.model))
             # The postprocessor chooses the same format and logs its choice, so this model does not.
-            self._format = choose_format(settings, tell=lambda _: None)
+            self._format = choose_format(settings, report=lambda _: None)
             self._defaults = read_generation_defaults(Path(settings.model))
         except NereidError as error:
             raise tensors.load_error(error) from error

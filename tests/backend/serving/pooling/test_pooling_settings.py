@@ -52,10 +52,10 @@ def test_the_other_models_variables_are_left_alone(args):
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("DTYP", "x", 'unknown setting "embedding_dtyp"; did you mean "embedding_dtype"?'),
-        ("DTYPE", "float8", "embedding_dtype: must be one of"),
-        ("MAX_REQUESTS", "0", "embedding_max_requests: must be at least 1, got 0"),
-        ("START_TIMEOUT_S", "soon", "embedding_start_timeout_s: must be an integer"),
+        ("DTYP", "x", '"embedding_dtyp" is not known. Did you mean "embedding_dtype"?'),
+        ("DTYPE", "float8", "embedding_dtype: the value must be one of"),
+        ("MAX_REQUESTS", "0", "embedding_max_requests: the value must be at least 1, but it is 0."),
+        ("START_TIMEOUT_S", "soon", "embedding_start_timeout_s: the value must be an integer"),
     ],
 )
 def test_a_wrong_setting_is_named_as_it_was_written(args, variable, value, said):
@@ -72,5 +72,5 @@ def test_the_list_of_names_has_every_setting():
 def test_the_language_models_settings_leave_these_names_alone(args):
     environ = {f"NEREID_{name.upper()}": "x" for name in names.SETTING_NAMES}
     read_settings(args, environ)
-    with pytest.raises(ConfigError, match='unknown setting "embedding_modell"'):
+    with pytest.raises(ConfigError, match='The setting "embedding_modell" is not known'):
         read_settings(args, {"NEREID_EMBEDDING_MODELL": "x"})

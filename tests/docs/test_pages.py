@@ -35,6 +35,8 @@ class Servers:
         self._folder = folder
         self._stack = stack
         self._started: dict[str, Ports] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(self._stop)
 
     def start(self, block: Block, current: Ports) -> Ports:
         """Return the ports of the server that a block starts, once it is ready.
@@ -79,7 +81,7 @@ class Servers:
                 stdout=out,
                 stderr=out,
             )
-        self._stack.callback(_stop, process)
+        self._processes.append(process)
         url = f"http://127.0.0.1:{ports.openai}/health/ready"
         if "tritonserver" in command:
             url = f"http://127.0.0.1:{ports.http}/v2/health/ready"
@@ -90,6 +92,14 @@ class Servers:
             time.sleep(0.1)
         return ports
 
+    def _stop(self) -> None:
+        """Stop all servers at the same time; plain `tritonserver` and its frontend included."""
+        for process in reversed(self._processes):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            process.wait(120)
+
 
 def _answers(url: str) -> bool:
     try:
@@ -97,12 +107,6 @@ def _answers(url: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    process.wait(120)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""client/examples/structured_openai.py, over the echo model."""
+"""The example client/examples/structured_openai.py, run against the echo model."""
 
 import subprocess
 import sys

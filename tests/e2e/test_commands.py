@@ -1,4 +1,4 @@
-"""What a person types: `nereid serve` and plain `tritonserver --model-repository`."""
+"""The commands `nereid serve` and plain `tritonserver`, run as a user runs them."""
 
 import os
 import shutil
@@ -69,7 +69,7 @@ def wait_ready(server, port, log):
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "message"),
     [
         ("NEREID_MAX_NUM_SEQ", "3", '"max_num_seq" is not known. Did you mean "max_num_seqs"?'),
         ("NEREID_KV_CACHE_MEMORY", "2 bananas", "kv_cache_memory: must be a positive number"),
@@ -77,16 +77,16 @@ def wait_ready(server, port, log):
         ("NEREID_TOOL_PARSER", "hermess", "hermess"),
     ],
 )
-def test_a_wrong_setting_is_one_line_and_exits_2(variable, value, said):
+def test_a_wrong_setting_is_one_line_and_exits_2(variable, value, message):
     served = Served(environment={variable: value}, arguments=ALONE)
     with pytest.raises(RuntimeError) as caught, served:
         pass
     (line,) = [line for line in str(caught.value).splitlines() if line.startswith("nereid serve:")]
-    assert said in line
+    assert message in line
     assert served.process.returncode == 2
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_told(tmp_path):
+def test_a_checkpoint_that_cannot_be_loaded_is_named(tmp_path):
     shutil.copytree(ROOT / "demo" / "chat", tmp_path / "broken")
     weights = tmp_path / "broken" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])

@@ -53,7 +53,7 @@ def test_reasons_and_colours_are_shown(capsys, monkeypatch):
     assert main(["parse", *flags, "-"]) == 0
     out = capsys.readouterr().out
     assert "no call follows the marker" in out
-    assert "cut off" in out
+    assert "the text ended inside the call" in out
     assert "\x1b[32m" in out
 
 

@@ -162,7 +162,7 @@ def test_closing_brackets_too_many_are_passed_over():
 
 def test_a_cut_off_call_is_ended_with_a_reason():
     events = stream(HERMES, '<tool_call>{"name": "f", "arguments": {"a": "x', 1)
-    assert events[-1] == ToolCallEnd(0, "cut off")
+    assert events[-1] == ToolCallEnd(0, "the text ended inside the call")
     assert fold(events).tool_calls[0].arguments == '{"a": "x'
 
 

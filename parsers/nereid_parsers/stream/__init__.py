@@ -1,1 +1,1 @@
-"""The incremental machine that executes a Format. Start at parser.py."""
+"""The incremental parser that executes a Format. Start reading at parser.py."""

@@ -1,411 +1,395 @@
-"""JSON bodies: arguments alone, an object that holds name and arguments, an array of those.
+"""Reads calls that are written as JSON: only the arguments, an object, or an array of objects.
 
-Arguments pass through as they arrive. JSON is only scanned for its structure: brackets, strings and
-escapes, so that a marker inside a string is no marker; what cannot stand in JSON ends the scan.
+The arguments are passed on as they arrive. The text is scanned only for brackets, strings and
+escapes, so that a marker inside a string is not mistaken for a marker.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from enum import Enum
 
 from nereid_parsers.format import Keys, NameIsKey
-from nereid_parsers.stream.body import BROKEN, DONE, MORE, Body, CallSink
-from nereid_parsers.stream.patterns import NEED, skip_blanks
+from nereid_parsers.stream.body import BROKEN, DONE, MORE, BodyReader
+from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.json_scanner import JsonScanner
+from nereid_parsers.stream.patterns import NEED_MORE, skip_blanks
 from nereid_parsers.stream.schema import loads
 
-_IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match
-_OUTSIDE = re.compile(r"[\s\w.,:+\-]*").match
-_SCALAR = re.compile(r"[\w.+\-]*").match
-_CLOSER = {"{": "}", "[": "]"}
 
-
-def _end(run: Callable[[str, int], re.Match[str] | None], text: str, at: int) -> int:
-    found = run(text, at)
-    return found.end() if found is not None else at  # each of these matches the empty string too
-
-
-class JsonScan:
-    """Where one JSON value ends. Feed it pieces of text; it keeps no text."""
-
-    __slots__ = ("_escaped", "_in_string", "_stack", "status")
-
-    def __init__(self) -> None:
-        self._stack = ""
-        self._in_string = False
-        self._escaped = False
-        self.status = MORE
-
-    def scan(self, text: str, at: int) -> int:
-        """Read on from `at`; the position behind what belongs to the value."""
-        size = len(text)
-        if self._escaped and at < size:
-            self._escaped = False
-            at += 1
-        while at < size:
-            if self._in_string:
-                at = _end(_IN_STRING, text, at)
-                if at == size:
-                    return at
-                if text[at] == "\\":  # the last character: what it escapes is yet to come
-                    self._escaped = True
-                    return at + 1
-                self._in_string = False
-                at += 1
-                if not self._stack:
-                    self.status = DONE
-                    return at
-            else:
-                at = self._structure(text, at)
-                if self.status is not MORE:
-                    return at
-        return at
-
-    def _structure(self, text: str, at: int) -> int:
-        at = _end(_OUTSIDE if self._stack else _SCALAR, text, at)
-        if at == len(text):
-            return at
-        char = text[at]
-        if char == '"':
-            self._in_string = True
-        elif char in _CLOSER:
-            self._stack += _CLOSER[char]
-        elif not self._stack:
-            self.status = DONE  # a scalar, ended by what follows it
-            return at
-        elif char == self._stack[-1]:
-            self._stack = self._stack[:-1]
-            if not self._stack:
-                self.status = DONE
-        else:
-            self.status = BROKEN
-            return at
-        return at + 1
-
-
-class ArgumentsBody(Body):
-    """The arguments alone, named by the call's head."""
+class ArgumentsReader(BodyReader):
+    """Reads a body that consists of the arguments. The head of the call contains the name."""
 
     is_verbatim = True
 
-    __slots__ = ("_call_id", "_name", "_scan")
+    __slots__ = ("_call_id", "_name", "_scanner")
 
-    def __init__(self, sink: CallSink, name: str, call_id: str) -> None:
-        super().__init__(sink)
+    def __init__(self, writer: CallWriter, name: str, call_id: str) -> None:
+        super().__init__(writer)
         self._name = name
         self._call_id = call_id
-        self._scan = JsonScan()
+        self._scanner = JsonScanner()
 
-    def read(self, text: str, at: int) -> int:
-        """Pass arguments on; see Body.read."""
-        sink = self.sink
-        if not sink.is_open:
-            at = skip_blanks(text, at)
-            if at == len(text):
-                return at
-            if not sink.begin(self._name, self._call_id) or text[at] != "{":
+    def read(self, text: str, pos: int) -> int:
+        """Pass on the arguments in `text`, see `BodyReader.read`."""
+        writer = self.writer
+        if not writer.is_open:
+            pos = skip_blanks(text, pos)
+            if pos == len(text):
+                return pos
+            if not writer.start(self._name, self._call_id) or text[pos] != "{":
                 self.status = BROKEN
-                return at
-        scan = self._scan
-        end = scan.scan(text, at)
-        if end > at:
-            sink.write(text[at:end])
-        if scan.status is not MORE:
-            self.status = scan.status
-            if scan.status is DONE:
-                sink.end()
+                return pos
+        scanner = self._scanner
+        end = scanner.scan(text, pos)
+        if end > pos:
+            writer.write(text[pos:end])
+        if scanner.status is not MORE:
+            self.status = scanner.status
+            if scanner.status is DONE:
+                writer.end()
         return end
 
 
+class _Role(Enum):
+    """The meaning of a member of a call's JSON object."""
+
+    NAME = "name"
+    ID = "id"
+    ARGUMENTS = "arguments"
+    PARENT = "parent"  # An object that contains the name or the arguments.
+    IGNORED = "ignored"
+    INVALID = "invalid"  # Such a member shows that the object is not a call.
+
+
+# A step reads a part of the object and returns the position after it, or NEED_MORE. It stores the
+# step that follows in `_step`. White space is a step of its own.
 _Step = Callable[[str, int], int]
 
 
-class ObjectBody(Body):
-    """One call as a JSON object with name and arguments in it, in any order, perhaps nested."""
+class ObjectReader(BodyReader):
+    """Reads one call as a JSON object that contains the name and the arguments, in any order.
+
+    Example: `{"name": "f", "arguments": {"a": 1}}`. If the arguments precede the name, they are
+    kept until the name has been read.
+    """
 
     is_verbatim = True
 
     __slots__ = (
-        "_arguments", "_call_id", "_early", "_key", "_keys", "_name", "_piece", "_prefix", "_scan",
-        "_step", "_then", "is_sure",
+        "_call_id", "_early_arguments", "_has_arguments", "_is_certain", "_key", "_keys", "_name",
+        "_on_string", "_outer_keys", "_scanner", "_step", "_value_pieces",
     )  # fmt: skip
 
-    def __init__(self, sink: CallSink, keys: Keys | NameIsKey, is_sure: bool) -> None:
-        """`is_sure`: a marker showed that this is a call, so the name is enough to begin it."""
-        super().__init__(sink)
-        self.is_sure = is_sure
+    def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, is_certain: bool) -> None:
+        """Create a reader for one object.
+
+        Args:
+            writer: The writer of the call.
+            keys: The declaration of the object's keys.
+            is_certain: Whether a marker proves that the object is a call. If so, the call starts as
+                soon as its name has been read. Otherwise its arguments must have started too.
+        """
+        super().__init__(writer)
         self._keys = keys
-        self._step: _Step = self._open
-        self._then: Callable[[str], bool] = self._take_key
-        self._prefix: list[str] = []
+        self._is_certain = is_certain
+        self._step: _Step = self._read_opening_brace
+        self._outer_keys: list[str] = []  # The keys of the objects that enclose the position.
         self._key = ""
         self._name: str | None = None
         self._call_id = ""
-        self._early: list[str] = []  # arguments that came before the name
-        self._arguments = False
-        self._piece: list[str] = []
-        self._scan = JsonScan()
+        self._has_arguments = False
+        self._early_arguments: list[str] = []
+        self._scanner = JsonScanner()
+        self._value_pieces: list[str] = []
+        # Processes a string that has been read. It returns False if the object is not a call.
+        self._on_string: Callable[[str], bool] = self._set_key
 
-    def read(self, text: str, at: int) -> int:
-        """Read on in the object; see Body.read."""
+    def read(self, text: str, pos: int) -> int:
+        """Read the object in `text`, see `BodyReader.read`."""
         size = len(text)
-        while at < size and self.status is MORE:
-            end = self._step(text, at)
-            if end == NEED:
-                return at
-            at = end
-        return at
+        while pos < size and self.status is MORE:
+            end = self._step(text, pos)
+            if end == NEED_MORE:
+                return pos
+            pos = end
+        return pos
 
     def finish(self) -> None:
-        """Nothing more comes; see Body.finish."""
-        if self._name is not None and not self.sink.is_open and self.is_sure:
-            self._begin()
+        """End the call, because the text has ended. A certain call needs only its name."""
+        if self._name is not None and not self.writer.is_open and self._is_certain:
+            self._start_call()
         super().finish()
 
-    # Each step reads some text and says which step is next; blanks cost a step of their own.
+    def _reject(self, pos: int) -> int:
+        """Set the status BROKEN and return `pos`."""
+        self.status = BROKEN
+        return pos
 
-    def _blank(self, text: str, at: int) -> bool:
-        return text[at].isspace()
+    # ---- the structure of the object -------------------------------------------------------------
 
-    def _open(self, text: str, at: int) -> int:
-        if self._blank(text, at):
-            return skip_blanks(text, at)
-        if text[at] != "{":
-            return self._break(at)
-        self._step = self._before_key
-        return at + 1
+    def _read_opening_brace(self, text: str, pos: int) -> int:
+        """Read `{`."""
+        if text[pos].isspace():
+            return skip_blanks(text, pos)
+        if text[pos] != "{":
+            return self._reject(pos)
+        self._step = self._read_key_or_closing_brace
+        return pos + 1
 
-    def _before_key(self, text: str, at: int) -> int:
-        if self._blank(text, at) or text[at] == ",":
-            return skip_blanks(text, at + 1)
-        if text[at] == "}":
-            return self._close_object(at)
-        if text[at] != '"':
-            return self._break(at)
-        self._expect_string(self._take_key)
-        return at
+    def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
+        """Read a comma, `}`, or the quote before a key."""
+        if text[pos].isspace() or text[pos] == ",":
+            return skip_blanks(text, pos + 1)
+        if text[pos] == "}":
+            return self._close_object(pos)
+        if text[pos] != '"':
+            return self._reject(pos)
+        self._expect_string(self._set_key)
+        return pos
 
-    def _close_object(self, at: int) -> int:
-        if self._prefix:
-            self._prefix.pop()
-            return at + 1
-        if not self.sink.is_open and not (self.is_sure and self._begin()):
-            return self._break(at)
-        if not self._arguments:
-            self.sink.write("{}")
-        self.sink.end()
+    def _close_object(self, pos: int) -> int:
+        """Leave an inner object, or end the call if the outermost object closes."""
+        if self._outer_keys:
+            self._outer_keys.pop()
+            return pos + 1
+        if not self.writer.is_open and not (self._is_certain and self._start_call()):
+            return self._reject(pos)
+        if not self._has_arguments:
+            self.writer.write("{}")
+        self.writer.end()
         self.status = DONE
-        return at + 1
+        return pos + 1
 
-    def _take_key(self, key: str) -> bool:
+    def _set_key(self, key: str) -> bool:
+        """Store the key of a member, whose colon follows."""
         self._key = key
-        self._step = self._colon
+        self._step = self._read_colon
         return True
 
-    def _colon(self, text: str, at: int) -> int:
-        if self._blank(text, at):
-            return skip_blanks(text, at)
-        if text[at] != ":":
-            return self._break(at)
-        self._step = self._value
-        return at + 1
+    def _read_colon(self, text: str, pos: int) -> int:
+        """Read `:`."""
+        if text[pos].isspace():
+            return skip_blanks(text, pos)
+        if text[pos] != ":":
+            return self._reject(pos)
+        self._step = self._read_value
+        return pos + 1
 
-    def _value(self, text: str, at: int) -> int:
-        if self._blank(text, at):
-            return skip_blanks(text, at)
-        role = self._role()
-        first = text[at]
-        if role == "name" and first == '"':
-            self._expect_string(self._take_name)
-        elif role == "id" and first == '"':
-            self._expect_string(self._take_id)
-        elif role == "arguments":
-            return self._begin_arguments(text, at)
-        elif role == "inner" and first == "{":
-            self._prefix.append(self._key)
-            self._step = self._before_key
-            return at + 1
-        elif role == "other" or role == "id":
-            self._scan = JsonScan()
-            self._step = self._skip
+    def _read_value(self, text: str, pos: int) -> int:
+        """Select the step that reads the value of the member, by the role of its key."""
+        if text[pos].isspace():
+            return skip_blanks(text, pos)
+        role = self._role_of_key()
+        first_char = text[pos]
+        if role is _Role.ARGUMENTS:
+            return self._start_arguments(text, pos)
+        if role is _Role.NAME and first_char == '"':
+            self._expect_string(self._set_name)
+        elif role is _Role.ID and first_char == '"':
+            self._expect_string(self._set_call_id)
+        elif role is _Role.PARENT and first_char == "{":
+            self._outer_keys.append(self._key)
+            self._step = self._read_key_or_closing_brace
+            return pos + 1
+        elif role in (_Role.IGNORED, _Role.ID):
+            self._scanner = JsonScanner()
+            self._step = self._skip_value
         else:
-            return self._break(at)
-        return at
+            return self._reject(pos)
+        return pos
 
-    def _role(self) -> str:
+    def _role_of_key(self) -> _Role:
+        """Return the role of the current key. With NameIsKey, the key is stored as the name."""
         keys = self._keys
         if isinstance(keys, NameIsKey):
             if self._name is not None:
-                return "broken"
+                return _Role.INVALID
             self._name = self._key
-            return "arguments"
-        path = ".".join([*self._prefix, self._key])
+            return _Role.ARGUMENTS
+        path = ".".join([*self._outer_keys, self._key])
         if path == keys.name:
-            return "name" if self._name is None else "other"
+            return _Role.NAME if self._name is None else _Role.IGNORED
         if path == keys.arguments or path in keys.also:
-            return "other" if self._arguments else "arguments"
+            return _Role.IGNORED if self._has_arguments else _Role.ARGUMENTS
         if path == keys.id:
-            return "id"
-        if any(known.startswith(path + ".") for known in (keys.name, keys.arguments)):
-            return "inner"
-        if self.is_sure or self.sink.is_open or path.split(".")[-1] in keys.extra:
-            return "other"
-        return "broken"
+            return _Role.ID
+        if any(inner_path.startswith(path + ".") for inner_path in (keys.name, keys.arguments)):
+            return _Role.PARENT
+        if self._is_certain or self.writer.is_open or path.split(".")[-1] in keys.extra:
+            return _Role.IGNORED
+        return _Role.INVALID
 
-    def _begin_arguments(self, text: str, at: int) -> int:
-        first = text[at]
-        if not (self.is_sure or self.sink.is_open):
-            # Nothing but its shape says that this is a call, so the shape must be right.
-            inside = skip_blanks(text, at + 1)
-            if first != "{" or (inside < len(text) and text[inside] not in '"}'):
-                return self._break(at)
-            if inside == len(text):
-                return NEED
-        if self._name is not None and not self.sink.is_open and not self._begin():
-            return self._break(at)
-        self._arguments = True
-        if first == '"':
-            self._expect_string(self._take_encoded)
-        elif first == "n":
-            self._piece = []
-            self._scan = JsonScan()
-            self._step = self._null
-        else:
-            self._scan = JsonScan()
-            self._step = self._pass
-        return at
+    # ---- strings, and values that are ignored ----------------------------------------------------
 
-    def _take_name(self, name: str) -> bool:
+    def _expect_string(self, on_string: Callable[[str], bool]) -> None:
+        """Read a string next, and pass its value to `on_string`."""
+        self._on_string = on_string
+        self._value_pieces = []
+        self._scanner = JsonScanner()
+        self._step = self._read_string
+
+    def _read_string(self, text: str, pos: int) -> int:
+        """Read a string and pass its value on."""
+        end = self._scanner.scan(text, pos)
+        self._value_pieces.append(text[pos:end])
+        if self._scanner.status is DONE:
+            json_text = "".join(self._value_pieces)
+            try:
+                value = loads(json_text)
+            except ValueError:
+                value = json_text[1:-1]  # An invalid escape sequence is left as it is.
+            if not self._on_string(value):
+                return self._reject(end)
+        return end
+
+    def _skip_value(self, text: str, pos: int) -> int:
+        """Skip the value of a member that is ignored."""
+        return self._after_scan(self._scanner.scan(text, pos))
+
+    def _after_scan(self, end: int) -> int:
+        """Select the step after a value whose scan has stopped at `end`, and return `end`."""
+        if self._scanner.status is BROKEN:
+            return self._reject(end)
+        if self._scanner.status is DONE:
+            self._step = self._read_key_or_closing_brace
+        return end
+
+    # ---- name, id and arguments ------------------------------------------------------------------
+
+    def _set_name(self, name: str) -> bool:
+        """Store the name and, if that is enough, start the call. Return whether it is a call."""
         self._name = name
-        self._step = self._before_key
-        if self._arguments or self.is_sure:
-            return self._begin()
+        self._step = self._read_key_or_closing_brace
+        if self._has_arguments or self._is_certain:
+            return self._start_call()
         return True
 
-    def _take_id(self, call_id: str) -> bool:
+    def _set_call_id(self, call_id: str) -> bool:
+        """Store the id of the call."""
         self._call_id = call_id
-        self._step = self._before_key
+        self._step = self._read_key_or_closing_brace
         return True
 
-    def _take_encoded(self, text: str) -> bool:
-        """Arguments given as a string of JSON."""
-        self._write(text.strip() or "{}")
-        self._step = self._before_key
-        return True
-
-    def _begin(self) -> bool:
-        if self._name is None or not self.sink.begin(self._name, self._call_id, self.is_sure):
+    def _start_call(self) -> bool:
+        """Start the call and write the arguments that preceded its name."""
+        if self._name is None:
             return False
-        for piece in self._early:
-            self.sink.write(piece)
-        self._early = []
+        if not self.writer.start(self._name, self._call_id, self._is_certain):
+            return False
+        for piece in self._early_arguments:
+            self.writer.write(piece)
+        self._early_arguments = []
+        return True
+
+    def _start_arguments(self, text: str, pos: int) -> int:
+        """Select the step that reads the arguments: an object, a string of JSON, or null."""
+        first_char = text[pos]
+        if not (self._is_certain or self.writer.is_open):
+            # Only the shape of the text indicates a call, so the arguments must be an object.
+            inside = skip_blanks(text, pos + 1)
+            if first_char != "{" or (inside < len(text) and text[inside] not in '"}'):
+                return self._reject(pos)
+            if inside == len(text):
+                return NEED_MORE
+        if self._name is not None and not self.writer.is_open and not self._start_call():
+            return self._reject(pos)
+        self._has_arguments = True
+        if first_char == '"':
+            self._expect_string(self._write_decoded_arguments)
+            return pos
+        self._scanner = JsonScanner()
+        if first_char == "n":
+            self._value_pieces = []
+            self._step = self._read_null
+        else:
+            self._step = self._pass_on_arguments
+        return pos
+
+    def _pass_on_arguments(self, text: str, pos: int) -> int:
+        """Write the arguments as they arrive."""
+        end = self._scanner.scan(text, pos)
+        if end > pos:
+            self._write(text[pos:end])
+        return self._after_scan(end)
+
+    def _read_null(self, text: str, pos: int) -> int:
+        """Read arguments that start with "n", and write `{}` if they are `null`."""
+        end = self._scanner.scan(text, pos)
+        self._value_pieces.append(text[pos:end])
+        if self._scanner.status is not MORE:
+            word = "".join(self._value_pieces)
+            self._write("{}" if word == "null" else word)
+        return self._after_scan(end)
+
+    def _write_decoded_arguments(self, text: str) -> bool:
+        r"""Write arguments that the model wrote as a string of JSON: `"{\"a\": 1}"`."""
+        self._write(text.strip() or "{}")
+        self._step = self._read_key_or_closing_brace
         return True
 
     def _write(self, text: str) -> None:
-        if self.sink.is_open:
-            self.sink.write(text)
+        """Write arguments, or keep them if the name is not known yet."""
+        if self.writer.is_open:
+            self.writer.write(text)
         else:
-            self._early.append(text)
-
-    def _pass(self, text: str, at: int) -> int:
-        end = self._scan.scan(text, at)
-        if end > at:
-            self._write(text[at:end])
-        return self._after_scan(end)
-
-    def _null(self, text: str, at: int) -> int:
-        end = self._scan.scan(text, at)
-        self._piece.append(text[at:end])
-        if self._scan.status is not MORE:
-            spelled = "".join(self._piece)
-            self._write("{}" if spelled == "null" else spelled)
-        return self._after_scan(end)
-
-    def _skip(self, text: str, at: int) -> int:
-        return self._after_scan(self._scan.scan(text, at))
-
-    def _after_scan(self, end: int) -> int:
-        if self._scan.status is BROKEN:
-            return self._break(end)
-        if self._scan.status is DONE:
-            self._step = self._before_key
-        return end
-
-    def _expect_string(self, then: Callable[[str], bool]) -> None:
-        self._then = then
-        self._piece = []
-        self._scan = JsonScan()
-        self._step = self._string
-
-    def _string(self, text: str, at: int) -> int:
-        end = self._scan.scan(text, at)
-        self._piece.append(text[at:end])
-        if self._scan.status is DONE:
-            spelled = "".join(self._piece)
-            try:
-                value = loads(spelled)
-            except ValueError:
-                value = spelled[1:-1]  # a bad escape: the text as it stands
-            if not self._then(value):
-                return self._break(end)
-        return end
-
-    def _break(self, at: int) -> int:
-        self.status = BROKEN
-        return at
+            self._early_arguments.append(text)
 
 
-class ArrayBody(Body):
-    """Calls as the members of one JSON array."""
+class ArrayReader(BodyReader):
+    """Reads calls as the members of one JSON array: `[{"name": "f", "arguments": {}}]`."""
 
     is_verbatim = True
 
-    __slots__ = ("_inner", "_is_sure", "_keys", "_opened")
+    __slots__ = ("_is_bracket_open", "_is_certain", "_keys", "_member")
 
-    def __init__(self, sink: CallSink, keys: Keys | NameIsKey, is_sure: bool) -> None:
-        super().__init__(sink)
+    def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, is_certain: bool) -> None:
+        """Create a reader for one array. For the arguments see `ObjectReader`."""
+        super().__init__(writer)
         self._keys = keys
-        self._is_sure = is_sure
-        self._opened = False
-        self._inner: ObjectBody | None = None
+        self._is_certain = is_certain
+        self._is_bracket_open = False
+        self._member: ObjectReader | None = None
 
-    def read(self, text: str, at: int) -> int:
-        """Read on in the array; see Body.read."""
+    def read(self, text: str, pos: int) -> int:
+        """Read the array in `text`, see `BodyReader.read`."""
         size = len(text)
-        while at < size and self.status is MORE:
-            if self._inner is not None:
-                at = self._inner.read(text, at)
-                if self._inner.status is MORE:
-                    return at
-                self.status = BROKEN if self._inner.status is BROKEN else MORE
-                if self._inner.status is DONE:
-                    self._inner = None
-                    self.cut = at
-                    self._is_sure = True
+        while pos < size and self.status is MORE:
+            if self._member is None:
+                pos = self._read_between_members(text, pos)
+                continue
+            pos = self._member.read(text, pos)
+            if self._member.status is MORE:
+                return pos
+            if self._member.status is BROKEN:
+                self.status = BROKEN
             else:
-                at = self._between(text, at)
-        return at
+                self._member = None
+                self.last_call_end = pos
+                self._is_certain = True
+        return pos
 
-    def _between(self, text: str, at: int) -> int:
-        char = text[at]
-        if char.isspace() or (char == "," and self._opened):
-            return at + 1
-        if char == "[" and not self._opened:
-            self._opened = True
-        elif char == "]" and self._opened:
-            self.status = DONE if self.sink.count or self._is_sure else BROKEN
-        elif char == "{" and self._opened:
-            self._inner = ObjectBody(self.sink, self._keys, self._is_sure)
-            return at
+    def _read_between_members(self, text: str, pos: int) -> int:
+        """Read a bracket, a comma or white space, or create the reader of the next member."""
+        char = text[pos]
+        if char.isspace() or (char == "," and self._is_bracket_open):
+            return pos + 1
+        if char == "[" and not self._is_bracket_open:
+            self._is_bracket_open = True
+        elif char == "]" and self._is_bracket_open:
+            self.status = DONE if self.writer.num_started or self._is_certain else BROKEN
+        elif char == "{" and self._is_bracket_open:
+            self._member = ObjectReader(self.writer, self._keys, self._is_certain)
+            return pos
         else:
             self.status = BROKEN
-            return at
-        return at + 1
+            return pos
+        return pos + 1
 
     def finish(self) -> None:
-        """Nothing more comes; see Body.finish."""
-        if self._inner is not None:
-            self._inner.finish()
-            self.status = self._inner.status
+        """End the open call, because the text has ended."""
+        if self._member is not None:
+            self._member.finish()
+            self.status = self._member.status
         else:
-            self.status = DONE if self._opened and self.sink.count else BROKEN
+            self.status = DONE if self._is_bracket_open and self.writer.num_started else BROKEN

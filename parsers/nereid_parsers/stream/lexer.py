@@ -1,4 +1,4 @@
-"""Markers in a stream of text: finding them, and what may still become one."""
+"""Finds markers in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,57 +6,78 @@ import re
 from collections.abc import Iterable
 
 
-def partial(marker: str) -> str:
-    """A regex for any proper, non-empty start of `marker` at the very end of the text."""
-    pattern = ""
+def marker_prefix_regex(marker: str) -> str:
+    r"""Return a regex that matches any proper prefix of `marker` at the end of the text.
+
+    Example: `marker_prefix_regex("<a>")` returns a regex that matches `<` and `<a` at the end.
+    """
+    regex = ""
     for char in reversed(marker[1:-1]):
-        pattern = f"(?:{re.escape(char)}{pattern})?"
-    return f"{re.escape(marker[0])}{pattern}\\Z"
+        regex = f"(?:{re.escape(char)}{regex})?"
+    return f"{re.escape(marker[0])}{regex}\\Z"
 
 
 class Lexer:
-    """Finds the first of some markers, reading each character a bounded number of times.
+    """Finds the first of several markers, and reads each character a bounded number of times.
 
-    Where one marker starts with another, the longer is preferred, and awaited while it may come.
+    If one marker is a prefix of another, the longer one is preferred. The lexer waits for the
+    longer one as long as more text can complete it.
     """
 
-    __slots__ = ("_full", "_markers", "_stream")
+    __slots__ = ("_find_complete", "_find_possible", "_markers")
 
     def __init__(self, markers: Iterable[str]) -> None:
         self._markers = frozenset(marker for marker in markers if marker)
         longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
-        full: list[str] = []
-        stream: list[str] = []
+        complete: list[str] = []
+        possible: list[str] = []
         for marker in longest_first:
-            full.append(re.escape(marker))
-            stream += [
-                partial(longer)
+            complete.append(re.escape(marker))
+            possible += [
+                marker_prefix_regex(longer)
                 for longer in longest_first
                 if longer != marker and longer.startswith(marker)
             ]
-            stream.append(re.escape(marker))
-        stream += [partial(marker) for marker in longest_first if len(marker) > 1]
-        first = "".join(re.escape(char) for char in sorted({m[0] for m in longest_first}))
-        # The look-ahead makes the common case, no marker in sight, one character class per step.
-        self._stream = re.compile(f"(?=[{first}])(?:{'|'.join(stream)})").search if first else None
-        self._full = re.compile(f"(?=[{first}])(?:{'|'.join(full)})").search if first else None
+            possible.append(re.escape(marker))
+        possible += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
+        first_chars = "".join(re.escape(char) for char in sorted({m[0] for m in longest_first}))
+        self._find_complete = None
+        self._find_possible = None
+        if first_chars:
+            # Most text contains no marker. For that case, the look-ahead reduces the work to one
+            # test of a character class for each character.
+            start = f"(?=[{first_chars}])"
+            self._find_complete = re.compile(f"{start}(?:{'|'.join(complete)})").search
+            self._find_possible = re.compile(f"{start}(?:{'|'.join(possible)})").search
 
-    def find(self, text: str, at: int, final: bool) -> tuple[int, str]:
-        """Where the text from `at` stops being plain, and the marker there.
+    def find(self, text: str, pos: int, is_final: bool) -> tuple[int, str]:
+        """Find the end of the plain text that starts at `pos`, and the marker there.
 
-        The marker is "" where the text ends, or ends in what may become a marker. With `final`
-        nothing more comes, so nothing is awaited.
+        Example: a lexer for `<a>` returns `(1, "<a>")` for the text `"x<a>y"`, `(1, "")` for `"x<"`
+        and `(2, "")` for `"xy"`.
+
+        Args:
+            text: The text.
+            pos: The position at which the search starts.
+            is_final: Whether no more text follows, so that a prefix of a marker is plain text.
+
+        Returns:
+            The end of the plain text, and the marker that starts there. The marker is "" if the
+            plain text ends with `text`, or with a prefix of a marker at the end of `text`.
         """
-        search = self._full if final else self._stream
-        match = search(text, at) if search is not None else None
+        search = self._find_complete if is_final else self._find_possible
+        match = search(text, pos) if search is not None else None
         if match is None:
             return len(text), ""
-        found = match.group()
-        return match.start(), found if final or self._is_settled(found, match.end(), text) else ""
+        marker = match.group()
+        if is_final or self._is_decided(marker, match.end(), text):
+            return match.start(), marker
+        return match.start(), ""
 
-    def _is_settled(self, found: str, end: int, text: str) -> bool:
-        if found not in self._markers:
+    def _is_decided(self, matched: str, end: int, text: str) -> bool:
+        """Return whether `matched` is a complete marker that more text cannot turn into another."""
+        if matched not in self._markers:
             return False
         if end < len(text):
             return True
-        return not any(m != found and m.startswith(found) for m in self._markers)
+        return not any(m != matched and m.startswith(matched) for m in self._markers)

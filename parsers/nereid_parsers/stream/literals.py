@@ -1,218 +1,283 @@
-"""Values written as Python literals or with bare keys, built up into JSON text as they arrive."""
+"""Converts Python literals, and objects with bare keys, to JSON text as they arrive."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from json.encoder import encode_basestring as quoted
+from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.body import BROKEN, DONE, MORE
 from nereid_parsers.stream.patterns import skip_blanks
 from nereid_parsers.stream.schema import to_json
 
-_ATOM = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
-_ESCAPES = {
+_WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
+_ESCAPED_CHARS = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
     "\n": "", "/": "/", "\\": "\\", "'": "'", '"': '"',
 }  # fmt: skip
-_CODES = {"x": 2, "u": 4, "U": 8}
-_CLOSERS = {"[": "]", "(": ")", "{": "}"}
+# The number of hexadecimal digits after \x, \u and \U.
+_NUM_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+_MAX_CODE_POINT = 0x10FFFF
+_FIRST_SURROGATE = 0xD800
+_LAST_SURROGATE = 0xDFFF
+_CLOSING_BRACKETS = {"[": "]", "(": ")", "{": "}"}
+# The state of an open object. For other containers, the state is their closing bracket.
+_BEFORE_KEY = "}"  # A key or the closing brace follows.
+_AFTER_COLON = ":"  # A value follows, or has just been read.
 _MAX_DEPTH = 200
-_MAX_ATOM = 4096
+_MAX_WORD_CHARS = 4096
+
+
+def escape_json(text: str) -> str:
+    r"""Return `text` with the escape sequences of a JSON string, but without quotes.
+
+    Example: `escape_json('a"b')` returns `a\"b`.
+    """
+    return quote_json(text)[1:-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How values are spelled.
+    """The spelling of strings.
 
-    quotes    marks around strings; an opening mark closes itself.
-    escaped   those of them between which a backslash escapes.
+    Attributes:
+        quotes: The markers around strings. The same marker opens and closes a string. A marker
+            that is a prefix of another one stands after it.
+        escaping: Those markers between which a backslash starts an escape sequence.
     """
 
     quotes: tuple[str, ...]
-    escaped: tuple[str, ...]
+    escaping: tuple[str, ...]
 
 
 _PYTHON_QUOTES = ('"""', "'''", '"', "'")
-PYTHON = Dialect(_PYTHON_QUOTES, escaped=_PYTHON_QUOTES)
+PYTHON = Dialect(_PYTHON_QUOTES, escaping=_PYTHON_QUOTES)
 
 
-class LiteralScan:
-    """One value, read in pieces; `read` gives the JSON text of what it took.
+class LiteralReader:
+    """Reads one value in pieces and converts it to JSON text.
 
-    Python's tuples and sets become arrays; a key that is no string becomes one.
+    A tuple becomes an array. A key that is not a string becomes a string. Example:
+    `{'a': (1, None)}` becomes `{"a": [1, null]}`.
     """
 
     __slots__ = (
+        "_containers",
         "_dialect",
         "_expects_value",
-        "_first",
+        "_is_container_empty",
         "_quote",
-        "_stack",
         "_string_end",
         "status",
     )
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
-        self._stack: list[str] = []  # closers; "}" of an object that awaits a key, ":" its value
-        self._first = True  # no member was written in the innermost container
+        # The states of the open containers: a closing bracket, _BEFORE_KEY or _AFTER_COLON.
+        self._containers: list[str] = []
+        self._is_container_empty = True
         self._expects_value = True
-        self._quote = ""
+        self._quote = ""  # The quote of the open string, or "".
         self._string_end = re.compile("")
         self.status = MORE
 
-    def read(self, text: str, at: int, final: bool, out: list[str]) -> int:
-        """Read on from `at`, appending JSON text to `out`; up to where text was taken."""
+    def read(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
+        """Read `text` from `pos` on and set `status`.
+
+        Args:
+            text: The text.
+            pos: The position at which reading starts.
+            is_final: Whether no more text follows.
+            json_parts: The list to which JSON text is appended.
+
+        Returns:
+            The position up to which the text was read.
+        """
         size = len(text)
-        while at < size and self.status is MORE:
-            end = (
-                self._string(text, at, final, out)
-                if self._quote
-                else self._token(text, at, final, out)
-            )
-            if end == at:
-                return at
-            at = end
-        return at
+        while pos < size and self.status is MORE:
+            if self._quote:
+                end = self._read_string(text, pos, is_final, json_parts)
+            else:
+                end = self._read_token(text, pos, is_final, json_parts)
+            if end == pos:
+                return pos
+            pos = end
+        return pos
 
-    def _token(self, text: str, at: int, final: bool, out: list[str]) -> int:
-        char = text[at]
+    def closing_text(self) -> str:
+        """Return the text that completes the JSON text written so far, for example `"]}`."""
+        quote = '"' if self._quote else ""
+        return quote + "".join(_json_bracket(state) for state in reversed(self._containers))
+
+    def _read_token(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
+        """Read white space, a value, or the punctuation after a value."""
+        char = text[pos]
         if char.isspace():
-            return skip_blanks(text, at)
+            return skip_blanks(text, pos)
         if self._expects_value:
-            return self._value(text, at, final, out)
-        if not self._stack:
+            return self._read_value(text, pos, is_final, json_parts)
+        if not self._containers:
             self.status = DONE
-            return at
-        return self._after_value(text, at, out)
+            return pos
+        return self._read_punctuation(text, pos, json_parts)
 
-    def _after_value(self, text: str, at: int, out: list[str]) -> int:
-        char = text[at]
-        inner = self._stack[-1]
-        if inner == "}" and char == ":":
-            out.append(": ")
-            self._stack[-1] = ":"
+    def _read_punctuation(self, text: str, pos: int, json_parts: list[str]) -> int:
+        """Read the comma, colon or closing bracket after a value or key."""
+        char = text[pos]
+        state = self._containers[-1]
+        closing_bracket = "}" if state == _AFTER_COLON else state
+        is_after_key = state == _BEFORE_KEY and not self._is_container_empty
+        if state == _BEFORE_KEY and char == ":":
+            json_parts.append(": ")
+            self._containers[-1] = _AFTER_COLON
             self._expects_value = True
-        elif char == "," and inner != "}":
-            if inner == ":":
-                self._stack[-1] = "}"
+        elif char == "," and state != _BEFORE_KEY:
+            if state == _AFTER_COLON:
+                self._containers[-1] = _BEFORE_KEY
             self._expects_value = True
-        elif char == (inner if inner != ":" else "}") and not (inner == "}" and not self._first):
-            self._pop(out)
+        elif char == closing_bracket and not is_after_key:
+            self._close_container(json_parts)
         else:
             self.status = BROKEN
-            return at
-        return at + 1
+            return pos
+        return pos + 1
 
-    def _pop(self, out: list[str]) -> None:
-        inner = self._stack.pop()
-        out.append("}" if inner in ":}" else "]")
-        self._first = False
+    def _close_container(self, json_parts: list[str]) -> None:
+        """Write the closing bracket of the innermost container."""
+        json_parts.append(_json_bracket(self._containers.pop()))
+        self._is_container_empty = False
         self._expects_value = False
-        if not self._stack:
+        if not self._containers:
             self.status = DONE
 
-    def _value(self, text: str, at: int, final: bool, out: list[str]) -> int:
-        char = text[at]
-        if self._stack and char == (self._stack[-1] if self._stack[-1] != ":" else ""):
-            self._pop(out)  # an empty container, or a comma before its end
-            return at + 1
-        quote = self._find_quote(text, at, final)
-        if quote is None:
-            return at
-        if quote:
-            self._separate(out)
-            out.append('"')
-            self._quote = quote
-            hold = "|".join(f"{re.escape(quote[:n])}\\Z" for n in range(len(quote) - 1, 0, -1))
-            marks = [re.escape(quote), *([r"\\"] if quote in self._dialect.escaped else [])]
-            self._string_end = re.compile("|".join([*marks, *([hold] if hold else [])]))
-            return at + len(quote)
-        if char in _CLOSERS and len(self._stack) < _MAX_DEPTH:
-            if self._stack and self._stack[-1] == "}":
-                self.status = BROKEN  # a container for a key
-                return at
-            self._separate(out)
-            out.append("{" if char == "{" else "[")
-            self._stack.append(_CLOSERS[char])
-            self._first = True
-            self._expects_value = True
-            return at + 1
-        return self._atom(text, at, final, out)
+    def _read_value(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
+        """Read the start of a string or container, a whole word, or a closing bracket.
 
-    def _find_quote(self, text: str, at: int, final: bool) -> str | None:
-        """The quote that opens here, "" for none, None if that is yet to be seen."""
+        A closing bracket may stand here in an empty container, or after a trailing comma.
+        """
+        char = text[pos]
+        state = self._containers[-1] if self._containers else ""
+        if state and state != _AFTER_COLON and char == state:
+            self._close_container(json_parts)
+            return pos + 1
+        quote = self._find_quote(text, pos, is_final)
+        if quote is None:
+            return pos
+        if quote:
+            self._open_string(quote, json_parts)
+            return pos + len(quote)
+        if char in _CLOSING_BRACKETS and len(self._containers) < _MAX_DEPTH:
+            if state == _BEFORE_KEY:
+                self.status = BROKEN  # A container cannot be a key.
+                return pos
+            self._write_comma(json_parts)
+            json_parts.append("{" if char == "{" else "[")
+            self._containers.append(_CLOSING_BRACKETS[char])
+            self._is_container_empty = True
+            self._expects_value = True
+            return pos + 1
+        return self._read_word(text, pos, is_final, json_parts)
+
+    def _find_quote(self, text: str, pos: int, is_final: bool) -> str | None:
+        """Return the quote at `pos`, "" if there is none, or None if more text must decide.
+
+        Example: the text `""` may be an empty string, or the start of a string in three quotes.
+        """
         for quote in self._dialect.quotes:
-            if text.startswith(quote, at):
+            if text.startswith(quote, pos):
                 return quote
-            if not final and len(text) - at < len(quote) and quote.startswith(text[at:]):
-                # Two quotes may be an empty string or the start of three.
+            if not is_final and len(text) - pos < len(quote) and quote.startswith(text[pos:]):
                 return None
         return ""
 
-    def _separate(self, out: list[str]) -> None:
-        if self._stack and self._stack[-1] != ":" and not self._first:
-            out.append(", ")
-        self._first = False
+    def _write_comma(self, json_parts: list[str]) -> None:
+        """Write the comma before a value or key, unless it is the first of its container."""
+        is_member = bool(self._containers) and self._containers[-1] != _AFTER_COLON
+        if is_member and not self._is_container_empty:
+            json_parts.append(", ")
+        self._is_container_empty = False
         self._expects_value = False
 
-    def _atom(self, text: str, at: int, final: bool, out: list[str]) -> int:
-        match = _ATOM(text, at)
-        end = match.end() if match else at
-        if end == len(text) and not final:
-            if end - at > _MAX_ATOM:
+    def _read_word(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
+        """Read a number, a constant or a bare key, for example `3`, `None` or `days`."""
+        match = _WORD(text, pos)
+        end = match.end() if match else pos
+        if end == len(text) and not is_final:
+            if end - pos > _MAX_WORD_CHARS:
                 self.status = BROKEN
-            return at
-        if end == at:
+            return pos
+        if end == pos:
             self.status = BROKEN
-            return at
-        self._separate(out)
-        atom = text[at:end]
-        is_key = bool(self._stack) and self._stack[-1] == "}"
-        out.append(quoted(atom) if is_key else to_json(atom, None))
+            return pos
+        self._write_comma(json_parts)
+        word = text[pos:end]
+        is_key = bool(self._containers) and self._containers[-1] == _BEFORE_KEY
+        json_parts.append(quote_json(word) if is_key else to_json(word, None))
         return end
 
-    def _string(self, text: str, at: int, final: bool, out: list[str]) -> int:
-        match = self._string_end.search(text, at)
+    # ---- strings ---------------------------------------------------------------------------------
+
+    def _open_string(self, quote: str, json_parts: list[str]) -> None:
+        """Start a string, and compile the regex that finds the end of its next plain piece."""
+        self._write_comma(json_parts)
+        json_parts.append('"')
+        self._quote = quote
+        options = [re.escape(quote)]
+        if quote in self._dialect.escaping:
+            options.append(r"\\")
+        # At the end of the text, a prefix of the quote may become the quote.
+        options += [f"{re.escape(quote[:size])}\\Z" for size in range(len(quote) - 1, 0, -1)]
+        self._string_end = re.compile("|".join(options))
+
+    def _read_string(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
+        """Read a piece of the open string, up to its end or the next escape sequence."""
+        match = self._string_end.search(text, pos)
         start = match.start() if match else len(text)
-        if start > at:
-            out.append(quoted(text[at:start])[1:-1])
+        if start > pos:
+            json_parts.append(escape_json(text[pos:start]))
         if match is None:
             return start
         if match.group() == self._quote:
-            out.append('"')
+            json_parts.append('"')
             self._quote = ""
             return match.end()
         if match.group() == "\\":
-            return self._escape(text, start, final, out)
-        if final:
-            out.append(quoted(match.group())[1:-1])
+            return self._read_escape(text, start, is_final, json_parts)
+        if is_final:
+            json_parts.append(escape_json(match.group()))
             return match.end()
         return start
 
-    def _escape(self, text: str, at: int, final: bool, out: list[str]) -> int:
-        if at + 1 == len(text):
-            return len(text) if final else at
-        char = text[at + 1]
-        if char in _CODES:
-            digits = text[at + 2 : at + 2 + _CODES[char]]
-            if len(digits) < _CODES[char] and not final and _is_hex(digits):
-                return at
-            if len(digits) == _CODES[char] and _is_hex(digits) and int(digits, 16) <= 0x10FFFF:
-                code = int(digits, 16)
-                # Half of a pair stays an escape, for alone it is no character.
-                is_half = 0xD800 <= code <= 0xDFFF
-                out.append(f"\\u{code:04x}" if is_half else quoted(chr(code))[1:-1])
-                return at + 2 + _CODES[char]
-        out.append(quoted(_ESCAPES.get(char, "\\" + char))[1:-1])
-        return at + 2
-
-    def closers(self) -> str:
-        """What would close the JSON text written so far."""
-        text = '"' if self._quote else ""
-        return text + "".join("}" if inner in ":}" else "]" for inner in reversed(self._stack))
+    def _read_escape(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
+        r"""Read the escape sequence at `pos`, for example `\n` or `\u00e9`."""
+        if pos + 1 == len(text):
+            return len(text) if is_final else pos
+        char = text[pos + 1]
+        num_digits = _NUM_HEX_DIGITS.get(char, 0)
+        if num_digits:
+            end = pos + 2 + num_digits
+            digits = text[pos + 2 : end]
+            is_hex = _HEX_DIGITS.issuperset(digits)
+            if len(digits) < num_digits and not is_final and is_hex:
+                return pos
+            if len(digits) == num_digits and is_hex and int(digits, 16) <= _MAX_CODE_POINT:
+                json_parts.append(_json_char(int(digits, 16)))
+                return end
+        json_parts.append(escape_json(_ESCAPED_CHARS.get(char, "\\" + char)))
+        return pos + 2
 
 
-def _is_hex(digits: str) -> bool:
-    return all(char in "0123456789abcdefABCDEF" for char in digits)
+def _json_bracket(state: str) -> str:
+    """Return the JSON bracket that closes a container of the given state."""
+    return "}" if state in (_BEFORE_KEY, _AFTER_COLON) else "]"
+
+
+def _json_char(code_point: int) -> str:
+    r"""Return a character as text of a JSON string. Half of a surrogate pair stays `\ud83d`.
+
+    A half is not a character by itself. The other half usually follows.
+    """
+    if _FIRST_SURROGATE <= code_point <= _LAST_SURROGATE:
+        return f"\\u{code_point:04x}"
+    return escape_json(chr(code_point))

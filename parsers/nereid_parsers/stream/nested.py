@@ -1,7 +1,8 @@
-"""Arguments as nested elements, each tag behind a mark, built up into a JSON object.
+"""Reads arguments that are written as nested elements, and converts them to a JSON object.
 
-`~<items>~<item>~<sku>b1~</sku>~</item>~</items>` (mark `~`) is `{"items": [{"sku": "b1"}]}` where
-the schema calls `items` an array, or where its children are called `item`.
+With the mark `~`, the text `~<items>~<item>~<sku>b1~</sku>~</item>~</items>` becomes
+`{"items": [{"sku": "b1"}]}`. The element `items` is an array because its children are called
+`item`, or because the tool's schema declares an array.
 """
 
 from __future__ import annotations
@@ -9,197 +10,278 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from json.encoder import encode_basestring as quoted
+from enum import Enum
+from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.format import NestedTags
-from nereid_parsers.stream.body import BROKEN, DONE, MORE, Body, CallSink
-from nereid_parsers.stream.lexer import partial
-from nereid_parsers.stream.patterns import NEED, skip_blanks
+from nereid_parsers.stream.body import BROKEN, DONE, MORE, BodyReader
+from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.lexer import marker_prefix_regex
+from nereid_parsers.stream.literals import escape_json
+from nereid_parsers.stream.patterns import NEED_MORE, skip_blanks
 from nereid_parsers.stream.schema import json_types_of, to_json
 
 _TAG = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match
-_MAX_TAG = 512  # characters
-_STRING = frozenset({"string"})
+_CLOSING_TAG_START = "</"
+_MAX_TAG_CHARS = 512
+_STRING_ONLY = frozenset({"string"})
+# The name of the children that show that an element without a declared type is an array.
+_ARRAY_ITEM = "item"
+
+
+class _Kind(Enum):
+    """The kind of an element's value.
+
+    UNDECIDED  Nothing has been read that shows the kind.
+    OBJECT     The children are the members of an object.
+    ARRAY      The children are the items of an array.
+    STRING     The text is a string. It is passed on as it arrives.
+    VALUE      The text has another type, or a type that is not known. It is kept until the element
+               closes, because its type can only be determined from the complete text.
+    """
+
+    UNDECIDED = "undecided"
+    OBJECT = "object"
+    ARRAY = "array"
+    STRING = "string"
+    VALUE = "value"
+
+
+_CONTAINERS = (_Kind.OBJECT, _Kind.ARRAY)
 
 
 @dataclass(slots=True)
-class Element:
-    """An element that is open: what its schema says, and what it has turned out to be."""
+class _Element:
+    """An element that has been opened and not closed.
+
+    Attributes:
+        name: The name in its tags. "" for the arguments as a whole.
+        schema: The JSON schema of its value.
+        kind: The kind of its value.
+        num_children: The number of children that have been opened.
+    """
 
     name: str
     schema: Mapping[str, object]
-    kind: str = ""  # "object", "array", "text" (streams) or "wait" (a value of another type)
-    count: int = 0
+    kind: _Kind = _Kind.UNDECIDED
+    num_children: int = 0
 
 
-class NestedBody(Body):
-    """Reads nested elements as one call's arguments."""
+class NestedReader(BodyReader):
+    """Reads nested elements as the arguments of one call, see the example of the module."""
 
-    __slots__ = ("_call_id", "_mark", "_name", "_open", "_parts", "_root", "_search", "_stop")
+    __slots__ = (
+        "_call_id", "_elements", "_find_mark", "_has_opened_object", "_mark", "_name",
+        "_root_schema", "_stop_marker", "_value_pieces",
+    )  # fmt: skip
 
     def __init__(
-        self, sink: CallSink, part: NestedTags, stop: str, name: str, call_id: str
+        self, writer: CallWriter, part: NestedTags, stop_marker: str, name: str, call_id: str
     ) -> None:
-        """`stop`: the marker that ends the call; not part of the body."""
-        super().__init__(sink)
+        """Create a reader.
+
+        Args:
+            writer: The writer of the call.
+            part: The declaration of the mark before each tag.
+            stop_marker: The marker after the body. It ends the body but does not belong to it.
+            name: The name of the function.
+            call_id: The id of the call, or "".
+        """
+        super().__init__(writer)
         self._mark = part.mark
-        self._stop = stop
+        self._stop_marker = stop_marker
         self._name = name
         self._call_id = call_id
-        self._root: Mapping[str, object] = sink.tools.parameters.get(name, {})
-        self._open = [Element("", self._root, "object")]
-        self._parts: list[str] = []  # of a value that waits for its end
-        self._search = re.compile(f"{re.escape(part.mark)}|{partial(part.mark)}").search
+        self._root_schema: Mapping[str, object] = writer.tools.parameters.get(name, {})
+        # The open elements, from the outermost (the arguments as a whole) to the innermost.
+        self._elements = [_Element("", self._root_schema, _Kind.OBJECT)]
+        self._has_opened_object = False
+        self._value_pieces: list[str] = []  # The text of an element of the kind VALUE.
+        mark_or_prefix = f"{re.escape(part.mark)}|{marker_prefix_regex(part.mark)}"
+        self._find_mark = re.compile(mark_or_prefix).search
 
-    def read(self, text: str, at: int) -> int:
-        """Read on among the elements; see Body.read."""
-        if not self.sink.is_open and not self.sink.begin(self._name, self._call_id):
+    def read(self, text: str, pos: int) -> int:
+        """Read the elements in `text`, see `BodyReader.read`."""
+        if not self.writer.is_open and not self.writer.start(self._name, self._call_id):
             self.status = BROKEN
-            return at
-        if not self._open[0].count:
-            self._open[0].count = 1
-            self.sink.write("{")
+            return pos
+        if not self._has_opened_object:
+            self._has_opened_object = True
+            self.writer.write("{")
         size = len(text)
-        while at < size and self.status is MORE:
-            end = self._step(text, at)
-            if end == NEED:
-                return at
-            at = end
-        return at
+        while pos < size and self.status is MORE:
+            end = self._read_piece(text, pos)
+            if end == NEED_MORE:
+                return pos
+            pos = end
+        return pos
 
-    def _step(self, text: str, at: int) -> int:
-        inner = self._open[-1]
-        if inner.kind in ("text", "wait", ""):
-            return self._value(inner, text, at)
-        at = skip_blanks(text, at)
-        if at == len(text):
-            return at
-        if len(self._open) == 1 and text.startswith(self._stop, at):
-            self._end()
-            return at
-        if not text.startswith(self._mark, at):
-            return self._await(text, at, self._mark)
-        return self._tag(text, at)
+    def _read_piece(self, text: str, pos: int) -> int:
+        """Read a piece of text or one tag. Return the position after it, or NEED_MORE."""
+        element = self._elements[-1]
+        if element.kind is _Kind.UNDECIDED:
+            return self._decide_kind(element, text, pos)
+        if element.kind not in _CONTAINERS:
+            return self._read_text(element, text, pos)
+        pos = skip_blanks(text, pos)
+        if pos == len(text):
+            return pos
+        if len(self._elements) == 1 and text.startswith(self._stop_marker, pos):
+            self._end_call()
+            return pos
+        if text.startswith(self._mark, pos):
+            return self._read_tag(text, pos)
+        if not self.is_final and self._mark.startswith(text[pos:]):
+            return NEED_MORE
+        return self._reject(pos)
 
-    def _await(self, text: str, at: int, marker: str) -> int:
-        if not self.final and marker.startswith(text[at:]):
-            return NEED
+    def _reject(self, pos: int) -> int:
+        """Set the status BROKEN and return `pos`."""
         self.status = BROKEN
-        return at
+        return pos
 
-    def _tag(self, text: str, at: int) -> int:
-        match = _TAG(text, at + len(self._mark))
+    def _read_tag(self, text: str, pos: int) -> int:
+        """Read the mark and the tag at `pos`, for example `~<city>` or `~</city>`."""
+        tag_start = pos + len(self._mark)
+        match = _TAG(text, tag_start)
         if match is None:
-            if self.final or ">" in text[at + len(self._mark) :] or len(text) - at > _MAX_TAG:
-                self.status = BROKEN
-                return at
-            return NEED
-        closing, name = match.groups()
-        if closing:
-            if len(self._open) == 1 or name != self._open[-1].name:
-                self.status = BROKEN
-                return at
+            is_malformed = ">" in text[tag_start:] or len(text) - pos > _MAX_TAG_CHARS
+            return self._reject(pos) if self.is_final or is_malformed else NEED_MORE
+        is_closing, name = match.groups()
+        if not is_closing:
+            self._open_element(name)
+        elif len(self._elements) > 1 and name == self._elements[-1].name:
             self._close_element()
         else:
-            self._open_element(name)
+            return self._reject(pos)
         return match.end()
 
     def _open_element(self, name: str) -> None:
-        parent = self._open[-1]
-        first = parent.count == (1 if len(self._open) == 1 else 0)
-        parent.count += 1
-        comma = "" if first else ", "
-        key = f"{quoted(name)}: " if parent.kind == "object" else ""
-        self.sink.write(comma + key)
-        self._open.append(Element(name, self._inner_schema(parent, name)))
-        self._parts = []
+        """Open a child of the innermost element, and write the comma and key before its value."""
+        parent = self._elements[-1]
+        comma = ", " if parent.num_children else ""
+        key = f"{quote_json(name)}: " if parent.kind is _Kind.OBJECT else ""
+        self.writer.write(comma + key)
+        parent.num_children += 1
+        self._elements.append(_Element(name, _child_schema(parent, name)))
+        self._value_pieces = []
 
-    def _inner_schema(self, parent: Element, name: str) -> Mapping[str, object]:
-        if parent.kind == "array":
-            found = parent.schema.get("items")
+    def _decide_kind(self, element: _Element, text: str, pos: int) -> int:
+        """Decide the kind of an element by what follows its opening tag.
+
+        Another opening tag shows that the element has children. Text, or the closing tag, shows
+        that it has none. Return the position at which reading goes on, or NEED_MORE.
+        """
+        mark_start, is_whole_mark = self._next_mark(text, pos)
+        text_start = skip_blanks(text, pos)
+        if is_whole_mark and text_start == mark_start:
+            tag_start = mark_start + len(self._mark)
+            tag_head = text[tag_start : tag_start + len(_CLOSING_TAG_START)]
+            if len(tag_head) < len(_CLOSING_TAG_START) and not self.is_final:
+                return NEED_MORE
+            if tag_head != _CLOSING_TAG_START:
+                match = _TAG(text, tag_start)
+                is_possible = len(text) - mark_start < _MAX_TAG_CHARS and not self.is_final
+                if match is None and is_possible:
+                    return NEED_MORE
+                self._open_container(element, match.group(2) if match else "")
+                return mark_start
+        elif text_start >= mark_start and not self.is_final:
+            return NEED_MORE
+        if json_types_of(element.schema, self._root_schema) == _STRING_ONLY:
+            element.kind = _Kind.STRING
+            self.writer.write('"')
         else:
-            properties = parent.schema.get("properties")
-            found = properties.get(name) if isinstance(properties, Mapping) else None
-        return found if isinstance(found, Mapping) else {}
+            element.kind = _Kind.VALUE
+        return pos
 
-    def _value(self, inner: Element, text: str, at: int) -> int:
-        """The text of an element, or the tag behind which its children stand."""
-        match = self._search(text, at)
-        start = match.start() if match else len(text)
-        is_whole = match is not None and match.group() == self._mark
-        if not inner.kind:
-            return self._decide(inner, text, at, start, is_whole)
-        if start > at:
-            self._take(inner, text[at:start])
-            return start
-        if is_whole:
-            return self._tag(text, at)
-        if self.final:
-            self._take(inner, text[at:])
+    def _open_container(self, element: _Element, child_name: str) -> None:
+        """Make the element an array or an object, and write the opening bracket."""
+        types = json_types_of(element.schema, self._root_schema)
+        if types is None:
+            is_array = child_name == _ARRAY_ITEM
+        else:
+            is_array = "array" in types and "object" not in types
+        element.kind = _Kind.ARRAY if is_array else _Kind.OBJECT
+        self.writer.write("[" if is_array else "{")
+
+    def _next_mark(self, text: str, pos: int) -> tuple[int, bool]:
+        """Return the position of the next mark, and whether the mark is complete.
+
+        Without a mark, the position is the end of the text. An incomplete mark is a prefix of the
+        mark at the end of the text.
+        """
+        match = self._find_mark(text, pos)
+        if match is None:
+            return len(text), False
+        return match.start(), match.group() == self._mark
+
+    def _read_text(self, element: _Element, text: str, pos: int) -> int:
+        """Read the text of an element up to the next mark, or the tag if there is no text."""
+        mark_start, is_whole_mark = self._next_mark(text, pos)
+        if mark_start > pos:
+            self._add_text(element, text[pos:mark_start])
+            return mark_start
+        if is_whole_mark:
+            return self._read_tag(text, pos)
+        if self.is_final:
+            self._add_text(element, text[pos:])
             return len(text)
-        return NEED
+        return NEED_MORE
 
-    def _decide(self, inner: Element, text: str, at: int, start: int, is_whole: bool) -> int:
-        """Text means a value; a tag that opens means children; one that closes, an empty value."""
-        blank = skip_blanks(text, at)
-        if is_whole and blank == start:
-            after = text[start + len(self._mark) :][:2]
-            if len(after) < 2 and not self.final:
-                return NEED
-            if after != "</":
-                tag = _TAG(text, start + len(self._mark))
-                if tag is None and not self.final and len(text) - start < _MAX_TAG:
-                    return NEED
-                self._begin_container(inner, tag.group(2) if tag else "")
-                return start
-        elif blank >= start and not self.final:
-            return NEED
-        kinds = json_types_of(inner.schema, self._root)
-        inner.kind = "text" if kinds == _STRING else "wait"
-        if inner.kind == "text":
-            self.sink.write('"')
-        return at
-
-    def _begin_container(self, inner: Element, child: str) -> None:
-        kinds = json_types_of(inner.schema, self._root)
-        says_array = kinds is not None and "array" in kinds and "object" not in kinds
-        inner.kind = "array" if says_array or (kinds is None and child == "item") else "object"
-        self.sink.write("[" if inner.kind == "array" else "{")
-
-    def _take(self, inner: Element, text: str) -> None:
-        if inner.kind == "text":
-            self.sink.write(quoted(text)[1:-1])
+    def _add_text(self, element: _Element, text: str) -> None:
+        """Write the text of a string, or keep the text of another value."""
+        if element.kind is _Kind.STRING:
+            self.writer.write(escape_json(text))
         else:
-            self._parts.append(text)
+            self._value_pieces.append(text)
 
     def _close_element(self) -> None:
-        inner = self._open.pop()
-        if inner.kind == "text":
-            self.sink.write('"')
-        elif inner.kind == "wait":
-            self.sink.write(self._spelled(inner))
+        """Close the innermost element, and write its value or its closing bracket."""
+        element = self._elements.pop()
+        if element.kind is _Kind.STRING:
+            self.writer.write('"')
+        elif element.kind is _Kind.ARRAY:
+            self.writer.write("]")
+        elif element.kind is _Kind.OBJECT:
+            self.writer.write("}")
         else:
-            self.sink.write("]" if inner.kind == "array" else "}")
+            self.writer.write(self._value_as_json(element))
 
-    def _spelled(self, inner: Element) -> str:
-        kinds = json_types_of(inner.schema, self._root)
-        text = "".join(self._parts)
-        self._parts = []
-        if not text.strip() and kinds is not None and kinds <= {"array", "object"}:
-            return "[]" if "array" in kinds else "{}"
-        return to_json(text, kinds)
+    def _value_as_json(self, element: _Element) -> str:
+        """Return the JSON text of an element without children. Example: `3` for `~<days>3~</days>`.
 
-    def _end(self) -> None:
-        self.sink.write("}")
-        self.sink.end()
+        An empty element is an empty array or object if its schema allows no other type.
+        """
+        types = json_types_of(element.schema, self._root_schema)
+        text = "".join(self._value_pieces)
+        self._value_pieces = []
+        if not text.strip() and types is not None and types <= {"array", "object"}:
+            return "[]" if "array" in types else "{}"
+        return to_json(text, types)
+
+    def _end_call(self) -> None:
+        """Write the closing brace of the arguments and end the call."""
+        self.writer.write("}")
+        self.writer.end()
         self.status = DONE
 
     def abandon(self) -> bool:
-        """Close what is open so that the arguments are JSON; see Body.abandon."""
-        while len(self._open) > 1:
-            if not self._open[-1].kind:
-                self._open[-1].kind = "wait"
+        """Close all open elements so that the arguments are JSON, see `BodyReader.abandon`."""
+        while len(self._elements) > 1:
+            if self._elements[-1].kind is _Kind.UNDECIDED:
+                self._elements[-1].kind = _Kind.VALUE
             self._close_element()
-        self.sink.write("}")
-        self.sink.end("broken elements")
+        self.writer.write("}")
+        self.writer.end("the elements of the arguments are not valid")
         return True
+
+
+def _child_schema(parent: _Element, name: str) -> Mapping[str, object]:
+    """Return the schema of the child `name`. It is empty if the parent's schema declares none."""
+    if parent.kind is _Kind.ARRAY:
+        schema = parent.schema.get("items")
+    else:
+        properties = parent.schema.get("properties")
+        schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}

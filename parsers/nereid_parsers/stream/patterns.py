@@ -1,4 +1,4 @@
-"""Patterns of literals and fields, matched against text that may still grow."""
+"""Matches patterns of literals and fields against a text that may still grow."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from functools import lru_cache
 
 from nereid_parsers.format import Slot, pattern
 
-NEED = -1
-FAIL = -2
-MAX_HEAD = 2048  # characters; what is longer is no head, whatever it looks like
+# Results of functions that otherwise return the position after a match:
+NEED_MORE = -1  # The text ends too early to decide. More text could complete the match.
+NO_MATCH = -2  # The text does not match, whatever follows.
 
-_FIRST_PART = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
-_MARKER_LIKE = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
-_BLANK = re.compile(r"\s*").match
-_TOKENS = re.compile(r"\s+|(?<=>)(?=<)")
-_PARTS = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
-_NAME = r"""\s<>{}\[\]()"'`|=,;"""
-_CLASSES = {
-    "name": f"[^{_NAME}",
+# The longest head of a call, in characters. Longer text is not a head.
+MAX_HEAD_CHARS = 2048
+
+_FIRST_TAG = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
+_MARKUP = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
+_BLANKS = re.compile(r"\s*").match
+# White space, and the places between two tags where white space may stand.
+_BLANKS_OR_TAG_GAP = re.compile(r"\s+|(?<=>)(?=<)")
+_MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
+_NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
+# The start of the character class for each field. `_field_regex` adds the end of the class.
+_FIELD_CLASSES = {
+    "name": f"[^{_NO_NAME_CHARS}",
     "key": r"""[^<>"'\r\n""",
-    "id": f"[^{_NAME}",
+    "id": f"[^{_NO_NAME_CHARS}",
     "number": r"[^\D",
     "string": r"[^\W",
     "type": r"[^\W",
@@ -31,54 +36,72 @@ _CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Steps: a literal (text, None, ""), blanks ("", None, "") or a field ("", match, name)."""
+    """A compiled pattern.
+
+    A step is a literal `(text, None, "")`, white space `("", None, "")` or a field
+    `("", regex, name)`.
+    """
 
     steps: tuple[tuple[str, re.Pattern[str] | None, str], ...]
 
-    def match(self, text: str, at: int, final: bool, fields: dict[str, str]) -> int:
-        """The end of the match from `at`, or NEED (more text may fit), or FAIL. Fills `fields`."""
+    def match(self, text: str, pos: int, is_final: bool, fields: dict[str, str]) -> int:
+        """Match the pattern at `pos` and return the end of the match, NEED_MORE or NO_MATCH.
+
+        Example: the pattern `<f={name}>` matches `"<f=sum>{"` with the end 7 and stores
+        `{"name": "sum"}`. It returns NEED_MORE for `"<f=su"`.
+
+        Args:
+            text: The text.
+            pos: The position of the match.
+            is_final: Whether no more text follows.
+            fields: The dict in which the values of the fields are stored.
+        """
         size = len(text)
-        for literal, field, name in self.steps:
-            if field is not None:
-                found = field.match(text, at)
-                end = found.end() if found else at
-                if end == size and not final:
-                    return NEED if size - at < MAX_HEAD else FAIL
-                if end == at and name != "rest":
-                    return FAIL
-                if name == "name" and fields.get(name, text[at:end]) != text[at:end]:
-                    return FAIL  # a name that stands twice is the same
-                fields[name] = text[at:end]
-                at = end
+        for literal, regex, name in self.steps:
+            if regex is not None:
+                match = regex.match(text, pos)
+                end = match.end() if match else pos
+                if end == size and not is_final:
+                    return NEED_MORE if size - pos < MAX_HEAD_CHARS else NO_MATCH
+                if end == pos and name != "rest":
+                    return NO_MATCH
+                value = text[pos:end]
+                if name == "name" and fields.get(name, value) != value:
+                    return NO_MATCH  # A name that occurs twice must be the same both times.
+                fields[name] = value
+                pos = end
             elif literal:
-                if not text.startswith(literal, at):
-                    missing = not final and literal.startswith(text[at:])
-                    return NEED if missing else FAIL
-                at += len(literal)
+                if not text.startswith(literal, pos):
+                    is_prefix = not is_final and literal.startswith(text[pos:])
+                    return NEED_MORE if is_prefix else NO_MATCH
+                pos += len(literal)
             else:
-                at = skip_blanks(text, at)
-        return at
+                pos = skip_blanks(text, pos)
+        return pos
 
 
-def skip_blanks(text: str, at: int) -> int:
-    """The first position from `at` on that is no white space."""
-    found = _BLANK(text, at)
-    return found.end() if found else at
+def skip_blanks(text: str, pos: int) -> int:
+    """Return the first position from `pos` on that holds no white space."""
+    match = _BLANKS(text, pos)
+    return match.end() if match else pos
 
 
 @lru_cache(maxsize=4096)
-def compiled(source: str) -> Pattern:
-    """Compile a pattern. White space in it, and between `>` and `<`, stands for any blanks."""
+def compile_pattern(source: str) -> Pattern:
+    r"""Compile a pattern. Its white space, and each gap between `>` and `<`, match any white space.
+
+    Example: `"<call>\n<f={name}>"` becomes the literal `<call>`, white space, the literal `<f=`,
+    the field `name` and the literal `>`.
+    """
     parts = pattern(source)
     steps: list[tuple[str, re.Pattern[str] | None, str]] = []
     for index, part in enumerate(parts):
         if isinstance(part, Slot):
-            follower = parts[index + 1] if index + 1 < len(parts) else ""
-            literal = follower if isinstance(follower, str) else ""
-            steps.append(("", _field(part.field, literal), part.field))
+            next_part = parts[index + 1] if index + 1 < len(parts) else ""
+            next_literal = next_part if isinstance(next_part, str) else ""
+            steps.append(("", _field_regex(part.field, next_literal), part.field))
             continue
-        words = _TOKENS.split(part)
-        for number, word in enumerate(words):
+        for number, word in enumerate(_BLANKS_OR_TAG_GAP.split(part)):
             if number:
                 steps.append(("", None, ""))
             if word:
@@ -86,24 +109,36 @@ def compiled(source: str) -> Pattern:
     return Pattern(tuple(steps))
 
 
-def _field(name: str, follower: str) -> re.Pattern[str]:
+def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
+    """Return the regex for a field that ends where the next literal of the pattern begins."""
     if name == "rest":
-        return re.compile(f"(?:(?!{re.escape(follower.strip())}).)*" if follower.strip() else ".*")
-    stop = re.escape(follower[:1]) if follower[:1].strip() else ""
-    return re.compile(f"{_CLASSES[name]}{stop}]+")
+        stop = re.escape(next_literal.strip())
+        return re.compile(f"(?:(?!{stop}).)*" if stop else ".*")
+    stop_char = re.escape(next_literal[:1]) if next_literal[:1].strip() else ""
+    return re.compile(f"{_FIELD_CLASSES[name]}{stop_char}]+")
 
 
-def tokens(marker: str) -> tuple[str, ...]:
-    r"""The parts of a compound marker: `"</function>\n</tool_call>"` has two."""
-    return tuple(part for part in _PARTS.split(marker.strip()) if part)
+def marker_parts(marker: str) -> tuple[str, ...]:
+    r"""Split a marker into its parts.
+
+    Example: `"</function>\n</tool_call>"` gives `("</function>", "</tool_call>")`.
+    """
+    return tuple(part for part in _MARKER_GAP.split(marker.strip()) if part)
 
 
 def is_compound_start(marker: str, text: str) -> bool:
-    """Whether a marker starts with this text, in which its first part is whole, and goes on."""
-    first = _FIRST_PART.match(marker)
-    return first is not None and first.end() <= len(text) < len(marker)
+    """Return whether `text` is a prefix of `marker` that contains the whole first tag.
+
+    Example: `<|message|><|con` is such a prefix of `<|message|><|content|>`, `<|mess` is not. The
+    caller has checked that `text` is a prefix of `marker`.
+    """
+    first_tag = _FIRST_TAG.match(marker)
+    return first_tag is not None and first_tag.end() <= len(text) < len(marker)
 
 
 def looks_like_markup(text: str) -> bool:
-    """Whether text begins as markers do, or holds one: what prose hardly does."""
-    return _MARKER_LIKE.search(text) is not None
+    r"""Return whether `text` starts like a marker or contains a tag, as prose rarely does.
+
+    Examples: `"<tool_call>\n{"` and `"[TOOL_CALLS]"` look like markup, `"a < b"` does not.
+    """
+    return _MARKUP.search(text) is not None

@@ -1,191 +1,217 @@
-"""Python-style calls and bare-key objects, built up into JSON arguments."""
+"""Reads calls in Python syntax, and arguments with bare keys, and converts them to JSON."""
 
 from __future__ import annotations
 
 import re
-from json.encoder import encode_basestring as quoted
+from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.format import BareKeyArguments, PythonCalls
-from nereid_parsers.stream.body import BROKEN, DONE, MORE, Body, CallSink
-from nereid_parsers.stream.literals import PYTHON, Dialect, LiteralScan
-from nereid_parsers.stream.patterns import MAX_HEAD, NEED, skip_blanks
+from nereid_parsers.stream.body import BROKEN, BROKEN_ARGUMENTS, DONE, MORE, BodyReader
+from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.literals import PYTHON, Dialect, LiteralReader
+from nereid_parsers.stream.patterns import MAX_HEAD_CHARS, NEED_MORE, skip_blanks
 
-_NAME = re.compile(r"[^\W\d][\w.\-]*").match
+_FUNCTION_NAME = re.compile(r"[^\W\d][\w.\-]*").match
 _KEYWORD = re.compile(r"[^\W\d]\w*").match
 
 
-class PythonBody(Body):
-    """Reads a row of Python-style calls."""
+class PythonCallsReader(BodyReader):
+    """Reads calls such as `[f(a=1), g()]`. Each step stores the step that follows in `_step`."""
 
-    __slots__ = ("_count", "_is_sure", "_part", "_scan", "_step")
+    __slots__ = ("_is_certain", "_literal", "_num_arguments", "_part", "_step")
 
-    def __init__(self, sink: CallSink, part: PythonCalls, is_sure: bool) -> None:
-        super().__init__(sink)
+    def __init__(self, writer: CallWriter, part: PythonCalls, is_certain: bool) -> None:
+        """Create a reader.
+
+        Args:
+            writer: The writer of the calls.
+            part: The declaration of the brackets and separators.
+            is_certain: Whether a marker proves that the text contains calls.
+        """
+        super().__init__(writer)
         self._part = part
-        self._is_sure = is_sure
-        self._step = self._open if part.open else self._name
-        self._count = 0
-        self._scan = LiteralScan(PYTHON)
+        self._is_certain = is_certain
+        self._step = self._read_opening_bracket if part.open else self._read_call_start
+        self._num_arguments = 0
+        self._literal = LiteralReader(PYTHON)
 
-    def read(self, text: str, at: int) -> int:
-        """Read on in the row; see Body.read."""
+    def read(self, text: str, pos: int) -> int:
+        """Read the calls in `text`, see `BodyReader.read`."""
         size = len(text)
-        while at < size and self.status is MORE:
-            if text[at].isspace() and self._step != self._value:
-                at = skip_blanks(text, at)
+        while pos < size and self.status is MORE:
+            if text[pos].isspace() and self._step != self._read_value:
+                pos = skip_blanks(text, pos)
                 continue
-            end = self._step(text, at)
-            if end == NEED:
-                return at
-            at = end
-        return at
+            end = self._step(text, pos)
+            if end == NEED_MORE:
+                return pos
+            pos = end
+        return pos
 
-    def _break(self, at: int) -> int:
+    def _reject(self, pos: int) -> int:
+        """Set the status BROKEN and return `pos`."""
         self.status = BROKEN
-        return at
+        return pos
 
-    def _open(self, text: str, at: int) -> int:
-        if not text.startswith(self._part.open, at):
-            return self._break(at)
-        self._step = self._name
-        return at + len(self._part.open)
+    def _wait_or_reject(self, text: str, pos: int) -> int:
+        """Return NEED_MORE, unless the text has ended or the unread text is too long."""
+        if self.is_final or len(text) - pos > MAX_HEAD_CHARS:
+            return self._reject(pos)
+        return NEED_MORE
 
-    def _name(self, text: str, at: int) -> int:
-        """A name, its bracket, and enough behind it to know that this is a call."""
-        match = _NAME(text, at)
-        if match is None:
-            return self._break(at)
-        bracket = match.end()
+    def _read_opening_bracket(self, text: str, pos: int) -> int:
+        """Read the bracket before all calls."""
+        if not text.startswith(self._part.open, pos):
+            return self._reject(pos)
+        self._step = self._read_call_start
+        return pos + len(self._part.open)
+
+    def _read_call_start(self, text: str, pos: int) -> int:
+        """Read a name and its bracket, and start the call.
+
+        To distinguish a call from prose, the text after the bracket must be `)`, or a keyword and
+        `=`. Examples: `f(a=` and `f()` start a call, `f(x)` does not.
+        """
+        name_match = _FUNCTION_NAME(text, pos)
+        if name_match is None:
+            return self._reject(pos)
+        bracket = name_match.end()
         if bracket == len(text):
-            return self._await(text, at)
-        inside = skip_blanks(text, bracket + 1)
+            return self._wait_or_reject(text, pos)
         if text[bracket] != "(":
-            return self._break(at)
+            return self._reject(pos)
+        inside = skip_blanks(text, bracket + 1)
         if inside >= len(text):
-            return self._await(text, at)
+            return self._wait_or_reject(text, pos)
         if text[inside] != ")":
-            keyword = _KEYWORD(text, inside)
-            equals = skip_blanks(text, keyword.end()) if keyword else inside
-            if keyword is not None and equals + 1 >= len(text):
-                return self._await(text, at)
-            if keyword is None or text[equals] != "=" or text.startswith("==", equals):
-                return self._break(at)
-        name = match.group().removesuffix(self._part.suffix)
-        if not self.sink.begin(name, "", self._is_sure):
-            return self._break(at)
-        self._count = 0
-        self._step = self._keyword
+            keyword_match = _KEYWORD(text, inside)
+            if keyword_match is None:
+                return self._reject(pos)
+            equals = skip_blanks(text, keyword_match.end())
+            if equals + 1 >= len(text):
+                return self._wait_or_reject(text, pos)
+            if text[equals] != "=" or text[equals + 1] == "=":
+                return self._reject(pos)
+        name = name_match.group().removesuffix(self._part.suffix)
+        if not self.writer.start(name, "", self._is_certain):
+            return self._reject(pos)
+        self._num_arguments = 0
+        self._step = self._read_keyword_or_end
         return bracket + 1
 
-    def _await(self, text: str, at: int) -> int:
-        return self._break(at) if self.final or len(text) - at > MAX_HEAD else NEED
-
-    def _keyword(self, text: str, at: int) -> int:
-        if text[at] == ")":
-            return self._end_call(at + 1)
-        keyword = _KEYWORD(text, at)
-        if keyword is None:
-            return self._break(at)
-        equals = skip_blanks(text, keyword.end())
+    def _read_keyword_or_end(self, text: str, pos: int) -> int:
+        """Read `)`, or the keyword of an argument and its `=`."""
+        if text[pos] == ")":
+            return self._end_call(pos + 1)
+        match = _KEYWORD(text, pos)
+        if match is None:
+            return self._reject(pos)
+        equals = skip_blanks(text, match.end())
         if equals == len(text):
-            return self._await(text, at)
+            return self._wait_or_reject(text, pos)
         if text[equals] != "=":
-            return self._break(at)
-        self.sink.write(f"{', ' if self._count else '{'}{quoted(keyword.group())}: ")
-        self._count += 1
-        self._scan = LiteralScan(PYTHON)
-        self._step = self._value
+            return self._reject(pos)
+        separator = ", " if self._num_arguments else "{"
+        self.writer.write(f"{separator}{quote_json(match.group())}: ")
+        self._num_arguments += 1
+        self._literal = LiteralReader(PYTHON)
+        self._step = self._read_value
         return equals + 1
 
-    def _value(self, text: str, at: int) -> int:
-        out: list[str] = []
-        end = self._scan.read(text, at, self.final, out)
-        if out:
-            self.sink.write("".join(out))
-        if self._scan.status is DONE:
-            self._step = self._after_value
-        elif self._scan.status is BROKEN:
+    def _read_value(self, text: str, pos: int) -> int:
+        """Read the value of an argument."""
+        json_parts: list[str] = []
+        end = self._literal.read(text, pos, self.is_final, json_parts)
+        if json_parts:
+            self.writer.write("".join(json_parts))
+        if self._literal.status is DONE:
+            self._step = self._read_comma_or_end
+        elif self._literal.status is BROKEN:
             self.status = BROKEN
-        elif end == at:
-            return NEED
+        elif end == pos:
+            return NEED_MORE
         return end
 
-    def _after_value(self, text: str, at: int) -> int:
-        if text[at] == ",":
-            self._step = self._keyword
-            return at + 1
-        if text[at] == ")":
-            return self._end_call(at + 1)
-        return self._break(at)
+    def _read_comma_or_end(self, text: str, pos: int) -> int:
+        """Read the comma or `)` after an argument."""
+        if text[pos] == ",":
+            self._step = self._read_keyword_or_end
+            return pos + 1
+        if text[pos] == ")":
+            return self._end_call(pos + 1)
+        return self._reject(pos)
 
-    def _end_call(self, at: int) -> int:
-        self.sink.write("}" if self._count else "{}")
-        self.sink.end()
-        self.cut = at
-        self._is_sure = True
-        self._step = self._between
+    def _end_call(self, pos: int) -> int:
+        """End the call whose text ends at `pos`."""
+        self.writer.write("}" if self._num_arguments else "{}")
+        self.writer.end()
+        self.last_call_end = pos
+        self._is_certain = True
+        self._step = self._read_between_calls
         if not self._part.close and not self._part.separator.strip():
             self.status = DONE
-        return at
+        return pos
 
-    def _between(self, text: str, at: int) -> int:
+    def _read_between_calls(self, text: str, pos: int) -> int:
+        """Read the separator between two calls, or the bracket after all calls."""
         part = self._part
-        if part.close and text.startswith(part.close, at):
+        if part.close and text.startswith(part.close, pos):
             self.status = DONE
-            return at + len(part.close)
+            return pos + len(part.close)
         separator = part.separator.strip()
-        if separator and text.startswith(separator, at):
-            self._step = self._name
-            return at + len(separator)
-        return self._break(at)
+        if separator and text.startswith(separator, pos):
+            self._step = self._read_call_start
+            return pos + len(separator)
+        return self._reject(pos)
 
     def abandon(self) -> bool:
-        """Close the arguments so that they are JSON; see Body.abandon."""
-        inside = self._scan.closers() if self._step == self._value else ""
-        self.sink.write(inside + ("}" if self._count else "{}"))
-        self.sink.end("broken arguments")
+        """Complete the JSON text of the arguments, see `BodyReader.abandon`."""
+        value_end = self._literal.closing_text() if self._step == self._read_value else ""
+        self.writer.write(value_end + ("}" if self._num_arguments else "{}"))
+        self.writer.end(BROKEN_ARGUMENTS)
         return True
 
     def finish(self) -> None:
-        """Nothing more comes; see Body.finish."""
-        if self._step == self._between:
+        """End the open call, because the text has ended."""
+        if self._step == self._read_between_calls:
             self.status = DONE
             return
         super().finish()
 
 
-class BareKeyBody(Body):
-    """Reads one object with bare keys as a call's arguments."""
+class BareKeyReader(BodyReader):
+    """Reads the arguments of a call as an object with bare keys: `{city:<q>Paris<q>,days:3}`."""
 
-    __slots__ = ("_call_id", "_name", "_scan")
+    __slots__ = ("_call_id", "_literal", "_name")
 
-    def __init__(self, sink: CallSink, part: BareKeyArguments, name: str, call_id: str) -> None:
-        super().__init__(sink)
+    def __init__(self, writer: CallWriter, part: BareKeyArguments, name: str, call_id: str) -> None:
+        super().__init__(writer)
         self._name = name
         self._call_id = call_id
-        others = () if part.quote == '"' else ('"',)  # models fall back to JSON at times
-        self._scan = LiteralScan(Dialect((part.quote, *others), escaped=others))
+        # Some models write a JSON string instead of the declared quotes.
+        json_quotes = () if part.quote == '"' else ('"',)
+        self._literal = LiteralReader(Dialect((part.quote, *json_quotes), escaping=json_quotes))
 
-    def read(self, text: str, at: int) -> int:
-        """Read on in the object; see Body.read."""
-        if not self.sink.is_open:
-            at = skip_blanks(text, at)
-            if at == len(text):
-                return at
-            if text[at] != "{" or not self.sink.begin(self._name, self._call_id):
+    def read(self, text: str, pos: int) -> int:
+        """Read the object in `text`, see `BodyReader.read`."""
+        if not self.writer.is_open:
+            pos = skip_blanks(text, pos)
+            if pos == len(text):
+                return pos
+            if text[pos] != "{" or not self.writer.start(self._name, self._call_id):
                 self.status = BROKEN
-                return at
-        out: list[str] = []
-        end = self._scan.read(text, at, self.final, out)
-        if out:
-            self.sink.write("".join(out))
-        self.status = self._scan.status
+                return pos
+        json_parts: list[str] = []
+        end = self._literal.read(text, pos, self.is_final, json_parts)
+        if json_parts:
+            self.writer.write("".join(json_parts))
+        self.status = self._literal.status
         if self.status is DONE:
-            self.sink.end()
+            self.writer.end()
         return end
 
     def abandon(self) -> bool:
-        """Close the object so that it is JSON; see Body.abandon."""
-        self.sink.write(self._scan.closers())
-        self.sink.end("broken arguments")
+        """Complete the JSON text of the object, see `BodyReader.abandon`."""
+        self.writer.write(self._literal.closing_text())
+        self.writer.end(BROKEN_ARGUMENTS)
         return True

@@ -1,4 +1,7 @@
-"""What a tool's JSON schema says of an argument's type, and bare text read by it."""
+"""Reads the types of arguments from JSON schemas, and converts bare text to JSON by these types.
+
+"JSON type" means one of the names in `ALL_TYPES`.
+"""
 
 from __future__ import annotations
 
@@ -8,108 +11,129 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-ALL_KINDS = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
-_ALIASES = {
+ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+_TYPE_ALIASES = {
     "str": "string",
     "int": "integer",
     "float": "number",
     "bool": "boolean",
     "dict": "object",
 }
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
+# Keywords that occur only in schemas of one type.
+_TYPE_OF_KEYWORD = (("properties", "object"), ("items", "array"), ("pattern", "string"))
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_FIRST_CHARS_OF_LITERALS = "[{(-+.0123456789'\""
 _MAX_DEPTH = 8
 
 
 class Tools:
-    """The tools that a prompt offers, by name.
+    """The tools that the prompt offers to the model, by name.
 
-    `tools` is the OpenAI list (each `{"type": "function", "function": {...}}`, or the inner object
-    alone), or None when it is not known what was offered; an empty list tells as little. What is
-    malformed in it is passed over.
+    Attributes:
+        is_known: Whether the offered tools are known. False for an empty list and for None.
+        parameters: The JSON schema of the parameters, by the name of the function.
     """
 
-    __slots__ = ("_kinds", "is_known", "parameters")
+    __slots__ = ("_argument_types", "is_known", "parameters")
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Read the OpenAI tools list, and ignore malformed members.
+
+        Args:
+            tools: The list. A member is `{"type": "function", "function": {...}}`, or only the
+                inner object.
+        """
         self.is_known = bool(tools)
         self.parameters: dict[str, Mapping[str, Any]] = {}
-        self._kinds: dict[tuple[str, str], frozenset[str] | None] = {}
+        self._argument_types: dict[tuple[str, str], frozenset[str] | None] = {}
         for tool in tools or ():
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
             name = function.get("name") if isinstance(function, Mapping) else None
             if isinstance(name, str) and isinstance(function, Mapping):
-                found = function.get("parameters", function.get("input_schema"))
-                self.parameters[name] = found if isinstance(found, Mapping) else {}
+                schema = function.get("parameters", function.get("input_schema"))
+                self.parameters[name] = schema if isinstance(schema, Mapping) else {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.parameters
 
-    def kinds(self, function: str, key: str) -> frozenset[str] | None:
-        """The JSON types that argument `key` of `function` may have; None where nothing says."""
-        cached = (function, key)
-        if cached not in self._kinds:
-            schema = self.parameters.get(function, {})
-            properties = schema.get("properties")
-            found = properties.get(key) if isinstance(properties, Mapping) else None
-            self._kinds[cached] = json_types_of(found, schema) if found is not None else None
-        return self._kinds[cached]
+    def argument_types(self, function: str, key: str) -> frozenset[str] | None:
+        """Return the JSON types that argument `key` may have, or None if they are not known."""
+        cache_key = (function, key)
+        if cache_key not in self._argument_types:
+            root = self.parameters.get(function, {})
+            properties = root.get("properties")
+            schema = properties.get(key) if isinstance(properties, Mapping) else None
+            types = json_types_of(schema, root) if schema is not None else None
+            self._argument_types[cache_key] = types
+        return self._argument_types[cache_key]
 
 
 def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
-    """The JSON types that a schema allows; None where it does not say."""
+    """Return the JSON types that a schema allows, or None if the schema does not define them.
+
+    Example: `{"anyOf": [{"type": "integer"}, {"type": "null"}]}` gives `{"integer", "null"}`.
+
+    Args:
+        schema: The schema.
+        root: The schema that references (`$ref`) inside `schema` refer to.
+        depth: The number of schemas that enclose this one.
+    """
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return None
-    found = _declared(schema, root, depth)
-    if found is not None and schema.get("nullable") is True:
-        return found | {"null"}
-    return found
+    types = _declared_types(schema, root, depth)
+    if types is not None and schema.get("nullable") is True:
+        return types | {"null"}
+    return types
 
 
-def _declared(
+def _declared_types(
     schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
 ) -> frozenset[str] | None:
+    """Return the JSON types that a schema allows, without regard to `nullable`."""
     reference = schema.get("$ref")
     if isinstance(reference, str):
         return json_types_of(_resolve(reference, root), root, depth + 1)
     declared = schema.get("type")
     if declared is not None:
         names = declared if isinstance(declared, list) else [declared]
-        kinds = {_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
-        return frozenset(kinds) if kinds <= ALL_KINDS else None
+        types = {_TYPE_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
+        return frozenset(types) if types <= ALL_TYPES else None
     if isinstance(schema.get("enum"), list):
         return frozenset(json_type_of(value) for value in schema["enum"])
     if "const" in schema:
         return frozenset({json_type_of(schema["const"])})
-    for word in ("anyOf", "oneOf"):
-        if isinstance(schema.get(word), list):
-            return _union(json_types_of(option, root, depth + 1) for option in schema[word])
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(schema.get(keyword), list):
+            return _union(json_types_of(option, root, depth + 1) for option in schema[keyword])
     if isinstance(schema.get("allOf"), list):
-        known = [json_types_of(option, root, depth + 1) for option in schema["allOf"]]
-        return next((kinds for kinds in known if kinds is not None), None)
-    for word, kind in (("properties", "object"), ("items", "array"), ("pattern", "string")):
-        if word in schema:
-            return frozenset({kind})
+        all_types = [json_types_of(option, root, depth + 1) for option in schema["allOf"]]
+        return next((types for types in all_types if types is not None), None)
+    for keyword, json_type in _TYPE_OF_KEYWORD:
+        if keyword in schema:
+            return frozenset({json_type})
     return None
 
 
 def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    found: frozenset[str] = frozenset()
-    for option in options:
-        if option is None:
+    """Return the union of several sets of types. It is None if one of the sets is not known."""
+    union: frozenset[str] = frozenset()
+    for types in options:
+        if types is None:
             return None
-        found |= option
-    return found or None
+        union |= types
+    return union or None
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> object:
-    found: object = root
+    """Return the schema that a reference such as `#/$defs/City` refers to, or None."""
+    schema: object = root
     for part in reference.removeprefix("#").strip("/").split("/"):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        schema = schema.get(part) if isinstance(schema, Mapping) else None
+    return schema
 
 
 def json_type_of(value: object) -> str:
-    """The JSON type of a Python value that json.loads gave."""
+    """Return the JSON type of a value that `json.loads` returned."""
     if isinstance(value, bool):
         return "boolean"
     if value is None:
@@ -118,49 +142,68 @@ def json_type_of(value: object) -> str:
     return names.get(type(value), "object")
 
 
-def loads(text: str) -> Any:  # noqa: ANN401  # what JSON may hold
-    """json.loads, taking raw control characters in strings. Raises: ValueError."""
+def loads(text: str) -> Any:  # noqa: ANN401  # JSON may hold any type
+    """Parse JSON text, in which strings may contain control characters.
+
+    Raises:
+        ValueError: The text is not JSON, or is nested too deeply.
+    """
     try:
         return json.loads(text, strict=False)
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise ValueError("The JSON text is nested too deeply") from error
 
 
-def to_json(text: str, kinds: frozenset[str] | None) -> str:
-    """Bare argument text as JSON text of one of `kinds`; a JSON string where nothing else fits.
+def to_json(text: str, types: frozenset[str] | None) -> str:
+    """Convert the bare text of an argument to JSON text of one of `types`.
 
-    The text of numbers and containers is kept to the letter where it is JSON already.
+    JSON text of a suitable type is returned without white space and otherwise unchanged. Text that
+    is neither JSON nor a Python literal becomes a JSON string.
+
+    Examples:
+        `to_json("12", {"integer"})` returns `12`, `to_json("12", {"string"})` returns `"12"`,
+        `to_json("True", {"boolean"})` returns `true`, `to_json("Paris", None)` returns `"Paris"`.
+
+    Args:
+        text: The text, as the model wrote it.
+        types: The JSON types that the schema allows, or None if they are not known.
     """
-    bare = text.strip()
-    value = _as_json(bare)
-    if value is not None:
-        kind, spelled = value
-        if kinds is None:
-            return spelled if kind != "string" else json.dumps(text, ensure_ascii=False)
-        if kind in kinds or (kind == "integer" and "number" in kinds):
-            return spelled if kind != "string" else json.dumps(text, ensure_ascii=False)
-        if kind == "number" and kinds & {"integer"} and "string" not in kinds:
-            return spelled
-        if kind == "string" and "string" not in kinds:
-            return spelled
-        if "string" not in kinds and kind in ("null", "object", "array"):
-            return spelled
+    literal = _parse_literal(text.strip())
+    if literal is not None:
+        json_type, json_text = literal
+        is_integer_for_number = json_type == "integer" and types is not None and "number" in types
+        if types is None or json_type in types or is_integer_for_number:
+            is_accepted = json_type != "string"
+        elif "string" in types:
+            is_accepted = False
+        else:
+            # The schema allows no string, so a value of another type is returned as the model wrote
+            # it. Only booleans and numbers that the schema does not allow become strings.
+            is_fraction = json_type == "number" and "integer" in types
+            is_accepted = is_fraction or json_type in ("string", "null", "object", "array")
+        if is_accepted:
+            return json_text
     return json.dumps(text, ensure_ascii=False)
 
 
-def _as_json(bare: str) -> tuple[str, str] | None:
-    """(kind, JSON text) of text that is JSON or a Python literal; None for anything else."""
-    bare = _LITERALS.get(bare, bare)
+def _parse_literal(text: str) -> tuple[str, str] | None:
+    """Return the JSON type and the JSON text of a JSON value or Python literal.
+
+    Examples: `"True"` gives `("boolean", "true")`, `"{'a': 1}"` gives `("object", '{"a": 1}')`. The
+    result is None for any other text.
+    """
+    text = _JSON_WORDS.get(text, text)
     try:
-        return json_type_of(loads(bare)), bare
+        return json_type_of(loads(text)), text
     except ValueError:
         pass
-    if bare[:1] not in "[{(-+.0123456789'\"" or not bare:
+    if not text or text[0] not in _FIRST_CHARS_OF_LITERALS:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of odd escapes, which are the model's
-            value = ast.literal_eval(bare)
+            # Python warns about invalid escape sequences. Here the model wrote them, not a person.
+            warnings.simplefilter("ignore")
+            value = ast.literal_eval(text)
         return json_type_of(value), json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None

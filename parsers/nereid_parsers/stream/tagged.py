@@ -1,226 +1,271 @@
-"""Tagged arguments: `<parameter=city>Paris</parameter>`, built up into a JSON object.
+"""Reads tagged arguments such as `<parameter=city>Paris</parameter>` as a JSON object.
 
-A value that can only be a string streams as it arrives. Any other waits for its closing marker,
-because `12` may yet become `12 Main Street`.
+A value that can only be a string is passed on as it arrives. Any other value is kept until its
+closing marker has been read, because the text `12` may continue as `12 Main Street`.
 """
 
 from __future__ import annotations
 
 import re
-from json.encoder import encode_basestring as quoted
+from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.format import TaggedArguments
-from nereid_parsers.stream.body import BROKEN, DONE, MORE, Body, CallSink
-from nereid_parsers.stream.lexer import partial
-from nereid_parsers.stream.patterns import FAIL, NEED, Pattern, compiled, skip_blanks
+from nereid_parsers.stream.body import BROKEN, DONE, MORE, BodyReader
+from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.lexer import marker_prefix_regex
+from nereid_parsers.stream.literals import escape_json
+from nereid_parsers.stream.patterns import (
+    NEED_MORE,
+    NO_MATCH,
+    Pattern,
+    compile_pattern,
+    skip_blanks,
+)
 from nereid_parsers.stream.schema import to_json
 
-_JSON_STARTS = frozenset('{["-+.0123456789tfnTFNI \t\r\n')
-_STRING = frozenset({"string"})
+# The first characters of JSON values, and of the words true, false, null, True, False, None, NaN
+# and Infinity. A value that starts with another character can only be a string.
+_FIRST_CHARS_OF_JSON = frozenset('{["-+.0123456789tfnTFNI \t\r\n')
+_STRING_ONLY = frozenset({"string"})
 _STRING_OR_NULL = frozenset({"string", "null"})
-_NOT_STRINGS = frozenset({"integer", "number", "boolean", "null", "object", "array"})
+_NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
+_NULL_WORDS = ("null", "None")
+# Values of the pattern fields {string} and {type} which declare that a value is a string.
+_IS_STRING = "true"
+_STRING_TYPE_NAMES = ("string", "str")
 
 
 class TagPlan:
-    """One spelling of a tagged value, compiled."""
+    """One spelling of a tagged value, compiled.
 
-    __slots__ = ("key", "padding", "value_end")
+    Attributes:
+        key: The pattern before the value.
+        padding: The white space between this pattern and the value. It is not a part of the value.
+        close: The closing marker, without white space.
+        find_possible_end: Finds the end of the value, or a prefix of it at the end of the text.
+        find_end: Finds the end of the value. The match includes the padding before the marker.
+    """
+
+    __slots__ = ("close", "find_end", "find_possible_end", "key", "padding")
 
     def __init__(self, part: TaggedArguments) -> None:
-        bare = part.open.rstrip()
-        close = part.close.strip()
-        self.padding = part.open[len(bare) :]
-        self.key: Pattern = compiled(bare)
-        before = part.close[: len(part.close) - len(part.close.lstrip())]
-        full = f"(?:{re.escape(before)})?{re.escape(close)}"
-        awaited = [partial(before + close), partial(close)] if before else [partial(close)]
-        first = re.escape(close[0]) + re.escape(before[:1])
-        self.value_end = (
-            re.compile(f"(?=[{first}])(?:{full}|{'|'.join(awaited)})").search,
-            re.compile(full).search,
-            close,
-        )
+        opening = part.open.rstrip()
+        self.key: Pattern = compile_pattern(opening)
+        self.padding = part.open[len(opening) :]
+        self.close = part.close.strip()
+        padding = part.close[: len(part.close) - len(part.close.lstrip())]
+        end = f"(?:{re.escape(padding)})?{re.escape(self.close)}"
+        prefixes = [marker_prefix_regex(self.close)]
+        if padding:
+            prefixes.insert(0, marker_prefix_regex(padding + self.close))
+        first_chars = re.escape(self.close[0]) + re.escape(padding[:1])
+        self.find_end = re.compile(end).search
+        self.find_possible_end = re.compile(
+            f"(?=[{first_chars}])(?:{end}|{'|'.join(prefixes)})"
+        ).search
 
 
-class RowPlan:
-    """A TaggedArguments part, compiled: how values are spelled, and what ends the row."""
+class TagsPlan:
+    """A TaggedArguments part, compiled.
 
-    __slots__ = ("stops", "tags")
+    Attributes:
+        spellings: The spellings of a tagged value, in the order in which they are tried.
+        stop_markers: The markers that end the body. They do not belong to it.
+    """
 
-    def __init__(self, part: TaggedArguments, stops: tuple[str, ...]) -> None:
-        """`stops`: markers that end the body, none of which belongs to it."""
-        self.tags = tuple(TagPlan(one) for one in (part, *part.also))
-        self.stops = stops
+    __slots__ = ("spellings", "stop_markers")
 
-    def match(self, text: str, at: int, final: bool) -> tuple[TagPlan | None, int, dict[str, str]]:
-        """The first spelling that fits at `at`, where its value begins (NEED, FAIL), its fields."""
-        for tag in self.tags:
+    def __init__(self, part: TaggedArguments, stop_markers: tuple[str, ...]) -> None:
+        self.spellings = tuple(TagPlan(spelling) for spelling in (part, *part.also))
+        self.stop_markers = stop_markers
+
+    def match(
+        self, text: str, pos: int, is_final: bool
+    ) -> tuple[TagPlan | None, int, dict[str, str]]:
+        """Match the opening of a tagged value at `pos`, for example `<parameter=city>`.
+
+        Returns:
+            The spelling that matches, the position after the opening, and the values of the fields.
+            If more text must decide, the position is NEED_MORE. If no spelling matches, the
+            spelling is None and the position is NO_MATCH.
+        """
+        for spelling in self.spellings:
             fields: dict[str, str] = {}
-            end = tag.key.match(text, at, final, fields)
-            if end != FAIL:
-                return tag, end, fields
-        return None, FAIL, {}
+            end = spelling.key.match(text, pos, is_final, fields)
+            if end != NO_MATCH:
+                return spelling, end, fields
+        return None, NO_MATCH, {}
+
+    def is_at_stop_marker(self, text: str, pos: int) -> bool:
+        """Return whether a marker that ends the body stands at `pos`."""
+        return any(text.startswith(marker, pos) for marker in self.stop_markers)
+
+    def may_become_stop_marker(self, text: str, pos: int) -> bool:
+        """Return whether `text[pos:]` is a prefix of a marker that ends the body."""
+        return any(marker.startswith(text[pos:]) for marker in self.stop_markers)
 
 
-class TaggedBody(Body):
-    """Reads a row of tagged values as one call's arguments."""
+class TaggedReader(BodyReader):
+    """Reads tagged values as the arguments of one call. `_step` is the step that follows."""
 
     __slots__ = (
         "_call_id",
-        "_count",
         "_key",
-        "_kinds",
         "_name",
-        "_parts",
+        "_num_arguments",
         "_plan",
+        "_spelling",
         "_step",
-        "_tag",
+        "_types",
+        "_value_pieces",
     )
 
-    def __init__(self, sink: CallSink, plan: RowPlan, name: str, call_id: str) -> None:
-        super().__init__(sink)
+    def __init__(self, writer: CallWriter, plan: TagsPlan, name: str, call_id: str) -> None:
+        super().__init__(writer)
         self._plan = plan
-        self._tag = plan.tags[0]
         self._name = name
         self._call_id = call_id
-        self._step = self._between
-        self._count = 0
+        self._step = self._read_tag_or_end
+        self._num_arguments = 0
+        # The spelling, the key, the JSON types and the text of the current value. The text is kept
+        # only if the value is not passed on as it arrives.
+        self._spelling = plan.spellings[0]
         self._key = ""
-        self._kinds: frozenset[str] | None = None
-        self._parts: list[str] = []  # of a value that waits for its end
+        self._types: frozenset[str] | None = None
+        self._value_pieces: list[str] = []
 
-    def read(self, text: str, at: int) -> int:
-        """Read on in the row; see Body.read."""
-        if not self.sink.is_open and not self.sink.begin(self._name, self._call_id):
+    def read(self, text: str, pos: int) -> int:
+        """Read the tagged values in `text`, see `BodyReader.read`."""
+        if not self.writer.is_open and not self.writer.start(self._name, self._call_id):
             self.status = BROKEN
-            return at
+            return pos
         size = len(text)
-        while at < size and self.status is MORE:
-            end = self._step(text, at)
-            if end < 0:
-                return at
-            at = end
-        return at
+        while pos < size and self.status is MORE:
+            end = self._step(text, pos)
+            if end == NEED_MORE:
+                return pos
+            pos = end
+        return pos
 
-    def _between(self, text: str, at: int) -> int:
-        at = skip_blanks(text, at)
-        if at == len(text):
-            return at
+    def _read_tag_or_end(self, text: str, pos: int) -> int:
+        """Read the opening of the next value, or find a marker that ends the body."""
+        pos = skip_blanks(text, pos)
+        if pos == len(text):
+            return pos
         plan = self._plan
-        for stop in plan.stops:
-            if text.startswith(stop, at):
-                self._end()
-                return at
-        tag, end, fields = plan.match(text, at, self.final)
-        if tag is not None and end >= 0:
-            self._tag = tag
-            self._begin_value(fields)
+        if plan.is_at_stop_marker(text, pos):
+            self._close_arguments()
+            self.writer.end()
+            self.status = DONE
+            return pos
+        spelling, end, fields = plan.match(text, pos, self.is_final)
+        if spelling is not None and end >= 0:
+            self._spelling = spelling
+            self._start_value(fields)
             return end
-        if end == NEED or self._may_stop(text, at):
-            return NEED
-        if self.final and self._is_cut(text, at):
-            return len(text)
-        self.status = BROKEN  # text between arguments
-        return at
+        if end == NEED_MORE:
+            return NEED_MORE
+        if plan.may_become_stop_marker(text, pos):
+            return len(text) if self.is_final else NEED_MORE
+        if self.is_final and plan.match(text, pos, is_final=False)[1] == NEED_MORE:
+            return len(text)  # The text ends inside the opening of a value.
+        self.status = BROKEN  # There is text between the arguments.
+        return pos
 
-    def _may_stop(self, text: str, at: int) -> bool:
-        return not self.final and any(stop.startswith(text[at:]) for stop in self._plan.stops)
-
-    def _is_cut(self, text: str, at: int) -> bool:
-        """Whether the text ends in the beginning of a tag, or of what ends the row."""
-        begun = self._plan.match(text, at, final=False)[1] == NEED
-        return begun or any(stop.startswith(text[at:]) for stop in self._plan.stops)
-
-    def _begin_value(self, fields: dict[str, str]) -> None:
+    def _start_value(self, fields: dict[str, str]) -> None:
+        """Write the key of a value, and determine the JSON types that the value may have."""
         self._key = fields["key"].strip()
-        self._kinds = self.sink.tools.kinds(self._name, self._key)
         if "string" in fields:
-            self._kinds = _STRING if fields["string"] == "true" else _NOT_STRINGS
+            self._types = _STRING_ONLY if fields["string"] == _IS_STRING else _NOT_STRING
         elif "type" in fields:
-            self._kinds = _STRING if fields["type"] in ("string", "str") else _NOT_STRINGS
-        head = "{" if not self._count else ", "
-        self._count += 1
-        self.sink.write(f"{head}{quoted(self._key)}: ")
-        self._parts = []
-        self._step = self._padding
-
-    def _padding(self, text: str, at: int) -> int:
-        padding = self._tag.padding
-        if text.startswith(padding, at):
-            at += len(padding)
-        elif not self.final and padding.startswith(text[at:]):
-            return NEED
-        if self._kinds == _STRING:
-            self.sink.write('"')
-            self._step = self._stream
+            self._types = _STRING_ONLY if fields["type"] in _STRING_TYPE_NAMES else _NOT_STRING
         else:
-            self._step = self._wait
-        return at
+            self._types = self.writer.tools.argument_types(self._name, self._key)
+        separator = ", " if self._num_arguments else "{"
+        self._num_arguments += 1
+        self.writer.write(f"{separator}{quote_json(self._key)}: ")
+        self._value_pieces = []
+        self._step = self._skip_padding
 
-    def _find_end(self, text: str, at: int) -> tuple[int, int]:
-        """(where the value ends, where its closing marker ends); the same where it goes on."""
-        awaited, full, close = self._tag.value_end
-        match = (full if self.final else awaited)(text, at)
+    def _skip_padding(self, text: str, pos: int) -> int:
+        """Skip the white space before a value, and select the step that reads the value."""
+        padding = self._spelling.padding
+        if text.startswith(padding, pos):
+            pos += len(padding)
+        elif not self.is_final and padding.startswith(text[pos:]):
+            return NEED_MORE
+        if self._types == _STRING_ONLY:
+            self.writer.write('"')
+            self._step = self._pass_on_string
+        else:
+            self._step = self._keep_value
+        return pos
+
+    def _find_value_end(self, text: str, pos: int) -> tuple[int, int]:
+        """Return the end of the value's text, and the end of the closing marker after it.
+
+        The positions are equal if the closing marker is not complete. Example: for the marker
+        `</p>`, the text `a</p>` gives `(1, 5)`, `a</` gives `(1, 1)` and `ab` gives `(2, 2)`.
+        """
+        spelling = self._spelling
+        find = spelling.find_end if self.is_final else spelling.find_possible_end
+        match = find(text, pos)
         if match is None:
             return len(text), len(text)
-        if text.endswith(close, match.start(), match.end()):
+        if text.endswith(spelling.close, match.start(), match.end()):
             return match.start(), match.end()
         return match.start(), match.start()
 
-    def _stream(self, text: str, at: int) -> int:
-        start, end = self._find_end(text, at)
-        if start > at:
-            self.sink.write(quoted(text[at:start])[1:-1])
-        if end > start:
-            self.sink.write('"')
-            self._step = self._between
-            return end
-        return start if start > at else NEED
+    def _pass_on_string(self, text: str, pos: int) -> int:
+        """Write the text of a string as it arrives, and its quote after the closing marker."""
+        value_end, marker_end = self._find_value_end(text, pos)
+        if value_end > pos:
+            self.writer.write(escape_json(text[pos:value_end]))
+        if marker_end > value_end:
+            self.writer.write('"')
+            self._step = self._read_tag_or_end
+            return marker_end
+        return value_end if value_end > pos else NEED_MORE
 
-    def _wait(self, text: str, at: int) -> int:
-        start, end = self._find_end(text, at)
-        if start > at:
-            self._parts.append(text[at:start])
-        if end > start:
-            self.sink.write(to_json("".join(self._parts), self._kinds))
-            self._step = self._between
-            return end
-        if start > at and self._can_only_be_string():
-            self.sink.write('"' + quoted("".join(self._parts))[1:-1])
-            self._step = self._stream
-        return start if start > at else NEED
+    def _keep_value(self, text: str, pos: int) -> int:
+        """Keep the text of a value, and write it as JSON after the closing marker."""
+        value_end, marker_end = self._find_value_end(text, pos)
+        if value_end > pos:
+            self._value_pieces.append(text[pos:value_end])
+        if marker_end > value_end:
+            self.writer.write(to_json("".join(self._value_pieces), self._types))
+            self._step = self._read_tag_or_end
+            return marker_end
+        if value_end > pos and self._can_only_be_string():
+            self.writer.write('"' + escape_json("".join(self._value_pieces)))
+            self._step = self._pass_on_string
+        return value_end if value_end > pos else NEED_MORE
 
     def _can_only_be_string(self) -> bool:
-        """Whether the value so far rules out every type but string."""
-        kinds = self._kinds
-        if kinds is not None and "string" not in kinds:
+        """Return whether the kept text shows that the value is a string."""
+        types = self._types
+        if types is not None and "string" not in types:
             return False
-        if kinds == _STRING_OR_NULL:
-            value = "".join(self._parts)
-            return not ("null".startswith(value) or "None".startswith(value))
-        return bool(self._parts) and self._parts[0][0] not in _JSON_STARTS
+        if types == _STRING_OR_NULL:
+            value = "".join(self._value_pieces)
+            return not any(word.startswith(value) for word in _NULL_WORDS)
+        return bool(self._value_pieces) and self._value_pieces[0][0] not in _FIRST_CHARS_OF_JSON
 
-    def _end(self) -> None:
-        if not self._count:
-            self.sink.write("{}")
-        else:
-            self.sink.write("}")
-        self.sink.end()
-        self.status = DONE
+    def _close_arguments(self) -> None:
+        """Write the closing brace of the arguments."""
+        self.writer.write("}" if self._num_arguments else "{}")
 
     def abandon(self) -> bool:
-        """Text stands between the arguments: close the object so that it is JSON."""
-        self.sink.write("}" if self._count else "{}")
-        self.sink.end("text between arguments")
+        """Complete the JSON text of the arguments, see `BodyReader.abandon`."""
+        self._close_arguments()
+        self.writer.end("there is text between the arguments")
         return True
 
     def finish(self) -> None:
-        """Nothing more comes; what is left unfinished stays so, as with JSON cut off."""
-        if not self.sink.is_open:
-            super().finish()
-            return
-        if self._step == self._between:
-            self.sink.write("}" if self._count else "{}")
-        elif self._step == self._wait and self._parts:
-            self.sink.write(to_json("".join(self._parts), self._kinds))
+        """End the open call, because the text has ended. An unfinished string stays unfinished."""
+        if self.writer.is_open:
+            if self._step == self._read_tag_or_end:
+                self._close_arguments()
+            elif self._step == self._keep_value and self._value_pieces:
+                self.writer.write(to_json("".join(self._value_pieces), self._types))
         super().finish()

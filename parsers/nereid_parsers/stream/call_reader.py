@@ -1,0 +1,430 @@
+"""Reads tool calls: their markers, heads and bodies, and the text between them."""
+
+from __future__ import annotations
+
+from nereid_parsers.format import JsonArray, JsonObject, PythonCalls
+from nereid_parsers.stream.body import BROKEN, BROKEN_ARGUMENTS, MORE, BodyReader
+from nereid_parsers.stream.call_plan import CallPlan, Head
+from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.json_bodies import ArgumentsReader
+from nereid_parsers.stream.patterns import NEED_MORE, looks_like_markup, skip_blanks
+from nereid_parsers.stream.plan import FormatPlan
+from nereid_parsers.stream.state import State
+from nereid_parsers.stream.text_buffer import TextBuffer
+from nereid_parsers.stream.text_writer import TextWriter
+
+# Some models write superfluous closing brackets before the closing marker of a call.
+_SUPERFLUOUS_CHARS = "}])`"
+_MAX_SUPERFLUOUS_CHARS = 16
+# The limit, for each message, of the number of times that kept arguments are read again. Without a
+# limit, the time would not be linear in the length of the text.
+_MAX_REREADS = 16
+
+# Faults of content that looked like a call.
+_NO_CALL = "the text is not a tool call"
+_NO_CALL_AFTER_MARKER = "no call follows the marker"
+_EMPTY_SECTION = "the tool section contains no call"
+
+
+class CallReader:
+    """Reads calls, from the marker that opens them to the text after them.
+
+    Each method `read_...` handles one state of the parser. It reads text from the buffer and
+    returns the next state, or None if it needs more text.
+    """
+
+    __slots__ = (
+        "_body", "_buffer", "_call", "_calls_first", "_candidates", "_closing_markers",
+        "_is_certain", "_is_in_section", "_num_rereads", "_opening_marker", "_plan", "_text",
+        "_writer",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        plan: FormatPlan,
+        buffer: TextBuffer,
+        text: TextWriter,
+        writer: CallWriter,
+        calls_first: bool,
+    ) -> None:
+        """Create a reader for the calls of one message.
+
+        Args:
+            plan: The compiled format.
+            buffer: The text to read.
+            text: The writer of content.
+            writer: The writer of calls.
+            calls_first: Whether only content follows the first content, see
+                `TextRule.CALLS_FIRST`.
+        """
+        self._plan = plan
+        self._buffer = buffer
+        self._text = text
+        self._writer = writer
+        self._calls_first = calls_first
+        self._is_in_section = False
+        # The spellings that the next call may have, the marker that opened it, and whether that
+        # marker proves that the text is a call.
+        self._candidates: tuple[CallPlan, ...] = plan.calls
+        self._opening_marker = ""
+        self._is_certain = True
+        # The call that is being read, and the closing markers that may still follow its body.
+        self._call: CallPlan | None = None
+        self._body: BodyReader | None = None
+        self._closing_markers: tuple[str, ...] = ()
+        self._num_rereads = 0
+
+    # ---- transitions from content and headers ----------------------------------------------------
+
+    def open_section(self, marker: str) -> State:
+        """Read the opening marker of a section."""
+        self._is_in_section = True
+        self._text.hold_tentative(self._buffer.take(len(marker)))
+        return State.BETWEEN_CALLS
+
+    def open_call(self, marker: str) -> State:
+        """Expect a call at `marker`, which the next state reads."""
+        self._candidates = self._plan.calls_by_trigger[marker]
+        self._opening_marker = marker
+        self._is_certain = True
+        return State.CALL_START
+
+    def open_bare_call(self, opening: str) -> State | None:
+        """Expect a call without a marker. `opening` is its first text, for example `{`.
+
+        Returns:
+            The next state, or None if no call can start here, so that `opening` is content.
+        """
+        if not self._may_be_bare():
+            return None
+        self._candidates = self._plan.bare_calls
+        self._opening_marker = opening
+        self._is_certain = False
+        return State.CALL_START
+
+    def _may_be_bare(self) -> bool:
+        """Return whether a call without a marker may start here.
+
+        At the start of the output, any bare call may start. After other text, only JSON or a list
+        of Python calls may, and only if the offered tools are known, because the name of the
+        function must then prove that the text is a call.
+        """
+        if not self._text.has_content and not self._writer.num_started:
+            return True
+        if not self._writer.tools.parameters:
+            return False
+        bodies = [plan.call.body for plan in self._plan.bare_calls]
+        return any(
+            isinstance(body, JsonObject | JsonArray)
+            or (isinstance(body, PythonCalls) and bool(body.open))
+            for body in bodies
+        )
+
+    def start_message_call(self, head: Head) -> State:
+        """Start the call of a message whose header has been read."""
+        self._call = self._plan.message_call
+        self._body = ArgumentsReader(self._writer, head.name, head.call_id)
+        return State.CALL_BODY
+
+    def close_section(self, marker: str) -> bool:
+        """Leave the section if `marker` closes it. Return whether `marker` is markup.
+
+        A closing marker directly after a call is markup too.
+        """
+        tools = self._plan.tools
+        if self._is_in_section and tools is not None and marker == tools.close.strip():
+            self._is_in_section = False
+            return True
+        return bool(self._writer.num_started) and self._text.is_after_marker
+
+    def has_calls(self) -> bool:
+        """Return whether a call has started."""
+        return bool(self._writer.num_started)
+
+    # ---- text that is not a call after all -------------------------------------------------------
+
+    def reject(self, num_chars: int, fault: str) -> State:
+        """Write the tentative text, and the next `num_chars` characters, as content."""
+        self._body = None
+        if not self._writer.num_started:
+            self._is_in_section = False
+        self._text.reject_tentative(self._buffer.take(num_chars), fault)
+        only_content = self._calls_first and self._text.has_content
+        return State.CONTENT_ONLY if only_content else State.CONTENT
+
+    def _drop_or_reject(self, num_chars: int, fault: str) -> State:
+        """Handle the start of a call at which the text ends.
+
+        If it looks like markup, it is dropped. Otherwise it is content, see `reject`. Example: at
+        the end of the text, `<tool_call>{"na` is dropped, and `{"na` is content.
+        """
+        if not looks_like_markup(self._text.tentative_text + self._buffer.unread()):
+            return self.reject(num_chars, fault)
+        self._is_in_section = False
+        self._body = None
+        self._text.accept_tentative()
+        self._text.write_markup(self._buffer.take_unread())
+        return State.CONTENT
+
+    # ---- CALL_START and CALL_BODY ----------------------------------------------------------------
+
+    def read_start(self) -> State | None:
+        """Read the marker and the head of a call. If none matches, the marker is content."""
+        buffer = self._buffer
+        for plan in self._candidates:
+            head = plan.match(buffer.text, buffer.pos, buffer.is_final)
+            if isinstance(head, Head):
+                return self._start_body(plan, head)
+            if head == NEED_MORE:
+                return None
+        if buffer.is_final and self._has_incomplete_start():
+            return self._drop_or_reject(len(self._opening_marker), _NO_CALL_AFTER_MARKER)
+        return self.reject(len(self._opening_marker), _NO_CALL_AFTER_MARKER)
+
+    def _has_incomplete_start(self) -> bool:
+        """Return whether more text could complete the head of a call here."""
+        buffer = self._buffer
+        plans = [plan for plan in self._candidates if self._is_in_section or not plan.is_bare]
+        return any(
+            plan.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE for plan in plans
+        )
+
+    def _start_body(self, plan: CallPlan, head: Head) -> State:
+        """Read the head, and create the reader of the body."""
+        self._call = plan
+        self._body = plan.create_reader(self._writer, head, self._is_certain)
+        self._text.hold_tentative(self._buffer.take_until(head.end))
+        if self._buffer.has_unread():
+            return State.CALL_BODY
+        # The parser calls no state without unread text, but some calls can start before their body.
+        return self._read_body(self._body) or State.CALL_BODY
+
+    def read_body(self) -> State | None:
+        """Read a part of the body of a call."""
+        assert self._body is not None
+        return self._read_body(self._body)
+
+    def _read_body(self, body: BodyReader) -> State | None:
+        """Read a part of the body, and classify its text as call, markup or tentative text."""
+        writer = self._writer
+        buffer = self._buffer
+        was_open = writer.is_open
+        body.prepare(buffer.is_final)
+        start = buffer.pos
+        buffer.pos = body.read(buffer.text, start)
+        if writer.is_open:
+            if self._text.has_tentative():
+                self._text.accept_tentative()
+            self._text.write_call(buffer.text[start : buffer.pos], writer.keeps_arguments)
+        elif body.last_call_end is not None:
+            self._write_ended_call(start, body.last_call_end)
+            self._text.hold_tentative(buffer.text[body.last_call_end : buffer.pos])
+        elif was_open or body.status not in (MORE, BROKEN):
+            self._write_ended_call(start, buffer.pos)
+        else:
+            self._text.hold_tentative(buffer.text[start : buffer.pos])
+        return None if body.status is MORE else self._leave_body(body)
+
+    def _write_ended_call(self, start: int, end: int) -> None:
+        """Classify the text of a call that has ended. The tentative text before it is markup."""
+        self._text.accept_tentative()
+        self._text.write_call(self._buffer.text[start:end], self._writer.keeps_arguments)
+        self._text.end_call()
+
+    def _leave_body(self, body: BodyReader) -> State:
+        """Return the state after a body that is complete or broken."""
+        assert self._call is not None
+        if body.status is BROKEN:
+            if not self._writer.is_open:
+                return self.reject(0, _NO_CALL)
+            if body.abandon():
+                return self._end_body(self._call)
+            return self._recover(self._call)
+        if self._text.has_tentative():
+            self._text.accept_tentative()
+        return self._end_body(self._call)
+
+    def _end_body(self, call: CallPlan) -> State:
+        """Expect the closing markers of a call whose body has ended."""
+        self._text.end_call()
+        self._text.start_after_call()
+        self._body = None
+        self._closing_markers = call.closing_markers
+        return State.CONTENT if call is self._plan.message_call else State.CALL_END
+
+    def _recover(self, call: CallPlan) -> State:
+        """Handle arguments that are not valid JSON.
+
+        If the arguments have been kept, and the closing marker stands inside them, then the call
+        ended there, and the text from the marker on is read again. Example: a missing quote as in
+        `{"a": "x}</tool_call>` makes the marker a part of the string.
+        """
+        marker = call.closing_markers[0] if call.closing_markers else ""
+        can_reread = self._body is not None and self._body.is_verbatim
+        rest = None
+        if can_reread and self._num_rereads < _MAX_REREADS:
+            rest = self._writer.cut_arguments_at(marker)
+        if rest is None:
+            return State.BROKEN_CALL
+        self._num_rereads += 1
+        self._text.shorten_call(len(rest))
+        self._buffer.push_back(rest)
+        self._writer.end(BROKEN_ARGUMENTS)
+        return self._end_body(call)
+
+    def read_broken(self) -> State | None:
+        """Pass on arguments that are not valid JSON, up to the next marker."""
+        assert self._call is not None
+        start, marker = self._buffer.find(self._call.end_of_broken)
+        if start > self._buffer.pos:
+            piece = self._buffer.take_until(start)
+            self._writer.write(piece)
+            self._text.write_call(piece, self._writer.keeps_arguments)
+        if not marker:
+            return None
+        self._writer.end(BROKEN_ARGUMENTS)
+        return self._end_body(self._call)
+
+    # ---- CALL_END and BETWEEN_CALLS --------------------------------------------------------------
+
+    def read_end(self) -> State | None:
+        """Read the closing markers of a call. A model may leave out any of them."""
+        text = self._buffer.text
+        after_blanks = skip_blanks(text, self._buffer.pos)
+        end = after_blanks
+        last_end = min(len(text), after_blanks + _MAX_SUPERFLUOUS_CHARS)
+        while end < last_end and text[end] in _SUPERFLUOUS_CHARS:
+            end += 1
+        for start in (after_blanks, skip_blanks(text, end)):
+            for index, marker in enumerate(self._closing_markers):
+                if text.startswith(marker, start):
+                    self._text.write_markup(self._buffer.take_until(start + len(marker)))
+                    self._closing_markers = self._closing_markers[index + 1 :]
+                    return State.CALL_END if self._closing_markers else State.BETWEEN_CALLS
+                if marker.startswith(text[start:]):
+                    return self._wait_or_drop(start)
+        if self._is_next_object(after_blanks):
+            return self._start_next_object(after_blanks)
+        return State.BETWEEN_CALLS
+
+    def _wait_or_drop(self, start: int) -> State | None:
+        """Wait for the rest of a marker that begins at `start`, or drop it at the text's end."""
+        if not self._buffer.is_final:
+            return None
+        if start < len(self._buffer.text):
+            self._text.write_markup(self._buffer.take_unread())
+        return State.BETWEEN_CALLS
+
+    def _is_next_object(self, pos: int) -> bool:
+        """Return whether the next call starts at `pos`, without markers between the two calls.
+
+        Example: `<tool_call>{..}{..}</tool_call>`.
+        """
+        if self._call is None or not self._closing_markers:
+            return False
+        call = self._call.call
+        is_marked_object = isinstance(call.body, JsonObject) and bool(call.open.strip())
+        return is_marked_object and self._buffer.text.startswith("{", pos)
+
+    def _start_next_object(self, pos: int) -> State:
+        """Start the call at `pos`, which has the spelling of the call before it."""
+        assert self._call is not None
+        self._text.hold_blanks(self._buffer.take_until(pos))
+        self._opening_marker = ""
+        self._is_certain = False
+        return self._start_body(self._call, Head(pos))
+
+    def read_between(self) -> State | None:
+        """Read a separator or the section's closing marker, or expect the next call or content."""
+        tools = self._plan.tools
+        assert tools is not None
+        buffer = self._buffer
+        self._text.hold_blanks(buffer.take_until(skip_blanks(buffer.text, buffer.pos)))
+        if not buffer.has_unread():
+            return None
+        close = tools.close.strip()
+        if self._is_in_section and close:
+            if buffer.starts_with(close):
+                return self._end_section(close)
+            is_empty_section = buffer.is_final and self._text.has_tentative()
+            if buffer.is_prefix_of(close) and not is_empty_section:
+                return self._wait_or_drop(buffer.pos)
+        separator = tools.separator.strip()
+        if separator and self._writer.num_started:
+            if buffer.starts_with(separator):
+                self._text.write_markup(buffer.take(len(separator)))
+                return State.BETWEEN_CALLS
+            is_markup = not buffer.is_final or looks_like_markup(buffer.unread())
+            if is_markup and buffer.is_prefix_of(separator):
+                return self._wait_or_drop(buffer.pos)
+        return self._expect_next_call()
+
+    def _end_section(self, close: str) -> State:
+        """Leave the section. A section without a call is content."""
+        self._is_in_section = False
+        if self._text.has_tentative():
+            return self.reject(len(close), _EMPTY_SECTION)
+        self._text.write_markup(self._buffer.take(len(close)))
+        return State.CONTENT
+
+    def _expect_next_call(self) -> State:
+        """Expect a call inside the section, or a bare call. Any other text is content."""
+        if self._is_in_section:
+            self._candidates = self._plan.calls
+            self._opening_marker = ""
+            self._is_certain = True
+            return State.CALL_START
+        buffer = self._buffer
+        for plan in self._plan.bare_calls:
+            if any(buffer.starts_with(opening) for opening in plan.body_openings()):
+                self._candidates = self._plan.bare_calls
+                self._opening_marker = buffer.text[buffer.pos]
+                self._is_certain = False
+                return State.CALL_START
+        return State.CONTENT
+
+    # ---- the end of the text ---------------------------------------------------------------------
+
+    def finish_body(self) -> State:
+        """End the call inside whose body the text has ended, and return the next state."""
+        body = self._body
+        assert body is not None
+        assert self._call is not None
+        was_open = self._writer.is_open
+        if was_open:
+            state = self._recover(self._call)
+            if state is not State.BROKEN_CALL:
+                return state
+        is_incomplete = body.status is MORE and self._is_certain
+        body.finish()
+        if was_open or (self._writer.num_started and body.status is not BROKEN):
+            self._body = None
+            self._text.end_call()
+            self._text.accept_tentative()
+            return State.CONTENT
+        if is_incomplete and self._text.has_tentative() and not self._is_closed_in_tentative():
+            return self._drop_or_reject(0, _NO_CALL)
+        return self.reject(0, _NO_CALL)
+
+    def _is_closed_in_tentative(self) -> bool:
+        """Return whether the tentative text contains a marker that closes calls.
+
+        Then the text did not end inside the call, so the tentative text is content.
+        """
+        assert self._call is not None
+        tools = self._plan.tools
+        section_close = tools.close.strip() if tools is not None else ""
+        text = self._text.tentative_text
+        markers = (*self._call.closing_markers, section_close)
+        return any(marker and marker in text for marker in markers)
+
+    def finish_broken(self) -> None:
+        """End the call with broken arguments in which the text has ended."""
+        if self._writer.is_open:
+            self._writer.end(BROKEN_ARGUMENTS)
+            self._text.end_call()
+
+    def finish_empty_section(self) -> None:
+        """Handle a section, without a call, in which the text has ended."""
+        if self._text.has_tentative():
+            self._drop_or_reject(0, _EMPTY_SECTION)

@@ -1,0 +1,195 @@
+"""Converts tool calls into events, and applies the tool policy to them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+from nereid_parsers.events import ArgumentsDelta, Event, ToolCallEnd, ToolCallStart
+from nereid_parsers.format import BrokenArguments, Policy, UnknownTool
+from nereid_parsers.stream.schema import Tools, loads
+
+log = logging.getLogger(__name__)
+
+_EMPTY_ARGUMENTS = "{}"
+
+
+def generate_call_id() -> str:
+    """Return a new id for a call to which the model gave no id."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class CallWriter:
+    """Appends the events of tool calls to a list, one call at a time.
+
+    For each call, a body reader calls `start`, then `write` any number of times, then `end`. If the
+    policy may repair or discard the call, the writer keeps the arguments and appends all events of
+    the call in `end`.
+
+    Attributes:
+        tools: The tools that the prompt offers.
+        keeps_arguments: Whether the arguments are kept until the call ends.
+        is_open: Whether a call has started and not ended.
+        last_index: The index of the last call for which events were appended. -1 before the first.
+        num_started: The number of calls that have started, including discarded calls.
+    """
+
+    __slots__ = (
+        "_arguments", "_broken_arguments", "_call_id", "_events", "_has_written",
+        "_is_discarded", "_name", "_new_id", "_unknown_tool", "is_open", "keeps_arguments",
+        "last_index", "num_started", "tools",
+    )  # fmt: skip
+
+    def __init__(
+        self, events: list[Event], tools: Tools, policy: Policy, new_id: Callable[[], str]
+    ) -> None:
+        self.tools = tools
+        self.keeps_arguments = policy.broken_arguments is not BrokenArguments.RAW
+        self.is_open = False
+        self.last_index = -1
+        self.num_started = 0
+        self._events = events
+        self._new_id = new_id
+        self._broken_arguments = policy.broken_arguments
+        self._unknown_tool = policy.unknown_tool
+        self._name = ""
+        self._call_id = ""
+        self._is_discarded = False
+        self._arguments: list[str] = []
+        self._has_written = False
+
+    def start(self, name: str, call_id: str, is_certain: bool = True) -> bool:
+        """Start a call, unless the text is not a call or the policy treats the call as content.
+
+        Args:
+            name: The name of the function.
+            call_id: The id that the model wrote, or "".
+            is_certain: Whether a marker proves that the text is a call. Without such a proof, a
+                name that is not among the offered tools means that the text is content.
+
+        Returns:
+            Whether the call has started. If not, the caller must return its text as content.
+        """
+        is_unknown = self.tools.is_known and name not in self.tools
+        if not name or (is_unknown and not is_certain):
+            return False
+        if is_unknown and self._unknown_tool is UnknownTool.CONTENT:
+            return False
+        self._is_discarded = is_unknown and self._unknown_tool is UnknownTool.DROP
+        if self._is_discarded:
+            log.warning(
+                "discarded a call of the function %r, which the request does not offer", name
+            )
+        self.is_open = True
+        self.num_started += 1
+        self._name = name
+        self._call_id = call_id
+        self._arguments = []
+        self._has_written = False
+        if not self.keeps_arguments and not self._is_discarded:
+            self._append_start()
+        return True
+
+    def _append_start(self) -> None:
+        """Append the event for the start of the call."""
+        self.last_index += 1
+        call_id = self._call_id or self._new_id()
+        self._events.append(ToolCallStart(self.last_index, call_id, self._name))
+
+    def write(self, text: str) -> None:
+        """Add JSON text to the arguments of the call."""
+        if self.keeps_arguments:
+            self._arguments.append(text)
+        elif not self._is_discarded:
+            self._has_written = True
+            self._events.append(ArgumentsDelta(self.last_index, text))
+
+    def end(self, fault: str | None = None) -> None:
+        """End the call. `fault` describes what is wrong with the call, or is None."""
+        self.is_open = False
+        if self._is_discarded:
+            return
+        if not self.keeps_arguments:
+            if not self._has_written:
+                self._events.append(ArgumentsDelta(self.last_index, _EMPTY_ARGUMENTS))
+            self._events.append(ToolCallEnd(self.last_index, fault))
+            return
+        text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
+        arguments = text if _is_json_object(text) else _repair(text)
+        if arguments is None:
+            if self._broken_arguments is BrokenArguments.REPAIR_OR_DROP:
+                log.warning(
+                    "discarded a call of %r with broken arguments: %.200r", self._name, text
+                )
+                return
+            arguments = text
+        self._append_start()
+        self._events.append(ArgumentsDelta(self.last_index, arguments))
+        self._events.append(ToolCallEnd(self.last_index, fault))
+
+    def cut_arguments_at(self, marker: str) -> str | None:
+        """Remove and return the kept arguments from the first occurrence of `marker` on.
+
+        Example: after `write('{"a": 1</call> Hi')`, `cut_arguments_at("</call>")` returns
+        `"</call> Hi"` and keeps `{"a": 1`. The result is None if no arguments are kept, or if they
+        do not contain the marker.
+        """
+        if not self.keeps_arguments or not self.is_open or not marker:
+            return None
+        arguments, found_marker, rest = "".join(self._arguments).partition(marker)
+        if not found_marker:
+            return None
+        self._arguments = [arguments]
+        return found_marker + rest
+
+    def restart_numbering(self, events: list[Event]) -> list[Event]:
+        """Forget the calls that have ended, and give the open call the index 0.
+
+        Args:
+            events: The events so far.
+
+        Returns:
+            The events of the open call, with the index 0.
+        """
+        has_events = self.is_open and not self.keeps_arguments and not self._is_discarded
+        open_call_events: list[Event] = [
+            replace(event, index=0)
+            for event in events
+            if isinstance(event, ToolCallStart | ArgumentsDelta) and event.index == self.last_index
+        ]
+        self.last_index = 0 if has_events else -1
+        self.num_started = 1 if self.is_open else 0
+        return open_call_events if has_events else []
+
+
+def _is_json_object(text: str) -> bool:
+    """Return whether `text` is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _repair(text: str) -> str | None:
+    """Return the JSON object that broken JSON text stands for, or None if it cannot be repaired.
+
+    Example: `'{"a": [1'` gives `'{"a": [1]}'`.
+    """
+    from partial_json_parser import loads as loads_partial
+
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        # This repairs strings that contain control characters, which JSON has to escape.
+        return json.dumps(loads(text), ensure_ascii=False)
+    except ValueError:
+        pass
+    try:
+        value = loads_partial(text)
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
+    except Exception as error:  # noqa: BLE001  # the library has no base class for its exceptions
+        log.debug("partial-json-parser: %s", error)
+        return None

@@ -1,0 +1,88 @@
+"""Finds the end of a JSON value in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from nereid_parsers.stream.body import BROKEN, DONE, MORE
+
+_Matcher = Callable[[str, int], re.Match[str] | None]
+
+_STRING_CHARS: _Matcher = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match
+_CHARS_IN_CONTAINER: _Matcher = re.compile(r"[\s\w.,:+\-]*").match
+_SCALAR_CHARS: _Matcher = re.compile(r"[\w.+\-]*").match
+_CLOSING_BRACKETS = {"{": "}", "[": "]"}
+
+
+def _end_of(matcher: _Matcher, text: str, pos: int) -> int:
+    """Return the end of the match at `pos`. The regexes above also match the empty string."""
+    match = matcher(text, pos)
+    return match.end() if match is not None else pos
+
+
+class JsonScanner:
+    """Finds the end of one JSON value. The scanner stores the open brackets, but no text.
+
+    Only brackets, strings and escapes are examined. So a marker inside a string is not mistaken for
+    a marker, and a value may be invalid JSON although the scanner accepts it.
+    """
+
+    __slots__ = ("_closing_brackets", "_is_escaped", "_is_in_string", "status")
+
+    def __init__(self) -> None:
+        self._closing_brackets = ""
+        self._is_in_string = False
+        self._is_escaped = False
+        self.status = MORE
+
+    def scan(self, text: str, pos: int) -> int:
+        """Read `text` from `pos` on, set `status`, and return the end of what belongs to the value.
+
+        Example: for `'{"a": "}"} </call>'`, the result is 10 and the status DONE.
+        """
+        size = len(text)
+        if self._is_escaped and pos < size:
+            self._is_escaped = False
+            pos += 1
+        while pos < size:
+            if self._is_in_string:
+                pos = _end_of(_STRING_CHARS, text, pos)
+                if pos == size:
+                    return pos
+                if text[pos] == "\\":  # The next piece of text starts with the escaped character.
+                    self._is_escaped = True
+                    return pos + 1
+                self._is_in_string = False
+                pos += 1
+                if not self._closing_brackets:
+                    self.status = DONE
+                    return pos
+            else:
+                pos = self._scan_outside_string(text, pos)
+                if self.status is not MORE:
+                    return pos
+        return pos
+
+    def _scan_outside_string(self, text: str, pos: int) -> int:
+        """Read up to the next bracket or quote, and return the position after it."""
+        skipped = _CHARS_IN_CONTAINER if self._closing_brackets else _SCALAR_CHARS
+        pos = _end_of(skipped, text, pos)
+        if pos == len(text):
+            return pos
+        char = text[pos]
+        if char == '"':
+            self._is_in_string = True
+        elif char in _CLOSING_BRACKETS:
+            self._closing_brackets += _CLOSING_BRACKETS[char]
+        elif not self._closing_brackets:
+            self.status = DONE  # The value is a number or word, and it ends before `char`.
+            return pos
+        elif char == self._closing_brackets[-1]:
+            self._closing_brackets = self._closing_brackets[:-1]
+            if not self._closing_brackets:
+                self.status = DONE
+        else:
+            self.status = BROKEN
+            return pos
+        return pos + 1

@@ -1,0 +1,66 @@
+"""Stores the text that has arrived, and the position up to which it has been read."""
+
+from __future__ import annotations
+
+from nereid_parsers.stream.lexer import Lexer
+
+
+class TextBuffer:
+    """The text that is being read.
+
+    Attributes:
+        text: The text that has arrived. It may begin with text that has already been read.
+        pos: The position in `text` of the first character that has not been read.
+        is_final: Whether no more text follows.
+    """
+
+    __slots__ = ("is_final", "pos", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.pos = 0
+        self.is_final = False
+
+    def append(self, text: str) -> None:
+        """Add text that has arrived, and discard the text that has been read."""
+        self.text = self.text[self.pos :] + text if self.pos < len(self.text) else text
+        self.pos = 0
+
+    def push_back(self, text: str) -> None:
+        """Put `text` in front of the text that has not been read."""
+        self.text = text + self.text[self.pos :]
+        self.pos = 0
+
+    def has_unread(self) -> bool:
+        """Return whether there is text that has not been read."""
+        return self.pos < len(self.text)
+
+    def unread(self) -> str:
+        """Return the text that has not been read."""
+        return self.text[self.pos :]
+
+    def take_until(self, end: int) -> str:
+        """Return the text up to the position `end`, and mark it as read."""
+        piece = self.text[self.pos : end]
+        self.pos = end
+        return piece
+
+    def take(self, size: int) -> str:
+        """Return the next `size` characters, and mark them as read."""
+        return self.take_until(self.pos + size)
+
+    def take_unread(self) -> str:
+        """Return all text that has not been read, and mark it as read."""
+        return self.take_until(len(self.text))
+
+    def find(self, markers: Lexer) -> tuple[int, str]:
+        """Return the end of the plain text, and the marker there or "". See `Lexer.find`."""
+        return markers.find(self.text, self.pos, self.is_final)
+
+    def starts_with(self, text: str) -> bool:
+        """Return whether the unread text starts with `text`."""
+        return self.text.startswith(text, self.pos)
+
+    def is_prefix_of(self, text: str) -> bool:
+        """Return whether the whole unread text is a prefix of `text`."""
+        return text.startswith(self.text[self.pos :])

@@ -1,0 +1,311 @@
+"""Reads reasoning, content and message headers, and finds the markers inside them."""
+
+from __future__ import annotations
+
+from nereid_parsers.format import Policy, Shown, Stage, StrayClose, TextRule
+from nereid_parsers.stream.call_plan import Head
+from nereid_parsers.stream.call_reader import CallReader
+from nereid_parsers.stream.patterns import (
+    NEED_MORE,
+    NO_MATCH,
+    is_compound_start,
+    skip_blanks,
+)
+from nereid_parsers.stream.plan import FormatPlan, MarkerKind
+from nereid_parsers.stream.state import State
+from nereid_parsers.stream.text_buffer import TextBuffer
+from nereid_parsers.stream.text_writer import TextWriter
+
+_REASONING_KINDS = (
+    MarkerKind.OPEN_REASONING,
+    MarkerKind.CLOSE_REASONING,
+    MarkerKind.INTERRUPT,
+)
+_NO_HEADER = "no header follows the marker"
+
+
+class TextReader:
+    """Reads the text outside calls.
+
+    Each method `read_...` handles one state of the parser. It reads text from the buffer and
+    returns the next state, or None if it needs more text.
+
+    Attributes:
+        has_reasoned: Whether the reasoning has ended.
+        is_reasoning_by_default: Whether undecided text is reasoning if no marker decides.
+    """
+
+    __slots__ = (
+        "_buffer", "_calls", "_calls_first", "_plan", "_reasoning", "_stray_close", "_text",
+        "_undecided_text", "has_reasoned", "is_reasoning_by_default",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        plan: FormatPlan,
+        buffer: TextBuffer,
+        text: TextWriter,
+        calls: CallReader,
+        policy: Policy,
+    ) -> None:
+        """Create a reader for the text of one message.
+
+        Args:
+            plan: The compiled format.
+            buffer: The text to read.
+            text: The writer of reasoning and content.
+            calls: The reader that continues where a call or a section of calls opens.
+            policy: The rules for what the format does not decide.
+        """
+        self.has_reasoned = False
+        self.is_reasoning_by_default = False
+        self._plan = plan
+        self._reasoning = plan.reasoning
+        self._buffer = buffer
+        self._text = text
+        self._calls = calls
+        self._calls_first = policy.text is TextRule.CALLS_FIRST
+        self._stray_close = policy.stray_close
+        self._undecided_text: list[str] = []
+
+    # ---- reasoning -------------------------------------------------------------------------------
+
+    def may_be_undecided(self) -> bool:
+        """Return whether text without a known prompt is held back until a marker decides."""
+        return (
+            self._reasoning is not None
+            and self._reasoning.shown is Shown.APART
+            and self._stray_close is StrayClose.REASONING
+        )
+
+    def start_reasoning(self) -> State:
+        """Return the state for output that starts inside reasoning, which the prompt opened."""
+        if self._reasoning is not None and self._reasoning.shown is Shown.INLINE:
+            self.repeat_opening_marker()
+            return State.INLINE_REASONING
+        self._text.is_after_marker = True
+        return State.REASONING
+
+    def repeat_opening_marker(self) -> None:
+        """Write the opening marker as content, because only the prompt contains it."""
+        if self._reasoning is not None:
+            self._text.write_generated_content(self._reasoning.open)
+
+    def read_undecided(self) -> State | None:
+        """Hold text back until a marker, such as a closing one, shows whether it is reasoning."""
+        start, marker = self._buffer.find(self._plan.content_markers)
+        self._undecided_text.append(self._buffer.take_until(start))
+        if not marker:
+            return None
+        return self._decide(self._plan.kinds[marker] is MarkerKind.CLOSE_REASONING)
+
+    def finish_undecided(self) -> State:
+        """Decide about the text held back, because the text has ended without a marker."""
+        return self._decide(self.is_reasoning_by_default)
+
+    def _decide(self, is_reasoning: bool) -> State:
+        """Read the undecided text again, as reasoning or as content."""
+        self._buffer.push_back("".join(self._undecided_text))
+        self._undecided_text = []
+        return self.start_reasoning() if is_reasoning else State.CONTENT
+
+    def read_reasoning(self) -> State | None:
+        """Read reasoning up to a marker."""
+        start, marker = self._buffer.find(self._plan.reasoning_markers)
+        if start > self._buffer.pos:
+            self._text.write_reasoning(self._buffer.take_until(start))
+        if not marker:
+            return None
+        kind = self._plan.reasoning_kinds[marker]
+        if kind is MarkerKind.INTERRUPT:
+            return self._read_interrupt(marker)
+        if kind is MarkerKind.START_MESSAGE:
+            return self._start_header(marker)
+        if kind is MarkerKind.OPEN_REASONING:
+            if self._text.has_text:
+                self._text.write_reasoning(self._buffer.take(len(marker)))
+            else:
+                self._text.write_markup(self._buffer.take(len(marker)))
+            return State.REASONING
+        self._text.write_markup(self._buffer.take(len(marker)))
+        if kind is MarkerKind.CLOSE_REASONING:
+            self.has_reasoned = True
+        return State.CONTENT
+
+    def _read_interrupt(self, marker: str) -> State | None:
+        """Handle the marker of a call inside the reasoning.
+
+        If a call follows the marker, the reasoning ends before the marker. Otherwise the marker is
+        reasoning.
+        """
+        match = NO_MATCH if self._calls_first else self._match_call_at(marker)
+        if match == NEED_MORE:
+            return None
+        if match == NO_MATCH:
+            self._text.write_reasoning(self._buffer.take(len(marker)))
+            return State.REASONING
+        self._text.drop_blanks()
+        self._text.is_after_marker = True
+        self.has_reasoned = True
+        return State.CONTENT
+
+    def _match_call_at(self, marker: str) -> Head | int:
+        """Match a call at a marker that opens a call, or after a marker that opens a section."""
+        buffer = self._buffer
+        candidates = self._plan.calls_by_trigger.get(marker)
+        pos = buffer.pos
+        if candidates is None:
+            candidates = self._plan.calls
+            pos = skip_blanks(buffer.text, pos + len(marker))
+        for plan in candidates:
+            match = plan.match(buffer.text, pos, buffer.is_final)
+            if match != NO_MATCH:
+                return match
+        return NO_MATCH
+
+    def read_inline_reasoning(self) -> State | None:
+        """Read reasoning that is returned as content, together with its markers."""
+        start, marker = self._buffer.find(self._plan.reasoning_markers)
+        end = start + len(marker)
+        if end > self._buffer.pos:
+            self._text.write_content_exactly(self._buffer.take_until(end))
+        if not marker:
+            return None
+        if self._plan.reasoning_kinds[marker] is not MarkerKind.CLOSE_REASONING:
+            return State.INLINE_REASONING
+        self.has_reasoned = True
+        return State.CONTENT
+
+    # ---- content ---------------------------------------------------------------------------------
+
+    def read_content(self) -> State | None:
+        """Read content up to a marker."""
+        start, marker = self._buffer.find(self._plan.content_markers)
+        if start > self._buffer.pos:
+            self._text.write_content(self._buffer.take_until(start))
+            if self._calls_first and self._text.has_content:
+                return State.CONTENT_ONLY
+        if not marker:
+            return None
+        kind = self._plan.kinds[marker]
+        if kind is MarkerKind.START_MESSAGE:
+            return self._start_header(marker)
+        if kind in _REASONING_KINDS:
+            return self._read_reasoning_marker(marker, kind)
+        if kind is MarkerKind.OPEN_SECTION:
+            return self._calls.open_section(marker)
+        if kind is MarkerKind.OPEN_CALL:
+            return self._calls.open_call(marker)
+        if kind is MarkerKind.BARE_CALL:
+            return self._calls.open_bare_call(marker) or self._write_as_content(marker)
+        if kind is MarkerKind.CLOSE_CALLS and not self._calls.close_section(marker):
+            return self._write_as_content(marker)
+        self._text.write_markup(self._buffer.take(len(marker)))
+        return State.CONTENT
+
+    def read_content_only(self) -> State | None:
+        """Read content in which only the outer markers are still markup."""
+        start, marker = self._buffer.find(self._plan.outer_markers)
+        if start > self._buffer.pos:
+            self._text.write_content(self._buffer.take_until(start))
+        if not marker:
+            return None
+        self._text.write_markup(self._buffer.take(len(marker)))
+        return State.CONTENT_ONLY
+
+    def _write_as_content(self, marker: str) -> State:
+        """Write a marker that has no meaning at this place as content."""
+        self._text.write_content(self._buffer.take(len(marker)))
+        return State.CONTENT_ONLY if self._calls_first else State.CONTENT
+
+    def _read_reasoning_marker(self, marker: str, kind: MarkerKind) -> State:
+        """Handle a marker of the reasoning inside the content."""
+        if not self._has_meaning(kind) or self._reasoning is None:
+            return self._write_as_content(marker)
+        if kind is MarkerKind.OPEN_REASONING and self._reasoning.shown is Shown.INLINE:
+            self._text.drop_blanks()
+            return State.INLINE_REASONING
+        self._text.write_markup(self._buffer.take(len(marker)))
+        if kind is MarkerKind.OPEN_REASONING:
+            return State.REASONING
+        self.has_reasoned = True
+        return State.CONTENT
+
+    def _has_meaning(self, kind: MarkerKind) -> bool:
+        """Return whether a marker of the reasoning is markup at this place in the content.
+
+        A marker is markup before any content and any call, unless the reasoning has ended. With
+        the lenient text rule, a second closing marker is markup there too, and an opening marker is
+        markup directly after another marker.
+        """
+        is_lenient = not self._calls_first
+        if is_lenient and kind is MarkerKind.OPEN_REASONING and self._text.is_after_marker:
+            return True
+        if self._text.has_content or self._calls.has_calls():
+            return False
+        is_second_close = is_lenient and kind is MarkerKind.CLOSE_REASONING
+        return is_second_close or not self.has_reasoned
+
+    # ---- message headers -------------------------------------------------------------------------
+
+    def _start_header(self, marker: str) -> State:
+        """Read the marker that starts a message."""
+        self._text.hold_tentative(self._buffer.take(len(marker)))
+        return State.HEADER
+
+    def read_header(self) -> State | None:
+        """Read the header of a message, and enter the stage of its body."""
+        buffer = self._buffer
+        if not self._text.has_tentative():
+            # At the start of the output, the prompt may or may not contain the marker.
+            message_start = self._plan.message_start
+            if buffer.starts_with(message_start):
+                return self._start_header(message_start)
+            if not buffer.is_final and buffer.is_prefix_of(message_start):
+                return None
+        for route in self._plan.routes:
+            head = route.match(buffer.text, buffer.pos, buffer.is_final)
+            if isinstance(head, Head):
+                return self._enter_message(route.stage, head)
+            if head == NEED_MORE:
+                return None
+        has_started = any(route.has_started(buffer.text, buffer.pos) for route in self._plan.routes)
+        if buffer.is_final and has_started:
+            self._text.accept_tentative()
+            self._text.write_markup(buffer.take_unread())
+            return State.CONTENT
+        return self._calls.reject(0, _NO_HEADER)
+
+    def _enter_message(self, stage: Stage, head: Head) -> State:
+        """Read a header, and return the state for the body of the message."""
+        self._text.accept_tentative()
+        if stage is Stage.CALLS and self._calls_first and self._text.has_content:
+            return State.CONTENT_ONLY
+        self._text.write_markup(self._buffer.take_until(head.end))
+        if stage is Stage.CALLS:
+            return self._calls.start_message_call(head)
+        return State.REASONING if stage is Stage.REASONING else State.CONTENT
+
+    # ---- the end of the text ---------------------------------------------------------------------
+
+    def finish_marker(self, state: State) -> None:
+        """Drop the beginning of a marker with which the text ends.
+
+        Only the beginning of a marker of several tags is dropped, and only if it contains the first
+        tag. Other beginnings are content, because prose may contain them.
+        """
+        beginning = self._buffer.unread()
+        if not beginning:
+            return
+        is_reasoning = state is State.REASONING
+        markers = self._plan.reasoning_kinds if is_reasoning else self._plan.kinds
+        if any(
+            marker.startswith(beginning) and is_compound_start(marker, beginning)
+            for marker in markers
+        ):
+            self._text.write_markup(self._buffer.take_unread())
+
+    def finish_header(self) -> None:
+        """Drop the marker that starts a message, if the text ends after it."""
+        if self._text.has_tentative():
+            self._text.accept_tentative()

@@ -1,0 +1,245 @@
+"""Converts the text outside tool calls into events, and classifies all text for a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
+
+# Receives each piece of the text once and in order: trace(classification, piece).
+Trace = Callable[[str, str], None]
+
+# The classifications. Text that is classified as reasoning or content is the text of the events.
+REASONING = "reasoning"
+CONTENT = "content"
+CALL = "call"
+MARKUP = "markup"
+
+
+class TextWriter:
+    r"""Appends the events of reasoning and content to a list.
+
+    Three kinds of text are held back until more text shows what they are:
+
+    - White space at the end of a text. It is markup if a marker follows, otherwise text.
+    - Tentative text, which looks like the start of a call or message. It is markup if a call or
+      message follows, otherwise content.
+    - The text of a call, while a part of it may have to be read again. It is held back only from
+      the trace.
+
+    Example: `write_content("Hi\n")` appends `ContentDelta("Hi")`. If `write_markup("<call>")`
+    follows, `"\n"` is markup. If `write_content("you")` follows instead, it appends
+    `ContentDelta("\nyou")`.
+
+    Attributes:
+        has_content: Whether content other than white space has been written.
+        is_after_marker: Whether a marker directly precedes the next text. Then blank lines at the
+            start of that text belong to the marker.
+        has_text: Whether text other than white space has been written since the last marker.
+    """
+
+    __slots__ = (
+        "_blanks", "_call_text", "_events", "_num_prompt_chars", "_tentative", "_trace",
+        "has_content", "has_text", "is_after_marker",
+    )  # fmt: skip
+
+    def __init__(self, events: list[Event]) -> None:
+        self.has_content = False
+        self.is_after_marker = False
+        self.has_text = False
+        self._events = events
+        self._trace: Trace | None = None
+        self._blanks: list[str] = []
+        self._tentative: list[str] = []
+        self._call_text: list[str] = []
+        # The number of characters, at the start of the text that follows, that the prompt contains.
+        self._num_prompt_chars = 0
+
+    def set_trace(self, trace: Trace | None) -> None:
+        """Classify the text that follows for `trace`."""
+        self._trace = trace
+
+    def _classify(self, classification: str, text: str) -> None:
+        """Pass a piece of the text to the trace."""
+        if self._num_prompt_chars:
+            text = self._without_prompt(text)
+        if self._trace is not None and text:
+            self._trace(classification, text)
+
+    # ---- reasoning, content and markers ----------------------------------------------------------
+
+    def write_reasoning(self, text: str) -> None:
+        """Write reasoning. White space at its end is held back."""
+        self._write(text, ReasoningDelta)
+
+    def write_content(self, text: str) -> None:
+        """Write content. White space at its end is held back."""
+        self._write(text, ContentDelta)
+
+    def write_content_exactly(self, text: str) -> None:
+        """Write content together with its markers and white space."""
+        self._classify(CONTENT, text)
+        self._events.append(ContentDelta(text))
+
+    def write_generated_content(self, text: str) -> None:
+        """Write content that is not a part of the text, so that it has no classification."""
+        self._events.append(ContentDelta(text))
+
+    def _write(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
+        """Append an event for `text` without the white space at its end."""
+        if self._num_prompt_chars:
+            text = self._without_prompt(text)
+        body = text.rstrip()
+        if not body:
+            self._blanks.append(text)
+            return
+        body_end = len(body)
+        if self._blanks:
+            body = "".join(self._blanks) + body
+            self._blanks = []
+        if self.is_after_marker:
+            # Blank lines between two pieces of content separate the pieces. Only blank lines before
+            # the first piece belong to the marker.
+            is_first = event_type is ReasoningDelta or not self.has_content
+            body = self._without_blank_lines(body) if is_first else body
+            self.is_after_marker = False
+        if body_end < len(text):
+            self._blanks.append(text[body_end:])
+        self.has_text = True
+        if event_type is ContentDelta:
+            self.has_content = True
+            self._classify(CONTENT, body)
+        else:
+            self._classify(REASONING, body)
+        self._events.append(event_type(body))
+
+    def _without_blank_lines(self, text: str) -> str:
+        r"""Return `text` without the blank lines at its start, which are classified as markup.
+
+        Example: `"\n\n  Hello"` gives `"  Hello"`.
+        """
+        num_blanks = len(text) - len(text.lstrip())
+        last_line_end = max(text.rfind("\n", 0, num_blanks), text.rfind("\r", 0, num_blanks))
+        line_start = last_line_end + 1
+        self._classify(MARKUP, text[:line_start])
+        return text[line_start:]
+
+    def write_markup(self, marker: str) -> None:
+        """Classify a marker, and the white space before it, as markup."""
+        self.drop_blanks()
+        self._classify(MARKUP, marker)
+        self.is_after_marker = True
+
+    def start_after_call(self) -> None:
+        """Treat the text that follows like text after a marker."""
+        self.is_after_marker = True
+        self.has_text = False
+
+    # ---- white space -----------------------------------------------------------------------------
+
+    def hold_blanks(self, blanks: str) -> None:
+        """Hold back white space between two markers, as a part of the tentative text if any."""
+        if blanks:
+            (self._tentative or self._blanks).append(blanks)
+
+    def drop_blanks(self) -> None:
+        """Classify the white space that was held back as markup, because a marker follows."""
+        if self._blanks:
+            self._classify(MARKUP, "".join(self._blanks))
+            self._blanks = []
+        self.has_text = False
+
+    def flush_blanks(self, is_reasoning: bool, has_calls: bool) -> None:
+        """Write the white space that was held back, because the text has ended.
+
+        It belongs to the text before it. If there is no text before it, it is markup, unless the
+        message consists only of white space.
+        """
+        blanks = "".join(self._blanks)
+        self._blanks = []
+        if not blanks:
+            return
+        is_markup = self.is_after_marker or is_reasoning or has_calls
+        if is_markup and not self.has_text:
+            self._classify(MARKUP, blanks)
+        elif is_reasoning:
+            self._classify(REASONING, blanks)
+            self._events.append(ReasoningDelta(blanks))
+        else:
+            self._classify(CONTENT, blanks)
+            self._events.append(ContentDelta(blanks))
+
+    # ---- tentative text --------------------------------------------------------------------------
+
+    @property
+    def tentative_text(self) -> str:
+        """The text that is markup if a call or message follows, otherwise content."""
+        return "".join(self._tentative)
+
+    def has_tentative(self) -> bool:
+        """Return whether there is tentative text."""
+        return bool(self._tentative)
+
+    def hold_tentative(self, text: str) -> None:
+        """Add text to the tentative text."""
+        self._tentative.append(text)
+
+    def accept_tentative(self) -> None:
+        """Classify the tentative text, and the white space before it, as markup."""
+        self.drop_blanks()
+        self._classify(MARKUP, self.tentative_text)
+        self._tentative = []
+
+    def reject_tentative(self, text: str, fault: str) -> None:
+        """Write the tentative text and `text` as content. `fault` is the reason in the event."""
+        text = self._without_prompt(self.tentative_text + text)
+        self._tentative = []
+        if not text:
+            return
+        if not text.strip():
+            self._blanks.append(text)
+            return
+        text = "".join(self._blanks) + text
+        self._blanks = []
+        self.is_after_marker = False
+        self.has_content = True
+        self.has_text = True
+        self._classify(CONTENT, text)
+        self._events.append(ContentDelta(text, fault))
+
+    # ---- the text of calls -----------------------------------------------------------------------
+
+    def write_call(self, text: str, may_be_reread: bool) -> None:
+        """Classify the text of a call. If it may be read again, hold it back until `end_call`."""
+        if may_be_reread and self._trace is not None:
+            self._call_text.append(text)
+        else:
+            self._classify(CALL, text)
+
+    def shorten_call(self, num_chars: int) -> None:
+        """Remove the last characters from the text of the call, because they are read again."""
+        text = "".join(self._call_text)
+        self._call_text = [text[: max(0, len(text) - num_chars)]]
+
+    def end_call(self) -> None:
+        """Classify the text of the call that was held back."""
+        if self._call_text:
+            self._classify(CALL, "".join(self._call_text))
+            self._call_text = []
+
+    # ---- the prompt ------------------------------------------------------------------------------
+
+    def forget_prompt(self, num_unread_chars: int) -> None:
+        """Treat all text so far as a part of the prompt, which has no events.
+
+        Args:
+            num_unread_chars: The number of the prompt's characters that have not been read yet.
+        """
+        self._blanks = []
+        self._num_prompt_chars = len(self.tentative_text) + num_unread_chars
+
+    def _without_prompt(self, text: str) -> str:
+        """Return `text` without the characters at its start that the prompt contains."""
+        num_prompt_chars = min(self._num_prompt_chars, len(text))
+        self._num_prompt_chars -= num_prompt_chars
+        return text[num_prompt_chars:]

@@ -64,9 +64,9 @@ class Case:
             torch.cuda.synchronize()
         started = clock()
         positions = [Position(request, []) for request in self._requests]
-        choices = self._sampler.choose(logits, positions, self._masks)
+        sampled_tokens = self._sampler.sample(logits, positions, self._masks)
         spent = clock() - started
-        for request, token_id in zip(self._requests, choices.token_ids, strict=True):
+        for request, token_id in zip(self._requests, sampled_tokens.token_ids, strict=True):
             request.token_ids.append(token_id)
         return spent * 1e6
 

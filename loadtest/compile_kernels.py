@@ -163,7 +163,7 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float
 def run_sampling(dtype: torch.dtype) -> None:
     """Call what chooses tokens, on logits without memory."""
     logits = torch.empty(64, _VOCAB_SIZE, dtype=dtype, device="meta")
-    gpu_sampling.choose(logits, logits, np.zeros((5, 64)))
+    gpu_sampling.sample(logits, logits, np.zeros((5, 64)))
 
 
 def compile_launch(
@@ -221,8 +221,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90])
     specs = [*SPECS, _SAMPLING]
-    parser.add_argument("--specs", nargs="+", choices=specs, default=specs)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
+    parser.add_argument("--specs", nargs="+", sampled_tokens=specs, default=specs)
+    parser.add_argument("--dtypes", nargs="+", sampled_tokens=DTYPES, default=["bfloat16"])
     parser.add_argument(
         "--tuning",
         type=int,

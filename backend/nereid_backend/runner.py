@@ -25,7 +25,7 @@ from nereid_backend.core.step import Sampled, StepPlan, StepResult
 from nereid_backend.device_transfer import HostCopy, upload
 from nereid_backend.sampling.draft_verification import Sampling, sampling_of
 from nereid_backend.sampling.ranked_logprobs import RankedRows, rank_prompt
-from nereid_backend.sampling.sampler import NOT_FINITE, Choices, Choosing, Sampler
+from nereid_backend.sampling.sampler import NOT_FINITE, PendingTokens, SampledTokens, Sampler
 from nereid_backend.sampling.token_masks import MaskFiller, StepMasks, guide_of
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class RunningStep:
         logits: the result of ForwardPath.forward; None after sampling has been launched.
         sampling: the positions at which the step samples.
         masks: the token masks and the errors of the guides at these positions.
-        choosing: the sampling that was launched; None if there is none, or not yet.
+        pending: the sampling that was launched; None if there is none, or not yet.
         reports: the log-probabilities of prompts, in pieces, by the index of their chunk.
     """
 
@@ -81,7 +81,7 @@ class RunningStep:
     logits: Tensor | None
     sampling: Sampling
     masks: StepMasks = field(default_factory=StepMasks)
-    choosing: Choosing | None = None
+    pending: PendingTokens | None = None
     reports: dict[int, "list[_Report]"] = field(default_factory=dict)
 
 
@@ -119,7 +119,7 @@ class Runner:
         with self._clearing(plan):
             logits, masks = self._forward(plan, sampling)
             step = RunningStep(plan, logits, sampling, masks)
-            self._choose(step)
+            self._launch_sampling(step)
         return self.finish(step)
 
     @torch.inference_mode()
@@ -133,11 +133,11 @@ class Runner:
         Mutates: the state of the model.
         """
         with self._clearing(plan):
-            if before is None or before.choosing is None:
+            if before is None or before.pending is None:
                 logits = self._path.forward(plan)
             else:
                 path = cast(AsyncPath, self._path)
-                logits = path.forward(plan, before.choosing.token_ids)
+                logits = path.forward(plan, before.pending.token_ids)
         return RunningStep(plan, logits, sampling_of(plan))
 
     @torch.inference_mode()
@@ -155,7 +155,7 @@ class Runner:
         with self._clearing(plan):
             jobs = self._masks.start(step.sampling.positions, step.logits.shape[1])
             step.masks = self._masks.join(jobs)
-            self._choose(step)
+            self._launch_sampling(step)
 
     @torch.inference_mode()
     def finish(self, step: RunningStep) -> StepResult:
@@ -170,16 +170,16 @@ class Runner:
                 index: [one for piece in pieces for one in piece.ranked.read(*piece.copy.wait())]
                 for index, pieces in step.reports.items()
             }
-            if step.choosing is None:
+            if step.pending is None:
                 return StepResult(prompt_logprobs=reports)
-            choices, device_token_ids = step.choosing.result()
-        sampled = _read_sampled(step.sampling, choices, step.masks)
+            sampled_tokens, device_token_ids = step.pending.result()
+        sampled = _read_sampled(step.sampling, sampled_tokens, step.masks)
         for chunk, outcome in zip((c for c in plan.chunks if c.samples), sampled, strict=True):
             if outcome.error == NOT_FINITE:
                 self._path.clear(chunk.request)
         return StepResult(sampled, reports, device_token_ids)
 
-    def _choose(self, step: RunningStep) -> None:
+    def _launch_sampling(self, step: RunningStep) -> None:
         """Launch the sampling of tokens and the ranking of prompt tokens. Mutates: `step`."""
         logits, step.logits = step.logits, None
         assert logits is not None
@@ -189,7 +189,7 @@ class Runner:
             return
         if len(rows) < len(logits):
             logits = logits[upload(np.array(rows), logits.device)]
-        step.choosing = self._sampler.begin(logits, positions, step.masks)
+        step.pending = self._sampler.launch(logits, positions, step.masks)
 
     @contextmanager
     def _clearing(self, plan: StepPlan) -> Iterator[None]:
@@ -235,7 +235,9 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
     return reports
 
 
-def _read_sampled(sampling: Sampling, choices: Choices, masks: StepMasks) -> list[Sampled]:
+def _read_sampled(
+    sampling: Sampling, sampled_tokens: SampledTokens, masks: StepMasks
+) -> list[Sampled]:
     """Return the new tokens of each chunk that samples."""
     sampled = []
     end = 0
@@ -246,8 +248,8 @@ def _read_sampled(sampling: Sampling, choices: Choices, masks: StepMasks) -> lis
             sampled.append(Sampled([], [], masks.errors[begin]))
             continue
         try:
-            drafts = sampling.positions[end - 1].guessed
-            sampled.append(_accept(request, drafts, choices, begin))
+            drafts = sampling.positions[end - 1].drafts
+            sampled.append(_accept(request, drafts, sampled_tokens, begin))
         except Exception as error:
             logger.exception("The grammar of request %s failed.", request.request_id)
             message = f"The grammar of the request failed: {type(error).__name__}: {error}"
@@ -255,7 +257,9 @@ def _read_sampled(sampling: Sampling, choices: Choices, masks: StepMasks) -> lis
     return sampled
 
 
-def _accept(request: Request, drafts: list[int], choices: Choices, begin: int) -> Sampled:
+def _accept(
+    request: Request, drafts: list[int], sampled_tokens: SampledTokens, begin: int
+) -> Sampled:
     """Return the sampled and forced tokens of a sequence, verified against its draft tokens.
 
     Each sampled token is followed by the tokens that the grammar forces after it. As long as these
@@ -269,8 +273,8 @@ def _accept(request: Request, drafts: list[int], choices: Choices, begin: int) -
     Args:
         request: the sequence. Its guide is advanced by the new tokens.
         drafts: the draft tokens that went through the model after the known tokens.
-        choices: the sampled tokens: one after the known tokens and one after each draft token.
-        begin: the index of the first of these in `choices`.
+        sampled_tokens: one token after the known tokens and one after each draft token.
+        begin: the index of the first of these in `sampled_tokens`.
     """
     guide, stops = guide_of(request), request.stop_token_ids
     token_ids: list[int] = []
@@ -278,12 +282,12 @@ def _accept(request: Request, drafts: list[int], choices: Choices, begin: int) -
     top: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
     while token_ids == drafts[: len(token_ids)]:
         index = begin + len(token_ids)
-        if index in choices.errors:
-            return Sampled([], [], choices.errors[index])
-        token_ids.append(choices.token_ids[index])
-        logprobs.append(choices.logprobs[index])
+        if index in sampled_tokens.errors:
+            return Sampled([], [], sampled_tokens.errors[index])
+        token_ids.append(sampled_tokens.token_ids[index])
+        logprobs.append(sampled_tokens.logprobs[index])
         if top is not None:
-            top.append(choices.top[index])
+            top.append(sampled_tokens.top[index])
         if token_ids[-1] in stops:
             break
         if guide is not None:

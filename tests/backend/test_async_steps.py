@@ -247,13 +247,13 @@ def test_answers_are_the_same_with_and_without(checkpoint, family, num_tokens, s
     size = open_engine(checkpoint(family), **settings)
     settings["kv_cache_memory"] = bytes_for(size, num_tokens)
     found, num_again = {}, []
-    again = sampler.Sampler.choose_again
+    again = sampler.Sampler.sample_again
 
-    def choose_again(self, part, rows):
+    def sample_again(self, part, rows):
         num_again.append(len(rows))
         return again(self, part, rows)
 
-    monkeypatch.setattr(sampler.Sampler, "choose_again", choose_again)
+    monkeypatch.setattr(sampler.Sampler, "sample_again", sample_again)
     for is_on in (False, True):
         engine = open_engine(checkpoint(family), async_scheduling=is_on, **settings)
         if is_on:
@@ -518,7 +518,7 @@ def test_guesses_need_the_last_token_so_that_nothing_is_begun_ahead(checkpoint):
     )
     engine = Engine(config, lines.append)
     assert engine._async_steps is None
-    assert any(line.startswith("async_scheduling: off, because guesses") for line in lines)
+    assert any(line.startswith("Async scheduling is off, because speculative decoding") for line in lines)
     engine.close()
 
 

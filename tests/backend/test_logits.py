@@ -27,11 +27,11 @@ def make_request(prompt=(1, 2, 3), output=(), row=0, seed=0, eos=(), **params):
     return request
 
 
-def processed(logits, *requests, processor=None, guessed=()):
+def processed(logits, *requests, processor=None, drafts=()):
     processor = processor or LogitsProcessor()
-    positions = [Position(request, list(guessed)) for request in requests]
-    wishes = processor.wishes(positions, logits.shape[1])
-    return processor.process(logits, positions, wishes, [None] * len(positions))
+    positions = [Position(request, list(drafts)) for request in requests]
+    logits_params = processor.logits_params(positions, logits.shape[1])
+    return processor.process(logits, positions, logits_params, [None] * len(positions))
 
 
 def slow_penalties(logits, prompt, output, params):
@@ -96,11 +96,11 @@ def test_guessed_tokens_count_as_the_answers_at_the_places_behind_them():
         processor = LogitsProcessor()
         positions = [Position(request, [4, 9, 8, 4][:count]) for count in range(5)]
         logits = torch.randn(5, VOCAB)
-        wishes = processor.wishes(positions, VOCAB)
-        found = processor.process(logits, positions, wishes, [None] * 5)
+        logits_params = processor.logits_params(positions, VOCAB)
+        found = processor.process(logits, positions, logits_params, [None] * 5)
         for row, position in enumerate(positions):
             expected = slow_penalties(
-                logits[row], [4, 5, 4], output + position.guessed, request.params
+                logits[row], [4, 5, 4], output + position.drafts, request.params
             )
             torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
         # Nothing of the guesses stays behind.
@@ -145,7 +145,7 @@ def test_a_bias_does_not_bring_back_a_token_that_is_not_allowed():
 
 
 @pytest.mark.parametrize(
-    ("output", "guessed", "forbidden"),
+    ("output", "drafts", "forbidden"),
     [
         ([], [], [40]),
         ([20], [], [21, 40]),
@@ -156,11 +156,11 @@ def test_a_bias_does_not_bring_back_a_token_that_is_not_allowed():
         ([10, 20, 7], [], [40]),
     ],
 )
-def test_the_last_token_of_a_bad_word_is_out_of_reach_behind_the_others(output, guessed, forbidden):
+def test_the_last_token_of_a_bad_word_is_out_of_reach_behind_the_others(output, drafts, forbidden):
     request = make_request(
         (10, 20), output, bad_words_token_ids=[[10, 20, 30], [20, 21], [40], [10, 20, 30, 50]]
     )
-    found = processed(torch.zeros(1, VOCAB), request, guessed=guessed)
+    found = processed(torch.zeros(1, VOCAB), request, drafts=drafts)
     assert found[0].isinf().nonzero().squeeze(1).tolist() == forbidden
 
 
@@ -168,7 +168,7 @@ def test_min_tokens_counts_guessed_tokens():
     request = make_request(eos=(5,), min_tokens=2, output=[9])
     logits = torch.zeros(1, VOCAB)
     assert processed(logits, request)[0, 5] == -INF
-    assert processed(logits, request, guessed=[8])[0, 5] == 0
+    assert processed(logits, request, drafts=[8])[0, 5] == 0
 
 
 @pytest.mark.parametrize("params", [{"temperature": 1.0}, {}], ids=["random", "greedy"])
@@ -178,7 +178,7 @@ def test_a_request_whose_limits_exclude_all_tokens_ends_with_an_error_that_names
     )
     outcomes = sample(torch.randn(2, VOCAB), [impossible, make_request(row=1, **params)])
     assert outcomes[0].token_ids == []
-    assert "allowed_token_ids and bad_words_token_ids and min_tokens exclude" in outcomes[0].error
+    assert "forbidden by allowed_token_ids and bad_words_token_ids and min_tokens" in outcomes[0].error
     assert outcomes[1].error is None
 
 
@@ -214,12 +214,12 @@ def test_choices_do_not_depend_on_how_a_batch_is_cut(monkeypatch):
     requests = [make_request(row=i, seed=i, **settings[i % 3]) for i in range(30)]
     logits = torch.randn(30, VOCAB)
     positions = [Position(request, []) for request in requests]
-    whole = Sampler().choose(logits, positions)
+    whole = Sampler().sample(logits, positions)
     monkeypatch.setattr(
         "nereid_backend.sampling.sampler.slices",
         lambda count, *_: [slice(i, min(i + 4, count)) for i in range(0, count, 4)],
     )
-    cut = Sampler().choose(logits, positions)
+    cut = Sampler().sample(logits, positions)
     assert cut.token_ids == whole.token_ids
     assert cut.top == whole.top
     assert cut.logprobs == pytest.approx(whole.logprobs, abs=1e-6)
@@ -229,7 +229,7 @@ def test_choices_do_not_depend_on_how_a_batch_is_cut(monkeypatch):
     ("params", "message"),
     [
         ({"logit_bias": {VOCAB: 1}}, f"logit_bias: token id {VOCAB} is outside"),
-        ({"allowed_token_ids": [0, 99]}, "allowed_token_ids: token id 99 is outside"),
+        ({"allowed_token_ids": [0, 99]}, "allowed_token_ids: the token id 99 is outside"),
         ({"bad_words_token_ids": [[1], [2, 80]]}, r"bad_words_token_ids: .* \(0 to 69\)"),
     ],
 )

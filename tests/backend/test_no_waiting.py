@@ -92,13 +92,13 @@ WISHES = [
 ]
 
 
-def start_requests(wishes, lengths):
+def start_requests(logits_params, lengths):
     """A scheduler whose requests all run, and the plan of the step in which they begin."""
     scheduler = Scheduler(
         BlockPool(4000), block_size=BLOCK, max_num_seqs=32, max_num_batched_tokens=5000
     )
     rng = random.Random(0)
-    for number, (wish, length) in enumerate(zip(wishes, lengths, strict=True)):
+    for number, (wish, length) in enumerate(zip(logits_params, lengths, strict=True)):
         settings = dict(wish)
         has_guide = settings.pop("guide", False)
         prompt = [rng.randrange(40) for _ in range(length)]
@@ -125,7 +125,7 @@ def test_steps_are_begun_without_waiting_for_the_device(vocab_size, dtype):
     assert watch.waited == []
     assert watch.num_copies > 0
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-        flight.choosing.result()
+        flight.pending.result()
     # The other requests' kinds go through the sampler alone, too.
     for index, wish in enumerate(WISHES):
         scheduler = start_requests([wish], [lengths[index]])

@@ -231,7 +231,7 @@ def test_forced_tokens_end_at_a_stop_token_and_wait_for_min_tokens():
         run(runner, chunk_of(request))
         assert output_of(request) == expected
     (sampled,) = run(runner, chunk_of(request)).sampled
-    assert "its grammar and min_tokens exclude all" in sampled.error
+    assert "forbidden by the grammar and min_tokens" in sampled.error
 
 
 def test_a_guide_and_allowed_tokens_that_contradict_each_other_end_the_request_by_name():
@@ -239,7 +239,7 @@ def test_a_guide_and_allowed_tokens_that_contradict_each_other_end_the_request_b
     other = make_request(row=1, guide=True)
     path = HashedPath(VOCAB)
     result = run(Runner(path), chunk_of(contradiction), chunk_of(other))
-    assert "its grammar and allowed_token_ids exclude all" in result.sampled[0].error
+    assert "forbidden by the grammar and allowed_token_ids" in result.sampled[0].error
     assert result.sampled[1].error is None
     assert path.cleared == []
 

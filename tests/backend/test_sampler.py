@@ -210,12 +210,12 @@ def test_rows_in_doubt_are_chosen_again_when_the_choices_are_read(monkeypatch):
     settings = [{"top_p": 0.9, "logprobs": 2}, {"top_k": 30}, {"temperature": 0.0}, {}]
     positions = [Position(make_request(seed=seed, **settings[seed % 4]), []) for seed in range(200)]
     logits = torch.randn(len(positions), VOCAB)
-    expected = sampler.Sampler(defers=False).choose(logits, positions)
+    expected = sampler.Sampler(defers=False).sample(logits, positions)
     given = logits.clone()
-    choosing = sampler.Sampler(defers=True).begin(given, positions)
+    pending = sampler.Sampler(defers=True).launch(given, positions)
     given.fill_(float("nan"))  # as the next forward pass may do
-    choices, drawn = choosing.result()
-    assert choices == expected
-    assert drawn == choosing.token_ids.tolist()
-    wrong = [index for index in range(200) if drawn[index] != choices.token_ids[index]]
+    sampled_tokens, drawn = pending.result()
+    assert sampled_tokens == expected
+    assert drawn == pending.token_ids.tolist()
+    wrong = [index for index in range(200) if drawn[index] != sampled_tokens.token_ids[index]]
     assert {index % 4 for index in wrong} == {0, 1}

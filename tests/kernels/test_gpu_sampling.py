@@ -1,10 +1,10 @@
-"""The sampling kernel against its twin, and against the sampler that has no kernel."""
+"""The sampling kernel against its reference, and against the sampler that has no kernel."""
 
 import numpy as np
 import pytest
 import torch
-from kernels import sampling_twin as twin
-from kernels.sampling_twin import settings_of
+from kernels import sampling_reference as reference
+from kernels.sampling_reference import settings_of
 from nereid_backend import EngineConfig
 from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
@@ -60,8 +60,8 @@ def check(logits, settings, device, raw=None):
     raw = logits if raw is None else raw
     on_device = logits.to(device)
     own = on_device if raw is logits else raw.to(device)
-    token_ids, logprobs, is_left = gpu_sampling.choose(on_device, own, settings)
-    expected_ids, expected_logprobs, expected_left = twin.choose(logits, raw, settings)
+    token_ids, logprobs, is_left = gpu_sampling.sample(on_device, own, settings)
+    expected_ids, expected_logprobs, expected_left = reference.sample(logits, raw, settings)
     if device.type == "cpu":
         assert token_ids.tolist() == expected_ids
         assert is_left.tolist() == expected_left
@@ -75,7 +75,7 @@ def check(logits, settings, device, raw=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab_size", VOCABS)
-def test_every_filter_on_every_kind_of_row_gives_the_twins_token(kind, vocab_size, device):
+def test_every_filter_on_every_kind_of_row_gives_the_references_token(kind, vocab_size, device):
     random = np.random.default_rng(0)
     settings = settings_of(
         *(
@@ -126,7 +126,7 @@ def test_rows_that_are_odd_say_so_and_leave_their_neighbours_alone(device):
     logits[:3] = raw[:3]
     logits[3] = float("-inf")  # nothing is allowed
     settings = settings_of(*[(1.0, 0.9, 0, 0.0, 0.5)] * 5, (0.0, 1.0, 0, 0.0, 0.5))
-    token_ids, logprobs, is_left = gpu_sampling.choose(logits.to(device), raw.to(device), settings)
+    token_ids, logprobs, is_left = gpu_sampling.sample(logits.to(device), raw.to(device), settings)
     assert logprobs.isfinite().tolist() == [False] * 3 + [True] * 3
     assert is_left[3:].tolist() == [False, True, True]
     assert ((token_ids >= 0) & (token_ids < 900)).all()
@@ -148,7 +148,7 @@ def test_the_kernel_and_the_sampler_differ_where_rounding_decides_and_rarely(nam
     uniform = random.random(count)
     logits = torch.cat([rows_of(kind, count // 6, vocab_size, 2) for kind in KINDS[:6]])
     settings = settings_of(*((0.8, top_p, top_k, min_p, u) for u in uniform))
-    found, _, _ = gpu_sampling.choose(logits.to(device), logits.to(device), settings)
+    found, _, _ = gpu_sampling.sample(logits.to(device), logits.to(device), settings)
     batch = random_sampling.SamplingBatch(
         np.full(count, 0.8, dtype=np.float32),
         np.full(count, top_p, dtype=np.float32),
@@ -161,15 +161,15 @@ def test_the_kernel_and_the_sampler_differ_where_rounding_decides_and_rarely(nam
 
 def test_the_comparison_at_load_passes_what_is_right_and_notices_what_is_wrong(device, monkeypatch):
     assert gpu_sampling.num_differing(device) == 0
-    plain = gpu_sampling.choose
+    plain = gpu_sampling.sample
 
     def wrong(logits, raw, settings):
         settings = settings.copy()
         settings[1] = 1.0  # top_p is forgotten
         return plain(logits, raw, settings)
 
-    monkeypatch.setattr(gpu_sampling, "choose", wrong)
-    assert "are not those of the twin" in gpu_sampling.why_not(device)
+    monkeypatch.setattr(gpu_sampling, "sample", wrong)
+    assert "differ from those of the reference" in gpu_sampling.why_not(device)
     gpu_sampling.why_not.cache_clear()
 
 
@@ -177,7 +177,7 @@ def test_a_kernel_that_fails_to_run_is_a_reason_not_an_error(device, monkeypatch
     def fails(*args):
         raise RuntimeError("ptxas: no such target\nand more")
 
-    monkeypatch.setattr(gpu_sampling, "choose", fails)
+    monkeypatch.setattr(gpu_sampling, "sample", fails)
     assert gpu_sampling.why_not(device) == "RuntimeError: ptxas: no such target"
     gpu_sampling.why_not.cache_clear()
 
@@ -202,7 +202,7 @@ def test_a_sampler_with_the_kernel_chooses_and_reports_as_one_without(device):
     ]
     logits = rows_of("text", len(params), 600).to(device)
     found, expected = (
-        sampler.Sampler(has_kernel=has_kernel).choose(logits, positions_of(*params))
+        sampler.Sampler(has_kernel=has_kernel).sample(logits, positions_of(*params))
         for has_kernel in (True, False)
     )
     assert found.token_ids == expected.token_ids
@@ -220,12 +220,14 @@ def test_a_sampler_with_the_kernel_says_which_rows_have_no_token(device):
     logits[0, 7] = float("nan")
     nothing = SamplingParams(allowed_token_ids=[4], bad_words_token_ids=[[4]])
     positions = positions_of(SamplingParams(), SamplingParams(), nothing)
-    found = sampler.Sampler(has_kernel=True).choose(logits.to(device), positions)
+    found = sampler.Sampler(has_kernel=True).sample(logits.to(device), positions)
     assert found.errors[0] == sampler.NOT_FINITE
     assert set(found.errors) == {0, 2}
 
 
-@pytest.mark.parametrize("reason", [None, "2 of 16 tokens are not those of the twin"])
+@pytest.mark.parametrize(
+    "reason", [None, "2 of 16 tokens differ from those of the reference implementation"]
+)
 def test_the_setting_takes_the_kernel_on_a_gpu_where_the_comparison_passes(reason, monkeypatch):
     monkeypatch.setattr(gpu_sampling, "why_not", lambda device: reason)
     said = []

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guessed tokens: where a step samples, and how far the guesses were right.
+"""The verification of draft tokens in speculative decoding.
 
-A request may go through the model with k guessed tokens behind its last known one (found in its own
-text, without a draft model). The logits after each of them come at once, and at every such position
-a token is drawn as if the guesses before it were the answer, with the random number that the answer
-has there anyway. The first token that differs from its guess is the right one at that place, and
-ends the step's answer; all before it are right because they were drawn.
+The last known token of a sequence goes through the model together with k draft tokens. The forward
+pass returns the logits after each of them. At each of these positions, a token is sampled as if the
+draft tokens before it were part of the output, with the random number of that position. The first
+sampled token that differs from its draft token replaces it, and ends the tokens of the step.
 
-That is exact rejection sampling for guesses of probability one: a guess d is kept with the
-probability p(d) that the processed distribution gives it, and otherwise the token comes from the
-rest of p, renormalised. Because the random numbers are those of a run without guesses, the tokens
-are also the same ones.
-Source: Leviathan et al., arXiv:2211.17192, with a proposal that is certain.
+This is rejection sampling with a proposal of probability one: a draft token d is accepted with its
+probability p(d) under the processed distribution. Otherwise, the token comes from the rest of p,
+renormalised. The random numbers are those of a run without draft tokens, so the result is the same.
+Source: Leviathan et al., arXiv:2211.17192.
 """
 
 from typing import NamedTuple
@@ -21,29 +19,29 @@ from nereid_backend.core.step import Chunk, StepPlan
 
 
 class Position(NamedTuple):
-    """A place in a sequence at which a token is chosen.
+    """A position in a sequence at which a token is sampled.
 
     Attributes:
-        request: whose sequence, with the tokens that are known.
-        guessed: tokens that are taken for granted behind the known ones.
+        request: the sequence with its known tokens.
+        drafts: the draft tokens between the known tokens and this position.
     """
 
     request: Request
-    guessed: list[int]
+    drafts: list[int]
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the answer before this place."""
-        return self.request.num_output_tokens + len(self.guessed)
+        """The number of output tokens before this position, including draft tokens."""
+        return self.request.num_output_tokens + len(self.drafts)
 
 
 class Sampling(NamedTuple):
-    """Where a plan samples.
+    """The positions at which a step samples.
 
     Attributes:
-        positions: in the order of the plan's chunks, a request's own from left to right.
+        positions: in the order of the plan's chunks, and from left to right within a sequence.
         rows: the row of the step's logits for each position.
-        counts: how many positions each chunk that samples has.
+        counts: the number of positions of each chunk that samples.
     """
 
     positions: list[Position]
@@ -52,7 +50,7 @@ class Sampling(NamedTuple):
 
 
 def sampling_of(plan: StepPlan) -> Sampling:
-    """Find the positions at which a plan's step samples."""
+    """Return the positions at which the step of a plan samples."""
     positions: list[Position] = []
     rows: list[int] = []
     counts: list[int] = []
@@ -61,22 +59,22 @@ def sampling_of(plan: StepPlan) -> Sampling:
         end += chunk.num_logits
         if not chunk.samples:
             continue
-        if chunk.num_logits == 1:  # nearly all
+        if chunk.num_logits == 1:  # the usual case, without draft tokens
             positions.append(Position(chunk.request, []))
             rows.append(end - 1)
             counts.append(1)
             continue
-        guessed = guesses_of(chunk)
-        count = len(guessed) + 1
+        drafts = drafts_of(chunk)
+        count = len(drafts) + 1
         positions.append(Position(chunk.request, []))
-        positions += [Position(chunk.request, guessed[:i]) for i in range(1, count)]
+        positions += [Position(chunk.request, drafts[:i]) for i in range(1, count)]
         rows += range(end - count, end)
         counts.append(count)
     return Sampling(positions, rows, counts)
 
 
-def guesses_of(chunk: Chunk) -> list[int]:
-    """The guessed tokens that go through the model with a chunk that samples."""
-    guessed: list[int] = getattr(chunk.request, "draft_token_ids", None) or []
-    # A chunk that reports a prompt's log-probabilities has more logits, but no guesses.
-    return guessed[: chunk.num_logits - 1]
+def drafts_of(chunk: Chunk) -> list[int]:
+    """Return the draft tokens that go through the model with a chunk that samples."""
+    drafts: list[int] = getattr(chunk.request, "draft_token_ids", None) or []
+    # A chunk that reports log-probabilities of the prompt has more logits, but no draft tokens.
+    return drafts[: chunk.num_logits - 1]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of tokens in one launch on a GPU; what it computes is in `triton_sampling.py`.
+"""Sampling in one kernel launch on a GPU; `triton_sampling.py` contains the kernel.
 
-Its twin is `drawing.draw`, from which it differs where rounding decides: weights are one
-exponential of the hardware's, and sums are exact.
+The reference implementation is `random_sampling.draw`. The results differ only where rounding
+decides: the kernel computes weights with the hardware's exponential and adds them exactly.
 """
 
 import functools
@@ -15,29 +15,28 @@ from torch import Tensor
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling.random_sampling import SamplingBatch, draw
 
-# Tokens that a program looks at at once, and its warps: no register spilled (compile_kernels.py).
+# Tokens in one tile, and warps in one program. No register spills with these
+# (loadtest/compile_kernels.py shows it).
 _TILE, _NUM_WARPS = 4096, 16
-# Rows and vocabulary of the comparison at load, and how many tokens rounding may change.
+# The comparison at load: the number of rows, the size of the vocabulary, and the number of tokens
+# that rounding may change.
 _ROWS, _VOCAB_SIZE, _DIFFERING = 16, 9000, 1
 
 Settings = NDArray[np.float64]
 
 
-def choose(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose one token a row. The device is not waited for.
-
-    Shapes: logits and raw [n, vocab_size], both float32, bfloat16 or float16; settings [5, n], on
-    the host: temperature (0 takes the likeliest token, the first of equals), top_p, top_k (0 is
-    off), min_p, and the random number in [0, 1).
+def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample one token for each row, without waiting for the device.
 
     Args:
-        logits: after masks, biases and penalties.
-        raw: the model's own; may be the same tensor, which then is read once.
-        settings: of each row.
+        logits: [n, vocab_size], float32, bfloat16 or float16, after masks, biases and penalties.
+        raw: [n, vocab_size], the model's own logits. If it is the same tensor, it is read once.
+        settings: [5, n] on the host: temperature (0 takes the first of the likeliest tokens),
+            top_p, top_k (0 is off), min_p, and the random number in [0, 1).
 
     Returns:
-        Token ids [n] int64, always below vocab_size; their log-probabilities under raw [n] float32,
-        NaN for a row that is not finite; and whether the choice was possible at all [n] bool.
+        Token ids [n] int64, always below vocab_size; their log-probabilities under `raw` [n]
+        float32, NaN for a row that is not finite; and whether any token was allowed [n] bool.
     """
     from nereid_backend.sampling.triton_sampling import sample_kernel
 
@@ -61,22 +60,25 @@ def choose(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """Why the kernel must not choose there; None: it may. It is tried once in a process."""
+    """Return the reason why the kernel must not be used on a device; None if it may.
+
+    The kernel is tried once in each process.
+    """
     try:
         differing = num_differing(device)
     except Exception as error:  # noqa: BLE001 - compilers and drivers fail in any way
         return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
     if differing > _DIFFERING:
-        return f"{differing} of {_ROWS} tokens are not those of the twin"
+        return f"{differing} of {_ROWS} tokens differ from those of the reference implementation"
     return None
 
 
 @torch.inference_mode()
 def num_differing(device: torch.device) -> int:
-    """How many of some rows' tokens are not those that the twin chooses."""
+    """Return how many tokens of test rows differ from those of the reference implementation."""
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(size=(_ROWS, _VOCAB_SIZE)).astype(np.float32) * 3)
-    logits[1::4] = (logits[1::4] * 2).round()  # many tie
+    logits[1::4] = (logits[1::4] * 2).round()  # many equal logits
     logits[2::4, 1000:] = float("-inf")
     logits[3::4] /= 10  # nearly flat
     quarters = np.arange(_ROWS) // 4
@@ -89,7 +91,7 @@ def num_differing(device: torch.device) -> int:
     )
     settings = np.stack([batch.temperature, batch.top_p, batch.top_k, batch.min_p, batch.uniform])
     given = logits.to(device)
-    token_ids, logprobs, is_left = choose(given, given, settings)
+    token_ids, logprobs, is_left = sample(given, given, settings)
     expected = logits.log_softmax(-1).gather(1, token_ids.cpu()[:, None]).squeeze(1)
     is_off = (token_ids.cpu() != draw(logits, batch)) | ~is_left.cpu()
     # Written so that NaN counts, too.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests do to the model's logits before a token is chosen.
+"""Applies the fields of requests to the logits before a token is sampled.
 
-In the order of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler):
+The order is that of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler):
 
     the grammar's mask and allowed_token_ids -> bad_words_token_ids -> min_tokens
     -> logit_bias -> repetition, frequency, presence penalty -> (temperature, min_p, top_k, top_p)
 
-What a mask takes away stays away: nothing after it brings a token back. Only positions of requests
-that ask for something are touched, and all of them at once.
+A token that a mask forbids stays forbidden, whatever the later steps add. Rows of requests that use
+none of the fields are not changed. The other rows are processed together.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ _NONE: Integers = np.zeros(0, np.int64)
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse parameters that name tokens beyond the model's vocabulary.
+    """Check that the token ids in some fields are within the model's vocabulary.
 
-    Stop tokens may lie beyond it; they never come.
+    Stop tokens may lie outside the vocabulary, because the model never generates them.
 
     Raises:
-        RequestError: the message names the field, the token and the limit.
+        RequestError: if a token id is too large. The message names the field, the id and the limit.
     """
     named = {
         "logit_bias": [token_id for token_id, _ in _pairs(params)],
@@ -48,24 +48,25 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
         highest = max(token_ids, default=0)
         if highest >= vocab_size:
             raise RequestError(
-                f"{name}: token id {highest} is outside the vocabulary (0 to {vocab_size - 1})"
+                f"{name}: the token id {highest} is outside the vocabulary (0 to {vocab_size - 1})."
             )
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What one request asks of its logits, prepared once.
+class LogitsParams:
+    """The prepared logits parameters of one request.
 
     Attributes:
-        owner: whose.
-        is_plain: whether it asks for nothing, its guide aside.
-        bias_ids: tokens of logit_bias, with bias_values beside them.
-        bias_values: float32.
-        allowed: a mask of allowed_token_ids.
-        bad_tokens: bad words of one token.
-        bad_words: the longer ones by their last token but one: what comes before the last, and it.
-        stops: stop tokens within the vocabulary, kept out of reach before min_tokens.
-        has_penalties: whether its text is counted.
+        owner: the request.
+        is_plain: whether the request uses none of these fields (it may still have a guide).
+        bias_ids: the token ids of logit_bias, [n] int64.
+        bias_values: the biases of these tokens, [n] float32.
+        allowed: a token mask of allowed_token_ids.
+        bad_tokens: the bad words that consist of one token.
+        bad_words: the longer bad words by their last token but one. Each entry consists of the
+            tokens before the last one, and the last one.
+        stops: the stop tokens within the vocabulary, which min_tokens forbids.
+        has_penalties: whether the tokens of the request's text must be counted.
     """
 
     owner: Request
@@ -79,8 +80,8 @@ class Wishes:
     has_penalties: bool = False
 
     @classmethod
-    def of(cls, request: Request, vocab_size: int) -> "Wishes":
-        """Prepare a request's."""
+    def of(cls, request: Request, vocab_size: int) -> "LogitsParams":
+        """Prepare the logits parameters of a request."""
         params = request.params
         has_penalties = asks_for_penalties(params)
         if not (
@@ -111,93 +112,98 @@ class Wishes:
             has_penalties=has_penalties,
         )
 
-    def out_of_reach(self, position: Position) -> list[Integers]:
-        """Tokens that bad words and min_tokens forbid at a position of the owner."""
+    def forbidden_tokens(self, position: Position) -> list[Integers]:
+        """Return the tokens that bad words and min_tokens forbid at a position of the owner."""
         forbidden = [self.bad_tokens] if len(self.bad_tokens) else []
         if self.bad_words:
-            ends = self._ends_of_bad_words(position)
+            ends = self._last_tokens_of_bad_words(position)
             if ends:
                 forbidden.append(np.array(ends, np.int64))
         if position.num_output_tokens < self.owner.params.min_tokens and len(self.stops):
             forbidden.append(self.stops)
         return forbidden
 
-    def _ends_of_bad_words(self, position: Position) -> list[int]:
-        """Last tokens of bad words whose other tokens end the answer so far."""
+    def _last_tokens_of_bad_words(self, position: Position) -> list[int]:
+        """Return the last tokens of bad words whose other tokens end the output so far.
+
+        Example: with the bad word [5, 7, 9] and an output that ends in 5, 7, the result is [9].
+        """
         num_output = position.num_output_tokens
         if num_output == 0:
             return []
-        known, guessed = self.owner.token_ids, position.guessed
-        newest = guessed[-1] if guessed else known[-1]
+        known, drafts = self.owner.token_ids, position.drafts
+        newest = drafts[-1] if drafts else known[-1]
         ends = []
         for before, last in self.bad_words.get(newest, ()):
             length = len(before)
             if length <= num_output:
-                tail = known[-length:] + guessed
+                tail = known[-length:] + drafts
                 if tail[-length:] == before:
                     ends.append(last)
         return ends
 
 
 class LogitsProcessor:
-    """Applies what requests ask; keeps what it has prepared and counted by the requests' rows."""
+    """Applies the requests' fields to logits, and caches prepared parameters and counts by row."""
 
     def __init__(self) -> None:
-        self._wishes: dict[int, Wishes] = {}
+        self._logits_params: dict[int, LogitsParams] = {}
         self._counts = TokenCounts()
 
-    def wishes(self, positions: Sequence[Position], vocab_size: int) -> list[Wishes]:
-        """What the positions' requests ask for."""
+    def logits_params(self, positions: Sequence[Position], vocab_size: int) -> list[LogitsParams]:
+        """Return the prepared logits parameters of the positions' requests."""
         found = []
         for index, position in enumerate(positions):
             request = position.request
             row = _row_of(position, index)
-            wishes = self._wishes.get(row)
-            if wishes is None or wishes.owner is not request:
-                wishes = self._wishes[row] = Wishes.of(request, vocab_size)
-            found.append(wishes)
+            logits_params = self._logits_params.get(row)
+            if logits_params is None or logits_params.owner is not request:
+                logits_params = self._logits_params[row] = LogitsParams.of(request, vocab_size)
+            found.append(logits_params)
         return found
 
     def process(
         self,
         logits: Tensor,
         positions: Sequence[Position],
-        wishes: Sequence[Wishes],
+        logits_params: Sequence[LogitsParams],
         masks: Sequence[Words | None],
     ) -> Tensor:
-        """Apply what requests ask.
+        """Apply the fields of the requests to the logits.
 
         Args:
             logits: [n, vocab_size], any float dtype. Not changed.
-            positions: of the rows of logits.
-            wishes: of their requests.
-            masks: what the positions' guides allow; None is everything.
+            positions: the position of each row.
+            logits_params: the logits parameters of each row.
+            masks: the token mask of each row's guide; None allows every token.
 
         Returns:
-            logits itself where nobody asks for anything, else new ones in float32.
+            `logits` itself if no field applies; otherwise a new tensor in float32.
         """
-        asking = [i for i, wish in enumerate(wishes) if not wish.is_plain]
+        asking = [i for i, wish in enumerate(logits_params) if not wish.is_plain]
         if not asking and all(mask is None for mask in masks):
             return logits
-        limits = [_both(wish.allowed, mask) for wish, mask in zip(wishes, masks, strict=True)]
+        limits = [
+            _both(wish.allowed, mask) for wish, mask in zip(logits_params, masks, strict=True)
+        ]
         logits = with_masks(logits.float(), limits)
         if asking:
-            self._put_out_of_reach(logits, positions, wishes, asking)
-            _add_bias(logits, wishes, asking)
-            self._penalise(logits, positions, [i for i in asking if wishes[i].has_penalties])
+            self._forbid_tokens(logits, positions, logits_params, asking)
+            _add_bias(logits, logits_params, asking)
+            self._penalise(logits, positions, [i for i in asking if logits_params[i].has_penalties])
         return logits
 
     @staticmethod
-    def _put_out_of_reach(
+    def _forbid_tokens(
         logits: Tensor,
         positions: Sequence[Position],
-        wishes: Sequence[Wishes],
+        logits_params: Sequence[LogitsParams],
         asking: Sequence[int],
     ) -> None:
         rows: list[Integers] = []
         columns: list[Integers] = []
         for index in asking:
-            for token_ids in wishes[index].out_of_reach(positions[index]):
+            for token_ids in logits_params[index].forbidden_tokens(positions[index]):
                 rows.append(np.full(len(token_ids), index))
                 columns.append(token_ids)
         if rows:
@@ -222,13 +228,13 @@ class LogitsProcessor:
             logits.index_copy_(0, index, some)
 
 
-def why_nothing_is_left(request: Request) -> str:
-    """Say which of a request's limits leave no token to choose."""
+def explain_no_token(request: Request) -> str:
+    """Return a sentence that names the fields of a request that together forbid every token."""
     params = request.params
     limits = [
         name
         for name, is_set in (
-            ("its grammar", request.guide is not None),
+            ("the grammar", request.guide is not None),
             ("allowed_token_ids", params.allowed_token_ids is not None),
             ("bad_words_token_ids", bool(params.bad_words_token_ids)),
             ("min_tokens", request.num_output_tokens < params.min_tokens),
@@ -236,19 +242,18 @@ def why_nothing_is_left(request: Request) -> str:
         if is_set
     ]
     return (
-        f"no token is left to choose after {request.num_output_tokens} tokens of the answer: "
-        f"{' and '.join(limits) or 'the request'} exclude{'' if len(limits) > 1 else 's'} all"
+        f"No token can be sampled after {request.num_output_tokens} output tokens, because every "
+        f"token is forbidden by {' and '.join(limits) or 'the request'}."
     )
 
 
 def _pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
-    # SamplingParams keeps a mapping as sorted pairs.
+    # SamplingParams stores the mapping as sorted pairs.
     return cast(tuple[tuple[int, float], ...], params.logit_bias)
 
 
 def _row_of(position: Position, index: int) -> int:
-    # A request without a row (it is not in a scheduler) takes any: what is kept there knows whose
-    # it is.
+    # A request outside a scheduler has no row and can use any. Each cached entry names its owner.
     row = position.request.row
     return index if row is None else row
 
@@ -259,15 +264,15 @@ def _both(first: Words | None, second: Words | None) -> Words | None:
     return first & second
 
 
-def _add_bias(logits: Tensor, wishes: Sequence[Wishes], asking: Sequence[int]) -> None:
-    biased = [i for i in asking if len(wishes[i].bias_ids)]
+def _add_bias(logits: Tensor, logits_params: Sequence[LogitsParams], asking: Sequence[int]) -> None:
+    biased = [i for i in asking if len(logits_params[i].bias_ids)]
     if biased:
-        rows = [np.full(len(wishes[i].bias_ids), i) for i in biased]
+        rows = [np.full(len(logits_params[i].bias_ids), i) for i in biased]
         index_pair = (
             _to_device(rows, logits),
-            _to_device([wishes[i].bias_ids for i in biased], logits),
+            _to_device([logits_params[i].bias_ids for i in biased], logits),
         )
-        values = np.concatenate([wishes[i].bias_values for i in biased])
+        values = np.concatenate([logits_params[i].bias_values for i in biased])
         logits.index_put_(index_pair, upload(values, logits.device), accumulate=True)
 
 

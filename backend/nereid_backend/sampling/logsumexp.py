@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of each row of logits: the likeliest token, and what makes its logits log-probabilities.
+"""The likeliest token and the logsumexp of each row of logits.
 
-A log-probability is the logit less the logarithm of the sum of the row's exponentials. That number
-and the likeliest token are all that most steps need of the model's own distribution.
+A log-probability is a logit minus the logarithm of the sum of the exponentials of the row. Most
+steps need only that number and the likeliest token of the model's own distribution.
 """
 
 import torch
@@ -13,7 +13,11 @@ from nereid_backend.sampling.native_logits import RowFacts
 
 
 def row_facts(logits: Tensor) -> RowFacts:
-    """Read rows of logits, [n, vocab_size] of any float dtype."""
+    """Compute the likeliest token and the logsumexp of each row.
+
+    Args:
+        logits: [n, vocab_size], any float dtype.
+    """
     if native_logits.can_read(logits):
         return native_logits.read(logits)
     logits = logits.float()
@@ -21,8 +25,15 @@ def row_facts(logits: Tensor) -> RowFacts:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first token with the largest logit in each row, [n, vocab_size] float32 to [n] int64."""
+    """Return the first token with the largest logit in each row.
+
+    Args:
+        logits: [n, vocab_size] float32.
+
+    Returns:
+        Token ids [n] int64.
+    """
     if logits.device.type != "cpu":
         return logits.argmax(-1)
-    # numpy looks for it with vector instructions: a quarter of torch's time.
+    # numpy uses vector instructions and takes a quarter of torch's time.
     return torch.from_numpy(logits.numpy().argmax(-1))

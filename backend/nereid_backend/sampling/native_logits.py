@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of logits read by our own kernels (cpu_logits.cpp), where there is a compiler.
+"""Functions on rows of logits that use our CPU kernels (cpu_logits.cpp).
 
-Torch works on a whole vocabulary in several passes, and writes as much as it reads; the kernels
-read every logit once, in the model's dtype. What they find in a row does not depend on other rows.
+The functions are available if a C++ compiler is installed.
+
+Torch processes a whole vocabulary in several passes and writes as much as it reads. The kernels
+read every logit once, in the model's dtype. The result of a row does not depend on other rows.
 """
 
 import functools
@@ -18,11 +20,11 @@ from nereid_backend.attention.cpu.cpu_attention import has_kernels, kernels
 
 
 class RowFacts(NamedTuple):
-    """What is known of rows of logits.
+    """The likeliest tokens and the normalisation of rows of logits.
 
     Attributes:
         likeliest: [n] int64, the first token with the largest logit.
-        logsumexp: [n] float32; not a finite number where the logits are no distribution.
+        logsumexp: [n] float32. It is not finite if the row is not a distribution.
     """
 
     likeliest: Tensor
@@ -30,16 +32,16 @@ class RowFacts(NamedTuple):
 
 
 def can_read(logits: Tensor) -> bool:
-    """Whether the kernels take these logits."""
+    """Return whether the kernels support these logits."""
     is_known = logits.dtype in (torch.float32, torch.bfloat16)
     return logits.device.type == "cpu" and is_known and logits.shape[1] > 0 and has_kernels()
 
 
 def read(logits: Tensor) -> RowFacts:
-    """The likeliest tokens, and logarithms of sums of exponentials."""
+    """Compute the likeliest token and the logsumexp of each row."""
     count = len(logits)
     found = RowFacts(torch.empty(count, dtype=torch.int64), torch.empty(count))
-    logits = _lying_in_rows(logits)
+    logits = _with_contiguous_rows(logits)
     _library().nereid_read_logits(
         *_rows(logits), *(tensor.data_ptr() for tensor in found), torch.get_num_threads()
     )
@@ -47,9 +49,22 @@ def read(logits: Tensor) -> RowFacts:
 
 
 def draw(logits: Tensor, temperature: NDArray[np.float32], uniform: NDArray[np.float64]) -> Tensor:
-    """One token a row by a random number in [0, 1) each: [n] int64. See `drawing`."""
+    """Draw one token for each row; see `random_sampling`.
+
+    Args:
+        logits: [n, vocab_size].
+        temperature: [n], greater than 0.
+        uniform: [n], random numbers in [0, 1).
+
+    Returns:
+        Token ids [n] int64.
+    """
     token_ids = torch.empty(len(logits), dtype=torch.int64)
-    logits, scales, shares = _lying_in_rows(logits), 1 / temperature, np.ascontiguousarray(uniform)
+    logits, scales, shares = (
+        _with_contiguous_rows(logits),
+        1 / temperature,
+        np.ascontiguousarray(uniform),
+    )
     _library().nereid_draw(
         *(*_rows(logits), scales.ctypes.data, shares.ctypes.data),
         *(token_ids.data_ptr(), torch.get_num_threads()),
@@ -60,15 +75,20 @@ def draw(logits: Tensor, temperature: NDArray[np.float32], uniform: NDArray[np.f
 def likeliest(
     logits: Tensor, temperature: NDArray[np.float32], width: int
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of each row.
+    """Find the likeliest tokens of each row.
+
+    Args:
+        logits: [n, vocab_size].
+        temperature: [n], greater than 0.
+        width: the number of tokens to find.
 
     Returns:
-        Their probabilities, falling, [n, width] float32, and their ids, int64; 0 and -1 for what a
-        row lacks of tokens within reach.
+        Probabilities [n, width] float32 in descending order, and token ids [n, width] int64. A
+        place without a token has the probability 0 and the id -1.
     """
     probs = torch.empty(len(logits), width)
     token_ids = torch.empty(len(logits), width, dtype=torch.int64)
-    logits, scales = _lying_in_rows(logits), 1 / temperature
+    logits, scales = _with_contiguous_rows(logits), 1 / temperature
     _library().nereid_likeliest(
         *(*_rows(logits), scales.ctypes.data, width),
         *(token_ids.data_ptr(), probs.data_ptr(), torch.get_num_threads()),
@@ -76,7 +96,7 @@ def likeliest(
     return probs, token_ids
 
 
-def _lying_in_rows(logits: Tensor) -> Tensor:
+def _with_contiguous_rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 

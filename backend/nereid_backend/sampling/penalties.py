@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Penalties for tokens that a text holds already.
+"""Repetition, frequency and presence penalties.
 
-A text holds few of a vocabulary's tokens, so what is kept and changed is a list of distinct tokens
-for each request that asks for penalties, not a column for each token of the vocabulary. A request's
-list is built when it is first seen in its row, and then grows by what was sampled.
+A text contains few of the vocabulary's tokens. Therefore, the counts of a request are a list of its
+distinct tokens, not one number for each token of the vocabulary. The list is built when the request
+is first seen in its row, and extended by the tokens that are sampled.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _FIRST_WIDTH = 64
 
 
 def asks_for_penalties(params: SamplingParams) -> bool:
-    """Whether any of the three penalties is on."""
+    """Return whether any of the three penalties is on."""
     return (
         params.repetition_penalty != 1
         or params.presence_penalty != 0
@@ -33,7 +33,13 @@ def asks_for_penalties(params: SamplingParams) -> bool:
 
 @dataclass(slots=True)
 class _Text:
-    """What is counted of one request: how far, and at which place of its row each token is."""
+    """The counting state of one request.
+
+    Attributes:
+        owner: the request.
+        num_counted: the number of leading tokens that have been counted.
+        places: the index of each distinct token in the request's row.
+    """
 
     owner: Request
     num_counted: int = 0
@@ -41,10 +47,10 @@ class _Text:
 
 
 class TokenCounts:
-    """The distinct tokens of some requests' texts, one row each.
+    """The distinct tokens of the requests' texts and their counts, one row for each request.
 
-    A row is as long as the table; places behind its last token repeat the first one, so that
-    whoever writes to all of them writes the same value there twice.
+    All rows have the width of the table. The unused end of a row repeats the row's first token, so
+    that a write to all places of a row writes equal values to that token.
     """
 
     def __init__(self) -> None:
@@ -56,34 +62,34 @@ class TokenCounts:
     def lists(
         self, rows: Sequence[int], positions: Sequence[Position]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens before each position, and how often the answer holds each of them.
+        """Return the distinct tokens before each position, and their counts in the output.
 
-        Tokens of the prompt alone count 0, and are there only for a request with a repetition
-        penalty.
+        Tokens that occur only in the prompt have the count 0. They are included only for a request
+        with a repetition penalty.
 
         Args:
-            rows: each position's row; a row that another request had is built anew.
-            positions: some of one request come one after another.
+            rows: the row of each position. A row that belonged to another request is built anew.
+            positions: the positions; those of one request are consecutive.
 
         Returns:
-            Token ids [n, width] int64 and counts [n, width] float32, copies.
+            Token ids [n, width] int64 and counts [n, width] float32, as copies.
         """
         sizes = [
             self._count(row, position.request)
             for row, position in zip(rows, positions, strict=True)
         ]
-        extra = max(len(position.guessed) for position in positions)
+        extra = max(len(position.drafts) for position in positions)
         width = max(1, max(sizes) + extra)
         self._widen(width)
         ids, counts = self._ids[rows, :width], self._counts[rows, :width]
         for index, position in enumerate(positions):
-            if position.guessed:
+            if position.drafts:
                 places = self._texts[rows[index]].places
-                _add(ids[index], counts[index], position.guessed, dict(places))
+                _add(ids[index], counts[index], position.drafts, dict(places))
         return ids, counts
 
     def _count(self, row: int, request: Request) -> int:
-        """Take in what is new in a request's text; returns how many distinct tokens it has."""
+        """Count the new tokens of a request and return the number of its distinct tokens."""
         text = self._texts.get(row)
         if text is None or text.owner is not request:
             text = self._begin(row, request)
@@ -127,14 +133,18 @@ def apply_penalties(
     counts: NDArray[np.float32],
     params: Sequence[SamplingParams],
 ) -> None:
-    """Change the logits of tokens that texts hold.
+    """Change the logits of tokens that the requests' texts contain.
 
-    Repetition divides positive logits and multiplies negative ones, for tokens of the prompt and of
-    the answer; then frequency is taken off once for each time that the answer holds a token, and
-    presence once if it does at all.
+    The repetition penalty divides positive logits and multiplies negative logits of tokens in the
+    prompt and the output. Then the frequency penalty is subtracted once for each occurrence in the
+    output, and the presence penalty once if there is any occurrence.
 
-    Shapes: logits [n, vocab_size] float32; ids and counts [n, width], from `TokenCounts.lists`.
-    Mutates: logits.
+    Args:
+        logits: [n, vocab_size] float32. Mutated.
+        ids: [n, width], from `TokenCounts.lists`.
+        counts: [n, width], from `TokenCounts.lists`.
+        params: the sampling parameters of each row.
+
     Source: CTRL (Keskar et al. 2019) for repetition; OpenAI's API reference for the other two.
     """
     device = logits.device
@@ -156,7 +166,7 @@ def _add(
     token_ids: Sequence[int],
     places: dict[int, int],
 ) -> None:
-    """Count tokens of the answer in one row. Mutates: all but token_ids."""
+    """Count output tokens in one row. Mutates: ids, counts and places."""
     for token_id in token_ids:
         place = places.get(token_id)
         if place is None:

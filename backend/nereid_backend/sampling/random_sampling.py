@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to tokens at random: temperature, min_p, top_k and top_p, then a random number.
+"""Random sampling: temperature, min_p, top_k and top_p, followed by a random number.
 
-Random numbers do not come from a generator with a state, but from a hash of the request's seed and
-of how many tokens its answer has so far. A request's draws are therefore the same whatever else is
-in the batch, and the same again when it is computed a second time after a preemption.
+The random numbers do not come from a generator with state. Each one is a hash of the request's seed
+and of the number of tokens in its output. A request therefore gets the same random numbers whatever
+other requests run beside it, and again when it is computed a second time after a preemption.
 
-One uniform number picks a token from the cumulated probabilities in vocabulary order: unlike an
-order by probability, that one does not change when two nearly equal probabilities swap places.
+One uniform number selects a token from the cumulative probabilities in the order of the vocabulary.
+That order does not change when two nearly equal probabilities swap their ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,25 +24,29 @@ from nereid_backend.sampling.draft_verification import Position
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
-# Among so many of the likeliest tokens are mostly all that top_k and top_p leave. To look at more
-# is cheap on a GPU, and to do without is not: what was computed with a wrong token is lost.
+# The numbers of likeliest tokens that usually include all tokens that top_k and top_p leave. The
+# second number applies if uncertain rows are deferred, that is on a GPU: reading more tokens is
+# cheap there, but a step that was computed with a wrong token is lost.
 _LIKELIEST, _LIKELIEST_DEFERRED = 64, 512
-# So many hold what is left of a row that the model is unsure of; our kernel finds them in a third
-# of the time that sorting all tokens takes. Not so if the first ones have little probability.
+# The second attempt for rows with a flat distribution: the CPU kernel finds this many tokens in a
+# third of the time that sorting all tokens takes. The attempt is worthwhile only if the first
+# tokens hold at least the share _LEAST_HELD of the probability.
 _LIKELIEST_UNSURE, _LEAST_HELD = 2048, 0.4
 
-# Rows of at least so many blocks are searched block by block.
+# Rows of at least _MIN_BLOCKS blocks of _BLOCK tokens are searched block by block.
 _BLOCK, _MIN_BLOCKS = 512, 32
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Sampling parameters of some requests, one element each.
+    """The sampling parameters of some positions, one element for each.
 
     Attributes:
-        temperature: above 0.
-        top_k: 0 is off.
-        uniform: [0, 1), the random number of this draw.
+        temperature: greater than 0.
+        top_p: see `SamplingParams`.
+        top_k: 0 turns the filter off.
+        min_p: see `SamplingParams`.
+        uniform: the random number of the position, in [0, 1).
     """
 
     temperature: NDArray[np.float32]
@@ -53,7 +57,7 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, positions: Sequence[Position]) -> "SamplingBatch":
-        """What the requests of some positions ask for, with the random numbers of these."""
+        """Return the sampling parameters and random numbers of some positions."""
         params = [position.request.params for position in positions]
         seeds = np.array([position.request.seed for position in positions], dtype=np.uint64)
         counters = np.array([position.num_output_tokens for position in positions], dtype=np.uint64)
@@ -66,7 +70,7 @@ class SamplingBatch:
         )
 
     def rows(self, index: NDArray[np.int64]) -> "SamplingBatch":
-        """Some of the requests."""
+        """Return the elements at `index`."""
         return SamplingBatch(
             self.temperature[index],
             self.top_p[index],
@@ -76,12 +80,12 @@ class SamplingBatch:
         )
 
 
-class Doubt(NamedTuple):
-    """Rows that may have been drawn from too few tokens.
+class UncertainRows(NamedTuple):
+    """Rows that may have been sampled from too few tokens.
 
     Attributes:
-        rows: which.
-        is_known: [len(rows)] bool, on the device: false where it is so.
+        rows: the indices of the rows.
+        is_known: [len(rows)] bool, on the device. False if the row must be sampled again.
     """
 
     rows: NDArray[np.int64]
@@ -89,18 +93,33 @@ class Doubt(NamedTuple):
 
 
 def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw one token a row: temperature, then min_p, top_k and top_p, then the random number.
+    """Draw one random token for each row.
 
-    Shapes: logits [n, vocab_size], any float dtype; returns [n] int64. Rows of logits that are not
-    finite give any token.
+    Temperature is applied first, then min_p, top_k and top_p, then the random number.
+
+    Args:
+        logits: [n, vocab_size], any float dtype. A row that is not finite gives an arbitrary token.
+        batch: the sampling parameters of the rows.
+
+    Returns:
+        Token ids [n] int64.
     """
-    return draw_or_doubt(logits, batch, defers=False)[0]
+    return draw_or_defer(logits, batch, defers=False)[0]
 
 
-def draw_or_doubt(
+def draw_or_defer(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
-) -> tuple[Tensor, Doubt | None]:
-    """What `draw` does; if it defers, some rows of the result may be in doubt."""
+) -> tuple[Tensor, UncertainRows | None]:
+    """Draw one random token for each row; see `draw`.
+
+    Args:
+        logits: [n, vocab_size], any float dtype.
+        batch: the sampling parameters of the rows.
+        defers: whether the caller samples uncertain rows again. If not, no row is uncertain.
+
+    Returns:
+        Token ids [n] int64, and the uncertain rows, if any.
+    """
     is_cut = (batch.top_k > 0) & (batch.top_k < logits.shape[1])
     is_filtered = is_cut | (batch.top_p < 1) | (batch.min_p > 0)
     if not is_filtered.any():
@@ -108,7 +127,7 @@ def draw_or_doubt(
     rows = np.flatnonzero(is_filtered)
     if is_filtered.all():
         token_ids, is_known = _draw_filtered(logits, batch, defers=defers)
-        return token_ids, None if is_known is None else Doubt(rows, is_known)
+        return token_ids, None if is_known is None else UncertainRows(rows, is_known)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     index = upload(rows, logits.device)
     drawn, is_known = _draw_filtered(logits[index], batch.rows(rows), defers=defers)
@@ -116,11 +135,11 @@ def draw_or_doubt(
     others = np.flatnonzero(~is_filtered)
     index = upload(others, logits.device)
     token_ids[index] = _draw_unfiltered(logits[index], batch.rows(others))
-    return token_ids, None if is_known is None else Doubt(rows, is_known)
+    return token_ids, None if is_known is None else UncertainRows(rows, is_known)
 
 
 def _draw_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw from rows of which nothing is left out."""
+    """Draw from rows that have no filter."""
     if native_logits.can_read(logits):
         return native_logits.draw(logits, batch.temperature, batch.uniform)
     return _pick(_probs(logits, batch), batch)
@@ -133,13 +152,14 @@ def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def _draw_filtered(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw from rows of which top_k, top_p or min_p leaves a part, mostly a few tokens.
+    """Draw from rows with top_k, top_p or min_p, which usually leave only a few tokens.
 
-    These are found among a row's likeliest ones; only a row that may have more is looked at whole:
-    here, or by the caller if it defers.
+    The tokens that remain are looked for among the likeliest tokens of a row. A row for which
+    these may not be enough is either sampled from all tokens, or left to the caller if `defers`.
 
     Returns:
-        Tokens [n] int64, and where the caller must look: [n] bool, false where a row has more.
+        Token ids [n] int64. If `defers`, also [n] bool, which is False where the caller must sample
+        again.
     """
     if defers:
         chosen, is_known, _ = _draw_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
@@ -161,16 +181,16 @@ def _draw_filtered(
 def _draw_from_likeliest(
     logits: Tensor, batch: SamplingBatch, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw from the likeliest tokens of each row.
+    """Draw from the `width` likeliest tokens of each row.
 
     Returns:
-        Tokens [n] int64; whether they are all that top_k, top_p and min_p leave, [n] bool; and the
-        probability of all that were looked at, [n] float32.
+        Token ids [n] int64; whether the filters leave only tokens among the likeliest, [n] bool;
+        and the total probability of the likeliest tokens, [n] float32.
     """
     width = min(width, logits.shape[1])
     if native_logits.can_read(logits):
         values, token_ids = native_logits.likeliest(logits, batch.temperature, width)
-        token_ids.clamp_(min=0)  # what is not there has no weight, but is looked up
+        token_ids.clamp_(min=0)  # missing tokens have the id -1 and no weight, but are indexed
     else:
         values, token_ids = _probs(logits, batch).topk(width, dim=-1)
     top_k, top_p = _column(batch.top_k, values), _column(batch.top_p, values)
@@ -180,13 +200,14 @@ def _draw_from_likeliest(
         values[:, :1] * _column(batch.min_p, values),
     )
     kept = values * (values >= cut)
-    # What top_p is a share of: of everything, where nothing was cut, else of what is left. That is
-    # known only if the cut is seen, as is the nucleus only if its end is.
+    # top_p is a share of `total`: of all tokens if the other filters cut nothing, else of the
+    # remaining tokens. That total is known only if the cut lies within the likeliest tokens. The
+    # nucleus is known only if its end lies within them.
     total = torch.where(cut > 0, kept.sum(-1, keepdim=True), 1.0)
     is_known = ((cut == 0) & (top_k <= 0)) | (values[:, -1:] < cut)
     size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
     threshold = torch.where(top_p < 1, torch.maximum(kept.gather(1, size - 1), cut), cut)
-    # Tokens that tie with the last one stay, so all of them must be there.
+    # Tokens as likely as the last one are kept, so all of these must be among the likeliest.
     is_known &= values[:, -1:] < threshold
     token_ids, order = token_ids.sort(dim=-1)
     kept = (kept * (kept >= threshold)).gather(1, order)
@@ -195,7 +216,7 @@ def _draw_from_likeliest(
 
 
 def _draw_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw from rows after min_p, top_k and top_p, looking at every token."""
+    """Draw from all tokens of each row, after min_p, top_k and top_p."""
     vocab_size = probs.shape[1]
     if batch.min_p.any():
         floor = probs.amax(-1, keepdim=True) * _column(batch.min_p, probs)
@@ -210,17 +231,24 @@ def _draw_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _pick(weights: Tensor, batch: SamplingBatch) -> Tensor:
-    """The index at which each row's random number lies among its cumulated weights: [n] int64.
+    """Return the index at which each row's random number falls among its cumulative weights.
 
-    A wide row is cut into blocks: to sum them up and then to cumulate one of them is faster than to
-    cumulate all.
+    A wide row is divided into blocks. The sums of the blocks are cumulated first and then one
+    block, which is faster than cumulating the whole row.
+
+    Args:
+        weights: [n, width], not negative.
+        batch: the sampling parameters, of which only the random numbers are used.
+
+    Returns:
+        Indices [n] int64.
     """
     num_blocks = weights.shape[1] // _BLOCK
     uniform = _column(batch.uniform, weights)
     if num_blocks < _MIN_BLOCKS:
         cumulated = weights.cumsum(-1)
         return _search(cumulated, _share(cumulated, uniform))
-    # The last block is longer than the others by what is left of the row.
+    # The last block also contains the remainder of the row.
     width = weights.shape[1] - (num_blocks - 1) * _BLOCK
     blocks = weights[:, : num_blocks * _BLOCK]
     sums = blocks.view(len(weights), num_blocks, _BLOCK).sum(-1)
@@ -235,14 +263,14 @@ def _pick(weights: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _share(cumulated: Tensor, uniform: Tensor) -> Tensor:
-    """A share [n, 1] of each row's total."""
+    """Return the share `uniform` of each row's total, [n, 1]."""
     return (uniform * cumulated[:, -1:].double()).float()
 
 
 def _search(cumulated: Tensor, target: Tensor) -> Tensor:
-    """The index of the first sum above the target, in each row: [n] int64."""
+    """Return the index of the first cumulative sum above the target in each row, [n] int64."""
     total = cumulated[:, -1:]
-    # Rounding may reach the total itself, after which there is no token.
+    # Rounding could give the total itself, and no cumulative sum is above the total.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulated, target.contiguous(), right=True).squeeze(1)
     return index.clamp_(max=cumulated.shape[1] - 1)
@@ -253,7 +281,9 @@ def _column(values: Numbers, like: Tensor) -> Tensor:
 
 
 def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each seed and counter, always the same for the same pair.
+    """Return a number in [0, 1) for each pair of seed and counter.
+
+    Equal pairs give equal numbers.
 
     Source: the output function of SplitMix64 (Steele, Lea, Flood 2014), applied to the seed's hash
     plus the counter's multiple of the golden gamma.
@@ -275,7 +305,7 @@ def _filter_rows(
     keep: Callable[[Tensor, Numbers], Tensor],
     values: Numbers,
 ) -> Tensor:
-    """Apply a filter to the rows that want it."""
+    """Apply a filter to the rows for which `is_wanted` is True."""
     if is_wanted.all():
         return keep(probs, values)
     rows = upload(is_wanted.nonzero()[0], probs.device)
@@ -283,17 +313,23 @@ def _filter_rows(
 
 
 def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
-    """Zero all but the top_k [n] largest of each row; ties with the last one stay."""
+    """Set all but the `top_k` [n] largest probabilities of each row to 0.
+
+    Tokens that are as likely as the last of these are kept too.
+    """
     largest = probs.topk(int(top_k.max()), dim=-1).values
     return probs.masked_fill(probs < largest.gather(1, _column(top_k - 1, probs)), 0.0)
 
 
 def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
-    """Zero all but the nucleus of each row; ties with its last token stay."""
+    """Set all probabilities outside the nucleus of each row to 0.
+
+    Tokens that are as likely as the last token of the nucleus are kept too.
+    """
     rising = _sorted(probs)
     cumulated = rising.cumsum(-1)
-    # A token belongs to the nucleus when those above it do not reach top_p of the total: when it
-    # and those below it are more than the rest.
+    # A token belongs to the nucleus if the likelier tokens sum to less than top_p of the total,
+    # that is, if the token and the less likely ones sum to more than the rest.
     rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
     return probs * (probs >= rising.gather(1, first))
@@ -302,5 +338,5 @@ def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
 def _sorted(probs: Tensor) -> Tensor:
     if probs.device.type != "cpu":
         return probs.sort(dim=-1).values
-    # numpy sorts with vector instructions, more than ten times as fast as torch on a CPU.
+    # numpy sorts with vector instructions, which is more than ten times as fast as torch on a CPU.
     return torch.from_numpy(np.sort(probs.numpy(), axis=-1))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sure the model was: log-probabilities under its own distribution, before anything changes it.
+"""Log-probabilities and ranks of tokens under the model's own distribution.
 
-In float32, whatever the model computes in. Ranks count tokens whose logits are strictly larger.
+The log-probabilities are computed before masks, penalties and temperature change the logits. They
+are float32 for every dtype of the model. The rank of a token is 1 plus the number of tokens with
+strictly larger logits.
 """
 
 from collections.abc import Sequence
@@ -18,13 +20,13 @@ from nereid_backend.sampling.logsumexp import row_facts
 
 
 class RankedRows(NamedTuple):
-    """Log-probabilities at some positions, where they were computed.
+    """The log-probabilities at some positions, on the device.
 
     Attributes:
-        ids: [n, 1 + most wanted] int64, the token that stands there and the likeliest ones.
-        values: float32, of each of them.
-        ranks: [n] int64, of the tokens that stand there.
-        num_top: how many of the likeliest tokens each row wants.
+        ids: [n, 1 + width] int64, the token at each position followed by the likeliest tokens.
+        values: [n, 1 + width] float32, the log-probabilities of these tokens.
+        ranks: [n] int64, the ranks of the tokens at the positions.
+        num_top: the number of likeliest tokens that each row reports.
     """
 
     ids: Tensor
@@ -34,11 +36,11 @@ class RankedRows(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What `read` needs on the CPU."""
+        """The three tensors that `read` needs on the CPU."""
         return self.ids, self.values, self.ranks
 
     def read(self, ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
-        """What is reported of each row, from the three tensors on the CPU."""
+        """Return the report of each row, from the three tensors on the CPU."""
         return [
             TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
             for row_ids, row_values, rank, count in zip(
@@ -48,11 +50,13 @@ class RankedRows(NamedTuple):
 
 
 def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
-    """Cut rows of logits into pieces that are worked on one after another.
+    """Divide rows of logits into pieces that are processed one after another.
 
-    What is computed from logits is as large as they are. On a CPU a piece of a few megabytes stays
-    in the caches and in memory that the allocator has at hand, which is four times as fast as
-    whole batches of a large vocabulary; on a GPU pieces only bound the memory.
+    The intermediate results have the size of the logits. On a CPU, a piece of a few megabytes stays
+    in the caches and in memory that the allocator already owns, which is four times as fast as
+    processing the whole batch of a large vocabulary. On a GPU, pieces only bound the memory.
+
+    Example: 5 rows with pieces of 2 rows give the slices 0:2, 2:4 and 4:5.
     """
     elements = 2**20 if device.type == "cpu" else 2**26
     size = max(1, elements // vocab_size)
@@ -62,20 +66,20 @@ def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
 def rank_tokens(
     logits: Tensor, logsumexp: Tensor, token_ids: Tensor, num_top: Sequence[int]
 ) -> RankedRows:
-    """Log-probabilities of one token a row and of the likeliest ones there.
+    """Compute the log-probability and rank of one token in each row, and the likeliest tokens.
 
-    On a GPU nothing is waited for.
+    The host does not wait for a GPU.
 
     Args:
         logits: [n, vocab_size] float32, the model's own.
-        logsumexp: [n] float32, of logits.
-        token_ids: [n] int64.
-        num_top: how many of the likeliest tokens each row wants.
+        logsumexp: [n] float32, of the logits.
+        token_ids: [n] int64, the token of each row.
+        num_top: the number of likeliest tokens that each row reports.
     """
     own = logits.gather(1, token_ids[:, None])
     is_likelier = logits > own
     if logits.device.type == "cpu":
-        # Row by row it is counted without making integers of everything first.
+        # `sum` would convert the whole mask to int64 first; `count_nonzero` on each row does not.
         ranks = torch.tensor([int(row.count_nonzero()) + 1 for row in is_likelier])
     else:
         ranks = is_likelier.sum(-1) + 1
@@ -86,7 +90,7 @@ def rank_tokens(
 
 
 def _likeliest(logits: Tensor, width: int) -> Tensor:
-    """The tokens with the largest logits, these first: [n, width] int64."""
+    """Return the tokens with the largest logits in descending order, [n, width] int64."""
     if width > 0 and native_logits.can_read(logits):
         ones = np.ones(len(logits), dtype=np.float32)
         _, token_ids = native_logits.likeliest(logits, ones, width)
@@ -96,12 +100,12 @@ def _likeliest(logits: Tensor, width: int) -> Tensor:
 
 
 def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[RankedRows]:
-    """Log-probabilities of a prompt's tokens, in pieces.
+    """Compute the log-probabilities of prompt tokens, in pieces.
 
     Args:
-        logits: [n, vocab_size], any float dtype, each row from before its token.
+        logits: [n, vocab_size], any float dtype. Each row precedes its token.
         token_ids: the n tokens.
-        num_top: how many of the likeliest tokens to report beside each.
+        num_top: the number of likeliest tokens to report for each.
     """
     found: list[RankedRows] = []
     targets = upload(np.array(token_ids), logits.device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks: which tokens a position may take, one bit each, 32 to a word, bit 1 = allowed.
+"""Token masks: one bit for each token of the vocabulary, 32 bits in a word, 1 means allowed.
 
-What a guide allows is filled in while the model computes, by helper threads where that takes long,
-and laid over the logits of all positions at once.
+Guides fill their masks while the model computes, in helper threads if filling takes long. Then the
+masks are applied to the logits of all positions at once.
 """
 
 import logging
@@ -29,15 +29,17 @@ Words = NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
-# Masks that take less than this in all are filled behind the forward pass: on a CPU a thread that
-# contends for the interpreter costs more, and on a GPU the model computes on anyway.
+# Masks that take less than this time in all are filled after the forward pass was launched, without
+# a thread. On a CPU, a thread that competes for the interpreter costs more than that; on a GPU, the
+# model is still computing.
 _WORTH_A_THREAD_S = 5e-4
 
-# A thread takes at least so many requests: handing over costs about as much as filling a few masks.
+# A thread gets at least this many requests, because starting a job costs about as much as filling
+# a few masks.
 _REQUESTS_PER_JOB = 8
 
-# What each byte of a mask adds to its 8 logits, as [256] items of 8 float32, which numpy copies
-# whole.
+# The numbers (0 or -inf) that each value of a mask's byte adds to its 8 logits. The table has 256
+# items of 8 float32 values, which numpy copies as a whole.
 _BIAS_OF_BYTE = np.ascontiguousarray(
     np.where(
         np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
@@ -48,38 +50,38 @@ _BIAS_OF_BYTE = np.ascontiguousarray(
 
 
 class MaskingGuide(Guide, Protocol):
-    """What the sampler asks of a guide beside what the core does."""
+    """The methods of a guide that the sampler needs, in addition to those that the core needs."""
 
     def fill(self, row: Words) -> bool:
-        """Write what is allowed next; row is [ceil(vocab_size / 32)] int32.
+        """Write the mask of the next token into `row`, [ceil(vocab_size / 32)] int32.
 
         Returns:
-            False if nothing is limited here; the row was not written then.
+            False if every token is allowed. The row is not written then.
         """
 
     @staticmethod
     def fill_all(
         guides: "Sequence[MaskingGuide]", rows: Words, places: Sequence[int]
     ) -> list[bool]:
-        """What fill does, for guides of this class and the rows at as many places."""
+        """Call `fill` for several guides of this class, with the rows at `places`."""
 
     def forced(self) -> list[int]:
-        """Tokens that are the only ones possible from here on; empty if there is a choice."""
+        """Return the next tokens to which there is no alternative; empty if there is a choice."""
 
 
 def guide_of(request: Request) -> MaskingGuide | None:
-    """A request's guide, as the sampler knows it."""
+    """Return the guide of a request with the type that the sampler needs."""
     return cast(MaskingGuide | None, request.guide)
 
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """What guides say about a step's positions.
+    """The masks of a step's positions.
 
     Attributes:
-        words: by index of the position, what it may take; others are free.
-        errors: by index of a request's first position, why its guide gave no answer.
-        seconds: CPU time that filling took.
+        words: the mask by index of the position. Other positions allow every token.
+        errors: the reason why a guide failed, by index of the first position of its request.
+        seconds: the CPU time that filling took.
     """
 
     words: dict[int, Words] = field(default_factory=dict)
@@ -88,14 +90,14 @@ class StepMasks:
 
 
 class Job(Protocol):
-    """Masks that are being filled, or will be when they are asked for."""
+    """Masks that are being filled, or that are filled when `result` is called."""
 
     def result(self) -> StepMasks:
-        """Wait for them."""
+        """Wait for the masks."""
 
 
 class _Rows(NamedTuple):
-    """Where masks are written: [n, words] int32, and which row each position has."""
+    """The buffer of masks, [n, words] int32, and the row of each position in it."""
 
     buffer: Words
     places: dict[int, int]
@@ -109,20 +111,20 @@ class _Deferred(NamedTuple):
 
 
 class MaskFiller:
-    """Asks guides for masks, in threads of its own where that takes long."""
+    """Fills the masks of guides, in threads of its own if that takes long."""
 
     def __init__(self) -> None:
         workers = min(4, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="nereid-masks")
         self._max_jobs = workers
         self._buffer: Words = np.zeros((0, 0), np.int32)
-        # A running mean of what lately was needed for one mask.
+        # A moving average of the seconds that one mask takes.
         self._seconds_per_mask = 1e-3
 
     def start(self, positions: Sequence[Position], vocab_size: int) -> Sequence[Job]:
-        """Begin with the masks of some positions; `join` waits for them.
+        """Start to fill the masks of some positions; `join` waits for them.
 
-        Masks live in one buffer, which the next start overwrites.
+        The masks are views of one buffer, which the next call overwrites.
         """
         guided = [i for i, position in enumerate(positions) if position.request.guide is not None]
         if not guided:
@@ -142,7 +144,7 @@ class MaskFiller:
         ]
 
     def join(self, jobs: Iterable[Job]) -> StepMasks:
-        """Wait for what `start` began."""
+        """Wait for the jobs that `start` returned and return their masks."""
         words: dict[int, Words] = {}
         errors: dict[int, str] = {}
         seconds = 0.0
@@ -157,14 +159,14 @@ class MaskFiller:
 
 
 def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
-    """Logits with the tokens that are not allowed put out of reach.
+    """Return the logits with -inf for every token that is not allowed.
 
     Args:
-        logits: [n, vocab_size] float32, finite or minus infinity. Not changed.
-        words: what each row may take; None is everything.
+        logits: [n, vocab_size] float32, finite or -inf. Not changed.
+        words: the mask of each row; None allows every token.
 
     Returns:
-        New logits, also where nothing is limited.
+        A new tensor, also if nothing is forbidden.
     """
     rows = [i for i, row in enumerate(words) if row is not None]
     if not rows:
@@ -172,8 +174,8 @@ def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
     packed = np.concatenate([row for row in words if row is not None]).reshape(len(rows), -1)
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
-        # Adding is free of branches, so that it takes as long for any mask: several times faster
-        # than to select.
+        # Adding has no branches, so it takes the same time for any mask and is several times
+        # faster than selecting.
         bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
         added = torch.from_numpy(bias[:, :vocab_size])
         if len(rows) == len(logits):
@@ -191,17 +193,21 @@ def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
 
 
 def pack(token_ids: Sequence[int], vocab_size: int) -> Words:
-    """A mask that allows these tokens: [ceil(vocab_size / 32)] int32."""
+    """Return a mask that allows only these tokens, [ceil(vocab_size / 32)] int32."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _by_request(guided: Sequence[int], positions: Sequence[Position]) -> list[list[int]]:
-    """Indices of positions, those of one request together: its first has no guesses before it."""
+    """Group the indices of positions by request.
+
+    The first position of a request has no draft tokens. Example: positions with 0, 1, 2, 0 draft
+    tokens give the groups [[0, 1, 2], [3]].
+    """
     groups: list[list[int]] = []
     for index in guided:
-        if positions[index].guessed:
+        if positions[index].drafts:
             groups[-1].append(index)
         else:
             groups.append([index])
@@ -219,13 +225,13 @@ def _fill(groups: Sequence[Sequence[int]], positions: Sequence[Position], rows: 
     for kind, indices in of_class.items():
         try:
             _fill_first(kind, indices, positions, rows, masks)
-        except Exception:  # noqa: BLE001 - told below, of the one that fails
-            # To fill a row again does no harm.
+        except Exception:  # noqa: BLE001 - the loop below reports the guide that fails
+            # Filling a row a second time is harmless.
             for index in indices:
                 _fill_alone(kind, index, positions, rows, masks)
     for group in groups:
         if len(group) > 1 and group[0] not in masks.errors:
-            _fill_guessed(group, positions, rows, masks)
+            _fill_drafts(group, positions, rows, masks)
     return replace(masks, seconds=time.thread_time() - started)
 
 
@@ -236,7 +242,7 @@ def _fill_first(
     rows: _Rows,
     masks: StepMasks,
 ) -> None:
-    """Fill the masks of positions that have no guesses before them. Mutates: rows, masks."""
+    """Fill the masks of positions without draft tokens. Mutates: rows, masks."""
     guides = [cast(MaskingGuide, positions[index].request.guide) for index in indices]
     places = [rows.places[index] for index in indices]
     is_limited = kind.fill_all(guides, rows.buffer, places)
@@ -255,23 +261,23 @@ def _fill_alone(
     try:
         _fill_first(kind, [index], positions, rows, masks)
     except Exception as error:
-        logger.exception("the guide of request %s failed", positions[index].request.request_id)
+        logger.exception("The grammar of request %s failed.", positions[index].request.request_id)
         masks.errors[index] = _failure(error)
 
 
-def _fill_guessed(
+def _fill_drafts(
     group: Sequence[int], positions: Sequence[Position], rows: _Rows, masks: StepMasks
 ) -> None:
-    """Fill the masks behind one request's guesses, as far as these are allowed.
+    """Fill the masks after the draft tokens of one request, as long as the grammar allows these.
 
-    Behind a guess that is not allowed nothing is needed: the mask before it keeps it from being
-    chosen, so that what comes after it is not looked at.
+    No mask is needed after a draft token that is not allowed: the mask before that token prevents
+    it from being sampled, so the positions after it are ignored.
     """
     request = positions[group[0]].request
     try:
         ahead = cast(MaskingGuide, cast(Guide, request.guide).fork())
         for index in group[1:]:
-            guess = positions[index].guessed[-1]
+            guess = positions[index].drafts[-1]
             if guess in request.stop_token_ids:
                 return
             try:
@@ -282,9 +288,9 @@ def _fill_guessed(
             if ahead.fill(row):
                 masks.words[index] = row
     except Exception as error:
-        logger.exception("the guide of request %s failed", request.request_id)
+        logger.exception("The grammar of request %s failed.", request.request_id)
         masks.errors[group[0]] = _failure(error)
 
 
 def _failure(error: Exception) -> str:
-    return f"its grammar failed: {type(error).__name__}: {error}"
+    return f"The grammar of the request failed: {type(error).__name__}: {error}"

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""From logits to a token, a row a program, without sorting.
+"""The sampling kernel in the Triton language: one program for each row, without sorting.
 
-A token's weight is its probability over the likeliest one's, a float32 from 0 to 1. What top_k and
-top_p keep are the tokens whose weight is at least some threshold, and weights that are not negative
-have the order of their bits: the threshold is searched among 2 ** 30 patterns by counting, three
-patterns a pass, until one token is left between what is enough and what is too little.
+The weight of a token is its probability divided by that of the likeliest token, a float32 from 0 to
+1. top_k and top_p keep the tokens whose weight reaches some threshold. Floats that are not negative
+have the same order as their bits, so the kernel searches the threshold among 2 ** 30 bit patterns.
+Each pass over the row counts the tokens above three patterns, until only one token lies between a
+threshold that keeps enough tokens and one that keeps too few.
 
-Sums are of integers, each weight in 2 ** -40ths, so that they are exact and the same in any order:
-a row's token depends on its own logits alone, and not on how a device adds.
+Weights are added as integers in units of 2 ** -40. The sums are therefore exact and the same in any
+order: a row's token depends only on its own logits, not on the order in which a device adds.
 """
 
 import triton
@@ -17,30 +18,33 @@ import triton.language as tl
 
 @triton.jit
 def load_logits(logits, columns, vocab_size):
-    """Some logits of a row, float32; -inf behind its end."""
+    """Load logits of a row as float32; positions after the end of the row give -inf."""
     is_token = columns < vocab_size
     return tl.load(logits + columns, mask=is_token, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def weight_bits(given, greatest, factor):
-    """The bits of logits' weights; 0 for what is not a number."""
+    """Return the bits of the weights of logits; 0 for NaN."""
     weights = tl.exp2((given - greatest) * factor)
     return tl.where(given == given, weights, 0.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def shares(bits):
-    """Weights, by their bits, in 2 ** -40ths: int64, rounded down."""
+    """Convert weights, given as bits, to units of 2 ** -40: int64, rounded down."""
     mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 17
     return mantissa >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
 
 
 @triton.jit
 def count_from(logits, greatest, factor, vocab_size, low, middle, high, TILE: tl.constexpr):
-    """How many tokens have at least the bits of low, middle and high, and what these weigh.
+    """Count the tokens at or above each of three thresholds, and sum their weights.
 
-    Returns three counts, int32, and three sums of shares, int64.
+    Thresholds are compared as the bit patterns of float32 values.
+
+    Returns:
+        Three counts, int32, and three sums in units of 2 ** -40, int64.
     """
     low_count = tl.zeros([TILE], tl.int32)
     middle_count = tl.zeros([TILE], tl.int32)
@@ -69,18 +73,21 @@ def search(
     logits, greatest, factor, vocab_size, low, count, total, wanted,
     BY_COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The highest threshold that leaves wanted tokens, or wanted weight: not below low.
+    """Find the highest threshold, at least `low`, that keeps `wanted` tokens or `wanted` weight.
 
-    count and total are what low leaves. Returns the threshold and what it leaves. Where low itself
-    leaves too little, it is low.
+    `count` and `total` are the tokens and the weight that `low` keeps. If `low` itself keeps too
+    little, the result is `low`.
+
+    Returns:
+        The threshold, and the tokens and the weight that it keeps.
     """
-    # Low leaves enough, high does not; nothing weighs more than 1.
+    # `low` keeps enough and `high` does not. No weight is greater than 1.
     high = tl.full([], 0x3F800001, tl.int32)
     too_few = tl.full([], 0, tl.int32)
     is_enough = count >= wanted if BY_COUNT else total >= wanted
     high = tl.where(is_enough, high, low + 1)
     while (high - low > 1) & (count - too_few > 1):
-        # A third of the patterns is left at most; each pass takes at least one.
+        # Each pass leaves at most a third of the patterns and removes at least one.
         step = (high - low + 3) // 4
         first = low + step
         second = tl.minimum(first + step, high)
@@ -104,9 +111,9 @@ def search(
 
 @triton.jit
 def pick(logits, greatest, factor, vocab_size, low, target, TILE: tl.constexpr):
-    """The first token at which the weights from low on add up to more than target.
+    """Return the first token at which the cumulative weights exceed `target`.
 
-    target is below their sum. Such a token has a weight, so it is one of those.
+    Only weights of at least `low` count. `target` is less than their sum.
     """
     begin = tl.full([], 0, tl.int32)
     before = tl.full([], 0, tl.int64)
@@ -128,9 +135,9 @@ def pick(logits, greatest, factor, vocab_size, low, target, TILE: tl.constexpr):
 def draw(
     logits, greatest, temperature, top_p, top_k, min_p, uniform, vocab_size, TILE: tl.constexpr
 ):
-    """A token drawn after min_p, top_k and top_p; greatest is the row's, and finite."""
+    """Draw a token after min_p, top_k and top_p. `greatest` is the row's finite largest logit."""
     factor = 1.4426950408889634 / temperature
-    # A weight of 0 is never drawn, so leaving those out changes nothing.
+    # A weight of 0 is never drawn, so such tokens can be left out.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
     count, _, _, total, _, _ = count_from(logits, greatest, factor, vocab_size, low, low, low, TILE)
     if (top_k > 0) & (top_k < vocab_size):
@@ -138,7 +145,7 @@ def draw(
             logits, greatest, factor, vocab_size, low, count, total, top_k, True, TILE
         )
     if top_p < 1.0:
-        # A token stays where those above it weigh less than this.
+        # A token is kept if the likelier tokens weigh less than this in sum.
         share = top_p.to(tl.float64) * total.to(tl.float64)
         wanted = share.to(tl.int64)
         wanted = tl.maximum(wanted + (wanted.to(tl.float64) < share).to(tl.int64), 1)
@@ -149,19 +156,21 @@ def draw(
     return pick(logits, greatest, factor, vocab_size, low, target, TILE)
 
 
-# A service has steps of one row, of multiples of 16 and of others: each would be compiled for.
+# The number of rows changes from step to step. Specialisation would compile a kernel for one row,
+# one for multiples of 16, and one for other numbers.
 @triton.jit(do_not_specialize=["num_rows"])
 def sample_kernel(
     logits, raw, settings, token_ids, logprobs, is_left,
     logits_stride, raw_stride, vocab_size, num_rows,
     IS_RAW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Choose one row's token. Grid: (num_rows,).
+    """Sample the token of one row. Grid: (num_rows,).
 
-    Shapes: logits and raw [num_rows, vocab_size], the last dimension contiguous; raw are the
-    model's own, the same as logits where IS_RAW; settings [5, num_rows] float64: temperature (0 is
-    greedy), top_p, top_k, min_p, uniform; token_ids int64, logprobs float32 and is_left uint8, each
-    [num_rows]: see `gpu_sampling.choose`.
+    `logits` and `raw` are [num_rows, vocab_size] with a contiguous last dimension. `raw` contains
+    the model's own logits; it is the same tensor as `logits` if IS_RAW. `settings` is [5, num_rows]
+    float64: temperature (0 is greedy), top_p, top_k, min_p, uniform. The outputs have one element
+    for each row: `token_ids` int64, `logprobs` float32 and `is_left` uint8; see
+    `gpu_sampling.sample`.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
@@ -183,7 +192,7 @@ def sample_kernel(
     greatest = tl.max(top, 0)
     token = tl.min(tl.where(top == greatest, place, vocab_size), 0)
     raw_greatest = tl.max(raw_top, 0)
-    # A row of nothing but -inf is no distribution either.
+    # A row that contains only -inf is not a distribution either.
     is_finite = (tl.max(odd, 0) == 0) & (raw_greatest > float("-inf"))
     powers = tl.zeros([TILE], tl.float32)
     for begin in tl.range(0, vocab_size, TILE, num_stages=3):

@@ -36,7 +36,7 @@ def kept_of(weights, shares, top_p, top_k, min_p):
     return kept
 
 
-def choose(logits, raw, settings):
+def sample(logits, raw, settings):
     """Token ids, log-probabilities and whether a choice was possible, as lists."""
     found = []
     rows = zip(logits.float().numpy(), raw.float(), settings.T, strict=True)

@@ -146,3 +146,12 @@ def test_every_block_is_run_or_skipped_for_a_reason(capsys):
         for block in blocks:
             if block.mark == "skip":
                 print(f"\nnot run: {block.place}: {block.reason}", end="")  # noqa: T201
+
+
+def test_the_links_of_the_readme_lead_to_files():
+    readme = ROOT / "README.md"
+    source = readme.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", source)
+    assert targets
+    assert not [target for target in targets if not (ROOT / target).exists()]
+    assert len(source.splitlines()) <= 100

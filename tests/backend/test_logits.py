@@ -228,7 +228,7 @@ def test_choices_do_not_depend_on_how_a_batch_is_cut(monkeypatch):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"logit_bias": {VOCAB: 1}}, f"logit_bias: token id {VOCAB} is outside"),
+        ({"logit_bias": {VOCAB: 1}}, f"logit_bias: the token id {VOCAB} is outside"),
         ({"allowed_token_ids": [0, 99]}, "allowed_token_ids: the token id 99 is outside"),
         ({"bad_words_token_ids": [[1], [2, 80]]}, r"bad_words_token_ids: .* \(0 to 69\)"),
     ],

@@ -1,10 +1,11 @@
-"""Chat templates: which format one implies, found by comparing renderings.
+"""Chat templates: infer the format of a model's output from them.
 
-`analyze_template` infers a Format from a template; `format_for_checkpoint` finds the one of a
-checkpoint, whatever says it.
+`analyze_template` infers a Format from a template by comparing renderings.
+`format_for_checkpoint` chooses the Format of a checkpoint from the files in its folder.
 """
 
-from nereid_parsers.template.analysis import Supports, TemplateAnalysis, analyze_template
+from nereid_parsers.template.analysis import TemplateAnalysis, analyze_template
+from nereid_parsers.template.analysis_result import Supports
 from nereid_parsers.template.checkpoint import ChosenFormat, format_for_checkpoint, read_checkpoint
 from nereid_parsers.template.response_template import format_of_response_template
 

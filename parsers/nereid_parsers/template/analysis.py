@@ -1,36 +1,69 @@
-"""START HERE: `analyze_template` infers a Format from a chat template by comparing renderings.
+r"""START HERE: `analyze_template` infers a Format from a chat template by comparing renderings.
 
-prompt with and without generation prompt   how the model's turn opens        frame.py
-with reasoning, switches turned             what marks reasoning              reasoning.py
-an answer                                   what stands around content        content.py
-calls: none, one, two; arguments            how calls are written             tools.py, calls_*.py
-the same renderings, parsed                 that all of it is right           proof.py
+The analysis renders two conversations that differ in one thing. The difference between the two
+renderings shows one part of the format. Example: a template writes assistant messages as
+
+    <|im_start|>assistant\n<think>REASONING</think>CONTENT<tool_call>CALL</tool_call><|im_end|>\n
+
+The comparisons, what they show for this template, and the modules that make them:
+
+    analyze_template
+    |
+    |-- frame.py: how the model's turn opens
+    |   `-- G       without / with generation prompt    + <|im_start|>assistant\n    header
+    |
+    |-- reasoning.py: how reasoning is marked
+    |   |-- R1      message without / with reasoning    + <think>REASONING</think>   markers
+    |   |-- R2, R3  thinking switch on / off            + <think></think>            markers
+    |   |-- R4, R5  an empty block, the template's text   (only if R1 to R3 find nothing)
+    |   `-- R6      call without / with reasoning       + <think>REASONING</think>   not interrupted
+    |
+    |-- content.py: what surrounds content, and what ends a turn
+    |   |-- C1      question / answer                   + CONTENT<|im_end|>\n        end marker
+    |   `-- C2      call / content and call               (only if C1 finds no markers)
+    |
+    |-- tools.py: how calls are written
+    |   |-- T1, T2  content / one call / two calls      + <tool_call>CALL</tool_call>
+    |   |-- T3..T7  other names and arguments           inside CALL: names, keys, values
+    |   |-- T8      call / content and call             + CONTENT                    both possible
+    |   `-- call_forms.py: one reader for each form of calls; the first that matches is used
+    |
+    `-- proof.py: the renderings are parsed with the format, and must give the messages again
+
+The sum of these findings is `Sections(Reasoning("<think>", "</think>"), None, ToolSection(..))`.
+Templates that cannot be analysed in this manner are listed in quarantine.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Messages, Reasoning, Sections, Source, Wrapper
+from nereid_parsers.template.analysis_result import AnalysisResult, Supports
 from nereid_parsers.template.content import compare_content, compare_content_with_call
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.environment import CompiledTemplate
 from nereid_parsers.template.frame import (
-    Frame,
+    TurnFrame,
     compare_generation_prompt,
-    headers_behind_results,
+    headers_after_results,
     turn_markers,
 )
 from nereid_parsers.template.limits import Budget
-from nereid_parsers.template.probe import BOS, EOS, Prober, without_marks
-from nereid_parsers.template.proof import Proof, prove
-from nereid_parsers.template.quarantine import exceptional
-from nereid_parsers.template.reasoning import FoundReasoning, find_reasoning, note_reasoning
+from nereid_parsers.template.probe import BOS_TOKEN, EOS_TOKEN, Prober, unmask_call_ids
+from nereid_parsers.template.proof import ONE_CALL_PROOF, Proof, parse_renderings
+from nereid_parsers.template.quarantine import find_quarantined
+from nereid_parsers.template.reasoning import (
+    ReasoningFindings,
+    find_reasoning,
+    record_reasoning,
+)
+from nereid_parsers.template.report import as_text
 from nereid_parsers.template.tools import (
-    FoundTools,
+    ToolFindings,
     compare_call_presence,
     compare_two_calls,
     find_tools,
@@ -38,47 +71,11 @@ from nereid_parsers.template.tools import (
 
 
 @dataclass(frozen=True, slots=True)
-class Supports:
-    """What a template can render.
-
-    reasoning   the message fields from which reasoning is rendered ("parts", "blocks" too).
-    switches    what turns thinking, and what the generation prompt then opens.
-    calls       in what form, "none" if not at all.
-    arguments   "object" or "text", as calls' arguments must be put.
-    ids         "plain", or "numbered" where a call is known by its id alone.
-    """
-
-    content: bool = False
-    reasoning: tuple[str, ...] = ()
-    switches: dict[str, str] = field(default_factory=dict)
-    calls: str = "none"
-    parallel_calls: bool = False
-    content_with_calls: bool = False
-    arguments: str = "object"
-    ids: str = "plain"
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateAnalysis:
-    """What a chat template says of the model's format.
-
-    format        the format; plain content where nothing could be learned.
-    comparisons   what was compared, and what followed.
-    supports      what the template can render.
-    undecided     what could not be decided, and why.
-    proofs        renderings that were parsed with the format, and what differed.
-    """
-
-    format: Format
-    comparisons: tuple[Comparison, ...] = ()
-    supports: Supports = Supports()
-    undecided: tuple[str, ...] = ()
-    proofs: tuple[Proof, ...] = ()
+class TemplateAnalysis(AnalysisResult):
+    """The result of `analyze_template`, which can be explained as text."""
 
     def explain(self) -> str:
-        """The comparisons, the format, what was proven and what was not decided, as text."""
-        from nereid_parsers.template.report import as_text
-
+        """Return the comparisons, the format, the checked samples and open questions as text."""
         return as_text(self)
 
 
@@ -86,117 +83,160 @@ def analyze_template(
     jinja_source: str,
     bos_token: str = "",
     eos_token: str = "",
-    **template_kwargs: Any,  # noqa: ANN401  # whatever a template may ask for
+    **template_kwargs: Any,  # noqa: ANN401  # a template may read variables of any type
 ) -> TemplateAnalysis:
     """Infer the format that a chat template implies.
 
-    `bos_token` and `eos_token` as the tokenizer has them, where known. `template_kwargs` are what
-    the template is always rendered with; switches among them are not tried out.
+    Args:
+        jinja_source: The template.
+        bos_token: The tokenizer's token for the beginning of a text, if known.
+        eos_token: The tokenizer's token for the end of a turn, if known.
+        template_kwargs: Template variables that are set in every rendering. The analysis does not
+            try other values of these variables.
 
-    Raises: TemplateError for a template that does not compile, renders nothing at all, or does not
-    keep within the limits of `template/limits.py` (a `LimitError`).
+    Raises:
+        TemplateError: The template does not compile or does not render.
+        LimitError: The template exceeds a limit of `template/limits.py`. This is a TemplateError.
     """
     template = CompiledTemplate(jinja_source, Budget())
-    known = exceptional(jinja_source)
-    prober = Prober(template, bos_token or BOS, eos_token or EOS, template_kwargs)
+    quarantined = find_quarantined(jinja_source)
+    prober = Prober(template, bos_token or BOS_TOKEN, eos_token or EOS_TOKEN, template_kwargs)
     notes: list[str] = []
     if template.changes_lists:
-        notes.append("the template changes lists, which transformers' sandbox refuses")
+        notes.append("The template changes lists, which the sandbox of transformers forbids.")
     if not prober.find_content_form():
-        notes.append(f"plain content does not come out: {_first_refusal(prober)}")
-    prober.find_call_shape()
-    frame, comparisons = compare_generation_prompt(prober)
-    if known is not None:
-        notes.append(f"recognised, not inferred ({known[0].model}): {known[0].reason}")
-        return _recognised(known[1], frame, comparisons, notes)
-    return _infer(prober, frame, comparisons, notes)
+        notes.append(f"The template does not render plain content: {_first_refusal(prober)}")
+    prober.find_call_form()
+    frame, comparison = compare_generation_prompt(prober)
+    if quarantined is not None:
+        entry, fmt = quarantined
+        notes.append(f"The format was recognised, not inferred ({entry.model}). {entry.reason}")
+        return _analyze_recognised(fmt, frame, comparison, notes)
+    return _infer(frame, comparison, notes)
 
 
-def _recognised(
-    fmt: Format, frame: Frame, comparisons: list[Comparison], notes: list[str]
+def _first_refusal(prober: Prober) -> str:
+    """Return the template's first error message, or a phrase if it rendered without an error."""
+    return next(iter(prober.refusals.values()), "the rendering does not contain the content")
+
+
+def _analyze_recognised(
+    fmt: Format, frame: TurnFrame, comparison: Comparison, notes: list[str]
 ) -> TemplateAnalysis:
-    """The analysis of a template in quarantine: its format is given, what it renders is not."""
-    reasoning, tools = FoundReasoning(), FoundTools()
-    note_reasoning(frame, reasoning)
+    """Return the analysis of a quarantined template, whose format is given."""
+    reasoning = ReasoningFindings()
+    record_reasoning(frame, reasoning)
+    tools = ToolFindings()
     compare_call_presence(frame, None, None, tools)
     compare_two_calls(frame, None, None, tools)
-    if frame.prober.has_call_shape:
+    if frame.prober.has_call_form:
         tools.form = "recognised"
-    compare_content(frame, None, None)
-    if isinstance(fmt.layout, Messages):  # what ends a turn is the template's own affair
-        fmt = replace(fmt, ends=tuple(end for end in frame.ends if end not in fmt.layout.ends))
-    proofs = prove(fmt, frame, reasoning, tools)
-    supports = _supports(frame.prober, reasoning, tools)
-    compared = (*comparisons, *tools.comparisons)
-    return TemplateAnalysis(fmt, _readable(compared), supports, tuple(notes), tuple(proofs))
-
-
-def _readable(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Comparisons with ids in the place of the marks that stand for them."""
-    return tuple(
-        replace(
-            one, left=without_marks(one.left), right=without_marks(one.right),
-            finding=without_marks(one.finding),
-        )
-        for one in comparisons
-    )  # fmt: skip
-
-
-def _infer(
-    prober: Prober, frame: Frame, comparisons: list[Comparison], notes: list[str]
-) -> TemplateAnalysis:
-    reasoning = find_reasoning(frame)
-    wrapper, compared = compare_content(frame, reasoning.part, reasoning.wrapper)
-    if wrapper is None:
-        wrapper, more = compare_content_with_call(frame, reasoning.part)
-        compared += more
-    tools = find_tools(frame, reasoning.part, wrapper)
-    fmt = _format(frame, reasoning.part, wrapper, tools, notes)
-    proofs = prove(fmt, frame, reasoning, tools)
-    unread = next((one for one in proofs if one.name == "one call" and one.differs), None)
-    if unread is not None:
-        notes.append(f"calls are of no form that can be read back: {unread.text!r}")
-        tools.forget_calls()
-        fmt = _format(frame, reasoning.part, wrapper, tools, notes)
-        proofs = prove(fmt, frame, reasoning, tools)
+    compare_content(frame, None, None)  # sets the end markers of the frame
+    if isinstance(fmt.layout, Messages):
+        message_ends = fmt.layout.ends
+        turn_ends = tuple(end for end in frame.end_markers if end not in message_ends)
+        fmt = replace(fmt, ends=turn_ends)
+    proofs = parse_renderings(fmt, frame, reasoning, tools)
     return TemplateAnalysis(
         fmt,
-        _readable((*comparisons, *reasoning.comparisons, *compared, *tools.comparisons)),
-        _supports(prober, reasoning, tools),
-        (*notes, *reasoning.undecided, *tools.undecided, *_unproven(proofs)),
-        tuple(proofs),
+        comparisons=_with_call_ids([comparison, *tools.comparisons]),
+        supports=_supports(frame.prober, reasoning, tools),
+        undecided=tuple(notes),
+        proofs=tuple(proofs),
     )
 
 
-def _unproven(proofs: list[Proof]) -> list[str]:
+def _infer(frame: TurnFrame, comparison: Comparison, notes: list[str]) -> TemplateAnalysis:
+    """Make all comparisons, infer the format and check it."""
+    reasoning = find_reasoning(frame)
+    wrapper, content_comparisons = compare_content(frame, reasoning.part, reasoning.wrapper)
+    if wrapper is None:
+        wrapper, more_comparisons = compare_content_with_call(frame, reasoning.part)
+        content_comparisons += more_comparisons
+    tools = find_tools(frame, reasoning.part, wrapper)
+    fmt = _make_format(frame, reasoning.part, wrapper, tools, notes)
+    proofs = parse_renderings(fmt, frame, reasoning, tools)
+    wrong_call = _wrong_call(proofs)
+    if wrong_call is not None:
+        notes.append(
+            "The format of the calls could not be inferred: the parser did not return the call "
+            f"that the template renders as {wrong_call.text!r}."
+        )
+        tools.discard_calls()
+        fmt = _make_format(frame, reasoning.part, wrapper, tools, notes)
+        proofs = parse_renderings(fmt, frame, reasoning, tools)
+    comparisons = [
+        comparison,
+        *reasoning.comparisons,
+        *content_comparisons,
+        *tools.comparisons,
+    ]
+    return TemplateAnalysis(
+        fmt,
+        comparisons=_with_call_ids(comparisons),
+        supports=_supports(frame.prober, reasoning, tools),
+        undecided=(*notes, *reasoning.undecided, *tools.undecided, *_failures(proofs)),
+        proofs=tuple(proofs),
+    )
+
+
+def _wrong_call(proofs: list[Proof]) -> Proof | None:
+    """Return the proof with one call if the parser did not return the call."""
+    for proof in proofs:
+        if proof.name == ONE_CALL_PROOF and proof.differs:
+            return proof
+    return None
+
+
+def _failures(proofs: list[Proof]) -> list[str]:
+    """Return a sentence for each proof in which the parser did not return the message."""
     return [
-        f"{proof.name}: {', '.join(proof.differs)} did not come back from {proof.text!r}"
+        f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
+        f"The template renders the message as {proof.text!r}."
         for proof in proofs
         if proof.differs
     ]
 
 
-def _format(
-    frame: Frame,
+def _with_call_ids(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """Return the comparisons with the ids of calls in place of the characters that mask them."""
+    return tuple(
+        replace(
+            comparison,
+            left=unmask_call_ids(comparison.left),
+            right=unmask_call_ids(comparison.right),
+            finding=unmask_call_ids(comparison.finding),
+        )
+        for comparison in comparisons
+    )
+
+
+def _make_format(
+    frame: TurnFrame,
     reasoning: Reasoning | None,
     wrapper: Wrapper | None,
-    tools: FoundTools,
+    tools: ToolFindings,
     notes: list[str],
 ) -> Format:
-    headers = (*frame.inner_headers, *headers_behind_results(frame))
-    ends = tuple(dict.fromkeys((*frame.ends, *tools.ends, *headers)))
-    marks = (*reasoning.opens, *reasoning.closes) if reasoning is not None else ()
-    turn = turn_markers(frame, tuple(mark.strip() for mark in marks))
-    source = (Source("inferred from the chat template"),)
+    """Return the format with the inferred parts.
+
+    If the parts contradict each other, the result is plain content, and the reason is added to
+    `notes`.
+    """
+    headers = (*frame.inner_headers, *headers_after_results(frame))
+    ends = tuple(dict.fromkeys((*frame.end_markers, *tools.end_markers, *headers)))
+    reasoning_markers = (*reasoning.opens, *reasoning.closes) if reasoning is not None else ()
+    turn = turn_markers(frame, tuple(marker.strip() for marker in reasoning_markers))
+    sources = (Source("inferred from the chat template"),)
     try:
         layout = Sections(reasoning, wrapper, tools.part)
-        return Format("inferred", layout, ends=ends, turn=turn, sources=source)
+        return Format("inferred", layout, ends=ends, turn=turn, sources=sources)
     except FormatError as error:
-        notes.append(f"the parts found do not make a format: {error}")
-        return Format("plain", Sections(), ends=ends, sources=source)
+        notes.append(f"The inferred parts contradict each other: {error}")
+        return Format("plain", Sections(), ends=ends, sources=sources)
 
 
-def _supports(prober: Prober, reasoning: FoundReasoning, tools: FoundTools) -> Supports:
+def _supports(prober: Prober, reasoning: ReasoningFindings, tools: ToolFindings) -> Supports:
     return Supports(
         content=True,
         reasoning=reasoning.fields,
@@ -204,10 +244,6 @@ def _supports(prober: Prober, reasoning: FoundReasoning, tools: FoundTools) -> S
         calls=tools.form,
         parallel_calls=tools.is_parallel,
         content_with_calls=tools.with_content,
-        arguments=prober.shape.arguments,
-        ids=prober.shape.ids,
+        arguments=prober.call_form.arguments,
+        ids=prober.call_form.ids,
     )
-
-
-def _first_refusal(prober: Prober) -> str:
-    return next(iter(prober.refusals.values()), "it is not in what is rendered")

@@ -1,4 +1,4 @@
-"""What the readers of calls are given, what they give, and what several of them need."""
+"""The input, the result and the helper functions of the readers of tool calls (`call_forms.py`)."""
 
 from __future__ import annotations
 
@@ -11,98 +11,155 @@ from nereid_parsers.format import (
     NestedTags,
     TaggedArguments,
 )
-from nereid_parsers.template.difference import MARKER, Row
-from nereid_parsers.template.probe import (
-    FIRST,
-    ID_MARK,
-    NUMBER_MARK,
-)
+from nereid_parsers.template.difference import MARKER, ListMarkup
+from nereid_parsers.template.probe import COUNTER_MARK, FIRST_TOOL, ID_MARK
 
-NamedBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
+# Bodies that contain only the arguments, so that the head of the call contains the name.
+ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
+
+# The id that the probe conversations give to calls of templates that render only the id.
+_NUMBERED_ID = "functions.{name}:{number}"
 
 
 @dataclass(frozen=True, slots=True)
 class CallTexts:
-    """Renderings of calls, each from where the calls begin.
+    """The text that a template renders for the calls of a message, for five kinds of message.
 
-    one         one call of one argument.
-    arguments   one call of two arguments.
-    number      one call whose argument is the number 41.
-    two         two calls of one argument each; "" where only one can be made.
-    signs       one call whose argument is SIGNS: text with a line break and signs of markup.
+    The text starts where the calls start. The text is "" if the template refuses the message.
+
+    Attributes:
+        one_call: One call with one argument, a string.
+        two_arguments: One call with two arguments.
+        number: One call whose argument is NUMBER_VALUE.
+        two_calls: Two calls with one argument each; "" if a message can have only one call.
+        special_value: One call whose argument is SPECIAL_VALUE, a string that contains markup.
     """
 
-    one: str
-    arguments: str
+    one_call: str
+    two_arguments: str
     number: str
-    two: str
-    signs: str = ""
+    two_calls: str
+    special_value: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class FoundCalls:
-    """Spellings of a call, and what stands around all of them (`row.open`, `.close`)."""
+class CallFormat:
+    """The inferred format of the calls in a message.
+
+    Attributes:
+        form: The name of the form for the report, such as "JSON".
+        calls: The spellings of one call.
+        markup: The markup around all calls (`open`, `close`) and between them (`separator`).
+    """
 
     form: str
     calls: tuple[Call, ...]
-    row: Row
+    markup: ListMarkup
 
 
-def headed(around: Row, behind_name: str, body: NamedBody) -> tuple[Call, ...]:
-    """Calls that are named by a head: `around.item_open`, NAME, `behind_name`."""
-    opened, lead = _split_open(around.item_open)
-    if (
-        isinstance(body, TaggedArguments)
-        and opened.strip()
-        and body.open.startswith(opened.strip())
-    ):
-        opened, lead = "", opened + lead  # the marker opens arguments too, so it ends no arguments
-    head = f"{escaped(lead)}{{name}}{escaped(behind_name).replace(FIRST, '{name}')}"
-    marks = {NUMBER_MARK: "{number}", ID_MARK: "{id}"}
-    for mark, slot in marks.items():
-        head = head.replace(mark, slot)
-    if "functions.{name}:{number}" not in head:
-        return (Call(body, open=opened, head=head, close=around.item_close),)
-    # The template prints the id that it is given: "functions." was ours, and may be missing.
-    identity = "functions.{name}:{number}"
-    heads = dict.fromkeys((head, head.replace("functions.{name}", "{name}", 1)))
-    heads[head.replace(identity, "{name}", 1)] = None
-    ids = [identity, "{name}:{number}", "{id}"]
+def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
+    r"""Return the spellings of a call whose head contains the function's name.
+
+    >>> markup = ListMarkup(item_open="<call>\n<function=", item_close="</call>")
+    >>> calls_with_head(markup, ">\n", JsonArguments())
+    (Call(body=JsonArguments(), open='<call>\n', head='<function={name}>\n', close='</call>',
+          id='{id}'),)
+
+    Args:
+        markup: The markup of the list of calls. `item_open` ends where the name starts.
+        after_name: The text between the name and the body.
+        body: The spelling of the arguments.
+    """
+    opening, before_name = _split_opening_marker(markup.item_open)
+    if _opens_arguments(opening.strip(), body):
+        # The marker of an argument cannot show that a new call starts.
+        opening = ""
+        before_name = markup.item_open
+    head = _head_pattern(before_name, after_name)
+    spellings = [(head, "{id}")]
+    if _NUMBERED_ID in head:
+        # The template renders the id that it gets. The prefix "functions." comes from the probe
+        # conversation, and a model may write a shorter id or the name alone.
+        spellings = [
+            (head, _NUMBERED_ID),
+            (head.replace("functions.{name}", "{name}", 1), "{name}:{number}"),
+            (head.replace(_NUMBERED_ID, "{name}", 1), "{id}"),
+        ]
     return tuple(
-        Call(body, open=opened, head=one, close=around.item_close, id=spelled)
-        for one, spelled in zip(heads, ids, strict=False)
+        Call(body, open=opening, head=head_pattern, close=markup.item_close, id=call_id)
+        for head_pattern, call_id in spellings
     )
 
 
-def _split_open(opened: str) -> tuple[str, str]:
-    """(marker before the call, what of the head stands before the name)."""
-    match = MARKER.match(opened.lstrip())
-    if match is None:
-        bare = opened.lstrip()
-        return (opened[: len(opened) - len(bare)], bare) if bare else ("", "")
-    lead = len(opened) - len(opened.lstrip()) + match.end()
-    rest = opened[lead:]
-    end = lead + len(rest) - len(rest.lstrip())
-    return opened[:end], opened[end:]
+def _opens_arguments(marker: str, body: ArgumentsBody) -> bool:
+    """Return whether each argument starts with the same marker as the call."""
+    return bool(marker) and isinstance(body, TaggedArguments) and body.open.startswith(marker)
 
 
-def escaped(text: str) -> str:
-    """Text as a literal of a pattern."""
+def _split_opening_marker(text: str) -> tuple[str, str]:
+    r"""Split the text before a name into the call's opening marker and the start of the head.
+
+    White space after the marker belongs to the marker.
+
+    >>> _split_opening_marker("<call>\n<function=")
+    ('<call>\n', '<function=')
+    >>> _split_opening_marker("\nAction: ")
+    ('\n', 'Action: ')
+    """
+    start = text.lstrip()
+    if not start:
+        return "", ""
+    marker = MARKER.match(start)
+    head = start[marker.end() :].lstrip() if marker is not None else start
+    return text[: len(text) - len(head)], head
+
+
+def _head_pattern(before_name: str, after_name: str) -> str:
+    r"""Return the pattern of a head, with fields for the name, the call's number and its id.
+
+    >>> _head_pattern("<call id=\ue011 name=", ">")
+    '<call id={id} name={name}>'
+    """
+    after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")  # some heads repeat the name
+    head = f"{escape_braces(before_name)}{{name}}{after}"
+    return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")
+
+
+def escape_braces(text: str) -> str:
+    """Return `text` as a literal of a pattern, in which braces are doubled.
+
+    >>> escape_braces("f{x}")
+    'f{{x}}'
+    """
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def in_order(text: str, *words: str) -> bool:
-    """Whether the words stand in the text, one behind the other."""
-    at = 0
+def appear_in_order(text: str, *words: str) -> bool:
+    """Return whether all words occur in `text`, each after the end of the previous word.
+
+    >>> appear_in_order("f(key=value)", "key", "value"), appear_in_order("ab", "b", "a")
+    (True, False)
+    """
+    start = 0
     for word in words:
-        at = text.find(word, at)
-        if at < 0:
+        word_at = text.find(word, start)
+        if word_at < 0:
             return False
-        at += len(word)
+        start = word_at + len(word)
     return True
 
 
-def cut(text: str, word: str) -> tuple[str, str]:
-    """What stands before the first occurrence of `word`, and behind it."""
-    before, _, behind = text.partition(word)
-    return before, behind
+def split_at_words(text: str, *words: str) -> list[str]:
+    """Split `text` at the first occurrence of each word after the previous word.
+
+    The result has one piece more than there are words.
+
+    >>> split_at_words("<f><k>1</k></f>", "f", "k", "1")
+    ['<', '><', '>', '</k></f>']
+    """
+    pieces = []
+    rest = text
+    for word in words:
+        piece, _, rest = rest.partition(word)
+        pieces.append(piece)
+    return [*pieces, rest]

@@ -1,178 +1,268 @@
-"""Calls as JSON: one that holds the name, or a name and then its arguments."""
+"""Infer the format of calls that are written as JSON.
+
+Either the JSON contains the function's name, `{"name": "f", "arguments": {"a": 1}}`, or the name
+precedes the JSON, `f{"a": 1}`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from nereid_parsers.format import Call, JsonArguments, JsonArray, JsonObject, Keys, NameIsKey
-from nereid_parsers.template.call_texts import CallTexts, FoundCalls, headed
-from nereid_parsers.template.difference import Row, row
+from nereid_parsers.template.call_texts import CallFormat, CallTexts, calls_with_head
+from nereid_parsers.template.difference import ListMarkup, list_markup
 from nereid_parsers.template.probe import (
-    FIRST,
+    FIRST_KEY,
+    FIRST_TOOL,
     ID_MARK,
-    KEY,
-    OTHER_KEY,
-    SECOND,
+    SECOND_KEY,
+    SECOND_TOOL,
 )
 
 _DECODER = json.JSONDecoder(strict=False)
 
 
-# ---- JSON that holds the name -------------------------------------------------------------------
+class _JsonSpan(NamedTuple):
+    """A JSON value, and where it starts and ends in a text."""
+
+    start: int
+    end: int
+    value: Any
 
 
-def read_json(texts: CallTexts) -> FoundCalls | None:
-    """`{"name": .., "arguments": ..}`, alone or in an array; `{NAME: {..}}`."""
-    found = _json_with(texts.one, FIRST)
-    if found is None:
+# ---- JSON that contains the name ----------------------------------------------------------------
+
+
+def read_json(texts: CallTexts) -> CallFormat | None:
+    """Infer the format of calls that are JSON objects, or members of a JSON array.
+
+    Returns None if no JSON contains the function's name. Example for two calls:
+
+        <call>{"name": "f", "arguments": {"a": 1}}</call>
+        <call>{"name": "g", "arguments": {"b": 2}}</call>
+
+    are two objects with the keys `name` and `arguments`, each between `<call>` and `</call>`.
+    """
+    single = _find_json_call(texts.one_call, FIRST_TOOL)
+    if single is None:
         return None
-    start, end, value = found
-    keys = _keys(value[0] if isinstance(value, list) else value)
-    if isinstance(value, list):
-        return _arrays(texts, keys, (start, end))
-    if not texts.two:
-        around = Row("", texts.one[:start], texts.one[end:], "", "")
-        return FoundCalls("JSON", (_object(keys, around),), around)
-    first = _json_with(texts.two, FIRST)
-    second = _json_with(texts.two, SECOND)
+    if isinstance(single.value, list):
+        return _read_arrays(texts, _infer_keys(single.value[0]), single)
+    keys = _infer_keys(single.value)
+    if not texts.two_calls:
+        markup = ListMarkup(
+            item_open=texts.one_call[: single.start], item_close=texts.one_call[single.end :]
+        )
+        return CallFormat("JSON", (_object_call(keys, markup),), markup)
+    first = _find_json_call(texts.two_calls, FIRST_TOOL)
+    second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
         return None
-    if first[0] == second[0] and isinstance(first[2], list):  # one call stands alone, two in a list
-        around = Row(texts.two[: first[0]], "", "", ", ", texts.two[first[1] :])
-        inner = _array(keys, around)
-        opened, closed = texts.one[:start], texts.one[end:]
-        if inner.row.open.strip() == opened.strip():  # the section's marks, not the call's
-            opened = closed = ""
-        single = Call(JsonObject(keys), open=opened, close=closed)
-        return FoundCalls(inner.form, (*inner.calls, single), inner.row)
-    around = row(texts.two[: first[0]], texts.two[first[1] : second[0]], texts.two[second[1] :])
-    spelled = [_object(keys, around)]
-    if around.item_open.strip() and around.item_close.strip():  # models put several in one, too
-        several = Call(JsonArray(keys), open=around.item_open, close=around.item_close)
-        spelled.append(several)
-    return FoundCalls("JSON", tuple(spelled), around)
+    if first.start == second.start and isinstance(first.value, list):
+        return _read_object_or_array(texts, keys, single, first)
+    markup = _markup_of_two(texts.two_calls, first, second)
+    calls = [_object_call(keys, markup)]
+    if markup.item_open.strip() and markup.item_close.strip():
+        # Models also write an array of several calls between the markers of one call.
+        calls.append(_array_call(keys, markup))
+    return CallFormat("JSON", tuple(calls), markup)
 
 
-def _arrays(texts: CallTexts, keys: Keys | NameIsKey, first: tuple[int, int]) -> FoundCalls:
-    """One array of all calls, or an array for each."""
-    whole = _json_with(texts.two, FIRST) if texts.two else None
-    other = _json_with(texts.two, SECOND) if texts.two else None
-    if whole is None or other is None or whole[0] == other[0]:
-        around = Row(texts.one[: first[0]], "", "", ", ", texts.one[first[1] :])
-        return _array(keys, around)
-    around = row(texts.two[: whole[0]], texts.two[whole[1] : other[0]], texts.two[other[1] :])
-    call = Call(JsonArray(keys), open=around.item_open, close=around.item_close)
-    return FoundCalls("JSON array", (call,), around)
+def _read_object_or_array(
+    texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan, array: _JsonSpan
+) -> CallFormat:
+    """Infer the format of calls that are one object if there is one call, else one array.
+
+    Example: `<call>{..}</call>` for one call and `<call>[{..}, {..}]</call>` for two.
+    """
+    found = _read_one_array(texts.two_calls, keys, array)
+    opening = texts.one_call[: single.start]
+    closing = texts.one_call[single.end :]
+    if found.markup.open.strip() == opening.strip():
+        # The markers are those of the section around all calls.
+        opening = ""
+        closing = ""
+    object_call = Call(JsonObject(keys), open=opening, close=closing)
+    return CallFormat(found.form, (*found.calls, object_call), found.markup)
 
 
-def _object(keys: Keys | NameIsKey, around: Row) -> Call:
-    return Call(JsonObject(keys), open=around.item_open, close=around.item_close)
+def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) -> CallFormat:
+    """Infer the format of calls that are all in one array, or each in an array of its own."""
+    first = _find_json_call(texts.two_calls, FIRST_TOOL)
+    second = _find_json_call(texts.two_calls, SECOND_TOOL)
+    if first is None or second is None or first.start == second.start:
+        return _read_one_array(texts.one_call, keys, single)
+    markup = _markup_of_two(texts.two_calls, first, second)
+    return CallFormat("JSON array", (_array_call(keys, markup),), markup)
 
 
-def _array(keys: Keys | NameIsKey, around: Row) -> FoundCalls:
-    if around.open.strip() and not around.close.strip():  # the array's end is the section's
-        call = Call(JsonArray(keys), open=around.open)
-        return FoundCalls("JSON array", (call,), Row("", "", "", "", ""))
-    return FoundCalls("JSON array", (Call(JsonArray(keys)),), around)
+def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
+    """Return the format of calls that are all in the one array of `text`."""
+    opening = text[: array.start]
+    closing = text[array.end :]
+    if opening.strip() and not closing.strip():
+        # Only the end of the array ends the calls, so the marker opens a call, not a section.
+        call = Call(JsonArray(keys), open=opening)
+        return CallFormat("JSON array", (call,), ListMarkup())
+    markup = ListMarkup(open=opening, separator=", ", close=closing)
+    return CallFormat("JSON array", (Call(JsonArray(keys)),), markup)
 
 
-def _json_with(text: str, name: str) -> tuple[int, int, Any] | None:
-    """(start, end, value) of the JSON that holds a call of `name`: an object, or a list of them."""
-    limit = text.find(name)
-    for start in _starts(text, limit):
+def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup:
+    return list_markup(
+        before=text[: first.start],
+        between=text[first.end : second.start],
+        after=text[second.end :],
+    )
+
+
+def _object_call(keys: Keys | NameIsKey, markup: ListMarkup) -> Call:
+    return Call(JsonObject(keys), open=markup.item_open, close=markup.item_close)
+
+
+def _array_call(keys: Keys | NameIsKey, markup: ListMarkup) -> Call:
+    return Call(JsonArray(keys), open=markup.item_open, close=markup.item_close)
+
+
+def _find_json_call(text: str, name: str) -> _JsonSpan | None:
+    """Return the first JSON object, or array of objects, that contains a call of `name`.
+
+    >>> _find_json_call('<call>{"name": "f"}</call>', "f")
+    _JsonSpan(start=6, end=19, value={'name': 'f'})
+    """
+    name_at = text.find(name)
+    for start in range(max(name_at, 0)):
+        if text[start] not in "{[":
+            continue
         try:
             value, end = _DECODER.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
         members = value if isinstance(value, list) else [value]
-        if end > limit and any(_names(member, name) for member in members):
-            return start, end, value
+        if end > name_at and any(_is_call(member, name) for member in members):
+            return _JsonSpan(start, end, value)
     return None
 
 
-def _starts(text: str, limit: int) -> Iterator[int]:
-    return (at for at in range(max(limit, 0)) if text[at] in "{[")
-
-
-def _names(member: object, name: str) -> bool:
+def _is_call(member: object, name: str) -> bool:
+    """Return whether a JSON value is a call of `name`: as a string in it, or as its key."""
     if not isinstance(member, dict):
         return False
-    if name in member and isinstance(member[name], dict):
+    if isinstance(member.get(name), dict):
         return True
-    return _path(member, lambda value: value == name) is not None
+    return _find_path(member, lambda value: value == name) is not None
 
 
-def _path(value: dict[str, Any], wanted: Any) -> tuple[str, ...] | None:  # noqa: ANN401  # a predicate
+def _find_path(
+    value: dict[str, Any], is_wanted: Callable[[object], bool]
+) -> tuple[str, ...] | None:
+    """Return the keys that lead to the first wanted value in nested objects.
+
+    >>> _find_path({"id": 1, "function": {"name": "f"}}, lambda value: value == "f")
+    ('function', 'name')
+    """
     for key, inner in value.items():
-        if wanted(inner):
+        if is_wanted(inner):
             return (key,)
-        if isinstance(inner, dict) and (rest := _path(inner, wanted)) is not None:
-            return (key, *rest)
+        if isinstance(inner, dict):
+            rest = _find_path(inner, is_wanted)
+            if rest is not None:
+                return (key, *rest)
     return None
 
 
-def _keys(member: dict[str, Any]) -> Keys | NameIsKey:
-    """Which key of a call's object holds what."""
-    name = _path(member, lambda value: value == FIRST)
+def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
+    """Return the keys under which a call's object has the name, the arguments and the id.
+
+    Example: `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` has the keys
+    `Keys(name="function", arguments="args")`; `{"zqFirstTool": {..}}` is a `NameIsKey`.
+    """
+    name = _find_path(call, lambda value: value == FIRST_TOOL)
     if name is None:
         return NameIsKey()
-    arguments = _path(member, _are_arguments) or ("arguments",)
-    identity = _path(member, lambda value: isinstance(value, str) and ID_MARK in value)
-    identity = identity or next(
-        ((key,) for key in member if "id" in key.lower().split("_") and (key,) != name), None
-    )
+    arguments = _find_path(call, _has_first_argument) or ("arguments",)
+    call_id = _find_id_path(call, name)
     roles = {name[0]: "name", arguments[0]: "arguments"}
-    if identity is not None:
-        roles.setdefault(identity[0], "id")
-    order = tuple(dict.fromkeys(roles[key] for key in member if key in roles))
-    extra = tuple(key for key in member if key not in roles)
-    nested = name[0] == arguments[0]  # both inside one object
-    if order[-1:] == ("id",):  # a constraint cannot make up an id once the arguments are written
+    if call_id is not None:
+        roles.setdefault(call_id[0], "id")
+    order = tuple(dict.fromkeys(roles[key] for key in call if key in roles))
+    if order[-1:] == ("id",):
+        # A constraint cannot invent an id after the arguments have been written.
         order = order[:-1]
+    if name[0] == arguments[0]:  # name and arguments are in one nested object
+        order = ("name", "arguments")
+    other_keys = [key for key in call if key not in roles]
     return Keys(
-        ".".join(name), ".".join(arguments),
-        id=".".join(identity) if identity else None,
-        extra=tuple(dict.fromkeys((*extra, "type"))),
-        order=("name", "arguments") if nested else order,
-    )  # fmt: skip
+        ".".join(name),
+        ".".join(arguments),
+        id=".".join(call_id) if call_id else None,
+        extra=tuple(dict.fromkeys((*other_keys, "type"))),
+        order=order,
+    )
 
 
-def _are_arguments(value: object) -> bool:
-    if isinstance(value, str) and KEY in value:  # JSON in a string
-        return True
-    return isinstance(value, dict) and KEY in value
+def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the path of the call's id: where the probe's id is, or a key such as `call_id`."""
+    path = _find_path(call, lambda value: isinstance(value, str) and ID_MARK in value)
+    if path is not None:
+        return path
+    for key in call:
+        if "id" in key.lower().split("_") and (key,) != name_path:
+            return (key,)
+    return None
+
+
+def _has_first_argument(value: object) -> bool:
+    """Return whether a value is the arguments: an object, or JSON in a string."""
+    return isinstance(value, str | dict) and FIRST_KEY in value
 
 
 # ---- a name, then JSON --------------------------------------------------------------------------
 
 
-def read_json_arguments(texts: CallTexts) -> FoundCalls | None:
-    """`NAME{"key": "value"}`, with whatever marks around."""
-    first = _arguments_after(texts.one, FIRST)
-    if first is None:
+def read_json_arguments(texts: CallTexts) -> CallFormat | None:
+    """Infer the format of calls in which a JSON object with the arguments follows the name.
+
+    Returns None if no such object follows. Example: `<call>f<args>{"a": 1}</call>` has the head
+    `{name}<args>` between the markers `<call>` and `</call>`.
+    """
+    text = texts.one_call
+    single = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
+    if single is None:
         return None
-    start, end = first
-    name_at = texts.one.find(FIRST)
-    between = texts.one[name_at + len(FIRST) : start]
-    around = Row("", texts.one[:name_at], texts.one[end:], "", "")
-    if texts.two:
-        one, other = _arguments_after(texts.two, FIRST), _arguments_after(texts.two, SECOND)
-        if one is None or other is None:
+    name_at = text.find(FIRST_TOOL)
+    after_name = text[name_at + len(FIRST_TOOL) : single.start]
+    markup = ListMarkup(item_open=text[:name_at], item_close=text[single.end :])
+    if texts.two_calls:
+        two = texts.two_calls
+        first = _find_json_arguments(two, FIRST_TOOL, FIRST_KEY)
+        second = _find_json_arguments(two, SECOND_TOOL, SECOND_KEY)
+        if first is None or second is None:
             return None
-        first_at, second_at = texts.two.find(FIRST), texts.two.find(SECOND)
-        around = row(texts.two[:first_at], texts.two[one[1] : second_at], texts.two[other[1] :])
-    return FoundCalls("name, then JSON", headed(around, between, JsonArguments()), around)
+        markup = list_markup(
+            before=two[: two.find(FIRST_TOOL)],
+            between=two[first.end : two.find(SECOND_TOOL)],
+            after=two[second.end :],
+        )
+    calls = calls_with_head(markup, after_name, JsonArguments())
+    return CallFormat("name, then JSON", calls, markup)
 
 
-def _arguments_after(text: str, name: str) -> tuple[int, int] | None:
-    key = KEY if name == FIRST else OTHER_KEY
-    at = text.find("{", text.find(name))
-    if at < 0 or name not in text:
+def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:
+    """Return the first JSON object after `name`, or None if it does not contain `key`.
+
+    >>> _find_json_arguments('f<args>{"a": 1}', "f", "a")
+    _JsonSpan(start=7, end=15, value={'a': 1})
+    """
+    start = text.find("{", text.find(name))
+    if start < 0 or name not in text:
         return None
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
         return None
-    return (at, end) if isinstance(value, dict) and key in value else None
+    if not isinstance(value, dict) or key not in value:
+        return None
+    return _JsonSpan(start, end, value)

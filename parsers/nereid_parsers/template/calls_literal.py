@@ -1,73 +1,115 @@
-"""Calls as Python writes them, and arguments as an object with bare keys."""
+"""Infer the format of calls that are written like program text.
+
+The forms are Python calls, `f(a="x")`, and objects with unquoted keys, `f{a:<q>x<q>}`.
+"""
 
 from __future__ import annotations
 
+import re
+
 from nereid_parsers.format import BareKeyArguments, Call, PythonCalls
-from nereid_parsers.template.call_texts import CallTexts, FoundCalls, cut, headed
-from nereid_parsers.template.difference import Row, row
+from nereid_parsers.template.call_texts import (
+    CallFormat,
+    CallTexts,
+    calls_with_head,
+    split_at_words,
+)
+from nereid_parsers.template.difference import ListMarkup, list_markup
 from nereid_parsers.template.probe import (
-    FIRST,
-    KEY,
-    OTHER_VALUE,
-    SECOND,
-    VALUE,
+    FIRST_KEY,
+    FIRST_TOOL,
+    FIRST_VALUE,
+    SECOND_TOOL,
+    SECOND_VALUE,
 )
 
+_METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 
-def read_python(texts: CallTexts) -> FoundCalls | None:
-    """`NAME(key="value")`, alone or between brackets."""
-    before, rest = cut(texts.one, FIRST)
-    suffix, inside = cut(rest, "(")
-    if not inside.lstrip().startswith(f"{KEY}=") or suffix.strip(".abcdefghijklmnopqrstuvwxyz"):
+
+def read_python(texts: CallTexts) -> CallFormat | None:
+    """Infer the format of calls in Python syntax, alone or in a list.
+
+    Returns None if the calls are not in Python syntax. Example: `<calls>[f(a="x")]</calls>` is a
+    Python list of calls in a section between `<calls>` and `</calls>`.
+    """
+    _, after_name = split_at_words(texts.one_call, FIRST_TOOL)
+    suffix, arguments = split_at_words(after_name, "(")
+    if not arguments.lstrip().startswith(f"{FIRST_KEY}="):
         return None
-    around = Row(before, "", "", ", ", _behind_paren(rest, VALUE))
-    if texts.two:
-        before, rest = cut(texts.two, FIRST)
-        between, rest = cut(_behind_paren(rest, VALUE), SECOND)
-        around = row(before, between, _behind_paren(rest, OTHER_VALUE))
-    opened, closed, separator = around.open + around.item_open, around.close, around.separator
-    if around.item_open.strip() or around.item_close.strip():
-        call = Call(PythonCalls("", "", "", suffix), around.item_open, close=around.item_close)
-        return FoundCalls("Python calls, each marked", (call,), around)
-    if opened.rstrip().endswith("[") and closed.lstrip().startswith("]"):
-        calls = PythonCalls("[", "]", separator, suffix)
-        opened, closed = opened.rstrip()[:-1], closed.lstrip()[1:]
-    else:
-        calls = PythonCalls("", "", separator, suffix)
-    if not closed.strip():
-        return FoundCalls("Python calls", (Call(calls, open=opened),), Row("", "", "", "", closed))
-    spelled = [Call(calls)]
-    if calls.open:  # the section's marks show calls without brackets, too
-        spelled.append(Call(PythonCalls("", "", separator, suffix)))
-    return FoundCalls("Python calls", tuple(spelled), Row(opened, "", "", "", closed))
-
-
-def _behind_paren(text: str, value: str) -> str:
-    return text[text.find(")", text.find(value)) + 1 :]
-
-
-def read_bare_keys(texts: CallTexts) -> FoundCalls | None:
-    """`NAME{key:<quote>value<quote>}`: unquoted keys, strings between marks of their own."""
-    name_end = texts.one.find(FIRST) + len(FIRST)
-    key_at = texts.one.find(KEY, name_end)
-    behind_name = texts.one[name_end:key_at]
-    value_at = texts.one.find(VALUE, key_at)
-    mark = texts.one[key_at + len(KEY) : value_at].strip()
-    quote = mark[1:].strip()
-    if not behind_name.endswith("{") or not mark.startswith(":") or not quote:
+    if _METHOD_SUFFIX.fullmatch(suffix) is None:
         return None
-    if not texts.one.startswith(quote, value_at + len(VALUE)):
+    markup = _python_markup(texts)
+    if markup.item_open.strip() or markup.item_close.strip():
+        body = PythonCalls("", "", "", suffix)
+        call = Call(body, open=markup.item_open, close=markup.item_close)
+        return CallFormat("Python calls, each marked", (call,), markup)
+    opening = markup.open + markup.item_open
+    closing = markup.close
+    body = PythonCalls("", "", markup.separator, suffix)
+    calls = [Call(body)]
+    if opening.rstrip().endswith("[") and closing.lstrip().startswith("]"):
+        opening = opening.rstrip()[:-1]
+        closing = closing.lstrip()[1:]
+        body = PythonCalls("[", "]", markup.separator, suffix)
+        # In a section, models also write calls without the brackets.
+        calls = [Call(body), *calls]
+    if not closing.strip():
+        # Without a closing marker there is no section, so the marker opens the calls.
+        section = ListMarkup(close=closing)
+        return CallFormat("Python calls", (Call(body, open=opening),), section)
+    section = ListMarkup(open=opening, close=closing)
+    return CallFormat("Python calls", tuple(calls), section)
+
+
+def _python_markup(texts: CallTexts) -> ListMarkup:
+    """Return the markup of Python calls.
+
+    Example: `[f(a="x"), g(b="y")]` has `open` "[", `separator` ", " and `close` "]".
+    """
+    if not texts.two_calls:
+        before, call = split_at_words(texts.one_call, FIRST_TOOL)
+        after = _text_after_call(call, FIRST_VALUE, ")")
+        return ListMarkup(open=before, separator=", ", close=after)
+    before, calls = split_at_words(texts.two_calls, FIRST_TOOL)
+    after_first = _text_after_call(calls, FIRST_VALUE, ")")
+    between, second_call = split_at_words(after_first, SECOND_TOOL)
+    return list_markup(before, between, _text_after_call(second_call, SECOND_VALUE, ")"))
+
+
+def _text_after_call(text: str, value: str, closing: str) -> str:
+    """Return what follows the first `closing` character after the argument `value`.
+
+    >>> _text_after_call('(a="x"), g()]', "x", ")")
+    ', g()]'
+    """
+    return text[text.find(closing, text.find(value)) + 1 :]
+
+
+def read_bare_keys(texts: CallTexts) -> CallFormat | None:
+    """Infer the format of calls whose arguments are an object with unquoted keys.
+
+    Returns None if the keys are quoted, or the strings have no quotes. Example:
+    `<call>f{a:<q>x<q>}</call>` has strings between quotes `<q>`.
+    """
+    text = texts.one_call
+    name_at = text.find(FIRST_TOOL)
+    name_end = name_at + len(FIRST_TOOL)
+    key_at = text.find(FIRST_KEY, name_end)
+    value_at = text.find(FIRST_VALUE, key_at)
+    before_key = text[name_end:key_at]
+    before_value = text[key_at + len(FIRST_KEY) : value_at].strip()
+    quote = before_value[1:].strip()
+    if not before_key.endswith("{") or not before_value.startswith(":") or not quote:
         return None
-    around = Row("", texts.one[: name_end - len(FIRST)], _behind_brace(texts.one, VALUE), "", "")
-    if texts.two:
-        first_at, second_at = texts.two.find(FIRST), texts.two.find(SECOND)
-        end = texts.two.find("}", texts.two.find(VALUE)) + 1
-        around = row(
-            texts.two[:first_at], texts.two[end:second_at], _behind_brace(texts.two, OTHER_VALUE)
-        )
-    calls = headed(around, behind_name[:-1], BareKeyArguments(quote))
-    return FoundCalls("bare keys", calls, around)
-
-
-def _behind_brace(text: str, value: str) -> str:
-    return text[text.find("}", text.find(value)) + 1 :]
+    if not text.startswith(quote, value_at + len(FIRST_VALUE)):
+        return None
+    markup = ListMarkup(
+        item_open=text[:name_at], item_close=_text_after_call(text, FIRST_VALUE, "}")
+    )
+    if texts.two_calls:
+        before, calls = split_at_words(texts.two_calls, FIRST_TOOL)
+        after_first = _text_after_call(calls, FIRST_VALUE, "}")
+        between, second_call = split_at_words(after_first, SECOND_TOOL)
+        markup = list_markup(before, between, _text_after_call(second_call, SECOND_VALUE, "}"))
+    calls_found = calls_with_head(markup, before_key[:-1], BareKeyArguments(quote))
+    return CallFormat("bare keys", calls_found, markup)

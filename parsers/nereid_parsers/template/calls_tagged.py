@@ -1,165 +1,274 @@
-"""Calls whose arguments stand in tags of their own, one by one."""
+"""Infer the format of calls whose arguments are written one by one between tags.
+
+Either the tags name the argument in an attribute or a text, `<arg key="a">1</arg>`, or the element
+has the name of the argument, `<a>1</a>`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nereid_parsers.format import NestedTags, TaggedArguments
 from nereid_parsers.template.call_texts import (
+    CallFormat,
     CallTexts,
-    FoundCalls,
-    cut,
-    escaped,
-    headed,
-    in_order,
+    appear_in_order,
+    calls_with_head,
+    escape_braces,
+    split_at_words,
 )
-from nereid_parsers.template.difference import Row, row
+from nereid_parsers.template.difference import (
+    Difference,
+    ListMarkup,
+    drop_common_suffix,
+    list_markup,
+)
 from nereid_parsers.template.probe import (
-    FIRST,
-    KEY,
-    OTHER_KEY,
-    OTHER_VALUE,
-    SECOND,
-    VALUE,
-    drop_common_end,
+    FIRST_KEY,
+    FIRST_TOOL,
+    FIRST_VALUE,
+    NUMBER_VALUE,
+    SECOND_KEY,
+    SECOND_TOOL,
+    SECOND_VALUE,
 )
+
+_NUMBER_TEXT = str(NUMBER_VALUE)
 
 # ---- tagged arguments ---------------------------------------------------------------------------
 
 
-def read_tagged(texts: CallTexts) -> FoundCalls | None:
-    """`NAME <key>KEY</key> <value>VALUE</value>`, strings unquoted."""
-    if not in_order(texts.arguments, FIRST, KEY, VALUE, OTHER_KEY, OTHER_VALUE):
+def read_tagged(texts: CallTexts) -> CallFormat | None:
+    """Infer the format of calls in which tags show the key of each argument.
+
+    Returns None if key and value do not follow each other. Example:
+    `<call f><arg key="a">1</arg></call>` has the head `<call {name}>` and arguments between
+    `<arg key="{key}">` and `</arg>`.
+    """
+    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
+    if not appear_in_order(texts.two_arguments, *words):
         return None
-    before_name, rest = cut(texts.arguments, FIRST)
-    before_key, rest = cut(rest, KEY)
-    before_value, rest = cut(rest, VALUE)
-    between, rest = cut(rest, OTHER_KEY)
-    if KEY in between:  # elements named after the arguments, with no mark before their tags
-        return None
-    _, behind = cut(rest, OTHER_VALUE)
-    around = Row("", before_name, behind, "", "")
-    if texts.two:
-        if not in_order(texts.two, FIRST, KEY, VALUE, SECOND, OTHER_KEY, OTHER_VALUE):
+    before_name, before_key, before_value, between, after_arguments = _around_two_arguments(texts)
+    if FIRST_KEY in between:
+        return None  # The closing tag repeats the key: see `read_nested`.
+    calls = ListMarkup(item_open=before_name, item_close=after_arguments)
+    if texts.two_calls:
+        first, second = (
+            (FIRST_TOOL, FIRST_KEY, FIRST_VALUE),
+            (SECOND_TOOL, SECOND_KEY, SECOND_VALUE),
+        )
+        if not appear_in_order(texts.two_calls, *first, *second):
             return None
-        before, rest = cut(texts.two, FIRST)
-        _, rest = cut(rest, VALUE)
-        separating, rest = cut(rest, SECOND)
-        _, ending = cut(rest, OTHER_VALUE)
-        around = row(before, separating, ending)
-    inner = row(before_key, between, around.item_close)
-    values = _guarded(texts, _value_tags(texts, inner, before_value), before_value)
-    around = Row(around.open, around.item_open, inner.close, around.separator, around.close)
-    return FoundCalls("tagged arguments", headed(around, inner.open, values), around)
+        calls = _markup_of_calls(texts.two_calls)
+    arguments = list_markup(before_key, between, calls.item_close)
+    values = _infer_value_tags(texts, arguments, before_value)
+    values = _add_quoted_spelling(texts, values, before_value)
+    calls = replace(calls, item_close=arguments.close)
+    return CallFormat("tagged arguments", calls_with_head(calls, arguments.open, values), calls)
 
 
-def _value_tags(texts: CallTexts, inner: Row, before_value: str) -> TaggedArguments:
-    """How a value is tagged; strings and numbers may be tagged in different words."""
-    close = inner.item_close + inner.separator
-    opened = escaped(inner.item_open) + "{key}"
-    plain = TaggedArguments(opened + escaped(before_value), close)
-    if not in_order(texts.number, FIRST, KEY, "41"):
-        return plain
-    before_key, rest = cut(cut(texts.number, FIRST)[1], KEY)
-    before_number, behind = cut(rest, "41")
-    number_open = before_key[len(inner.open) :] if before_key.startswith(inner.open) else ""
-    number_close = _unlike_end(behind, cut(cut(texts.one, KEY)[1], VALUE)[1])
-    if before_number == before_value and number_open == inner.item_open and not number_close:
-        return plain
-    words = _differing_word(before_value, before_number)
-    if words is not None and number_open == inner.item_open:
-        lead, text_word, number_word, tail = words
-        slot = _slot(text_word, number_word)
-        if slot:
-            return TaggedArguments(f"{opened}{escaped(lead)}{slot}{escaped(tail)}", close)
-    other = TaggedArguments(
-        f"{escaped(number_open or inner.item_open)}{{key}}{escaped(before_number)}",
-        number_close or close,
+def _around_two_arguments(texts: CallTexts) -> tuple[str, str, str, str, str]:
+    """Return the pieces around name, keys and values of a call with two arguments.
+
+    Example: `<f><k>a</k>1<k>b</k>2</f>` has the pieces `<`, `><k>`, `</k>`, `<k>` and `</f>`, if
+    the name is `f`, the keys are `a` and `b`, and the values are `1` and `2`.
+    """
+    before_name, before_key, before_value, between, _, after = split_at_words(
+        texts.two_arguments, FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE
     )
-    return TaggedArguments(plain.open, close, also=(other,))
+    return before_name, before_key, before_value, between, after
 
 
-def _guarded(texts: CallTexts, values: TaggedArguments, before_value: str) -> TaggedArguments:
-    """The tags with the marks in which texts that hold signs stand, if they stand in any."""
-    if not in_order(texts.signs, FIRST, KEY, VALUE, OTHER_VALUE):
-        return values
-    before_text, rest = cut(cut(texts.signs, KEY)[1], VALUE)
-    behind_text, usual = cut(rest, OTHER_VALUE)[1], cut(cut(texts.one, KEY)[1], VALUE)[1]
-    mark = before_text.removeprefix(before_value)
-    if not mark.strip() or not before_text.startswith(before_value):
-        return values
-    closing = behind_text.removesuffix(usual)
-    if not closing.strip() or closing == behind_text:
-        return values
-    plain = TaggedArguments(values.open, values.close)
-    open_, close = values.open + escaped(mark), closing + values.close
-    return TaggedArguments(open_, close, also=(plain, *values.also))
+def _markup_of_calls(two_calls: str) -> ListMarkup:
+    """Return the markup around two calls. It ends where a name starts, and starts after a value."""
+    before, _, between, _, after = split_at_words(
+        two_calls, FIRST_TOOL, FIRST_VALUE, SECOND_TOOL, SECOND_VALUE
+    )
+    return list_markup(before, between, after)
 
 
-def _unlike_end(text: str, usual: str) -> str:
-    """What stands at the start of `text` in the place of the start of `usual`; "" if the same."""
-    return "" if text == usual else drop_common_end(text, usual)
+def _infer_value_tags(
+    texts: CallTexts, arguments: ListMarkup, before_value: str
+) -> TaggedArguments:
+    """Return the tags of a value. Some templates write other tags for numbers than for strings.
+
+    Examples of an argument `a` that is the string "x", and of one that is the number 41:
+
+        <arg key="a">x</arg>                 <arg key="a">41</arg>
+            open='<arg key="{key}">'
+        <arg key="a" type="string">x</arg>   <arg key="a" type="number">41</arg>
+            open='<arg key="{key}" type="{type}">'
+        <text key="a">x</text>               <json key="a">41</json>
+            open='<text key="{key}">' and a second spelling with open='<json key="{key}">'
+
+    Args:
+        texts: The renderings of calls.
+        arguments: The markup of the list of arguments. `item_open` ends where a key starts.
+        before_value: The text between the key and the value, if the value is a string.
+    """
+    before_and_key = escape_braces(arguments.item_open) + "{key}"
+    close = arguments.item_close + arguments.separator
+    string_tags = TaggedArguments(before_and_key + escape_braces(before_value), close)
+    if not appear_in_order(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT):
+        return string_tags
+    _, before_key, before_number, after_number = split_at_words(
+        texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT
+    )
+    number_open = ""
+    if before_key.startswith(arguments.open):
+        number_open = before_key[len(arguments.open) :]
+    number_close = _number_close(after_number, _text_after_string(texts))
+    is_same_open = number_open == arguments.item_open
+    if is_same_open and before_number == before_value and not number_close:
+        return string_tags
+    if is_same_open:
+        pattern = _pattern_with_type(before_value, before_number)
+        if pattern is not None:
+            return TaggedArguments(before_and_key + pattern, close)
+    number_before_key = escape_braces(number_open or arguments.item_open)
+    number_tags = TaggedArguments(
+        f"{number_before_key}{{key}}{escape_braces(before_number)}", number_close or close
+    )
+    return TaggedArguments(string_tags.open, close, also=(number_tags,))
 
 
-def _slot(text_word: str, number_word: str) -> str:
-    if (text_word, number_word) == ("true", "false"):
-        return "{string}"
-    return "{type}" if text_word in ("string", "str") else ""
+def _text_after_string(texts: CallTexts) -> str:
+    """Return what follows the string value in the call with one argument."""
+    _, _, after = split_at_words(texts.one_call, FIRST_KEY, FIRST_VALUE)
+    return after
 
 
-def _differing_word(one: str, other: str) -> tuple[str, str, str, str] | None:
-    around = row_of_words(one, other)
-    return around if around[1].isalnum() and around[2].isalnum() else None
+def _number_close(after_number: str, after_string: str) -> str:
+    """Return the closing tag of a number, or "" if it is the closing tag of a string.
+
+    >>> _number_close("</json></call>", "</text></call>")
+    '</json>'
+    """
+    if after_number == after_string:
+        return ""
+    return drop_common_suffix(after_number, after_string)
 
 
-def row_of_words(one: str, other: str) -> tuple[str, str, str, str]:
-    """(common start, what differs in each, common end), cut between words."""
-    size = 0
-    while size < min(len(one), len(other)) and one[size] == other[size]:
-        size += 1
-    while size and one[size - 1].isalnum():
-        size -= 1
-    end = 0
-    while end < min(len(one), len(other)) - size and one[-1 - end] == other[-1 - end]:
-        end += 1
-    while end and one[len(one) - end].isalnum():
-        end -= 1
-    tail = one[len(one) - end :]
-    return one[:size], one[size : len(one) - end], other[size : len(other) - end], tail
+def _pattern_with_type(before_string: str, before_number: str) -> str | None:
+    r"""Return the pattern of an opening tag in which one word shows the type of the value.
 
+    Returns None if the tags of a string and a number differ in more or in another kind of word.
 
-# ---- elements named after the arguments ---------------------------------------------------------
-
-
-def read_nested(texts: CallTexts) -> FoundCalls | None:
-    """`NAME ~<KEY>VALUE~</KEY>`: elements, each tag behind a mark (`~`)."""
-    text = texts.arguments
-    if not in_order(text, FIRST, f"<{KEY}>", VALUE, f"</{KEY}>", OTHER_VALUE):
+    >>> _pattern_with_type('" type="string">', '" type="number">')
+    '" type="{type}">'
+    >>> _pattern_with_type('" string="true">', '" string="false">')
+    '" string="{string}">'
+    """
+    difference = _differing_words(before_string, before_number)
+    if not difference.left.isalnum() or not difference.right.isalnum():
         return None
-    before_name, rest = cut(text, FIRST)
-    before_key, rest = cut(rest, f"<{KEY}>")
-    _, rest = cut(rest, VALUE)
-    mark = cut(rest, f"</{KEY}>")[0].strip()
-    _, behind = cut(rest, f"</{OTHER_KEY}>")
-    around = Row("", before_name, behind, "", "")
-    if texts.two:
-        before, rest = cut(texts.two, FIRST)
-        _, rest = cut(rest, f"</{KEY}>")
-        between, rest = cut(rest, SECOND)
-        around = row(before, between, cut(rest, f"</{OTHER_KEY}>")[1])
-    around = _mark_first(around, mark)
-    between_name_and_key = before_key.removesuffix(mark)
-    return FoundCalls(
-        "nested elements", headed(around, between_name_and_key, NestedTags(mark)), around
+    if (difference.left, difference.right) == ("true", "false"):
+        field = "{string}"
+    elif difference.left in ("string", "str"):
+        field = "{type}"
+    else:
+        return None
+    return f"{escape_braces(difference.prefix)}{field}{escape_braces(difference.suffix)}"
+
+
+def _differing_words(one: str, other: str) -> Difference:
+    """Split two texts where they differ, at the boundaries of words.
+
+    Unlike `Comparison.parts`, the split may be inside a tag.
+
+    >>> _differing_words('<a type="string">', '<a type="integer">')
+    Difference(prefix='<a type="', left='string', right='integer', suffix='">')
+    """
+    shorter = min(len(one), len(other))
+    start = 0
+    while start < shorter and one[start] == other[start]:
+        start += 1
+    while start > 0 and one[start - 1].isalnum():
+        start -= 1
+    end = 0  # the length of the common suffix
+    while end < shorter - start and one[-1 - end] == other[-1 - end]:
+        end += 1
+    while end > 0 and one[len(one) - end].isalnum():
+        end -= 1
+    return Difference(
+        prefix=one[:start],
+        left=one[start : len(one) - end],
+        right=other[start : len(other) - end],
+        suffix=one[len(one) - end :],
     )
 
 
-def _mark_first(around: Row, mark: str) -> Row:
-    """The same row with the mark before each tag, not behind the tag before it."""
-    if not mark or not around.item_close.endswith(mark):
-        return around
-    return Row(
-        open=around.open.removesuffix(mark),
-        item_open=mark + around.item_open,
-        item_close=around.item_close.removesuffix(mark),
-        separator=around.separator,
-        close=mark + around.close,
+def _add_quoted_spelling(
+    texts: CallTexts, values: TaggedArguments, before_value: str
+) -> TaggedArguments:
+    """Return `values` with a second spelling if the template quotes strings that contain markup.
+
+    Example: the template writes the string "a" as `<v>a</v>` and the string "a<b" as
+    `<v><![CDATA[a<b]]></v>`. The first spelling is then `<v><![CDATA[..]]></v>`, and `<v>..</v>`
+    is the second.
+    """
+    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_VALUE)
+    if not appear_in_order(texts.special_value, *words):
+        return values
+    _, before_special, _, after_special = split_at_words(
+        texts.special_value, FIRST_KEY, FIRST_VALUE, SECOND_VALUE
+    )
+    if not before_special.startswith(before_value):
+        return values
+    quote_open = before_special[len(before_value) :]
+    quote_close = after_special.removesuffix(_text_after_string(texts))
+    if not quote_open.strip() or not quote_close.strip() or quote_close == after_special:
+        return values
+    unquoted = TaggedArguments(values.open, values.close)
+    return TaggedArguments(
+        values.open + escape_braces(quote_open),
+        quote_close + values.close,
+        also=(unquoted, *values.also),
+    )
+
+
+# ---- elements with the names of the arguments ---------------------------------------------------
+
+
+def read_nested(texts: CallTexts) -> CallFormat | None:
+    """Infer the format of calls whose arguments are elements with the names of the arguments.
+
+    Returns None if the arguments are written otherwise. A marker may precede every tag. Example:
+    `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.
+    """
+    key_open, key_close = f"<{FIRST_KEY}>", f"</{FIRST_KEY}>"
+    last_close = f"</{SECOND_KEY}>"
+    words = (FIRST_TOOL, key_open, FIRST_VALUE, key_close, SECOND_VALUE)
+    if not appear_in_order(texts.two_arguments, *words):
+        return None
+    before_name, before_key, _, after_value, _, after = split_at_words(
+        texts.two_arguments, FIRST_TOOL, key_open, FIRST_VALUE, key_close, last_close
+    )
+    marker = after_value.strip()
+    calls = ListMarkup(item_open=before_name, item_close=after)
+    if texts.two_calls:
+        before, _, between, _, after = split_at_words(
+            texts.two_calls, FIRST_TOOL, key_close, SECOND_TOOL, last_close
+        )
+        calls = list_markup(before, between, after)
+    calls = _move_marker_to_next_tag(calls, marker)
+    after_name = before_key.removesuffix(marker)
+    spellings = calls_with_head(calls, after_name, NestedTags(marker))
+    return CallFormat("nested elements", spellings, calls)
+
+
+def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
+    """Return `calls` with `marker` as the start of each tag, not as the end of the previous tag.
+
+    >>> _move_marker_to_next_tag(ListMarkup("~", "<f>", "~</f>~", "", ""), "~")
+    ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~')
+    """
+    if not marker or not calls.item_close.endswith(marker):
+        return calls
+    return replace(
+        calls,
+        open=calls.open.removesuffix(marker),
+        item_open=marker + calls.item_open,
+        item_close=calls.item_close.removesuffix(marker),
+        close=marker + calls.close,
     )

@@ -1,4 +1,8 @@
-"""Which format a checkpoint has: chosen, declared, inferred, or plain content."""
+"""Choose the chat format of a checkpoint.
+
+The sources, in this order: names that the user chose, the `response_template` of the checkpoint,
+its chat template, and plain content if nothing else is available.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,14 @@ MAX_FILE_BYTES = 64_000_000
 
 @dataclass(frozen=True, slots=True)
 class ChosenFormat:
-    """A checkpoint's format, and why it is this one.
+    """The format of a checkpoint, and why it was chosen.
 
-    source     "chosen" by the user, "response_template", "template" (inferred) or "plain".
-    why        in words, with what spoke against the sources before it.
-    analysis   where the template was analysed.
+    Attributes:
+        format: The format.
+        source: "chosen" (by the user), "response_template", "template" (inferred from the chat
+            template) or "plain" (plain content).
+        why: Sentences that state the source, and why better sources could not be used.
+        analysis: The analysis of the chat template, if there was one.
     """
 
     format: Format
@@ -36,10 +43,12 @@ class ChosenFormat:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointText:
-    """What a checkpoint's files say of its chat format.
+    """The parts of a checkpoint's files that concern its chat format.
 
-    template            the chat template, None if there is none.
-    response_template   transformers' declaration, None if there is none.
+    Attributes:
+        template: The chat template; None if the checkpoint has none.
+        response_template: The declaration of the format for transformers; None if there is none.
+        bos_token, eos_token: The tokenizer's tokens; "" if the checkpoint does not name them.
     """
 
     template: str | None = None
@@ -49,69 +58,89 @@ class CheckpointText:
 
 
 def read_checkpoint(path: str | Path) -> CheckpointText:
-    """Read what a checkpoint's folder, or a file with a template alone, says.
+    """Read the chat template and the tokens of a checkpoint's folder, or of a template's file.
 
-    As transformers does it, chat_template.jinja goes before chat_template.json, and that before
-    the entry in tokenizer_config.json; of several named templates "tool_use" is taken, else
+    As in transformers, chat_template.jinja precedes chat_template.json, and that file precedes the
+    entry in tokenizer_config.json. Of several named templates, "tool_use" is used, or else
     "default".
 
-    Raises: FormatError for a path that is neither, or a file that is no JSON.
+    Raises:
+        FormatError: The path is neither a folder nor a file, or a JSON file is malformed.
     """
     path = Path(path)
     if path.is_file():
-        return CheckpointText(_text(path))
+        return CheckpointText(_read_text(path))
     if not path.is_dir():
-        raise FormatError(f"{path} is neither a checkpoint's folder nor a template")
-    config = _json(path / "tokenizer_config.json")
-    template = config.get("chat_template")
-    named = _named_files(path)
-    if (path / "chat_template.json").is_file():
-        template = _json(path / "chat_template.json").get("chat_template", template)
+        raise FormatError(
+            f"{path} is neither the folder of a checkpoint nor a file with a chat template. "
+            "Check the path."
+        )
+    config = _read_json(path / "tokenizer_config.json")
+    templates = _read_additional_templates(path)
     if (path / "chat_template.jinja").is_file():
-        named.setdefault("default", _text(path / "chat_template.jinja"))
+        templates.setdefault("default", _read_text(path / "chat_template.jinja"))
+    template = config.get("chat_template")
+    if (path / "chat_template.json").is_file():
+        template = _read_json(path / "chat_template.json").get("chat_template", template)
     declared = config.get("response_template")
     return CheckpointText(
-        _one_template(named or template),
-        declared if isinstance(declared, dict) else None,
-        _token(config.get("bos_token")),
-        _token(config.get("eos_token")),
+        template=_select_template(templates or template),
+        response_template=declared if isinstance(declared, dict) else None,
+        bos_token=_token_text(config.get("bos_token")),
+        eos_token=_token_text(config.get("eos_token")),
     )
 
 
-def _named_files(path: Path) -> dict[str, str]:
+def _read_additional_templates(path: Path) -> dict[str, str]:
+    """Return the templates in additional_chat_templates/, by name."""
     folder = path / "additional_chat_templates"
-    return {file.stem: _text(file) for file in sorted(folder.glob("*.jinja"))}
+    return {file.stem: _read_text(file) for file in sorted(folder.glob("*.jinja"))}
 
 
-def _one_template(found: object) -> str | None:
-    """Of several templates the one that knows tools."""
-    if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-    if isinstance(found, dict):
-        found = found.get("tool_use", found.get("default", next(iter(found.values()), None)))
-    return found if isinstance(found, str) else None
+def _select_template(templates: object) -> str | None:
+    """Return the template for tools from one or several templates; None if there is none.
+
+    Several templates are a dict, {"tool_use": source}, or, in tokenizer_config.json, a list,
+    [{"name": "tool_use", "template": source}].
+    """
+    if isinstance(templates, list):
+        templates = {
+            entry.get("name"): entry.get("template")
+            for entry in templates
+            if isinstance(entry, dict)
+        }
+    if isinstance(templates, dict):
+        first = next(iter(templates.values()), None)
+        templates = templates.get("tool_use", templates.get("default", first))
+    return templates if isinstance(templates, str) else None
 
 
-def _token(value: object) -> str:
+def _token_text(value: object) -> str:
+    """Return the text of a token, which the config writes as "</s>" or {"content": "</s>"}."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""
 
 
-def _text(path: Path) -> str:
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise FormatError(f"{path} has more than {MAX_FILE_BYTES} bytes")
+def _read_text(path: Path) -> str:
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise FormatError(f"{path} has {size} bytes, but the limit is {MAX_FILE_BYTES} bytes")
     return path.read_text(encoding="utf-8")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or {} if there is no such file or no object."""
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_text(path))
+        data = json.loads(_read_text(path))
     except ValueError as error:
-        raise FormatError(f"{path} is no JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
+        raise FormatError(f"{path} is not a valid JSON file: {error}") from error
+    return data if isinstance(data, dict) else {}
+
+
+# ---- the choice ---------------------------------------------------------------------------------
 
 
 def format_for_checkpoint(
@@ -121,64 +150,96 @@ def format_for_checkpoint(
     tools: str | None = None,
     name: str | None = None,
 ) -> ChosenFormat:
-    """The format of a checkpoint: the user's choice, its response_template, its chat template.
+    """Return the format of a checkpoint.
 
-    `name`, or `reasoning` and `tools`, are names of the registry, and are the user's choice. If
-    nothing can be learned, it is plain content, and a warning is logged. A choice of one half
-    leaves the other half to the other sources. It takes some 30 ms: callers keep the result.
+    The first source that is available determines the format: the names that the user chose, the
+    checkpoint's response_template, its chat template. If none is available, the format is plain
+    content, and a warning is logged. An analysis takes about 30 ms, so keep the result.
 
-    Raises: FormatError for an unknown name, or a path that is no checkpoint.
+    Args:
+        path: The folder of the checkpoint, or a file that contains only the chat template.
+        reasoning: A name of the registry. The reasoning part of that format is used.
+        tools: A name of the registry. The tool section of that format is used. If only one of
+            `reasoning` and `tools` is given, the other sources determine the other part.
+        name: A name of the registry. The whole format is used.
+
+    Raises:
+        FormatError: A name is unknown, or the path is neither a checkpoint nor a template.
     """
     if name is not None:
-        return ChosenFormat(get_format(name), "chosen", f"the name {name!r} was chosen")
+        return ChosenFormat(get_format(name), "chosen", f"The user chose the format {name!r}.")
     if reasoning is not None and tools is not None:
         fmt = get_format(reasoning=reasoning, tools=tools)
-        return ChosenFormat(fmt, "chosen", f"the names {reasoning!r} and {tools!r} were chosen")
-    found = _unchosen(read_checkpoint(path))
+        why = f"The user chose the formats {reasoning!r} for reasoning and {tools!r} for tools."
+        return ChosenFormat(fmt, "chosen", why)
+    found = _format_of_files(read_checkpoint(path))
     if reasoning is None and tools is None:
         return found
-    return _half_chosen(found, reasoning, tools)
+    return _combine(found, reasoning, tools)
 
 
-def _half_chosen(found: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
+def _combine(found: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
+    """Return the format `found`, with the reasoning or the tools of the format that was chosen.
+
+    Example: reasoning="qwen3" keeps the tool section of `found`. If the layout of one of the two
+    formats is `Messages`, the formats cannot be combined, and the chosen format is returned.
+    """
     chosen = get_format(reasoning=reasoning, tools=tools)
-    one, other = chosen.layout, found.format.layout
-    word = f"the name {reasoning or tools!r} was chosen"
-    if not isinstance(one, Sections) or not isinstance(other, Sections):
-        return ChosenFormat(chosen, "chosen", f"{word}; it stands for whole messages")
+    why = f"The user chose the format {reasoning or tools!r}."
+    chosen_layout = chosen.layout
+    found_layout = found.format.layout
+    if not isinstance(chosen_layout, Sections) or not isinstance(found_layout, Sections):
+        why += " It is used completely, because formats of this kind cannot be combined."
+        return ChosenFormat(chosen, "chosen", why)
+    if reasoning is not None:
+        reasoning_part = chosen_layout.reasoning
+    else:
+        reasoning_part = found_layout.reasoning or chosen_layout.reasoning
     layout = Sections(
-        one.reasoning if reasoning is not None else other.reasoning or one.reasoning,
-        one.content or other.content,
-        one.tools if tools is not None else other.tools,
+        reasoning=reasoning_part,
+        content=chosen_layout.content or found_layout.content,
+        tools=chosen_layout.tools if tools is not None else found_layout.tools,
     )
     fmt = Format(
-        f"{chosen.name}+{found.format.name}", layout,
-        ends=(*chosen.ends, *found.format.ends), turn=found.format.turn,
+        f"{chosen.name}+{found.format.name}",
+        layout,
+        ends=(*chosen.ends, *found.format.ends),
+        turn=found.format.turn,
         sources=(*chosen.sources, *found.format.sources),
-    )  # fmt: skip
-    return ChosenFormat(fmt, "chosen", f"{word}; the rest: {found.why}", found.analysis)
+    )
+    why += f" The source of the other parts: {found.why}"
+    return ChosenFormat(fmt, "chosen", why, found.analysis)
 
 
-def _unchosen(text: CheckpointText) -> ChosenFormat:
-    against: list[str] = []
+def _format_of_files(text: CheckpointText) -> ChosenFormat:
+    """Return the format that the checkpoint's files declare or imply, or plain content."""
+    problems: list[str] = []
     if text.response_template is not None:
         try:
             fmt = format_of_response_template(text.response_template)
         except FormatError as error:
-            against.append(str(error))
+            problems.append(_sentence(f"The response_template cannot be used: {error}"))
         else:
-            return ChosenFormat(fmt, "response_template", "the tokenizer's config declares it")
+            why = "The response_template in tokenizer_config.json declares the format."
+            return ChosenFormat(fmt, "response_template", why)
     if text.template is None:
-        against.append("the checkpoint has no chat template")
+        problems.append("The checkpoint has no chat template.")
     else:
         try:
             analysis = analyze_template(text.template, text.bos_token, text.eos_token)
         except NereidParsersError as error:
-            against.append(str(error))
+            problems.append(_sentence(f"The chat template cannot be analysed: {error}"))
         else:
-            why = "; ".join([*against, "inferred from the chat template"])
+            why = " ".join([*problems, "The format was inferred from the chat template."])
             return ChosenFormat(analysis.format, "template", why, analysis)
-    why = "; ".join([*against, "plain content it is"])
-    log.warning("no chat format is known, so tool calls and reasoning stay text: %s", why)
-    plain = Format("plain", Sections(), sources=(Source("nothing is known of the format"),))
+    why = " ".join([*problems, "So all output is returned as plain content."])
+    log.warning("The chat format is unknown. Tool calls and reasoning will not be parsed. %s", why)
+    plain = Format(
+        "plain", Sections(), sources=(Source("the files of the checkpoint declare no format"),)
+    )
     return ChosenFormat(plain, "plain", why)
+
+
+def _sentence(text: str) -> str:
+    """Return `text` with a full stop at its end."""
+    return text if text.endswith(".") else f"{text}."

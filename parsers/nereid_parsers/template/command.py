@@ -1,7 +1,11 @@
-"""The command `template`: what a chat template says of a model's format.
+"""The command `template`, which shows the format of a chat template and how it was inferred.
 
-parser = commands.add_parser("template", help=command.HELP)
-command.add_arguments(parser)          # sets `run`, which takes the parsed options
+Programs with subcommands add the command with
+
+    parser = commands.add_parser("template", help=command.HELP)
+    command.add_arguments(parser)
+
+and call `options.run(options)` with the parsed options.
 """
 
 from __future__ import annotations
@@ -11,10 +15,24 @@ import sys
 from pathlib import Path
 
 from nereid_parsers.template.checkpoint import format_for_checkpoint
-from nereid_parsers.template.report import Paint, Report, report_json, report_of, report_text
+from nereid_parsers.template.report import (
+    Paint,
+    Report,
+    no_colour,
+    report_json,
+    report_of,
+    report_text,
+)
 
-HELP = "infer the chat format of a template or checkpoint, and show how"
+HELP = "infer the chat format of a template or checkpoint, and show the comparisons behind it"
+_DESCRIPTION = (
+    "Infer the chat format of a Jinja template or of a checkpoint. The report shows the renderings "
+    "that were compared, the format, samples that were parsed with it, and what could not be "
+    "decided. The exit status is 0 if the parser returned every sample as it was rendered, 1 if "
+    "it did not, and 2 for wrong arguments."
+)
 
+# The terminal's escape sequences for the kinds of text in a report.
 _COLOURS = {
     "title": "\x1b[1m",
     "name": "\x1b[34m",
@@ -26,34 +44,50 @@ _COLOURS = {
     "removed": "\x1b[41;37m",
     "reason": "\x1b[31m",
 }
-_PLAIN = "\x1b[0m"
+_RESET = "\x1b[0m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments; `run` is set as the default of that name."""
-    parser.description = __doc__.partition("\n")[0] if __doc__ else None
+    """Add the command's arguments to `parser`, and set the default of `run` to `run`."""
+    parser.description = _DESCRIPTION
     parser.add_argument(
         "words",
         nargs="+",
         metavar="[inspect] FILE|CHECKPOINT",
-        help="a file with a Jinja template, or a checkpoint's folder",
+        help="a file that contains a Jinja template, or the folder of a checkpoint",
     )
-    parser.add_argument("--json", action="store_true", help="for machines")
-    parser.add_argument("--html", metavar="FILE", help="write one page to look at in a browser")
-    parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write the report as one HTML page to FILE, instead of printing it as text",
+    )
+    parser.add_argument(
+        "--colour",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="when to print colours; auto prints them on a terminal only (default: auto)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; 0, or 1 where a rendering did not read back, 2 for a wrong call.
+    """Run the command and return its exit status.
 
-    Raises: NereidParsersError for a path that is neither template nor checkpoint.
+    The status is 0 if the parser returned every sample as it was rendered, 1 if it did not, and 2
+    for wrong arguments.
+
+    Raises:
+        NereidParsersError: The path is neither a template nor a checkpoint.
     """
     words: list[str] = options.words
     if words[0] == "inspect" and len(words) > 1:
         words = words[1:]
     if len(words) != 1:
-        sys.stderr.write(f"template: one file or checkpoint, not {len(words)}\n")
+        sys.stderr.write(
+            "template: the command accepts exactly one file or checkpoint, "
+            f"but {len(words)} were given: {', '.join(words)}\n"
+        )
         return 2
     report = inspect(words[0])
     if options.html:
@@ -63,22 +97,23 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(report_json(report))
     elif not options.html:
-        sys.stdout.write(report_text(report, _painter(options.colour)))
+        sys.stdout.write(report_text(report, _paint_for(options.colour)))
     return 1 if any(sample.differs for sample in report.samples) else 0
 
 
 def inspect(path: str) -> Report:
-    """What is to be shown of a template's file or a checkpoint's folder."""
+    """Return the report on a template's file or a checkpoint's folder."""
     chosen = format_for_checkpoint(path)
-    return report_of(path, f"{chosen.source}: {chosen.why}", chosen.format, chosen.analysis)
+    why = f"Source of the format: {chosen.source}. {chosen.why}"
+    return report_of(path, why, chosen.format, chosen.analysis)
 
 
-def _painter(colour: str) -> Paint:
-    is_coloured = colour == "always" or (colour == "auto" and sys.stdout.isatty())
+def _paint_for(colour: str) -> Paint:
+    """Return the `Paint` for the value of the option --colour."""
+    if colour == "never" or (colour == "auto" and not sys.stdout.isatty()):
+        return no_colour
 
     def paint(kind: str, text: str) -> str:
-        if not is_coloured or not text:
-            return text
-        return f"{_COLOURS.get(kind, '')}{text}{_PLAIN}"
+        return f"{_COLOURS.get(kind, '')}{text}{_RESET}" if text else text
 
     return paint

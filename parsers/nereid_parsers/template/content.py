@@ -1,135 +1,202 @@
-"""What stands around plain content: comparison C1."""
+"""Determine the markup around plain content, and what ends a turn: comparisons C1 and C2."""
 
 from __future__ import annotations
 
 import re
 
 from nereid_parsers.format import Reasoning, Wrapper
-from nereid_parsers.template.difference import MARKER, Comparison, markers, mirrored
-from nereid_parsers.template.frame import Frame
-from nereid_parsers.template.probe import CONTENT, EOS, ONE, Scene, Turn
+from nereid_parsers.template.difference import (
+    MARKER,
+    Comparison,
+    closing_spellings,
+    leading_markers,
+    markers,
+)
+from nereid_parsers.template.frame import TurnFrame
+from nereid_parsers.template.probe import (
+    CONTENT_TEXT,
+    EOS_TOKEN,
+    ONE_CALL,
+    AssistantMessage,
+    Conversation,
+)
 
-_SPELLED = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}))+")  # `<|out|>turn<|of|>`
+# Markers with a word between them: `<|out|>turn<|of|>`.
+_MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}))+")
 
 
 def compare_content(
-    frame: Frame, reasoning: Reasoning | None, hint: Wrapper | None
+    frame: TurnFrame, reasoning: Reasoning | None, wrapper_of_reasoning: Wrapper | None
 ) -> tuple[Wrapper | None, list[Comparison]]:
-    """C1: with a prompt alone and with an answer; sets `frame.ends`. The wrapper, if there is one.
+    """Comparison C1: a conversation that ends with the question, and one that ends with an answer.
 
-    `hint` is the wrapper that reasoning showed.
+    Sets `frame.end_markers`. Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the
+    wrapper `<answer>`, `</answer>` and the end marker `<|im_end|>`.
+
+    Args:
+        frame: The frame of the model's turn.
+        reasoning: The reasoning part of the format.
+        wrapper_of_reasoning: The wrapper of content that a message with reasoning showed.
+
+    Returns:
+        The wrapper of content, or None if content is plain. Then the comparison, in a list. The
+        list is empty if the template renders no content.
     """
-    scene = Scene(Turn(CONTENT))
-    body = frame.raw_body(scene)
-    if body is None or CONTENT not in body:
-        return hint, []
-    at = body.find(CONTENT)
-    before = without_reasoning(body[:at], reasoning).lstrip()
-    behind = body[at + len(CONTENT) :]
-    wrapper = hint
+    conversation = Conversation(AssistantMessage(CONTENT_TEXT))
+    text = frame.text_after_header(conversation)
+    if text is None or CONTENT_TEXT not in text:
+        return wrapper_of_reasoning, []
+    before, _, after = text.partition(CONTENT_TEXT)
+    before = strip_reasoning_markers(before, reasoning).lstrip()
+    wrapper = wrapper_of_reasoning
     if before:
-        close = _wrapper_close(behind, before.strip(), frame)
-        wrapper = Wrapper(before, behind[: behind.find(close)] + close if close else "")
-        behind = behind[len(wrapper.close) :]
-    ends = _turn_ends(behind, frame)
-    frame.ends = tuple(ends)
-    finding = f"content stands between {wrapper.open!r} and {wrapper.close!r}" if wrapper else (
-        "content is plain"
-    )  # fmt: skip
-    if ends:
-        finding += f"; {ends[0]!r} ends the turn"
-    prompt, text = frame.prober.text(Scene()) or "", frame.prober.text(scene) or ""
-    return wrapper, [Comparison("C1 content", "an answer follows", prompt, text, finding)]
+        marker = _wrapper_close(after, before.strip(), frame)
+        close = after[: after.find(marker)] + marker if marker else ""
+        wrapper = Wrapper(before, close)
+        after = after[len(wrapper.close) :]
+    frame.end_markers = tuple(_end_markers(after, frame))
+    finding = "Content is written without markers."
+    if wrapper is not None:
+        finding = f"Content is written between {wrapper.open!r} and {wrapper.close!r}."
+    if frame.end_markers:
+        finding += f" {frame.end_markers[0]!r} ends the turn."
+    comparison = Comparison(
+        name="C1 content",
+        changed="The assistant answers.",
+        left=frame.prober.render(Conversation()) or "",
+        right=frame.prober.render(conversation) or "",
+        finding=finding,
+    )
+    return wrapper, [comparison]
 
 
 def compare_content_with_call(
-    frame: Frame, reasoning: Reasoning | None
+    frame: TurnFrame, reasoning: Reasoning | None
 ) -> tuple[Wrapper | None, list[Comparison]]:
-    """C2: a call, and a call after content; some templates mark content only beside calls.
+    """Comparison C2: a call without content, and a call with content before it.
 
-    Where there is no content, the same markers stand with nothing between.
+    Some templates write markers around content only in messages with calls. Such a template also
+    writes the markers if there is no content. Example: "<say></say><call>.." without content and
+    "<say>CONTENT</say><call>.." with it show the wrapper `<say>`, `</say>`.
+
+    Returns:
+        The wrapper and the comparison in a list, or None and [] if there are no such markers.
     """
-    scene, alone = (Scene(Turn(text, calls=ONE), tools=True) for text in (CONTENT, ""))
-    body, without = frame.raw_body(scene), frame.raw_body(alone)
-    if body is None or without is None or CONTENT not in body:
+    call_only = Conversation(AssistantMessage(calls=ONE_CALL), tools=True)
+    with_content = Conversation(AssistantMessage(CONTENT_TEXT, calls=ONE_CALL), tools=True)
+    text_with_content = frame.text_after_header(with_content)
+    text_of_call = frame.text_after_header(call_only)
+    if text_with_content is None or text_of_call is None:
         return None, []
-    before, _, behind = without_reasoning(body, reasoning).partition(CONTENT)
-    rest = without_reasoning(without, reasoning)
-    opened, closed = before.strip(), "".join(_leading_markers(behind)[:1])
-    if not opened or not closed or MARKER.fullmatch(opened) is None:
+    if CONTENT_TEXT not in text_with_content:
         return None, []
-    if not re.match(rf"\s*{re.escape(opened)}\s*{re.escape(closed)}", rest):
+    text_with_content = strip_reasoning_markers(text_with_content, reasoning)
+    before, _, after = text_with_content.partition(CONTENT_TEXT)
+    opening = before.strip()
+    following = leading_markers(after)
+    if not following or MARKER.fullmatch(opening) is None:
         return None, []
-    left, right = frame.prober.text(alone) or "", frame.prober.text(scene) or ""
-    finding = f"beside calls, content stands between {opened!r} and {closed!r}"
-    one = Comparison("C2 content with a call", "content", left, right, finding)
-    return Wrapper(opened, closed), [one]
+    closing = following[0]
+    empty_pair = rf"\s*{re.escape(opening)}\s*{re.escape(closing)}"
+    if not re.match(empty_pair, strip_reasoning_markers(text_of_call, reasoning)):
+        return None, []
+    comparison = Comparison(
+        name="C2 content with a call",
+        changed="The message has content.",
+        left=frame.prober.render(call_only) or "",
+        right=frame.prober.render(with_content) or "",
+        finding=(
+            f"In messages with calls, content is written between {opening!r} and {closing!r}."
+        ),
+    )
+    return Wrapper(opening, closing), [comparison]
 
 
-def _turn_ends(behind: str, frame: Frame) -> list[str]:
-    """What ends the turn; markers and a word make one end where users' turns end so too."""
-    ends = [marker for marker in _leading_markers(behind)[:1] if marker != EOS]
-    bare, trail = behind.lstrip(), frame.trail.lstrip()
-    if not ends:
-        return ends
-    usual = _leading_markers(trail)[:1]
-    is_next = usual != [] and ends != usual == _leading_markers(bare)[1:2]
-    if is_next and usual[0] not in frame.header:
-        return [*ends, *usual]
-    spelled = _SPELLED.match(bare)
-    if spelled is None or not trail.startswith(spelled.group()):
-        return ends
-    words = spelled.group()[len(ends[0]) :]
-    if frame.header.strip() and frame.header.strip() in words:  # of the turn that comes next
-        return ends
-    last = MARKER.match(bare, spelled.end())
-    is_shared = last is not None and trail.startswith(spelled.group() + last.group())
-    ends = [spelled.group()]
-    if last is not None and is_shared and last.group() not in (EOS, *markers(frame.header)):
-        ends.append(last.group())
-    return ends
+def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
+    r"""Return `text` without the markers of reasoning at its start.
 
-
-def without_reasoning(text: str, reasoning: Reasoning | None) -> str:
-    """Text without reasoning's markers at its start."""
+    Example: with the markers `<think>` and `</think>\n\n`, the text "<think></think>\n\nHello"
+    gives "Hello".
+    """
     if reasoning is None:
         return text
-    marks = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
-    blanks = reasoning.close[len(reasoning.close.rstrip()) :]
+    reasoning_markers = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
+    space_after_close = reasoning.close[len(reasoning.close.rstrip()) :]
     while True:
         bare = text.lstrip()
-        mark = next((mark for mark in marks if bare.startswith(mark)), None)
-        if mark is None:
+        marker = next((marker for marker in reasoning_markers if bare.startswith(marker)), None)
+        if marker is None:
             return text
-        text = bare[len(mark) :].removeprefix(blanks)
+        text = bare[len(marker) :].removeprefix(space_after_close)
 
 
-def _wrapper_close(behind: str, opened: str, frame: Frame) -> str:
-    """What closes the content that `opened` opens, "" for nothing."""
-    seen = markers(opened)
-    if len(seen) > 1 and opened.startswith(seen[0]):  # `<|open|>response<|sep|>`
-        tail = opened[len(seen[0]) :]
-        found = behind.find(tail)
-        if 0 <= found <= len(opened):
-            return behind[: found + len(tail)].lstrip()
-    first = _leading_markers(behind)[:1]
-    return first[0] if first and _closes(first[0], opened, frame) else ""
+def _end_markers(after: str, frame: TurnFrame) -> list[str]:
+    """Return the markers that end the model's turn, from the text after its content.
+
+    There are three cases, shown with what follows the content and what follows a user's message:
+
+        `<|im_end|>`              `<|im_end|>`              one marker: ["<|im_end|>"]
+        `<|eom|><|eot|>`          `<|eot|>`                 two markers: ["<|eom|>", "<|eot|>"]
+        `<|out|>turn<|of|>`       `<|out|>turn<|of|>`       markers with a word between them:
+                                                            ["<|out|>turn<|of|>"]
+    """
+    text = after.lstrip()
+    trailing_text = frame.trailing_text.lstrip()
+    found = leading_markers(text)
+    if not found or found[0] == EOS_TOKEN:
+        return []
+    end = found[0]
+    user_end = next(iter(leading_markers(trailing_text)), "")
+    if user_end != end and found[1:2] == [user_end] and user_end not in frame.header:
+        return [end, user_end]
+    return _end_markers_with_words(text, trailing_text, frame.header) or [end]
 
 
-def _closes(marker: str, opened: str, frame: Frame) -> bool:
-    if marker == EOS:
-        return False
-    return marker in mirrored(opened) or marker not in frame.trail
+def _end_markers_with_words(text: str, trailing_text: str, header: str) -> list[str]:
+    """Return the end of a turn that is written with a word, such as `<|out|>turn<|of|>`.
+
+    The same text, and possibly one more marker, must follow a user's message. The result is [] if
+    the turn does not end so.
+
+    >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
+    ['<|out|>turn<|of|>', '<|over|>']
+    """
+    match = _MARKERS_AND_WORDS.match(text)
+    if match is None or not trailing_text.startswith(match.group()):
+        return []
+    end = match.group()
+    after_first_marker = end[len(leading_markers(end)[0]) :]
+    if header.strip() and header.strip() in after_first_marker:
+        return []  # The words belong to the header of the next turn.
+    next_marker = MARKER.match(text, match.end())
+    if next_marker is None or not trailing_text.startswith(end + next_marker.group()):
+        return [end]
+    if next_marker.group() in (EOS_TOKEN, *markers(header)):
+        return [end]
+    return [end, next_marker.group()]
 
 
-def _leading_markers(text: str) -> list[str]:
-    """The markers with which text starts, blanks between."""
-    found: list[str] = []
-    at = 0
-    while True:
-        at += len(text[at:]) - len(text[at:].lstrip())
-        match = MARKER.match(text, at)
-        if match is None:
-            return found
-        found.append(match.group())
-        at = match.end()
+def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
+    """Return the marker that closes the content that `opening` opens, or "" if none does.
+
+    Example: `</answer>` for the opening `<answer>` and the text "</answer><|im_end|>".
+
+    Args:
+        after: The text after the content.
+        opening: The marker before the content.
+        frame: The frame of the model's turn.
+    """
+    opening_markers = markers(opening)
+    if len(opening_markers) > 1 and opening.startswith(opening_markers[0]):
+        # `<|close|>response<|sep|>` closes `<|open|>response<|sep|>`: both end with the same text.
+        tail = opening[len(opening_markers[0]) :]
+        tail_at = after.find(tail)
+        if 0 <= tail_at <= len(opening):
+            return after[: tail_at + len(tail)].lstrip()
+    following = leading_markers(after)
+    if not following or following[0] == EOS_TOKEN:
+        return ""
+    marker = following[0]
+    # A marker that also follows user messages ends the turn, unless it is spelled as a closing.
+    is_closing = marker in closing_spellings(opening) or marker not in frame.trailing_text
+    return marker if is_closing else ""

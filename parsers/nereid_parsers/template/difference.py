@@ -1,33 +1,55 @@
-"""Two texts that should differ in one thing: where they agree, with markers kept whole."""
+"""Compare two rendered texts without ever cutting a marker in two.
+
+A marker is a piece of markup such as `<tool_call>`, `<|im_end|>` or `[TOOL_CALLS]`. All functions
+here split text into tokens first (`tokens`), so that a difference starts and ends at the boundary
+of a marker or a word.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-# A token is never cut: `<|im_end|>`, `[TOOL_CALLS]`, a word, a fence, one blank, one other sign.
+# One alternative for each kind of token: `<...>`, `[TOOL_CALLS]`, `[|...|]`, `]~b]`, `◁...▷`, a
+# code fence, a word, one white-space character, any other character.
 _TOKEN = re.compile(
     r"<[^<>\s][^<>\n]*>?|\[/?[A-Z][A-Z_ ]*\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
     r"|◁[^◁▷\n]*▷|```|\w+|\s|.",
     re.DOTALL,
 )
+# The tokens that are markers. An unclosed `<tag` and a short `[A]` are tokens but not markers.
 MARKER = re.compile(
     r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
     r"|◁[^◁▷\n]*▷"
 )
-_PAIRS = (
+# Words that turn the name of an opening marker into the name of its closing marker.
+_OPEN_CLOSE_WORDS = (
     ("START", "END"), ("BEGIN", "END"), ("begin", "end"), ("start", "end"),
     ("prefix", "suffix"), ("open", "close"), ("◁", "◁/"),
 )  # fmt: skip
 
 
+class Difference(NamedTuple):
+    """Two texts, split into their common prefix, what only one of them has, and their suffix."""
+
+    prefix: str
+    left: str
+    right: str
+    suffix: str
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One comparison: two renderings that differ in one thing, and what was read off them.
+    """Two renderings of a template that differ in one thing, and what the difference shows.
 
-    name      which comparison: "R1 reasoning presence".
-    changed   what was changed from left to right.
-    finding   what follows from the difference, in words.
+    Attributes:
+        name: The label of the comparison, such as "R1 reasoning presence".
+        changed: What was changed in the conversation to get `right` instead of `left`.
+        left: The rendering before the change.
+        right: The rendering after the change.
+        finding: What the analysis concludes from the difference, as a phrase for the report.
     """
 
     name: str
@@ -36,92 +58,183 @@ class Comparison:
     right: str
     finding: str
 
-    def parts(self) -> tuple[str, str, str, str]:
-        """(common start, only left, only right, common end)."""
-        start = common_start(self.left, self.right)
-        left, right = self.left[len(start) :], self.right[len(start) :]
-        end = common_end(left, right)
-        return start, left[: len(left) - len(end)], right[: len(right) - len(end)], end
+    def parts(self) -> Difference:
+        """Return the two renderings, split where they differ.
+
+        Example: the parts of "<a>yes</a>" and "<a>no</a>" are ("<a>", "yes", "no", "</a>").
+        """
+        prefix = common_prefix(self.left, self.right)
+        left_rest = self.left[len(prefix) :]
+        right_rest = self.right[len(prefix) :]
+        suffix = common_suffix(left_rest, right_rest)
+        return Difference(
+            prefix,
+            left_rest[: len(left_rest) - len(suffix)],
+            right_rest[: len(right_rest) - len(suffix)],
+            suffix,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Things in a row: `open` item `separator` item `close`, each item between its own marks."""
+class ListMarkup:
+    """The markup of a list of items, such as the tool calls of one message.
 
-    open: str
-    item_open: str
-    item_close: str
-    separator: str
-    close: str
+    A list with two items is written as
+
+        open  item_open ITEM item_close  separator  item_open ITEM item_close  close
+
+    Attributes:
+        open: The text before the whole list, such as "<tool_calls>".
+        item_open: The text before each item, such as "<call>".
+        item_close: The text after each item, such as "</call>".
+        separator: The text between two items, such as a line break.
+        close: The text after the whole list, such as "</tool_calls>".
+    """
+
+    open: str = ""
+    item_open: str = ""
+    item_close: str = ""
+    separator: str = ""
+    close: str = ""
 
 
 def tokens(text: str) -> list[str]:
-    """The text in pieces that are never cut."""
+    """Return `text`, split into markers, words and single characters.
+
+    >>> tokens("<think>Two words")
+    ['<think>', 'Two', ' ', 'words']
+    """
     return _TOKEN.findall(text)
 
 
-def common_start(one: str, other: str) -> str:
-    """The longest common start that cuts no token."""
-    size = 0
-    for left, right in zip(tokens(one), tokens(other), strict=False):
-        if left != right:
-            break
-        size += len(left)
-    return one[:size]
+def common_prefix(one: str, other: str) -> str:
+    """Return the longest common prefix that does not cut a token in two.
+
+    >>> common_prefix("<a><tool_call>", "<a><tool_result>")
+    '<a>'
+    """
+    return one[: _common_length(tokens(one), tokens(other))]
 
 
-def common_end(one: str, other: str) -> str:
-    """The longest common end that cuts no token."""
-    size = 0
-    for left, right in zip(reversed(tokens(one)), reversed(tokens(other)), strict=False):
-        if left != right:
+def common_suffix(one: str, other: str) -> str:
+    """Return the longest common suffix that does not cut a token in two.
+
+    >>> common_suffix("yes</call></all>", "no</recall></all>")
+    '</all>'
+    """
+    length = _common_length(reversed(tokens(one)), reversed(tokens(other)))
+    return one[len(one) - length :]
+
+
+def _common_length(one: Iterable[str], other: Iterable[str]) -> int:
+    """Return how many characters the tokens have that both sequences start with."""
+    length = 0
+    for token, other_token in zip(one, other, strict=False):
+        if token != other_token:
             break
-        size += len(left)
-    return one[len(one) - size :]
+        length += len(token)
+    return length
+
+
+def drop_common_suffix(text: str, other: str) -> str:
+    r"""Return `text` without the suffix that it has in common with `other`.
+
+    >>> drop_common_suffix("Hello<|im_end|>\n", "Go on.<|im_end|>\n")
+    'Hello'
+    """
+    return text[: len(text) - len(common_suffix(text, other))]
 
 
 def markers(text: str) -> list[str]:
-    """The markers in a text, in order."""
+    """Return the markers in `text`, in order.
+
+    >>> markers("<think>one two</think>[END]")
+    ['<think>', '</think>', '[END]']
+    """
     return MARKER.findall(text)
 
 
-def row(before: str, between: str, after: str) -> Row:
-    """Tell apart what surrounds two items in a row.
+def leading_markers(text: str) -> list[str]:
+    r"""Return the markers at the start of `text`, which may have white space between them.
 
-    `before` stands before the first item, `between` the two, `after` behind the second.
+    >>> leading_markers("<|eom|>\n<|start|>user<|message|>")
+    ['<|eom|>', '<|start|>']
     """
-    item_close = common_start(between, after)
-    rest = between[len(item_close) :]
-    item_open = common_end(rest, before)
-    return Row(
+    found: list[str] = []
+    rest = text.lstrip()
+    while (match := MARKER.match(rest)) is not None:
+        found.append(match.group())
+        rest = rest[match.end() :].lstrip()
+    return found
+
+
+def list_markup(before: str, between: str, after: str) -> ListMarkup:
+    """Infer the markup of a list from the texts around its two items.
+
+    What `between` and `after` start with follows each item. What the rest of `between` and
+    `before` end with precedes each item.
+
+    >>> list_markup("<all><call>", "</call>, <call>", "</call></all>")
+    ListMarkup(open='<all>', item_open='<call>', item_close='</call>', separator=', ',
+               close='</all>')
+
+    Args:
+        before: The text before the first item.
+        between: The text between the two items.
+        after: The text after the second item.
+    """
+    item_close = common_prefix(between, after)
+    separator_and_open = between[len(item_close) :]
+    item_open = common_suffix(separator_and_open, before)
+    return ListMarkup(
         open=before[: len(before) - len(item_open)],
         item_open=item_open,
         item_close=item_close,
-        separator=rest[: len(rest) - len(item_open)],
+        separator=separator_and_open[: len(separator_and_open) - len(item_open)],
         close=after[len(item_close) :],
     )
 
 
-def mirrored(marker: str) -> list[str]:
-    """How the marker that closes what `marker` opens may be spelled."""
-    found = []
+def closing_spellings(marker: str) -> list[str]:
+    """Return the spellings that the closing marker of the opening `marker` may have.
+
+    >>> closing_spellings("<think>")
+    ['</think>']
+    >>> closing_spellings("<|START_THINKING|>")
+    ['<|/START_THINKING|>', '</|START_THINKING|>', '<|END_THINKING|>']
+    """
+    spellings = []
     if marker.startswith("<") and not marker.startswith(("</", "<|", "<｜")):
-        found.append("</" + marker[1:])
+        spellings.append("</" + marker[1:])
     if marker.startswith("<|") and marker.endswith(">") and not marker.endswith("|>"):
-        found.append("<" + marker[2:-1] + "|>")
+        spellings.append("<" + marker[2:-1] + "|>")  # `<|channel>` and `<channel|>`
     if marker.startswith("["):
-        found.append("[/" + marker[1:])
+        spellings.append("[/" + marker[1:])
     if marker.startswith("[|"):
-        found.append("[|/" + marker[2:])
+        spellings.append("[|/" + marker[2:])
     if marker.startswith(("<|", "<｜")):
-        found += [marker[:2] + "/" + marker[2:], "</" + marker[1:]]
-    found += [marker.replace(one, other) for one, other in _PAIRS if one in marker]
-    return found
+        spellings.append(marker[:2] + "/" + marker[2:])
+        spellings.append("</" + marker[1:])
+    for open_word, close_word in _OPEN_CLOSE_WORDS:
+        if open_word in marker:
+            spellings.append(marker.replace(open_word, close_word))
+    return spellings
 
 
-def unmirrored(marker: str) -> list[str]:
-    """How the marker that `marker` closes may be spelled."""
-    found = [marker.replace("/", "", 1)] if marker[:3].count("/") else []
+def opening_spellings(marker: str) -> list[str]:
+    """Return the spellings that the opening marker of the closing `marker` may have.
+
+    >>> opening_spellings("</think>")
+    ['<think>']
+    >>> opening_spellings("<|END_THINKING|>")
+    ['<|START_THINKING|>', '<|BEGIN_THINKING|>']
+    """
+    spellings = []
+    if "/" in marker[:3]:
+        spellings.append(marker.replace("/", "", 1))
     if marker.endswith("|>") and not marker.startswith("<|"):
-        found.append("<|" + marker[1:-2] + ">")
-    return found + [marker.replace(one, other) for other, one in _PAIRS if one in marker]
+        spellings.append("<|" + marker[1:-2] + ">")  # `<channel|>` and `<|channel>`
+    for open_word, close_word in _OPEN_CLOSE_WORDS:
+        if close_word in marker:
+            spellings.append(marker.replace(close_word, open_word))
+    return spellings

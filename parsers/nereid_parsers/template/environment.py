@@ -1,9 +1,12 @@
-"""Chat templates, compiled and rendered as transformers does it, within limits.
+"""Compile and render chat templates as transformers does, within limits.
 
-The environment is that of `apply_chat_template` (transformers 5.23, utils/chat_template_utils.py):
-immutable sandbox, trimmed blocks, loop controls, `{% generation %}`, `tojson` without escaping,
-`raise_exception`, `strftime_now`. On top of it, every loop, call, filter, operator and output is
-counted against a `Budget`. The clock stands still, so that renderings can be compared.
+The environment is that of `apply_chat_template` in transformers 5.23
+(utils/chat_template_utils.py): an immutable sandbox, trimmed blocks, loop controls,
+`{% generation %}`, `tojson` without escaping, `raise_exception` and `strftime_now`.
+
+A template is an untrusted program. So every loop, call, filter, operator and output is counted
+against a `Budget` while the template runs. `strftime_now` uses a fixed date, so that two renderings
+can be compared.
 """
 
 from __future__ import annotations
@@ -28,36 +31,39 @@ from nereid_parsers.template.limits import (
     Budget,
     LimitError,
     check_format,
-    check_numbers,
+    foresee_filter,
+    foresee_method,
+    foresee_operator,
 )
 
-_CLOCK = datetime(2025, 6, 1, 12, 0, 0)
-_ABSENT_FILTERS = (
-    "urlize",
-    "pprint",
-    "xmlattr",
-    "random",
-    "wordwrap",
-    "striptags",
-)  # slow, or of no use in a chat template
-_PRINTABLE = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
-_BUDGET: ContextVar[Budget] = ContextVar("nereid_template_budget")
+_NOW = datetime(2025, 6, 1, 12, 0, 0)
+# These filters are slow, random, or of no use in a chat template.
+_REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
+_PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
+_MAX_MESSAGE = 300  # characters of an error message
+_MAX_RAISED_MESSAGE = 500  # characters of a message that the template raises
+
+_CURRENT_BUDGET: ContextVar[Budget] = ContextVar("nereid_template_budget")
 
 
-class Refused(Exception):
-    """The template would not render this conversation; the message is the template's own."""
+class RenderRefused(Exception):
+    """The template refused to render this conversation. The message is the template's own."""
 
 
-def _spend() -> Budget:
-    return _BUDGET.get()
+def _budget() -> Budget:
+    """Return the budget of the rendering that runs in this thread."""
+    return _CURRENT_BUDGET.get()
+
+
+# ---- additions to the parsed template -----------------------------------------------------------
 
 
 class _Generation(ext.Extension):
-    """`{% generation %}`, which marks the model's own text for training; here it is transparent."""
+    """The block `{% generation %}`, which marks the model's text for training. Renders its body."""
 
-    tags = {"generation"}  # noqa: RUF012  # the base class's own way
+    tags = {"generation"}  # noqa: RUF012  # the base class declares a mutable attribute
 
-    def parse(self, parser: Any) -> nodes.Node:  # noqa: ANN401  # jinja2's parser is untyped here
+    def parse(self, parser: Any) -> nodes.Node:  # noqa: ANN401  # jinja2's parser has no type here
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_emit"), [], [], body).set_lineno(line)
@@ -66,35 +72,47 @@ class _Generation(ext.Extension):
         return caller()
 
 
-class _Names(Namespace):
-    """A namespace without names that start with an underscore."""
+class _SafeNamespace(Namespace):
+    """A namespace that accepts no names that start with an underscore."""
 
     def __setitem__(self, name: str, value: object) -> None:
         if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
+            raise jinja2.exceptions.SecurityError(
+                f"the name {name!r} in a namespace must not start with an underscore"
+            )
         super().__setitem__(name, value)
 
 
-class _Counting(NodeTransformer):
-    """Leads loops, concatenations and containers through counting filters; notes what it passes."""
+class _AddCounting(NodeTransformer):
+    """Adds counting filters to a parsed template, and records its constants and variables.
+
+    Example: `{% for m in messages %}` becomes `{% for m in messages | _count_items %}`.
+
+    Attributes:
+        literals: The literal texts and string constants.
+        literal_size: The number of characters of the literal texts.
+        names: The names of the variables that the template reads.
+        compared: The constants that each variable is compared with.
+    """
 
     def __init__(self) -> None:
         self.literals: list[str] = []
-        self.literal_size = 0  # of the template's own text, string constants left out
+        self.literal_size = 0
         self.names: set[str] = set()
         self.compared: dict[str, list[object]] = {}
 
     def visit_For(self, node: nodes.For, *args: Any) -> nodes.Node:  # noqa: ANN401
         self.generic_visit(node, *args)
-        node.iter = _filter(node.iter, "_each")
-        if node.recursive:  # what is given to loop() does not come by `_each`
-            tick = _filter(nodes.Const(0, lineno=node.lineno), "_tick")
-            node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        node.iter = _apply_filter(node.iter, "_count_items")
+        if node.recursive:
+            # The items that a recursive loop passes to loop() do not pass the filter.
+            step = _apply_filter(nodes.Const(0, lineno=node.lineno), "_count_step")
+            node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat, *args: Any) -> nodes.Node:  # noqa: ANN401
         self.generic_visit(node, *args)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), "_concat")
+        return _apply_filter(nodes.List(node.nodes, lineno=node.lineno), "_concatenate")
 
     def visit_TemplateData(self, node: nodes.TemplateData, *args: Any) -> nodes.Node:  # noqa: ANN401, ARG002
         self.literals.append(node.data)
@@ -113,44 +131,61 @@ class _Counting(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare, *args: Any) -> nodes.Node:  # noqa: ANN401
         sides = [node.expr, *(operand.expr for operand in node.ops)]
-        values = [const.value for side in sides for const in _constants(side)]
+        constants = [constant.value for side in sides for constant in _constants(side)]
         for side in sides:
             if isinstance(side, nodes.Name):
-                self.compared.setdefault(side.name, []).extend(values)
+                self.compared.setdefault(side.name, []).extend(constants)
         self.generic_visit(node, *args)
         return node
 
-    def _container(self, node: Any, *args: Any) -> nodes.Node:  # noqa: ANN401  # List or Dict
+    def _visit_container(self, node: Any, *args: Any) -> nodes.Node:  # noqa: ANN401  # List or Dict
         self.generic_visit(node, *args)
-        return _filter(node, "_weighed") if node.items else node
+        return _apply_filter(node, "_check_size") if node.items else node
 
-    visit_List = visit_Dict = _container  # names the visitor looks for
+    # jinja2 finds these methods by their names.
+    visit_List = visit_Dict = _visit_container
 
     def visit_Tuple(self, node: nodes.Tuple, *args: Any) -> nodes.Node:  # noqa: ANN401
         self.generic_visit(node, *args)
-        return _filter(node, "_weighed") if node.ctx == "load" and node.items else node
+        if node.ctx != "load" or not node.items:
+            return node
+        return _apply_filter(node, "_check_size")
 
 
-def _filter(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401  # any expression
+def _apply_filter(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401  # any expression
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-def _each(items: Iterable[Any]) -> Iterable[Any]:
-    """The same items, counted; a loop also asks for their number, where they have one."""
+def _constants(node: nodes.Expr) -> list[nodes.Const]:
+    """Return the constants of a side of a comparison: the node, or the items of a list."""
+    if isinstance(node, nodes.Const):
+        return [node]
+    if isinstance(node, nodes.List | nodes.Tuple):
+        return [item for item in node.items if isinstance(item, nodes.Const)]
+    return []
+
+
+# ---- counting filters ---------------------------------------------------------------------------
+
+
+def _count_items(items: Iterable[Any]) -> Iterable[Any]:
+    """Return the items of a loop so that each item that the loop takes is counted.
+
+    The result has a length if `items` has one, because the loop variable `loop.last` needs it.
+    """
     if isinstance(items, list | tuple | str | dict | range):
-        return _CountedList(items)
+        return _CountedItems(items)
     return _counted(items)
 
 
 def _counted(items: Iterable[Any]) -> Iterator[Any]:
-    budget = _spend()
     for item in items:
-        budget.step(budget.literal_size)
+        _count_step(item)
         yield item
 
 
-class _CountedList:
-    """Items of known number that are counted as they are taken."""
+class _CountedItems:
+    """Items with a length, which are counted while a loop takes them."""
 
     def __init__(self, items: list[Any] | tuple[Any, ...] | str | dict[Any, Any] | range) -> None:
         self._items = items
@@ -162,30 +197,40 @@ class _CountedList:
         return _counted(self._items)
 
 
-def _tick(_: object) -> None:
-    budget = _spend()
+def _count_step(_: object) -> None:
+    budget = _budget()
     budget.step(budget.literal_size)
 
 
-def _concat(parts: list[Any]) -> Any:  # noqa: ANN401  # as `~`
-    budget = _spend()
+def _concatenate(parts: list[Any]) -> Any:  # noqa: ANN401  # the result of the operator `~`
+    budget = _budget()
     for part in parts:
         budget.check(part)
     return budget.check("".join(str(part) for part in parts))
 
 
-def _weighed(value: Any) -> Any:  # noqa: ANN401  # a list or dict
-    return _spend().check(value)
+def _check_size(value: Any) -> Any:  # noqa: ANN401  # a list, tuple or dict
+    return _budget().check(value)
 
 
 @jinja2.pass_context
 def _finalize(context: Context, value: Any) -> Any:  # noqa: ANN401, ARG001
-    """What an output block writes, counted. Raises: LimitError."""
+    """Return what an output block `{{ value }}` writes.
+
+    An object of another type than those of JSON is written as its type, because its repr may
+    contain an address.
+
+    Raises:
+        LimitError: The value is too large.
+    """
     if isinstance(value, Undefined):
         return value
-    if not isinstance(value, _PRINTABLE):
+    if not isinstance(value, _PRINTABLE_TYPES):
         return f"<{type(value).__name__}>"
-    return _spend().check(value)
+    return _budget().check(value)
+
+
+# ---- functions of the environment ---------------------------------------------------------------
 
 
 def tojson(
@@ -195,24 +240,39 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes; what `map` gives counts as a list, as other engines have it."""
+    """Return `value` as JSON without HTML escapes.
+
+    Unlike transformers, this also accepts what filters such as `map` return, as a list. Other
+    template engines do so, and some templates rely on it.
+    """
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-        sort_keys=sort_keys, default=list,
-    )  # fmt: skip
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=list,
+    )
 
 
 def _raise_exception(message: object) -> NoReturn:
-    raise jinja2.exceptions.TemplateError(str(message)[:500])
+    raise jinja2.exceptions.TemplateError(str(message)[:_MAX_RAISED_MESSAGE])
 
 
 def _strftime_now(text: str) -> str:
     check_format("%" + text)
-    return _CLOCK.strftime(text)
+    return _NOW.strftime(text)
 
 
-class _Limited(ImmutableSandboxedEnvironment):
-    """The sandbox, with everything counted."""
+# ---- the environment ----------------------------------------------------------------------------
+
+
+class _LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of transformers, in which every operator and call is counted.
+
+    Attributes:
+        is_immutable: Whether templates must not change lists, as in transformers.
+    """
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
     is_immutable = True
@@ -223,164 +283,139 @@ class _Limited(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:  # noqa: ANN401
-        raise LimitError(f"the template reaches for {type(obj).__name__}.{attribute}: not allowed")
+        name = f"{type(obj).__name__}.{attribute}"
+        raise LimitError(f"the template accesses {name}, which the sandbox does not allow")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
-        budget = _spend()
-        if operator == "*":
-            for many, times in ((left, right), (right, left)):
-                if isinstance(many, str | bytes | list | tuple) and isinstance(times, int):
-                    budget.foresee(len(many) * max(times, 0))
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            budget.foresee(left.bit_length() * abs(right) * 200)
-        elif operator == "%":
-            check_format(left)
-            check_numbers(list(right) if isinstance(right, tuple) else [])
+        """Return the result of a binary operator. Reject it before it makes something too large."""
+        budget = _budget()
+        foresee_operator(budget, operator, left, right)
         return budget.check(super().call_binop(context, operator, left, right))
 
+    # The names are those of the base class. They leave all keywords to the template's arguments.
     def call(
-        __self,  # the base class's own way, so that keywords stay free
+        __self,
         __context: Context,
         __obj: Any,  # noqa: ANN401
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        budget = _spend()
-        budget.step(budget.literal_size if isinstance(__obj, jinja2.runtime.Macro) else 0)
+        """Return the result of a call. Reject it before it makes something too large."""
+        budget = _budget()
+        is_macro = isinstance(__obj, jinja2.runtime.Macro)
+        budget.step(budget.literal_size if is_macro else 0)
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str | bytes | int | float):
-            _foresee_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
-        made = super().call(__context, __obj, *args, **kwargs)
+            foresee_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
+        result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
-            budget.check(owner)  # append and its like
-        return budget.check(made)
-
-
-def _foresee_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
-    check_numbers([arg for arg in args if not isinstance(arg, bool)])
-    if name in ("format", "format_map"):
-        check_format(owner)
-    elif name == "replace" and len(args) > 1:
-        _foresee_replace(budget, owner, *args[:2])
-    elif name == "join" and args:
-        _foresee_join(budget, args[0], owner)
-    elif name == "expandtabs" and args:
-        budget.foresee(len(owner) * max(int(args[0]), 1))
-
-
-def _foresee_replace(budget: Budget, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
-    times = len(text) // max(len(str(old)), 1) + 1
-    budget.foresee(len(text) + times * len(str(new)))
-
-
-def _foresee_join(budget: Budget, items: Any, separator: Any) -> None:  # noqa: ANN401
-    if isinstance(items, list | tuple | str | dict):
-        budget.foresee(len(items) * (len(str(separator)) + 1))
-        budget.check(items)
-
-
-def _length(value: object) -> int:
-    """How much text an indent or a pair of separators is."""
-    if isinstance(value, list | tuple):
-        return sum(_length(part) for part in value)
-    return len(value) if isinstance(value, str) else 0
+            budget.check(owner)  # a method such as `append` makes its owner larger
+        return budget.check(result)
 
 
 def _counted_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is counted, and refused if its arguments ask for too much."""
-    passes = getattr(inner, "jinja_pass_arg", None)
-    skip = 1 if passes is not None else 0
+    """Return the filter `inner`, counted, and rejected if it would make something too large."""
+    pass_arg = getattr(inner, "jinja_pass_arg", None)
+    value_at = 0 if pass_arg is None else 1  # jinja2 passes its own object first to such a filter
 
     def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        budget = _spend()
+        budget = _budget()
         budget.step()
-        given = args[skip:]
-        if given:
-            check_numbers([arg for arg in (*given[1:], *kwargs.values()) if type(arg) is int])
-            if name == "replace" and len(given) > 2:
-                _foresee_replace(budget, str(given[0]), given[1], given[2])
-            elif name == "join":
-                _foresee_join(budget, given[0], given[1] if len(given) > 1 else "")
-            elif name == "format":
-                check_format(given[0])
-            elif name == "tojson":
-                budget.foresee(sum(_length(arg) for arg in (*given[1:], *kwargs.values())) * 3000)
-            elif name == "indent" and isinstance(given[0], str):
-                width = next((arg for arg in (*given[1:], kwargs.get("width")) if arg), 4)
-                size = len(width) if isinstance(width, str) else int(width)
-                budget.foresee(given[0].count("\n") * size)
+        if len(args) > value_at:
+            foresee_filter(budget, name, args[value_at], args[value_at + 1 :], kwargs)
         return budget.check(inner(*args, **kwargs))
 
-    if passes is not None:
-        counted.jinja_pass_arg = passes  # type: ignore[attr-defined]
+    if pass_arg is not None:
+        counted.jinja_pass_arg = pass_arg  # type: ignore[attr-defined]
     return counted
 
 
 @lru_cache(maxsize=2)
-def _environment(is_immutable: bool) -> _Limited:
-    env = _Limited(
+def _environment(is_immutable: bool) -> _LimitedEnvironment:
+    env = _LimitedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        optimized=False,  # nothing of a template runs while it is compiled
+        optimized=False,  # the optimizer would run parts of a template while it compiles
         finalize=_finalize,
         extensions=[_Generation, ext.loopcontrols],
         cache_size=0,
     )
-    for name in _ABSENT_FILTERS:
+    env.is_immutable = is_immutable
+    for name in _REMOVED_FILTERS:
         env.filters.pop(name, None)
     env.filters["tojson"] = tojson
     for name, inner in list(env.filters.items()):
         env.filters[name] = _counted_filter(name, inner)
-    env.is_immutable = is_immutable
-    env.filters.update(_each=_each, _concat=_concat, _tick=_tick, _weighed=_weighed)
+    env.filters.update(
+        _count_items=_count_items,
+        _count_step=_count_step,
+        _concatenate=_concatenate,
+        _check_size=_check_size,
+    )
     env.globals.pop("lipsum", None)
     env.globals.update(
-        namespace=_Names, raise_exception=_raise_exception, strftime_now=_strftime_now
+        namespace=_SafeNamespace, raise_exception=_raise_exception, strftime_now=_strftime_now
     )
     return env
 
 
 class CompiledTemplate:
-    """A template, ready to be rendered within a budget.
+    """A compiled template, which is rendered within a budget.
 
-    names           of the variables that it reads.
-    literals        its literal text and string constants.
-    compared        the constants that each variable is compared with.
-    changes_lists   it calls methods that change lists, which transformers forbids.
+    Attributes:
+        source: The template's source.
+        budget: The budget that all renderings share.
+        names: The names of the variables that the template reads.
+        literals: The literal texts and string constants of the template.
+        compared: The constants that the template compares each variable with.
+        changes_lists: Whether the template calls methods that change lists, which transformers
+            forbids. Such a template is rendered nevertheless.
     """
 
     def __init__(self, source: str, budget: Budget) -> None:
-        """Compile.
+        """Compile `source`.
 
-        Raises: TemplateError for a syntax error; LimitError for one too large or too deep.
+        Raises:
+            TemplateError: The source has a syntax error.
+            LimitError: The source is too long or nested too deeply.
         """
         if len(source) > MAX_SOURCE:
-            raise LimitError(f"a template of {len(source)} characters; the limit is {MAX_SOURCE}")
+            raise LimitError(
+                f"the template has {len(source)} characters, but the limit is {MAX_SOURCE}"
+            )
         self.source = source
         self.budget = budget
         self.changes_lists = ".append(" in source or ".pop(" in source
         env = _environment(not self.changes_lists)
+        recorded = _AddCounting()
         try:
             tree = env.parse(source)
-            noted = _Counting()
-            noted.visit(tree)
+            recorded.visit(tree)
             code = env.compile(tree)
         except (RecursionError, MemoryError, OverflowError) as error:
             raise LimitError("the template is nested too deeply to compile") from error
         except jinja2.TemplateSyntaxError as error:
-            at = f"line {error.lineno}"
-            raise TemplateError(f"the template does not compile: {error} ({at})") from error
+            raise TemplateError(
+                f"the template does not compile: {error} (line {error.lineno})"
+            ) from error
         except (SyntaxError, ValueError) as error:
             raise TemplateError(f"the template does not compile: {error}") from error
-        self.literals = tuple(noted.literals)
-        self.names = frozenset(noted.names)
-        self.compared = {name: tuple(dict.fromkeys(v)) for name, v in noted.compared.items()}
-        self._literal_size = noted.literal_size
+        self.literals = tuple(recorded.literals)
+        self.names = frozenset(recorded.names)
+        self.compared = {
+            name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
+        }
+        self._literal_size = recorded.literal_size
         self._template = jinja2.Template.from_code(env, code, dict(env.globals))
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text. Raises: Refused if the template fails; LimitError if it goes too far."""
-        token = _BUDGET.set(self.budget)
+        """Return the rendered text.
+
+        Raises:
+            RenderRefused: The template failed or raised an exception.
+            LimitError: The rendering exceeded the budget.
+        """
+        token = _CURRENT_BUDGET.set(self.budget)
         try:
             self.budget.literal_size = self._literal_size
             self.budget.step(self._literal_size)
@@ -388,18 +423,11 @@ class CompiledTemplate:
         except LimitError:
             raise
         except (RecursionError, MemoryError) as error:
-            raise LimitError("the template calls itself too deeply") from error
+            raise LimitError("the template calls its macros or loops too deeply") from error
         except jinja2.exceptions.SecurityError as error:
-            raise Refused(f"not allowed: {error}") from error
-        except Exception as error:  # a template may fail in any way a program can
-            raise Refused(f"{type(error).__name__}: {error}"[:300]) from error
+            raise RenderRefused(f"the sandbox does not allow this: {error}") from error
+        except Exception as error:  # a template may fail like any other program
+            message = f"{type(error).__name__}: {error}"
+            raise RenderRefused(message[:_MAX_MESSAGE]) from error
         finally:
-            _BUDGET.reset(token)
-
-
-def _constants(node: nodes.Expr) -> list[nodes.Const]:
-    if isinstance(node, nodes.Const):
-        return [node]
-    if isinstance(node, nodes.List | nodes.Tuple):
-        return [item for item in node.items if isinstance(item, nodes.Const)]
-    return []
+            _CURRENT_BUDGET.reset(token)

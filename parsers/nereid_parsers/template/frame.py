@@ -1,230 +1,371 @@
-"""The generation prompt: how the model's turn begins, and what the prompt writes of it already."""
+r"""Determine how the model's turn opens, by comparing prompts with and without generation prompt.
+
+Example: the generation prompt `<|im_start|>assistant\n<think>\n` consists of the turn's header
+`<|im_start|>assistant\n`, which every assistant message has, and of `<think>\n`, which belongs to
+the model's answer.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nereid_parsers.template.difference import (
     MARKER,
     Comparison,
-    common_start,
+    closing_spellings,
+    common_prefix,
+    drop_common_suffix,
     markers,
-    mirrored,
     tokens,
 )
 from nereid_parsers.template.probe import (
-    CONTENT,
-    EOS,
-    ONE,
-    RESULT,
-    USER,
+    CONTENT_TEXT,
+    EOS_TOKEN,
+    ONE_CALL,
+    RESULT_TEXT,
+    USER_TEXT,
+    AssistantMessage,
+    Conversation,
     Prober,
-    Scene,
     Switches,
-    Turn,
-    after,
-    drop_common_end,
+    text_after_last,
 )
 
 _USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
 _WORDS = re.compile(r"(\w+)")
 _MAX_USER_HEADER = 80  # characters
 
+# Conversations that end with an answer. The header of the model's turn occurs in all of them.
+_ANSWERED = (
+    Conversation(AssistantMessage(CONTENT_TEXT)),
+    Conversation(AssistantMessage(CONTENT_TEXT), user_replies=True),
+    Conversation(AssistantMessage(calls=ONE_CALL), tools=True),
+)
+_PROMPT_AFTER_RESULT = Conversation(generation_prompt=True, tools=True, after_tool_result=True)
+
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    r"""A generation prompt.
+class GenerationPrompt:
+    r"""A prompt that was rendered with a generation prompt.
 
-    switches, system   what it was rendered with.
-    text               all of it.
-    opened             what stands in it behind the turn's header: `"<think>\n"`, or "".
+    Attributes:
+        switches: The switches with which the prompt was rendered.
+        text: The whole prompt.
+        after_header: What follows the header of the model's turn: `"<think>\n"`, or "".
     """
 
     switches: Switches
-    system: str
     text: str
-    opened: str
+    after_header: str
 
 
 @dataclass(slots=True)
-class Frame:
-    r"""What surrounds the model's own text.
+class TurnFrame:
+    r"""The text around the model's answer in a rendered conversation.
 
-    header     opens the model's turn: `"<|im_start|>assistant\n"`.
-    openings   the generation prompts that the switches give, the default first.
-    ends       the markers that end a turn.
-    trail      what the template writes behind the last message whatever it is.
-    inner_headers   headers that the model writes itself, between the parts of one message.
+    Attributes:
+        prober: Renders the conversations.
+        header: The text that opens the model's turn: `"<|im_start|>assistant\n"`.
+        prompts: The generation prompts, one for each setting of the switches that the template
+            renders. The first one is the default.
+        end_markers: The markers that end a turn: `("<|im_end|>",)`.
+        trailing_text: What the template writes after any last message: `"<|im_end|>\n"`.
+        inner_headers: Headers that the model writes itself between two parts of one message.
     """
 
     prober: Prober
     header: str = ""
-    openings: list[Opening] = field(default_factory=list)
-    ends: tuple[str, ...] = ()
-    trail: str = ""
+    prompts: list[GenerationPrompt] = field(default_factory=list)
+    end_markers: tuple[str, ...] = ()
+    trailing_text: str = ""
     inner_headers: tuple[str, ...] = ()
 
-    def raw_body(self, scene: Scene) -> str | None:
-        """What follows the turn's header in a rendered scene, to the end."""
-        text = self.prober.text(scene)
+    def text_after_header(self, conversation: Conversation) -> str | None:
+        r"""Return what follows the header of the model's turn in a rendered conversation.
+
+        Returns None if the template refuses to render the conversation. Example: the rendering
+        "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello<|im_end|>\n".
+        """
+        text = self.prober.render(conversation)
         if text is None:
             return None
-        rest = after(text, RESULT if scene.after_tool and RESULT in text else USER)
+        has_result = conversation.after_tool_result and RESULT_TEXT in text
+        rest = text_after_last(text, RESULT_TEXT if has_result else USER_TEXT)
         for header in (self.header, self.header.strip()):
             if header and header in rest:
                 return rest[rest.find(header) + len(header) :]
-        return rest[len(common_start(rest, self.trail)) :]
+        return rest[len(common_prefix(rest, self.trailing_text)) :]
 
-    def body(self, scene: Scene) -> str | None:
-        """What the model wrote in a rendered scene: without the turn's end."""
-        raw = self.raw_body(scene)
-        if raw is None:
+    def generated_text(self, conversation: Conversation) -> str | None:
+        r"""Return what a model would generate for the answer of a conversation.
+
+        This is the text after the header, without what ends the turn. Example: the rendering
+        "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello".
+        """
+        text = self.text_after_header(conversation)
+        if text is None:
             return None
-        return self.without_end(drop_common_end(raw, self.trail))
+        return self.without_end_markers(drop_common_suffix(text, self.trailing_text))
 
-    def opened(self, prompt: str) -> str:
-        """What a prompt writes behind the header of the model's turn."""
-        rest = after(prompt, USER)
+    def prompt_after_header(self, prompt: str) -> str:
+        r"""Return what a prompt contains after the header of the model's turn.
+
+        Example: the prompt "... <|im_start|>assistant\n<think>\n" gives "<think>\n".
+        """
+        rest = text_after_last(prompt, USER_TEXT)
         for header in (self.header, self.header.strip()):
             if header and header in rest:
-                return after(rest, header)
+                return text_after_last(rest, header)
         return ""
 
-    def without_end(self, text: str) -> str:
-        """Text without the markers that end a turn."""
-        while True:
-            bare = text.rstrip()
-            end = next((end for end in (*self.ends, EOS) if bare.endswith(end)), "")
-            if not end:
-                return text
-            text = bare[: len(bare) - len(end)]
+    def without_end_markers(self, text: str) -> str:
+        r"""Return `text` without the markers at its end that end a turn.
+
+        Example: if `<|im_end|>` ends a turn, "Hello<|im_end|>\n" gives "Hello".
+        """
+        return _strip_suffixes(text, (*self.end_markers, EOS_TOKEN))
 
 
-def compare_generation_prompt(prober: Prober) -> tuple[Frame, list[Comparison]]:
-    """G: with and without the generation prompt; what is new opens the model's turn."""
-    frame = Frame(prober)
-    bare = prober.text(Scene()) or ""
-    prompt = prober.text(Scene(prompt=True)) or bare
-    frame.trail = after(bare, USER)
-    added = prompt[len(common_start(bare, prompt)) :]
-    answers = [
-        after(text, USER).replace(EOS, "")
-        for scene in _ANSWERS
-        if (text := prober.text(scene)) is not None and USER in text
-    ]
-    prompts = [
-        (switches, system, prober.text(Scene(prompt=True, switches=switches, system=system)))
-        for switches, system in prober.variants()
-    ]
+def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
+    r"""Remove the suffixes from the end of `text`, with the white space after each of them.
+
+    >>> _strip_suffixes("Hello\n<e1>\n<e2>\n", ("<e1>", "<e2>"))
+    'Hello\n'
+    """
+    while True:
+        bare = text.rstrip()
+        suffix = next((suffix for suffix in suffixes if bare.endswith(suffix)), "")
+        if not suffix:
+            return text
+        text = bare[: len(bare) - len(suffix)]
+
+
+def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
+    r"""Remove the prefixes from the start of `text`, with the white space after each of them.
+
+    >>> _strip_prefixes("<end>\n<start>assistant", ("<end>",))
+    '<start>assistant'
+    """
+    while True:
+        prefix = next((prefix for prefix in prefixes if text.startswith(prefix)), "")
+        if not prefix:
+            return text
+        text = text[len(prefix) :].lstrip()
+
+
+# ---- the generation prompt ----------------------------------------------------------------------
+
+
+def compare_generation_prompt(prober: Prober) -> tuple[TurnFrame, Comparison]:
+    r"""Comparison G: without and with the generation prompt.
+
+    The text that the generation prompt adds opens the model's turn. Example: the difference
+    "<|im_start|>assistant\n<think>\n" gives the header "<|im_start|>assistant\n", because messages
+    without reasoning have only this part of it.
+    """
+    frame = TurnFrame(prober)
+    without_prompt = prober.render(Conversation()) or ""
+    with_prompt = prober.render(Conversation(generation_prompt=True)) or without_prompt
+    frame.trailing_text = text_after_last(without_prompt, USER_TEXT)
+    answers = _rendered_answers(prober)
+    prompts = _rendered_prompts(prober)
+    added = with_prompt[len(common_prefix(without_prompt, with_prompt)) :]
     if added.strip():
-        others = [after(text, USER) for _, _, text in prompts if text is not None]
-        found = [_shared(added, other) for other in (*answers, *others)]
-        frame.header = min((start for start in found if start.strip()), key=len, default=added)
+        prompt_ends = [text_after_last(text, USER_TEXT) for _, text in prompts]
+        header = _header_in_prompt(added, [*answers, *prompt_ends])
     else:
-        whole = after(prompt, USER)
-        found = [common_start(whole, answer) for answer in answers]
-        frame.header = min(found, key=len, default="")
-    frame.header = _as_users(_without_opened(frame.header, answers), bare)
-    for switches, system, text in prompts:
-        if text is not None:
-            frame.openings.append(Opening(switches, system, text, frame.opened(text)))
-    finding = f"the turn opens with {frame.header!r}"
-    if frame.openings and frame.openings[0].opened:
-        finding += f"; the prompt goes on with {frame.openings[0].opened!r}"
-    return frame, [
-        Comparison("G generation prompt", "add_generation_prompt on", bare, prompt, finding)
+        # The template ignores add_generation_prompt, so only the answers can show a header.
+        header = _shortest_prefix(text_after_last(with_prompt, USER_TEXT), answers)
+    header = _drop_thinking_block(header, answers)
+    frame.header = _drop_text_after_role(header, without_prompt)
+    frame.prompts = [
+        GenerationPrompt(switches, text, frame.prompt_after_header(text))
+        for switches, text in prompts
     ]
+    finding = f"The turn opens with {frame.header!r}."
+    if frame.prompts and frame.prompts[0].after_header:
+        finding += f" The prompt continues with {frame.prompts[0].after_header!r}."
+    comparison = Comparison(
+        "G generation prompt",
+        "add_generation_prompt is true.",
+        without_prompt,
+        with_prompt,
+        finding,
+    )
+    return frame, comparison
 
 
-_ANSWERS = (
-    Scene(Turn(CONTENT)),
-    Scene(Turn(CONTENT), answered=True),
-    Scene(Turn(calls=ONE), tools=True),
-)
+def _rendered_answers(prober: Prober) -> list[str]:
+    """Return what follows the user's question in each rendered conversation with an answer."""
+    answers = []
+    for conversation in _ANSWERED:
+        text = prober.render(conversation)
+        if text is not None and USER_TEXT in text:
+            answers.append(text_after_last(text, USER_TEXT).replace(EOS_TOKEN, ""))
+    return answers
 
 
-def _shared(added: str, answer: str) -> str:
-    """The longest start of what the generation prompt adds that an answer has too."""
+def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
+    """Return the prompt for each setting of the switches that the template renders."""
+    prompts = []
+    for switches in prober.thinking_switches():
+        text = prober.render(Conversation(generation_prompt=True, switches=switches))
+        if text is not None:
+            prompts.append((switches, text))
+    return prompts
+
+
+def _header_in_prompt(added: str, renderings: list[str]) -> str:
+    """Return the part of a generation prompt that all renderings of the model's turn contain.
+
+    Args:
+        added: The text that the generation prompt adds.
+        renderings: Other renderings of the model's turn. A rendering that contains no part of
+            `added` is ignored.
+    """
+    shared = [_longest_shared_prefix(added, rendering) for rendering in renderings]
+    return min((prefix for prefix in shared if prefix.strip()), key=len, default=added)
+
+
+def _longest_shared_prefix(added: str, rendering: str) -> str:
+    r"""Return the longest prefix of `added` that occurs anywhere in `rendering`.
+
+    The prefix does not cut a token in two. The result is "" if no prefix occurs, apart from white
+    space.
+
+    >>> _longest_shared_prefix("<|assistant|>\n<think>\n", "\n<|assistant|>\nHello")
+    '<|assistant|>\n'
+    """
     pieces = tokens(added)
     for count in range(len(pieces), 0, -1):
-        start = "".join(pieces[:count])
-        if start.strip() and start in answer:
-            return start
+        prefix = "".join(pieces[:count])
+        if prefix.strip() and prefix in rendering:
+            return prefix
     return ""
 
 
-def _as_users(header: str, bare: str) -> str:
-    """The header as far as it is built like the user's: what follows, the prompt opens.
+def _shortest_prefix(text: str, renderings: list[str]) -> str:
+    """Return the shortest of the prefixes that `text` has in common with each rendering."""
+    prefixes = [common_prefix(text, rendering) for rendering in renderings]
+    return min(prefixes, key=len, default="")
 
-    `<|im_start|>user` and a line break before the user's words make `<|im_start|>assistant` and a
-    line break the model's header, even if every prompt and every answer goes on with `<think>`.
+
+def _drop_thinking_block(header: str, answers: list[str]) -> str:
+    r"""Return `header` without a block of reasoning that starts at its end.
+
+    Such a block is empty in all prompts and answers, so that they show it as a part of the header.
+    It is closed within the header, or directly after it.
+
+    >>> _drop_thinking_block("<|assistant|><think></think>", [])
+    '<|assistant|>'
     """
-    before = bare[: bare.rfind(USER)][-_MAX_USER_HEADER:]
-    words = list(_USER_WORD.finditer(before))
-    if not words:
+    found = markers(header)
+    if len(found) > 1:
+        opening, closing = found[-2:]
+        block_at = header.rfind(opening)
+        is_empty = _without_space(header[block_at:]) == _without_space(opening + closing)
+        if is_empty and closing in closing_spellings(opening):
+            return header[:block_at]
+    if not found or not header.rstrip().endswith(found[-1]):
         return header
-    opened = [one.start() for one in MARKER.finditer(before) if one.start() <= words[-1].start()]
-    if not opened:
-        return header
-    spelled = "".join(
-        r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece)
-        for piece in _WORDS.split(before[opened[-1] :])
-    )
-    found = list(re.finditer(spelled, header))
-    return header[: found[-1].end()] if found else header
-
-
-def _without_opened(header: str, answers: list[str]) -> str:
-    """The header without a marker that is closed again in what follows: an empty block."""
-    seen = markers(header)
-    if len(seen) > 1 and seen[-1] in mirrored(seen[-2]):
-        start = header.rfind(seen[-2])
-        if "".join(header[start:].split()) == "".join((seen[-2] + seen[-1]).split()):
-            return header[:start]  # an empty block
-    if not seen or not header.rstrip().endswith(seen[-1]):
-        return header
-    closers = tuple(mirrored(seen[-1]))
-    for answer in answers:
-        if CONTENT in answer and header.strip() in answer:
-            rest = answer[answer.find(header.strip()) + len(header.strip()) :]
-            if closers and rest.lstrip().startswith(closers):
-                return header[: header.rfind(seen[-1])]
+    if _is_closed_in_answers(header.strip(), found[-1], answers):
+        return header[: header.rfind(found[-1])]
     return header
 
 
-def headers_behind_results(frame: Frame) -> tuple[str, ...]:
-    """The header, if behind a tool's result answers have it, but the prompt does not write it."""
-    header = frame.header.strip()
-    prompt = frame.prober.text(Scene(prompt=True, tools=True, after_tool=True))
-    if not markers(header) or prompt is None or RESULT not in prompt:
-        return ()
-    if header in after(prompt, RESULT):
-        return ()
-    turns = (Turn(CONTENT), Turn(calls=ONE))
-    texts = [frame.prober.text(Scene(turn, tools=True, after_tool=True)) for turn in turns]
-    shown = (text is not None and header in after(text, RESULT) for text in texts)
-    return (header,) if any(shown) else ()
+def _without_space(text: str) -> str:
+    return "".join(text.split())
 
 
-def turn_markers(frame: Frame, thinking: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """What opens the model's turn in any prompt; () where one kind of prompt shows nothing.
+def _is_closed_in_answers(header: str, opening: str, answers: list[str]) -> bool:
+    """Return whether the marker that closes `opening` follows the header in some answer.
 
-    Behind a tool's result some templates write no header; what they write there counts too, but
-    for the markers of reasoning (`thinking`): those are the answer's.
+    Example: the header "<|assistant|><think>" in the answer "<|assistant|><think></think>Hello".
+    """
+    closings = tuple(closing_spellings(opening))
+    for answer in answers:
+        if CONTENT_TEXT in answer and header in answer:
+            rest = answer[answer.find(header) + len(header) :]
+            if rest.lstrip().startswith(closings):
+                return True
+    return False
+
+
+def _drop_text_after_role(header: str, without_prompt: str) -> str:
+    r"""Return `header` without what follows the part that is built like the user's header.
+
+    Example: the rendering "<|im_start|>user\nQuokka asks .." shows that the user's header is
+    `<|im_start|>`, a word and a line break. So the header "<|im_start|>assistant\n<think>\n" is cut
+    to "<|im_start|>assistant\n", even if every prompt and every answer continues with `<think>`.
+    """
+    before_question = without_prompt[: without_prompt.rfind(USER_TEXT)][-_MAX_USER_HEADER:]
+    user_words = list(_USER_WORD.finditer(before_question))
+    if not user_words:
+        return header
+    role_at = user_words[-1].start()
+    starts = [
+        marker.start() for marker in MARKER.finditer(before_question) if marker.start() <= role_at
+    ]
+    if not starts:
+        return header
+    user_header = before_question[starts[-1] :]
+    pattern = "".join(
+        r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece)
+        for piece in _WORDS.split(user_header)
+    )
+    found = list(re.finditer(pattern, header))
+    return header[: found[-1].end()] if found else header
+
+
+# ---- turns after a tool's result ----------------------------------------------------------------
+
+
+def headers_after_results(frame: TurnFrame) -> tuple[str, ...]:
+    """Return the header in a tuple if, after a tool's result, the model writes the header itself.
+
+    That is so if answers have the header there, but the generation prompt does not.
     """
     header = frame.header.strip()
-    while end := next((end for end in frame.ends if header.startswith(end)), ""):
-        header = header[len(end) :].lstrip()
+    prompt = frame.prober.render(_PROMPT_AFTER_RESULT)
+    if not markers(header) or prompt is None or RESULT_TEXT not in prompt:
+        return ()
+    if header in text_after_last(prompt, RESULT_TEXT):
+        return ()
+    for answer in (AssistantMessage(CONTENT_TEXT), AssistantMessage(calls=ONE_CALL)):
+        text = frame.prober.render(Conversation(answer, tools=True, after_tool_result=True))
+        if text is not None and header in text_after_last(text, RESULT_TEXT):
+            return (header,)
+    return ()
+
+
+def turn_markers(frame: TurnFrame, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
+    r"""Return the texts that open the model's turn: one of them occurs in every prompt.
+
+    The first one is the header. Some templates write another marker instead of the header after a
+    tool's result; it is the second one. The result is empty if the header has no marker, or if
+    nothing opens the turn after a tool's result.
+
+    Example: the prompts "<|im_start|>assistant\n" and, after a result, "</result><|answer|>" give
+    ("<|im_start|>assistant", "<|answer|>").
+
+    Args:
+        frame: The frame of the model's turn.
+        reasoning_markers: The markers of reasoning. At the end of a prompt, they belong to the
+            answer.
+    """
+    header = _strip_prefixes(frame.header.strip(), frame.end_markers)
     if not markers(header):
         return ()
-    text = frame.prober.text(Scene(prompt=True, tools=True, after_tool=True))
-    if text is None or RESULT not in text:
+    prompt = frame.prober.render(_PROMPT_AFTER_RESULT)
+    if prompt is None or RESULT_TEXT not in prompt:
         return (header,)
-    rest = after(text, RESULT)
-    if header in rest:
+    after_result = text_after_last(prompt, RESULT_TEXT)
+    if header in after_result:
         return (header,)
-    while mark := next((mark for mark in thinking if rest.rstrip().endswith(mark)), ""):
-        rest = rest.rstrip().removesuffix(mark)
-    found = markers(rest)
-    return (header, found[-1]) if found and rest.rstrip().endswith(found[-1]) else ()
+    after_result = _strip_suffixes(after_result, reasoning_markers)
+    found = markers(after_result)
+    if not found or not after_result.rstrip().endswith(found[-1]):
+        return ()
+    return (header, found[-1])

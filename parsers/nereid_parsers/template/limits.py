@@ -1,7 +1,8 @@
-"""What an untrusted template may spend, and how that is counted while it runs.
+"""The limits for an untrusted template, and how they are enforced while the template runs.
 
-A template is a program. It runs in this thread, so it cannot be stopped from outside; instead every
-loop turn, call, filter and output reports here, and no single operation may make something large.
+A template is a program, and it runs in the thread of the caller, so nothing can stop it from
+outside. Therefore every loop item, call, filter and output is counted against a `Budget`. An
+operation that could make a large value at once, such as `'x' * 10**9`, is rejected before it runs.
 """
 
 from __future__ import annotations
@@ -12,57 +13,85 @@ from typing import Any
 
 from nereid_parsers.errors import TemplateError
 
+# The first three limits are for all renderings of an analysis together.
+MAX_STEPS = 400_000  # loop items, calls and filters
+MAX_MADE = 16_000_000  # characters of text and members of lists that are made
+# Processor time of this thread. The time of other programs on a busy machine does not count.
+MAX_SECONDS = 0.8
 MAX_SOURCE = 1_000_000  # characters of a template
-MAX_STEPS = 400_000  # loop turns, calls and filters, of all renderings together
-MAX_MADE = 16_000_000  # characters and list members made, of all renderings together
-MAX_VALUE = 300_000  # characters of one string, or members of one list with all inside it
-MAX_NUMBER = 10_000  # a number given to an operation that makes text of that length
+MAX_VALUE = 300_000  # characters of one string, or the size of one list, see `size_of`
+MAX_NUMBER = 10_000  # a number that an operation may use as a length
 MAX_BITS = 4096  # of an integer
-MAX_SECONDS = (
-    0.8  # of this thread's processor time: no template can wait, but a machine may be busy
-)
+_MAX_DEPTH = 100  # of nested lists
 
-_WEIGHT = 16  # of a member, beside its text; what weighing it costs
-_NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")
+_ITEM_SIZE = 16  # what each member of a list adds to the size, besides its text
+_STEPS_PER_CLOCK = 64  # the clock is read once in so many steps, because reading it is slow
+_TOJSON_LINES = 3000  # an estimate of the lines and separators that `tojson` writes
+_POWER_WEIGHT = 200  # makes powers of more than about 1500 bits too large
+_DEFAULT_INDENT = 4  # of the filter `indent`
+_NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")  # `{:{}}`: an argument gives the width
 _LONG_NUMBER = re.compile(r"\d{5,}")
 
 
 class LimitError(TemplateError):
-    """A template asked for more than an analysis grants; the message says of what."""
+    """A template exceeded a limit. The message names the limit."""
 
 
 class Budget:
-    """What is left to the renderings of one analysis. Used by one thread."""
+    """What the renderings of one analysis may still use. Only one thread may use a budget.
+
+    Attributes:
+        literal_size: The characters of literal text in the template that runs. One loop item or one
+            call of a macro can write at most that much of it.
+    """
 
     __slots__ = ("_deadline", "_made", "_steps", "literal_size")
 
     def __init__(self, seconds: float = MAX_SECONDS) -> None:
         self._steps = MAX_STEPS
         self._made = MAX_MADE
-        self.literal_size = 0  # of the text that one pass through the running template may write
         self._deadline = time.thread_time() + seconds
+        self.literal_size = 0
 
     def step(self, literal_size: int = 0) -> None:
-        """One loop turn or call, which may write so many characters of the template's own text."""
+        """Count one loop item, call or filter, which may write `literal_size` characters.
+
+        Raises:
+            LimitError: The template runs for too long, or makes too much text.
+        """
         self._steps -= 1
         if self._steps < 0:
-            raise LimitError(f"the template takes more than {MAX_STEPS} steps; does it end?")
-        if not self._steps % 64 and time.thread_time() > self._deadline:
-            raise LimitError(f"the template takes more than {MAX_SECONDS} seconds; does it end?")
+            raise LimitError(
+                f"the template takes more than {MAX_STEPS} steps; it may contain an endless loop"
+            )
+        is_clock_read = self._steps % _STEPS_PER_CLOCK == 0
+        if is_clock_read and time.thread_time() > self._deadline:
+            raise LimitError(
+                f"the template runs for more than {MAX_SECONDS} seconds; "
+                "it may contain an endless loop"
+            )
         self.make(literal_size)
 
     def make(self, size: int) -> None:
-        """Something of this size was, or is about to be, made."""
+        """Count a value of this size that was made, or will be made.
+
+        Raises:
+            LimitError: The template makes too much.
+        """
         self._made -= size
         if self._made < 0:
             raise LimitError(f"the template makes more than {MAX_MADE} characters in all")
 
-    def check(self, value: Any) -> Any:  # noqa: ANN401  # whatever a template may hold
-        """Count a value that was made; the value again. Raises: LimitError if it is too large."""
+    def check(self, value: Any) -> Any:  # noqa: ANN401  # a template may make any value
+        """Count a value that was made, and return the value.
+
+        Raises:
+            LimitError: The value is too large, or the template makes too much.
+        """
         if isinstance(value, str | bytes):
             size = len(value)
         elif isinstance(value, list | tuple | dict | set):
-            size = weight(value)
+            size = size_of(value)
         elif isinstance(value, int):
             size = 0
             if value.bit_length() > MAX_BITS:
@@ -75,50 +104,167 @@ class Budget:
         return value
 
     def foresee(self, size: int) -> None:
-        """Refuse an operation before it makes something too large."""
+        """Reject an operation that would make a value of this size, if that is too large.
+
+        Raises:
+            LimitError: The value would be too large.
+        """
         if size > MAX_VALUE:
             raise _too_large(size)
 
 
 def _too_large(size: int) -> LimitError:
-    return LimitError(f"the template makes a value of size {size}; the limit is {MAX_VALUE}")
+    return LimitError(f"the template makes a value of size {size}, but the limit is {MAX_VALUE}")
 
 
-def weight(value: object, depth: int = 0) -> int:
-    """How much text a value would be, roughly; a container that is met twice counts twice.
+def size_of(value: object, depth: int = 0) -> int:
+    """Return roughly how many characters a value would have as text.
 
-    Raises: LimitError as soon as the limit is passed, so that shared parts cannot blow it up.
+    A list that is contained twice counts twice, because it would be written twice.
+
+    >>> size_of("abc"), size_of(["abc", "abc"])
+    (19, 54)
+
+    Raises:
+        LimitError: The value is too large. This is raised as soon as the limit is exceeded, because
+            lists that contain each other several times could have an enormous size.
     """
     if isinstance(value, str):
-        return len(value) + _WEIGHT
+        return len(value) + _ITEM_SIZE
     if isinstance(value, dict):
-        parts: list[object] = [*value.keys(), *value.values()]
+        members: list[object] = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple | set):
-        parts = list(value)
+        members = list(value)
     else:
-        return _WEIGHT
-    if depth > 100:
-        raise LimitError("the template nests lists more than 100 deep")
-    total = _WEIGHT
-    for part in parts:
-        total += weight(part, depth + 1)
+        return _ITEM_SIZE
+    if depth > _MAX_DEPTH:
+        raise LimitError(f"the template nests lists more than {_MAX_DEPTH} deep")
+    total = _ITEM_SIZE
+    for member in members:
+        total += size_of(member, depth + 1)
         if total > MAX_VALUE:
             raise _too_large(total)
     return total
 
 
 def check_numbers(values: list[object]) -> None:
-    """Refuse numbers, or number words in format strings, that ask for huge padding."""
+    """Reject numbers that an operation could use as a length, if they are too large.
+
+    Raises:
+        LimitError: A number is too large. Example: `'%*d' % (99999, 1)` would write 99999 blanks.
+    """
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise LimitError(f"the template asks for {value} of something; limit {MAX_NUMBER}")
+            raise LimitError(
+                f"the template passes the number {value} to an operation that may use it as a "
+                f"length, but the limit is {MAX_NUMBER}"
+            )
 
 
 def check_format(text: object) -> None:
-    """Refuse a format string that asks for huge padding: `%099999d`, `{:>99999}`."""
-    if isinstance(text, str) and ("%" in text or "{" in text):
-        found = _LONG_NUMBER.search(text)
-        if found is not None:
-            raise LimitError(f"the template pads to {found.group()[:12]}; limit {MAX_NUMBER}")
-        if _NESTED_FIELD.search(text):
-            raise LimitError("the template computes the width to which it pads")
+    """Reject a format string that could write a very long text.
+
+    Raises:
+        LimitError: The format string has a long number (`%099999d`, `{:>99999}`), or gets a width
+            from an argument (`{:>{}}`).
+    """
+    if not isinstance(text, str) or not ("%" in text or "{" in text):
+        return
+    number = _LONG_NUMBER.search(text)
+    if number is not None:
+        raise LimitError(
+            f"a format string of the template has the width {number.group()[:12]}, "
+            f"but the limit is {MAX_NUMBER}"
+        )
+    if _NESTED_FIELD.search(text):
+        raise LimitError(
+            "a format string of the template gets its width from an argument, which is not allowed"
+        )
+
+
+# ---- operations that are rejected before they run -----------------------------------------------
+
+
+def foresee_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
+    """Reject a binary operator that would make something too large.
+
+    Raises:
+        LimitError: The result would be too large.
+    """
+    if operator == "*":
+        _foresee_repetition(budget, left, right)
+        _foresee_repetition(budget, right, left)
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        budget.foresee(left.bit_length() * abs(right) * _POWER_WEIGHT)
+    elif operator == "%":
+        check_format(left)
+        check_numbers(list(right) if isinstance(right, tuple) else [])
+
+
+def foresee_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
+    """Reject a method `owner.name(*args)` of a string or number that would make too much.
+
+    Raises:
+        LimitError: The result would be too large.
+    """
+    check_numbers([arg for arg in args if not isinstance(arg, bool)])
+    if name in ("format", "format_map"):
+        check_format(owner)
+    elif name == "replace" and len(args) > 1:
+        _foresee_replace(budget, owner, args[0], args[1])
+    elif name == "join" and args:
+        _foresee_join(budget, args[0], owner)
+    elif name == "expandtabs" and args:
+        budget.foresee(len(owner) * max(int(args[0]), 1))
+
+
+def foresee_filter(
+    budget: Budget,
+    name: str,
+    value: Any,  # noqa: ANN401
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Reject a filter `value | name(*args, **kwargs)` that would make something too large.
+
+    Raises:
+        LimitError: The result would be too large.
+    """
+    options = [*args, *kwargs.values()]
+    check_numbers([option for option in options if type(option) is int])
+    if name == "replace" and len(args) > 1:
+        _foresee_replace(budget, str(value), args[0], args[1])
+    elif name == "join":
+        _foresee_join(budget, value, args[0] if args else "")
+    elif name == "format":
+        check_format(value)
+    elif name == "tojson":
+        budget.foresee(sum(_text_size(option) for option in options) * _TOJSON_LINES)
+    elif name == "indent" and isinstance(value, str):
+        given = (*args, kwargs.get("width"))
+        width = next((option for option in given if option), _DEFAULT_INDENT)
+        indent_size = len(width) if isinstance(width, str) else int(width)
+        budget.foresee(value.count("\n") * indent_size)
+
+
+def _foresee_repetition(budget: Budget, sequence: object, times: object) -> None:
+    if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
+        budget.foresee(len(sequence) * max(times, 0))
+
+
+def _foresee_replace(budget: Budget, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
+    max_replacements = len(text) // max(len(str(old)), 1) + 1
+    budget.foresee(len(text) + max_replacements * len(str(new)))
+
+
+def _foresee_join(budget: Budget, items: Any, separator: Any) -> None:  # noqa: ANN401
+    if isinstance(items, list | tuple | str | dict):
+        budget.foresee(len(items) * (len(str(separator)) + 1))
+        budget.check(items)
+
+
+def _text_size(value: object) -> int:
+    """Return the number of characters in an option of `tojson`: an indent, or two separators."""
+    if isinstance(value, list | tuple):
+        return sum(_text_size(part) for part in value)
+    return len(value) if isinstance(value, str) else 0

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else."""
+"""Show a report (`report.py`) as one HTML page that loads no other file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from html import escape
 
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.report import (
-    AROUND,
+    CONTEXT_CHARS,
     Report,
     Sample,
     part_lines,
     supports_rows,
 )
+
+# A page has more space than a terminal.
+_CONTEXT_CHARS = 4 * CONTEXT_CHARS
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --paper: #fbfaf7; --soft: #6b7280;
@@ -42,8 +45,15 @@ td:first-child { color: var(--soft); } .bad { color: var(--bad); font-weight: 60
 """
 
 
+_COMPARISONS_EXPLAINED = (
+    "Each comparison renders two conversations that differ in one thing. The texts and names of "
+    "the conversations, such as zqFirstTool, are made up, so that they occur in no template. The "
+    "first block shows the first rendering, the second block shows the second."
+)
+
+
 def report_page(report: Report) -> str:
-    """The whole page."""
+    """Return the report as an HTML page."""
     title = escape(report.title or "Chat template")
     body = "\n".join(_sections(report))
     return (
@@ -55,57 +65,74 @@ def report_page(report: Report) -> str:
 
 
 def _sections(report: Report) -> Iterator[str]:
+    """Yield the HTML of each section of the page."""
     analysis = report.analysis
     if analysis is not None and analysis.undecided:
         yield "<h2>Not decided</h2><ul>"
-        yield from (f'<li class="bad">{escape(one)}</li>' for one in analysis.undecided)
+        for sentence in analysis.undecided:
+            yield f'<li class="bad">{escape(sentence)}</li>'
         yield "</ul>"
     yield "<h2>Samples</h2>"
     yield (
-        '<p class="legend"><mark class="reasoning">reasoning</mark>'
+        "<p>Each sample is a message that the template renders. The parser split it into "
+        '<span class="legend"><mark class="reasoning">reasoning</mark>'
         '<mark class="content">content</mark><mark class="call">call</mark>'
-        '<mark class="markup">markup</mark></p>'
+        '<mark class="markup">markup</mark></span></p>'
     )
-    yield from (_sample(sample) for sample in report.samples)
+    for sample in report.samples:
+        yield _sample(sample)
     if analysis is not None:
         yield "<h2>What the template supports</h2><table>"
         for name, value in supports_rows(analysis):
             yield f"<tr><td>{escape(name)}</td><td><code>{escape(value)}</code></td></tr>"
         yield "</table>"
     yield "<h2>Format</h2>"
-    yield f"<pre>{escape(chr(10).join(part_lines(report.format)))}</pre>"
+    format_text = "\n".join(part_lines(report.format))
+    yield f"<pre>{escape(format_text)}</pre>"
     if analysis is not None:
         yield "<h2>Comparisons</h2>"
-        yield from (_comparison(one) for one in analysis.comparisons)
+        yield f"<p>{escape(_COMPARISONS_EXPLAINED)}</p>"
+        for comparison in analysis.comparisons:
+            yield _comparison(comparison)
     yield "<h2>Constraint of a required call</h2>"
     yield f"<details><summary>structural tag</summary><pre>{escape(report.constraint)}</pre>"
     yield "</details>"
 
 
 def _sample(sample: Sample) -> str:
-    marks = "".join(
-        f'<mark class="{escape(kind)}" title="{escape(kind)}">{_shown(text)}</mark>'
+    """Return the HTML of a sample: whether it was parsed correctly, and its coloured text."""
+    coloured_text = "".join(
+        f'<mark class="{escape(kind)}" title="{escape(kind)}">{_with_line_ends(text)}</mark>'
         for kind, text in sample.spans
     )
-    state = "read back as it was" if not sample.differs else (
-        f'<span class="bad">differs in {escape(", ".join(sample.differs))}</span>'
-    )  # fmt: skip
-    prompt = f'<span class="around">… {_shown(sample.prompt_end)}</span>'
-    return f'<div class="changed">{escape(sample.name)}: {state}</div><pre>{prompt}\n{marks}</pre>'
+    state = "parsed correctly"
+    if sample.differs:
+        parts = escape(", ".join(sample.differs))
+        state = f'<span class="bad">parsed wrongly: {parts} differ</span>'
+    heading = f'<div class="changed">{escape(sample.name)}: {state}</div>'
+    prompt = f'<span class="around">… {_with_line_ends(sample.prompt_end)}</span>'
+    return f"{heading}<pre>{prompt}\n{coloured_text}</pre>"
 
 
-def _comparison(one: Comparison) -> str:
-    head = f"<summary>{escape(one.name)}</summary>"
-    words = f'<div class="changed">{escape(one.changed)}</div><div>{escape(one.finding)}</div>'
-    if one.left == one.right:
-        return f"<details>{head}{words}</details>"
-    start, left, right, end = one.parts()
-    lead = f'<span class="around">{_shown(start[-4 * AROUND :])}</span>'
-    tail = f'<span class="around">{_shown(end[: 4 * AROUND])}</span>'
-    shown = f"{lead}<del>{_shown(left)}</del>{tail}\n\n{lead}<ins>{_shown(right)}</ins>{tail}"
-    return f"<details open>{head}{words}<pre>{shown}</pre></details>"
+def _comparison(comparison: Comparison) -> str:
+    """Return the HTML of a comparison: the finding, and both renderings where they differ."""
+    summary = f"<summary>{escape(comparison.name)}</summary>"
+    changed = f'<div class="changed">{escape(comparison.changed)}</div>'
+    finding = f"<div>{escape(comparison.finding)}</div>"
+    if comparison.left == comparison.right:
+        return f"<details>{summary}{changed}{finding}</details>"
+    difference = comparison.parts()
+    before = _context(difference.prefix[-_CONTEXT_CHARS:])
+    after = _context(difference.suffix[:_CONTEXT_CHARS])
+    left = f"{before}<del>{_with_line_ends(difference.left)}</del>{after}"
+    right = f"{before}<ins>{_with_line_ends(difference.right)}</ins>{after}"
+    return f"<details open>{summary}{changed}{finding}<pre>{left}\n\n{right}</pre></details>"
 
 
-def _shown(text: str) -> str:
-    """Text with its line breaks seen."""
+def _context(text: str) -> str:
+    return f'<span class="around">{_with_line_ends(text)}</span>'
+
+
+def _with_line_ends(text: str) -> str:
+    """Return `text` as HTML, with a visible sign at the end of each line."""
     return escape(text).replace("\n", '<span class="around">↵</span>\n')

@@ -1,6 +1,8 @@
-"""Puts small conversations to a template: what it renders, how it wants its input, its switches.
+"""Render small probe conversations through a chat template.
 
-Every part of a conversation is a word that no template contains, so that it is found again.
+The analysis learns about a template only by rendering conversations and comparing the results.
+Each text of a probe conversation (`CONTENT_TEXT`, `FIRST_TOOL`, ...) is one that no template
+contains, so that the analysis can find it in a rendering.
 """
 
 from __future__ import annotations
@@ -12,58 +14,82 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from nereid_parsers.template.difference import common_end
-from nereid_parsers.template.environment import CompiledTemplate, Refused
+from nereid_parsers.template.difference import drop_common_suffix
+from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
 
-USER = "Quokka asks for something."
-CONTENT = "Wombat gives the answer."
-REASON = "Numbat thinks about it."
-RESULT = "Bilby measured 42 degrees."
-FIRST, SECOND = "zqFirstTool", "zqSecondTool"
-KEY, OTHER_KEY = "zqKeyOne", "zqKeyTwo"
-VALUE, OTHER_VALUE = "zqValueOne", "zqValueTwo"
-SIGNS = f"{VALUE}\n<&> {OTHER_VALUE}"
-EOS = "<|zq-end-of-sequence|>"
-BOS = "<|zq-begin-of-sequence|>"
-NUMBER_MARK = "\ue010"  # stands for a call's running number in what was rendered
-ID_MARK = "\ue011"  # stands for a call's id
+USER_TEXT = "Quokka asks for something."
+CONTENT_TEXT = "Wombat gives the answer."
+REASONING_TEXT = "Numbat thinks about it."
+RESULT_TEXT = "Bilby measured 42 degrees."
+FIRST_TOOL = "zqFirstTool"
+SECOND_TOOL = "zqSecondTool"
+FIRST_KEY = "zqKeyOne"
+SECOND_KEY = "zqKeyTwo"
+FIRST_VALUE = "zqValueOne"
+SECOND_VALUE = "zqValueTwo"
+NUMBER_VALUE = 41
+# A string with a line break and characters that have a meaning in markup. Some templates quote it.
+SPECIAL_VALUE = f"{FIRST_VALUE}\n<&> {SECOND_VALUE}"
+EOS_TOKEN = "<|zq-end-of-sequence|>"
+BOS_TOKEN = "<|zq-begin-of-sequence|>"
 
-_SWITCH = re.compile(r"think|reason", re.IGNORECASE)
-_NO_SWITCH = re.compile(r"content|prompt|history|start|end_token|begin|text|token|last|index|parts")
-_UNDEFINED = re.compile(r"'(\w+)' is undefined")
-Switches = tuple[tuple[str, Any], ...]
+# The names under which templates read the reasoning of an assistant message.
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+# Renderings have these characters in place of the number and the id of each call. Two renderings
+# that differ only in numbers and ids are then equal.
+COUNTER_MARK = "\ue010"
+ID_MARK = "\ue011"
+_CALL_ID = "zq7id000{number}"
+_CALL_ID_PATTERN = re.compile(r"zq7id000\d")
+_NUMBER_AFTER_NAME = re.compile(rf"({FIRST_TOOL}|{SECOND_TOOL})([:#.-])\d\b")
+
+_SWITCH_NAME = re.compile(r"think|reason", re.IGNORECASE)
+_NO_SWITCH_NAME = re.compile(
+    r"content|prompt|history|start|end_token|begin|text|token|last|index|parts"
+)
+_EFFORTS = ("high", "low", "none", "enabled", "disabled")
+_SYSTEM_SWITCHES = ("/think", "/no_think")
+# Limits on the number of switches, so that an analysis ends within its time.
+_MAX_SWITCH_NAMES = 4
+_MAX_SWITCH_VALUES = 6
+_MAX_SWITCH_SETTINGS = 20
+
+_UNDEFINED_VARIABLE = re.compile(r"'(\w+)' is undefined")
 
 
 def _tool(name: str) -> dict[str, Any]:
+    """Return an OpenAI tool definition with the two probe arguments."""
     properties = {
-        KEY: {"type": "string", "description": "first"},
-        OTHER_KEY: {"type": "string", "description": "second"},
+        FIRST_KEY: {"type": "string", "description": "first"},
+        SECOND_KEY: {"type": "string", "description": "second"},
     }
-    parameters = {"type": "object", "properties": properties, "required": [KEY]}
+    parameters = {"type": "object", "properties": properties, "required": [FIRST_KEY]}
     return {
         "type": "function",
         "function": {"name": name, "description": "a tool", "parameters": parameters},
     }
 
 
-TOOLS = [_tool(FIRST), _tool(SECOND)]
+TOOLS = [_tool(FIRST_TOOL), _tool(SECOND_TOOL)]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeCall:
-    """A call to render: arguments as (key, value) pairs."""
+    """A tool call of a probe conversation. `arguments` are pairs of key and value."""
 
-    name: str = FIRST
-    arguments: tuple[tuple[str, Any], ...] = ((KEY, VALUE),)
+    name: str = FIRST_TOOL
+    arguments: tuple[tuple[str, Any], ...] = ((FIRST_KEY, FIRST_VALUE),)
 
 
-ONE = (ProbeCall(),)
-TWO_ARGUMENTS = ((KEY, VALUE), (OTHER_KEY, OTHER_VALUE))
+TWO_ARGUMENTS = ((FIRST_KEY, FIRST_VALUE), (SECOND_KEY, SECOND_VALUE))
+ONE_CALL = (ProbeCall(),)
+TWO_CALLS = (*ONE_CALL, ProbeCall(SECOND_TOOL, ((SECOND_KEY, SECOND_VALUE),)))
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """An assistant message."""
+class AssistantMessage:
+    """The assistant message of a probe conversation."""
 
     content: str = ""
     reasoning: str = ""
@@ -71,13 +97,68 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How a template wants a message with calls to be put.
+class Switches:
+    """Template variables and a system message that may turn thinking on or off.
 
-    is_flat     calls without the `{"type": .., "function": ..}` around them.
-    ids         "plain", or "numbered" (`functions.NAME:0`, for templates that print only the id).
-    arguments   "object" or "text" (JSON).
-    empty       content where there is none: "text" (""), "null" or "absent".
+    Attributes:
+        variables: Pairs of name and value, such as (("enable_thinking", False),).
+        system: The text of a system message, such as "/no_think"; "" for no system message.
+    """
+
+    variables: tuple[tuple[str, Any], ...] = ()
+    system: str = ""
+
+    def describe(self) -> str:
+        """Return the switches as text for the report.
+
+        >>> Switches((("enable_thinking", False),), "/no_think").describe()
+        "enable_thinking=False, system '/no_think'"
+        """
+        words = [f"{name}={value!r}" for name, value in self.variables]
+        if self.system:
+            words.append(f"system {self.system!r}")
+        return ", ".join(words)
+
+
+NO_SWITCHES = Switches()
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A probe conversation, and how to render it.
+
+    The messages are: the system message of `switches`, the user's question, a tool call with its
+    result (if `after_tool_result`), the assistant's `answer`, and the user's reply (if
+    `user_replies`).
+
+    Attributes:
+        answer: The last assistant message. If None, the model is about to write it.
+        generation_prompt: Whether to render with the generation prompt.
+        tools: Whether to offer tools.
+        after_tool_result: Whether a tool call and its result precede the answer.
+        user_replies: Whether the user writes once more after the answer.
+        switches: The switches to render with.
+    """
+
+    answer: AssistantMessage | None = None
+    generation_prompt: bool = False
+    tools: bool = False
+    after_tool_result: bool = False
+    user_replies: bool = False
+    switches: Switches = NO_SWITCHES
+
+
+@dataclass(frozen=True, slots=True)
+class CallInputForm:
+    """The form in which a template expects tool calls in its `messages` variable.
+
+    Attributes:
+        is_flat: Whether a call is {"name": .., "arguments": ..}, rather than
+            {"id": .., "type": "function", "function": {"name": .., "arguments": ..}}.
+        ids: "plain" if any id will do. "numbered" if the id must be `functions.NAME:0`, because
+            the template renders the id instead of the name.
+        arguments: "object", or "text" if the template expects the arguments as a JSON string.
+        empty: The `content` of a message without content: "text" (""), "null" or "absent".
     """
 
     is_flat: bool = False
@@ -85,249 +166,319 @@ class Shape:
     arguments: str = "object"
     empty: str = "text"
 
+    def call_id(self, name: str, number: int) -> str:
+        """Return the id of the call with this number (from 0) in the conversation.
 
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What is rendered.
+        >>> CallInputForm(ids="numbered").call_id("zqFirstTool", 0)
+        'functions.zqFirstTool:0'
+        """
+        if self.ids == "numbered":
+            return f"functions.{name}:{number}"
+        return _CALL_ID.format(number=number)
 
-    turn        the last assistant message; None: the conversation ends with the user's.
-    prompt      with the generation prompt.
-    tools       offering tools.
-    after_tool  a call and its result stand before.
-    answered    the user speaks once more after the turn.
-    switches    template variables.
-    system      a system message, "" for none.
-    """
+    def message_call(self, call: ProbeCall, number: int) -> dict[str, Any]:
+        """Return `call` as an entry of a message's `tool_calls`."""
+        arguments: Any = dict(call.arguments)
+        if self.arguments == "text":
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {"name": call.name, "arguments": arguments}
+        if self.is_flat:
+            return function
+        return {"id": self.call_id(call.name, number), "type": "function", "function": function}
 
-    turn: Turn | None = None
-    prompt: bool = False
-    tools: bool = False
-    after_tool: bool = False
-    answered: bool = False
-    switches: Switches = ()
-    system: str = ""
+
+def _call_input_forms() -> Iterator[CallInputForm]:
+    """Yield every form, from the most common form to the least common."""
+    for is_flat, ids, arguments, empty in product(
+        (False, True), ("plain", "numbered"), ("object", "text"), ("text", "null", "absent")
+    ):
+        yield CallInputForm(is_flat, ids, arguments, empty)
 
 
 @dataclass(slots=True)
 class Prober:
-    """Renders scenes, each once.
+    """Renders probe conversations with one template, each of them once.
 
-    reasoning_as   how reasoning is put: a field's name, "parts", "blocks" or "" (all fields).
-    parts          content is put as a list of parts, because the template ignores plain text.
-    needs_tools    tools are always offered, because the template fails without.
+    Attributes:
+        template: The compiled template.
+        bos, eos: The tokens that the template renders as `bos_token` and `eos_token`.
+        kwargs: Template variables that are set in every rendering.
+        call_form: The form in which the template expects tool calls.
+        has_call_form: Whether some form of tool calls is rendered completely.
+        reasoning_form: How a message states its reasoning: the name of one of REASONING_FIELDS,
+            "parts" or "blocks" (see `_assistant`). "" sets all of REASONING_FIELDS.
+        sends_parts: Whether content is a list of parts, because the template ignores a string.
+        needs_tools: Whether tools are always offered, because the template fails without them.
+        refusals: The template's error messages, by the conversation that it refused to render.
+        filled: Undefined variables without which the template failed. They are rendered as "".
+        renderings: The number of renderings so far.
     """
 
     template: CompiledTemplate
     bos: str
     eos: str
     kwargs: Mapping[str, Any]
-    shape: Shape = field(default_factory=Shape)
-    reasoning_as: str = ""
-    parts: bool = False
+    call_form: CallInputForm = field(default_factory=CallInputForm)
+    has_call_form: bool = False
+    reasoning_form: str = ""
+    sends_parts: bool = False
     needs_tools: bool = False
-    has_call_shape: bool = False
-    refusals: dict[Scene, str] = field(default_factory=dict)
+    refusals: dict[Conversation, str] = field(default_factory=dict)
     filled: dict[str, str] = field(default_factory=dict)
     renderings: int = 0
     _cache: dict[Any, str | None] = field(default_factory=dict)
 
-    def text(self, scene: Scene) -> str | None:
-        """What the template makes of a scene; None if it refuses."""
-        key = (scene, self.shape, self.reasoning_as, self.parts, self.needs_tools)
+    def render(self, conversation: Conversation) -> str | None:
+        """Return the rendered conversation, or None if the template refuses to render it.
+
+        The numbers and ids of calls are replaced by COUNTER_MARK and ID_MARK.
+        """
+        key = (
+            conversation,
+            self.call_form,
+            self.reasoning_form,
+            self.sends_parts,
+            self.needs_tools,
+        )
         if key not in self._cache:
-            self._cache[key] = self._render(scene)
+            self._cache[key] = self._render(conversation)
         return self._cache[key]
 
-    def _render(self, scene: Scene) -> str | None:
+    def _render(self, conversation: Conversation) -> str | None:
+        offers_tools = conversation.tools or self.needs_tools
         variables = {
-            "messages": self._messages(scene),
-            "tools": _copy(TOOLS) if scene.tools or self.needs_tools else None,
+            "messages": self._messages(conversation),
+            # The template gets a copy, because it may change the list.
+            "tools": json.loads(json.dumps(TOOLS)) if offers_tools else None,
             "documents": None,
-            "add_generation_prompt": scene.prompt,
+            "add_generation_prompt": conversation.generation_prompt,
             "bos_token": self.bos,
             "eos_token": self.eos,
             **self.filled,
             **self.kwargs,
-            **dict(scene.switches),
+            **dict(conversation.switches.variables),
         }
         self.renderings += 1
         try:
-            return _with_marks(self.template.render(variables), self.shape)
-        except Refused as refusal:
-            missing = _UNDEFINED.search(str(refusal))
-            if missing and missing.group(1) in self.template.names - set(self.filled):
-                self.filled[missing.group(1)] = ""  # a variable that only the model's own code sets
-                return self._render(scene)
-            self.refusals[scene] = str(refusal)
+            text = self.template.render(variables)
+        except RenderRefused as refusal:
+            if self._fill_undefined_variable(str(refusal)):
+                return self._render(conversation)
+            self.refusals[conversation] = str(refusal)
             return None
+        return _mask_call_ids(text, self.call_form)
 
-    def _messages(self, scene: Scene) -> list[dict[str, Any]]:
-        messages = [self._message("system", scene.system)] if scene.system else []
-        messages.append(self._message("user", USER))
-        if scene.after_tool:
-            messages.append(self._assistant(Turn(calls=ONE), 0))
-            identity = _identity(self.shape, FIRST, 0)
-            result = {"role": "tool", "tool_call_id": identity, "name": FIRST, "content": RESULT}
-            messages.append(result)
-        if scene.turn is not None:
-            messages.append(self._assistant(scene.turn, int(scene.after_tool)))
-        if scene.answered:
+    def _fill_undefined_variable(self, refusal: str) -> bool:
+        """Set the variable that a refusal calls undefined to "", and return whether there is one.
+
+        Some templates read variables that only the model's own code sets.
+        """
+        match = _UNDEFINED_VARIABLE.search(refusal)
+        if match is None:
+            return False
+        name = match.group(1)
+        if name not in self.template.names or name in self.filled:
+            return False
+        self.filled[name] = ""
+        return True
+
+    def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Return the conversation as the `messages` variable of the template."""
+        messages = []
+        if conversation.switches.system:
+            messages.append(self._message("system", conversation.switches.system))
+        messages.append(self._message("user", USER_TEXT))
+        num_calls = 0
+        if conversation.after_tool_result:
+            messages.append(self._assistant(AssistantMessage(calls=ONE_CALL), num_calls))
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": self.call_form.call_id(FIRST_TOOL, num_calls),
+                    "name": FIRST_TOOL,
+                    "content": RESULT_TEXT,
+                }
+            )
+            num_calls += 1
+        if conversation.answer is not None:
+            messages.append(self._assistant(conversation.answer, num_calls))
+        if conversation.user_replies:
             messages.append(self._message("user", "Go on."))
         return messages
 
     def _message(self, role: str, text: str) -> dict[str, Any]:
-        if self.parts:
+        if self.sends_parts:
             return {"role": role, "content": [{"type": "text", "text": text}]}
         return {"role": role, "content": text}
 
-    def _assistant(self, turn: Turn, first: int) -> dict[str, Any]:
+    def _assistant(self, answer: AssistantMessage, num_earlier_calls: int) -> dict[str, Any]:
+        """Return an assistant message in the form that the template expects.
+
+        Reasoning is given in a field of its own; with the form "parts" as
+        {"content": [{"type": "thinking", "thinking": ..}, ..]}; with the form "blocks" as
+        {"content": {"blocks": [{"type": "thoughts", "text": ..}, ..]}}.
+        """
+        if answer.reasoning and self.reasoning_form == "blocks":
+            return _message_of_blocks(answer)
         message: dict[str, Any] = {"role": "assistant"}
-        if turn.content:
-            message = self._message("assistant", turn.content)
-        elif self.shape.empty != "absent":
-            message["content"] = "" if self.shape.empty == "text" else None
-        if turn.reasoning:
-            if self.reasoning_as == "blocks":
-                return _as_blocks(turn)
-            self._add_reasoning(message, turn)
-        for number, call in enumerate(turn.calls, first):
-            message.setdefault("tool_calls", []).append(_put_call(call, self.shape, number))
+        if answer.content:
+            message = self._message("assistant", answer.content)
+        elif self.call_form.empty != "absent":
+            message["content"] = "" if self.call_form.empty == "text" else None
+        if answer.reasoning:
+            self._add_reasoning(message, answer)
+        if answer.calls:
+            message["tool_calls"] = [
+                self.call_form.message_call(call, number)
+                for number, call in enumerate(answer.calls, num_earlier_calls)
+            ]
         return message
 
-    def _add_reasoning(self, message: dict[str, Any], turn: Turn) -> None:
-        if self.reasoning_as == "parts":
-            said = [{"type": "text", "text": turn.content}] if turn.content else []
-            message["content"] = [{"type": "thinking", "thinking": turn.reasoning}, *said]
+    def _add_reasoning(self, message: dict[str, Any], answer: AssistantMessage) -> None:
+        if self.reasoning_form == "parts":
+            parts = [{"type": "thinking", "thinking": answer.reasoning}]
+            if answer.content:
+                parts.append({"type": "text", "text": answer.content})
+            message["content"] = parts
             return
-        names = [self.reasoning_as] if self.reasoning_as else list(REASONING_FIELDS)
-        message.update(dict.fromkeys(names, turn.reasoning))
+        fields = (self.reasoning_form,) if self.reasoning_form else REASONING_FIELDS
+        message.update(dict.fromkeys(fields, answer.reasoning))
 
-    # ---- how the template wants its input --------------------------------------------------------
+    # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> bool:
-        """Whether plain content comes out; offers tools, or puts parts, if only that helps."""
-        scene = Scene(Turn(CONTENT))
-        for self.parts, self.needs_tools in product((False, True), (False, True)):
-            text = self.text(scene)
-            if text is not None and CONTENT in text and USER in text:
+        """Find how to give plain content so that the template renders it, and use it from now on.
+
+        Sets `sends_parts` and `needs_tools`. Returns False if no form is rendered.
+        """
+        conversation = Conversation(AssistantMessage(CONTENT_TEXT))
+        for sends_parts, needs_tools in product((False, True), (False, True)):
+            self.sends_parts = sends_parts
+            self.needs_tools = needs_tools
+            text = self.render(conversation)
+            if text is not None and CONTENT_TEXT in text and USER_TEXT in text:
                 return True
-        self.parts = self.needs_tools = False
+        self.sends_parts = False
+        self.needs_tools = False
         return False
 
-    def find_call_shape(self) -> bool:
-        """Find a shape in which calls come out whole; False if there is none."""
-        scene = Scene(Turn(calls=(ProbeCall(arguments=TWO_ARGUMENTS),)), tools=True)
-        for shape in _shapes():
-            self.shape = shape
-            text = self.text(scene)
-            if text is not None and shows_call(self._new_text(text)):
-                self.has_call_shape = True
-                return True
-        self.shape = Shape()
-        return False
+    def find_call_form(self) -> None:
+        """Find a form in which the template renders tool calls completely, and use it from now on.
 
-    def _new_text(self, text: str) -> str:
-        """What a message added to the conversation: its tools are listed elsewhere."""
-        bare = self.text(Scene(tools=True)) or ""
-        return drop_common_end(after(text, USER), after(bare, USER))
+        Sets `call_form` and `has_call_form`.
+        """
+        call = ProbeCall(arguments=TWO_ARGUMENTS)
+        conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
+        for form in _call_input_forms():
+            self.call_form = form
+            text = self.render(conversation)
+            if text is not None and _shows_call(self._text_of_answer(text)):
+                self.has_call_form = True
+                return
+        self.call_form = CallInputForm()
 
-    def variants(self) -> list[tuple[Switches, str]]:
-        """(template variables, system message) in which the thinking switches take their values."""
-        found: list[tuple[Switches, str]] = [((), "")]
-        names = sorted(name for name in self.template.names if is_switch(name))[:4]
-        names = [name for name in names if name not in self.kwargs]
-        for value in (True, False):
-            if len(names) > 1:
-                found.append((tuple((name, value) for name in names), ""))
+    def _text_of_answer(self, text: str) -> str:
+        """Return what the answer adds to a rendering, without tools that are listed after it."""
+        without_answer = self.render(Conversation(tools=True)) or ""
+        after_question = text_after_last(without_answer, USER_TEXT)
+        return drop_common_suffix(text_after_last(text, USER_TEXT), after_question)
+
+    def thinking_switches(self) -> list[Switches]:
+        """Return the settings of the template's thinking switches; first, no setting at all.
+
+        A switch is a template variable whose name speaks of thinking, or "/think" or "/no_think"
+        in the system message. Example: for a template that reads `enable_thinking`, the settings
+        are none, enable_thinking=True and enable_thinking=False.
+        """
+        names = sorted(name for name in self.template.names if is_thinking_switch(name))
+        names = [name for name in names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
+        settings = [NO_SWITCHES]
+        if len(names) > 1:
+            for value in (True, False):
+                settings.append(Switches(tuple((name, value) for name in names)))
         for name in names:
-            found += [(((name, value),), "") for value in self._values(name)]
-        for word in ("/think", "/no_think"):
+            settings += [Switches(((name, value),)) for value in self._switch_values(name)]
+        for word in _SYSTEM_SWITCHES:
             if any(word in literal for literal in self.template.literals):
-                found.append(((), word))
-        return found[:20]
+                settings.append(Switches(system=word))
+        return settings[:_MAX_SWITCH_SETTINGS]
 
-    def _values(self, name: str) -> list[Any]:
-        compared = [v for v in self.template.compared.get(name, ()) if isinstance(v, str | int)]
-        values: list[Any] = [True, False]
-        if compared:
-            values = [*compared, *values]
+    def _switch_values(self, name: str) -> list[Any]:
+        """Return values for a switch: the constants that the template compares with it, first."""
+        constants = self.template.compared.get(name, ())
+        values: list[Any] = [value for value in constants if isinstance(value, str | int)]
         if "effort" in name or "mode" in name:
-            values = [*compared, "high", "low", "none", "enabled", "disabled"]
-        return list({repr(value): value for value in values}.values())[:6]
+            values += _EFFORTS
+        else:
+            values += (True, False)
+        distinct = {repr(value): value for value in values}  # as dict keys, True and 1 are equal
+        return list(distinct.values())[:_MAX_SWITCH_VALUES]
 
 
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+def is_thinking_switch(name: str) -> bool:
+    """Return whether a template variable with this name may turn thinking on or off.
+
+    >>> is_thinking_switch("enable_thinking"), is_thinking_switch("reasoning_content")
+    (True, False)
+    """
+    return bool(_SWITCH_NAME.search(name)) and not _NO_SWITCH_NAME.search(name)
 
 
-def is_switch(name: str) -> bool:
-    """Whether a template variable's name is one of a thinking switch."""
-    return bool(_SWITCH.search(name)) and not _NO_SWITCH.search(name)
+def _mask_call_ids(text: str, form: CallInputForm) -> str:
+    r"""Replace the numbers and ids of calls in a rendering by COUNTER_MARK and ID_MARK.
+
+    >>> _mask_call_ids("zqFirstTool:1 id=zq7id0001", CallInputForm())
+    'zqFirstTool:\ue010 id=\ue011'
+    """
+    text = _NUMBER_AFTER_NAME.sub(rf"\1\2{COUNTER_MARK}", text)
+    return text if form.ids == "numbered" else _CALL_ID_PATTERN.sub(ID_MARK, text)
 
 
-def _shapes() -> Iterator[Shape]:
-    for is_flat, ids, arguments, empty in product(
-        (False, True), ("plain", "numbered"), ("object", "text"), ("text", "null", "absent")
-    ):
-        yield Shape(is_flat, ids, arguments, empty)
+def unmask_call_ids(text: str) -> str:
+    r"""Replace COUNTER_MARK and ID_MARK by the number and the id of the first call.
+
+    >>> unmask_call_ids("zqFirstTool:\ue010 id=\ue011")
+    'zqFirstTool:0 id=zq7id0000'
+    """
+    return text.replace(COUNTER_MARK, "0").replace(ID_MARK, _CALL_ID.format(number=0))
 
 
-def _identity(shape: Shape, name: str, number: int) -> str:
-    if shape.ids == "numbered":
-        return f"functions.{name}:{number}"
-    return f"zq7id000{number}"
-
-
-def _with_marks(text: str, shape: Shape) -> str:
-    """The text with ids replaced by marks, so that they are the same for each call."""
-    text = re.sub(rf"({FIRST}|{SECOND})([:#.-])\d\b", rf"\1\2{NUMBER_MARK}", text)
-    return text if shape.ids == "numbered" else re.sub(r"zq7id000\d", ID_MARK, text)
-
-
-def without_marks(text: str) -> str:
-    """Text with ids in the place of the marks that stand for them."""
-    return text.replace(NUMBER_MARK, "0").replace(ID_MARK, "zq7id0000")
-
-
-def _put_call(call: ProbeCall, shape: Shape, number: int) -> dict[str, Any]:
-    arguments: Any = dict(call.arguments)
-    if shape.arguments == "text":
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    function = {"name": call.name, "arguments": arguments}
-    if shape.is_flat:
-        return function
-    return {"id": _identity(shape, call.name, number), "type": "function", "function": function}
-
-
-def _as_blocks(turn: Turn) -> dict[str, Any]:
-    calls = [
-        {"name": call.name, "arguments": json.dumps(dict(call.arguments))} for call in turn.calls
-    ]
-    blocks: list[dict[str, Any]] = [{"type": "thoughts", "text": turn.reasoning}]
-    if calls:
+def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
+    """Return an assistant message whose content is {"blocks": [thoughts, tool calls, response]}."""
+    blocks: list[dict[str, Any]] = [{"type": "thoughts", "text": answer.reasoning}]
+    if answer.calls:
+        calls = [
+            {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
+            for call in answer.calls
+        ]
         blocks.append({"type": "tool_calls", "calls": calls})
-    if turn.content:
-        blocks.append({"type": "response", "text": turn.content})
+    if answer.content:
+        blocks.append({"type": "response", "text": answer.content})
     return {"role": "assistant", "content": {"blocks": blocks}}
 
 
-def shows_call(text: str) -> bool:
-    """Whether a rendering shows the probe's call, neither as Python's repr nor as escaped JSON."""
-    at = text.find(FIRST)
-    shown = (KEY, VALUE, OTHER_KEY, OTHER_VALUE)
-    if at < 0 or not all(word in text[at:] for word in shown):
+def _shows_call(text: str) -> bool:
+    """Return whether `text` contains the call of `find_call_form` with both of its arguments.
+
+    Arguments that are printed as a Python dict, or as JSON inside a JSON string, do not count:
+    the template expects another form of arguments then.
+    """
+    name_at = text.find(FIRST_TOOL)
+    if name_at < 0:
         return False
-    return f"'{KEY}'" not in text and f'\\"{KEY}' not in text and "None" not in text[:at]
+    arguments = text[name_at:]
+    if not all(w in arguments for w in (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)):
+        return False
+    is_python_dict = f"'{FIRST_KEY}'" in text
+    is_json_in_string = f'\\"{FIRST_KEY}' in text
+    prints_none = "None" in text[:name_at]
+    return not (is_python_dict or is_json_in_string or prints_none)
 
 
-def _copy(value: Any) -> Any:  # noqa: ANN401  # JSON
-    return json.loads(json.dumps(value))
+def text_after_last(text: str, word: str) -> str:
+    """Return what follows the last occurrence of `word`, or all of `text` if there is none.
 
-
-def after(text: str, word: str) -> str:
-    """What follows the last occurrence of `word`."""
+    >>> text_after_last("user: Hello. user: Bye.", "user: ")
+    'Bye.'
+    """
     return text[text.rfind(word) + len(word) :] if word in text else text
-
-
-def drop_common_end(text: str, other: str) -> str:
-    """`text` without the end that it shares with `other`."""
-    return text[: len(text) - len(common_end(text, other))]

@@ -1,36 +1,47 @@
-"""The proof: what was rendered is parsed with the inferred format and must come back."""
+"""Check an inferred format: parse the template's own renderings and compare with what was rendered.
+
+The analysis infers a format from differences, and may be wrong. Here the text that the template
+renders for a message is parsed with the format. The result must be the message.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nereid_parsers.events import Message
 from nereid_parsers.format import Format, Reasoning
 from nereid_parsers.stream.parser import parse
-from nereid_parsers.template.frame import Frame
+from nereid_parsers.template.difference import drop_common_suffix
+from nereid_parsers.template.frame import TurnFrame
 from nereid_parsers.template.probe import (
-    CONTENT,
-    ONE,
-    RESULT,
+    CONTENT_TEXT,
+    ONE_CALL,
+    RESULT_TEXT,
     TOOLS,
+    TWO_CALLS,
+    AssistantMessage,
+    Conversation,
     ProbeCall,
-    Scene,
-    Turn,
-    drop_common_end,
-    without_marks,
+    unmask_call_ids,
 )
-from nereid_parsers.template.reasoning import FoundReasoning
-from nereid_parsers.template.tools import TWO, FoundTools
+from nereid_parsers.template.reasoning import ReasoningFindings
+from nereid_parsers.template.tools import ToolFindings, conversation_with_calls
+
+ONE_CALL_PROOF = "one call"
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One rendering, parsed.
+    """A rendered message that was parsed with the inferred format.
 
-    name      what was rendered: "reasoning and content".
-    prompt    before the text; text: what the model would have written.
-    differs   the parts of the message that came back different.
+    Attributes:
+        name: The kind of message, such as "content and a call".
+        prompt: The prompt before the message.
+        text: The text that a model would generate for the message.
+        differs: The parts of the message that the parser did not return as they were rendered:
+            "reasoning", "content", "tool names" or "tool arguments".
     """
 
     name: str
@@ -39,81 +50,115 @@ class Proof:
     differs: tuple[str, ...]
 
 
-def prove(fmt: Format, frame: Frame, reasoning: FoundReasoning, tools: FoundTools) -> list[Proof]:
-    """Parse every kind of message that the template renders."""
-    scenes: list[tuple[str, Scene]] = [("content", Scene(Turn(CONTENT)))]
-    if reasoning.scene is not None:
-        scenes.append(("reasoning", reasoning.scene))
-    if tools.form != "none":
-        scenes.append(("one call", Scene(Turn(calls=ONE), tools=True)))
+def parse_renderings(
+    fmt: Format, frame: TurnFrame, reasoning: ReasoningFindings, tools: ToolFindings
+) -> list[Proof]:
+    """Parse each kind of message that the template renders, and return what differs.
+
+    Example: "<think>Numbat thinks about it.</think>Wombat gives the answer." must be parsed as
+    reasoning and content.
+    """
+    proofs = []
+    for name, conversation in _conversations(reasoning, tools):
+        prompt_and_text = _prompt_and_output(frame, reasoning.part, conversation)
+        if prompt_and_text is None or conversation.answer is None:
+            continue
+        prompt, text = prompt_and_text
+        offered = TOOLS if conversation.tools else []
+        message = parse(text, format=fmt, tools=offered, prompt=prompt)
+        differs = tuple(_differing_parts(conversation.answer, message))
+        proofs.append(Proof(name, prompt, text, differs))
+    return proofs
+
+
+def _conversations(
+    reasoning: ReasoningFindings, tools: ToolFindings
+) -> Iterator[tuple[str, Conversation]]:
+    """Yield a name and a conversation for each kind of message that the template renders."""
+    content = AssistantMessage(CONTENT_TEXT)
+    yield "content", Conversation(content)
+    if reasoning.conversation is not None:
+        yield "reasoning", reasoning.conversation
+    if tools.has_calls:
+        yield ONE_CALL_PROOF, conversation_with_calls(ONE_CALL)
     if tools.is_parallel:
-        scenes.append(("two calls", Scene(Turn(calls=TWO), tools=True)))
+        yield "two calls", conversation_with_calls(TWO_CALLS)
     if tools.with_content:
-        scenes.append(("content and a call", Scene(Turn(CONTENT, calls=ONE), tools=True)))
-    if tools.form != "none":
-        behind = Scene(Turn(CONTENT), tools=True, after_tool=True)
-        scenes.append(("content behind a result", behind))
-    found = []
-    for name, scene in scenes:
-        text, prompt = _output(frame, reasoning, scene)
-        if text is not None and scene.turn is not None:
-            message = parse(text, format=fmt, tools=TOOLS if scene.tools else [], prompt=prompt)
-            found.append(Proof(name, prompt, text, tuple(_differences(scene.turn, message))))
-    return found
+        yield "content and a call", conversation_with_calls(ONE_CALL, CONTENT_TEXT)
+    if tools.has_calls:
+        yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
 
 
-def _output(frame: Frame, reasoning: FoundReasoning, scene: Scene) -> tuple[str | None, str]:
-    """(what the model would write, the prompt before it)."""
-    asking = replace(scene, turn=None, prompt=True)
-    if scene.after_tool:
-        return _continued(frame, reasoning.part, scene, asking)
-    prompt, body = frame.prober.text(asking), frame.body(scene)
-    if prompt is None or body is None:
-        return None, ""
-    body = without_marks(body)
-    opened = frame.opened(prompt).strip()
-    if opened and body.lstrip().startswith(opened):
-        body = body.lstrip()[len(opened) :]
-    part = reasoning.part
-    if part is not None and opened.endswith(part.close.strip()):
-        body = body.lstrip().removeprefix(part.close.strip())  # both write an empty block's end
-    if part is None or part.close.strip() in opened or part.close.strip() in body:
-        return body, prompt
-    if opened.endswith(part.open.strip()):  # the prompt made it think, the message did not
-        return f"{part.close}{body}", prompt
-    return body, prompt
+def _prompt_and_output(
+    frame: TurnFrame, reasoning: Reasoning | None, conversation: Conversation
+) -> tuple[str, str] | None:
+    r"""Return the prompt, and the text that a model would generate for the answer.
+
+    Returns None if the template does not render them. What the prompt already contains is not in
+    the text. Example: the prompt ends with "<think>\n", and the rendered message starts with it.
+    """
+    asking = replace(conversation, answer=None, generation_prompt=True)
+    prompt = frame.prober.render(asking)
+    if prompt is None:
+        return None
+    if conversation.after_tool_result:
+        return _prompt_and_output_after_result(frame, reasoning, conversation, prompt)
+    text = frame.generated_text(conversation)
+    if text is None:
+        return None
+    text = unmask_call_ids(text)
+    in_prompt = frame.prompt_after_header(prompt).strip()
+    if in_prompt and text.lstrip().startswith(in_prompt):
+        text = text.lstrip()[len(in_prompt) :]
+    if reasoning is None:
+        return prompt, text
+    opening, closing = reasoning.open.strip(), reasoning.close.strip()
+    if in_prompt.endswith(closing):
+        # The prompt and the message both end an empty block of reasoning.
+        text = text.lstrip().removeprefix(closing)
+    is_open = in_prompt.endswith(opening) and closing not in in_prompt
+    if is_open and closing not in text:
+        # The prompt opens reasoning, but the message has none: the model closes it at once.
+        text = reasoning.close + text
+    return prompt, text
 
 
-def _continued(
-    frame: Frame, part: Reasoning | None, scene: Scene, asking: Scene
-) -> tuple[str | None, str]:
-    """The same where the prompt is the very beginning of what is rendered; else nothing."""
-    prompt, whole = frame.prober.text(asking), frame.prober.text(scene)
-    if prompt is None or whole is None or RESULT not in prompt or not whole.startswith(prompt):
-        return None, ""
-    text = frame.without_end(drop_common_end(whole[len(prompt) :], frame.trail))
-    is_open = part is not None and prompt.rstrip().endswith(part.open.strip())
-    if part is not None and is_open and part.close.strip() not in text:
-        text = part.close + text  # the prompt made it think, the message did not
-    return without_marks(text), without_marks(prompt)
+def _prompt_and_output_after_result(
+    frame: TurnFrame, reasoning: Reasoning | None, conversation: Conversation, prompt: str
+) -> tuple[str, str] | None:
+    """Return the prompt, and the text that a model would generate after a tool's result.
+
+    Returns None if the rendered conversation does not start with the prompt.
+    """
+    whole = frame.prober.render(conversation)
+    if whole is None or RESULT_TEXT not in prompt or not whole.startswith(prompt):
+        return None
+    text = drop_common_suffix(whole[len(prompt) :], frame.trailing_text)
+    text = frame.without_end_markers(text)
+    is_open = reasoning is not None and prompt.rstrip().endswith(reasoning.open.strip())
+    if reasoning is not None and is_open and reasoning.close.strip() not in text:
+        # The prompt opens reasoning, but the message has none: the model closes it at once.
+        text = reasoning.close + text
+    return unmask_call_ids(prompt), unmask_call_ids(text)
 
 
-def _differences(turn: Turn, got: Message) -> list[str]:
-    found = []
-    if (got.reasoning or "").strip() != turn.reasoning:
-        found.append("reasoning")
-    if (got.content or "").strip() != turn.content:
-        found.append("content")
-    if [call.name for call in got.tool_calls] != [call.name for call in turn.calls]:
-        found.append("tool names")
-    else:
-        pairs = zip(turn.calls, got.tool_calls, strict=True)
-        if not all(_same(call, one.arguments) for call, one in pairs):
-            found.append("tool arguments")
-    return found
+def _differing_parts(answer: AssistantMessage, got: Message) -> Iterator[str]:
+    """Yield the names of the message parts in which the parsed message differs from the answer."""
+    if (got.reasoning or "").strip() != answer.reasoning:
+        yield "reasoning"
+    if (got.content or "").strip() != answer.content:
+        yield "content"
+    if [call.name for call in got.tool_calls] != [call.name for call in answer.calls]:
+        yield "tool names"
+        return
+    for call, got_call in zip(answer.calls, got.tool_calls, strict=True):
+        if not _has_arguments(call, got_call.arguments):
+            yield "tool arguments"
+            return
 
 
-def _same(call: ProbeCall, arguments: str) -> bool:
+def _has_arguments(call: ProbeCall, arguments: str) -> bool:
+    """Return whether `arguments`, as JSON, equal the arguments of `call`."""
     try:
         return bool(json.loads(arguments) == dict(call.arguments))
     except ValueError:

@@ -1,4 +1,7 @@
-"""Formats that no comparison reveals, each with the model and the reason. Keep this list short."""
+"""Formats that cannot be inferred by comparing renderings. Their templates are recognised instead.
+
+Each entry names the models and the reason. Keep this list short.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +12,42 @@ from nereid_parsers.format import Format, Messages, Route, Sections, Source, Sta
 
 
 @dataclass(frozen=True, slots=True)
-class Exceptional:
-    """A format that is recognised instead of inferred.
+class QuarantineEntry:
+    """A template that is recognised by its source, and its format.
 
-    is_it    looks at the template's source.
+    Attributes:
+        model: The models that have the template.
+        reason: Why comparisons cannot infer the format.
+        matches: Takes the source of a template and returns whether it is this template.
+        make_layout: Returns the layout of the format.
     """
 
     model: str
     reason: str
-    is_it: Callable[[str], bool]
-    make: Callable[[], Messages | Sections]
+    matches: Callable[[str], bool]
+    make_layout: Callable[[], Messages | Sections]
 
 
 def is_harmony(source: str) -> bool:
-    """Messages with channels: the markers are spelled out, with a channel called analysis."""
+    """Return whether a template writes messages with channels.
+
+    Example: `<|channel|>analysis<|message|>` starts a message in the channel `analysis`.
+    """
     return "<|channel|>analysis" in source and "<|message|>" in source
 
 
 def is_recipient_lines(source: str) -> bool:
-    """Messages that begin with `>>>` and a recipient's line."""
-    return ">>>all" in source.replace("' ~ '", "") or (
-        ">>>" in source and "'all" in source and "recipient" in source
-    )
+    r"""Return whether a template starts each message with `>>>` and a line with its recipient.
+
+    Example: ">>>all\nHello" is content, and ">>>get_weather\n{..}" is a call.
+    """
+    without_concatenation = source.replace("' ~ '", "")
+    if ">>>all" in without_concatenation:
+        return True
+    return ">>>" in source and "'all" in source and "recipient" in source
 
 
-def _harmony() -> Messages:
+def _harmony_layout() -> Messages:
     from nereid_parsers.formats.registry import get_format
 
     layout = get_format("gpt_oss").layout
@@ -41,7 +55,7 @@ def _harmony() -> Messages:
     return layout
 
 
-def _recipient_lines() -> Messages:
+def _recipient_lines_layout() -> Messages:
     return Messages(
         start=">>>",
         header_end="\n",
@@ -50,27 +64,28 @@ def _recipient_lines() -> Messages:
 
 
 QUARANTINE = (
-    Exceptional(
-        "openai/gpt-oss-20b, openai/gpt-oss-120b",
-        "the channel of a message depends on the whole conversation, and a call's recipient is "
-        "written in two places: one rendering shows one of them",
-        is_harmony,
-        _harmony,
+    QuarantineEntry(
+        model="openai/gpt-oss-20b, openai/gpt-oss-120b",
+        reason="The channel of a message depends on the whole conversation, and the recipient of "
+        "a call is written in one of two places. A rendering shows only one of them.",
+        matches=is_harmony,
+        make_layout=_harmony_layout,
     ),
-    Exceptional(
-        "meetkai/functionary-medium-v3.2, functionary-small-v3.2",
-        "content and calls are messages to recipients, 'all' being one of them; the generation "
-        "prompt opens the first message, so that it is rendered unlike those that follow",
-        is_recipient_lines,
-        _recipient_lines,
+    QuarantineEntry(
+        model="meetkai/functionary-medium-v3.2, functionary-small-v3.2",
+        reason="Content and calls are messages to recipients, and the recipient of content is "
+        "'all'. The generation prompt opens the first message, so that the first message is "
+        "rendered differently from the messages after it.",
+        matches=is_recipient_lines,
+        make_layout=_recipient_lines_layout,
     ),
 )
 
 
-def exceptional(source: str) -> tuple[Exceptional, Format] | None:
-    """The entry that this template's source matches, and its format."""
+def find_quarantined(source: str) -> tuple[QuarantineEntry, Format] | None:
+    """Return the entry that matches a template's source, with its format; None if none matches."""
     for entry in QUARANTINE:
-        if entry.is_it(source):
+        if entry.matches(source):
             note = Source(f"recognised in its chat template: {entry.model}")
-            return entry, Format("recognised", entry.make(), sources=(note,))
+            return entry, Format("recognised", entry.make_layout(), sources=(note,))
     return None

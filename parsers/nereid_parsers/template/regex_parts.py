@@ -1,7 +1,12 @@
-r"""The few regular expressions of response templates, read as literals and fields.
+r"""Split the regular expressions of response templates into literals and fields.
 
-`\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>` is blanks, a literal, blanks, a literal, a field
-and a literal. What is more than that is refused, because a format must also be able to write it.
+A response template declares a marker as a regular expression such as
+
+    \s*<tool_call>\s*<function=(?P<name>[^>\n]+)>
+
+A format must also be able to write the marker. So the expression is split into white space, the
+literal `<tool_call>`, white space, the literal `<function=`, the field `name` and the literal `>`.
+Expressions with other elements are rejected.
 """
 
 from __future__ import annotations
@@ -12,149 +17,187 @@ from itertools import product
 
 from nereid_parsers.errors import FormatError
 
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
+_ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "r": "\r"}
 _QUANTIFIER = re.compile(r"[*+?]\??|\{\d+(?:,\d*)?\}\??")
+_NAMED_GROUP = re.compile(r"\(\?P<(\w+)>")
+_WHITE_SPACE_CLASS = re.compile(r"(?:\\[sntr]| )+")  # the inside of `[\s\n]`
 _MAX_ALTERNATIVES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    r"""`\s*` and its like."""
+    r"""Optional white space: `\s*`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A named group, or "" for a class of characters without a name."""
+    """A named group, or, with the name "", other characters that are not literal: `[^>]+`."""
 
     name: str
 
 
-Piece = str | Blank | Field
+Piece = str | Blank | Field  # a str is a literal
 Pieces = tuple[Piece, ...]
 
 
 def alternatives(regex: str) -> list[Pieces]:
-    """Every way to match, as pieces.
+    r"""Return the alternatives of a regular expression, each split into pieces.
 
-    Raises: FormatError for what is neither literal, blank, field, option nor alternative.
+    >>> alternatives(r"\s*<a (?P<name>\w+)>|<b>")
+    [(Blank(), '<a ', Field(name='name'), '>'), ('<b>',)]
+
+    Raises:
+        FormatError: The expression is malformed, or has elements other than literals, white space,
+            groups, character classes, options (`?`) and alternatives (`|`).
     """
     reader = _Reader(regex)
-    found = reader.choice()
-    if reader.at != len(regex):
-        raise FormatError(f"regex {regex!r}: cannot be read as markers from {reader.at} on")
-    return [_joined(pieces) for pieces in found]
+    found = reader.read_alternatives()
+    if reader.position != len(regex):
+        raise reader.error(f"the character at index {reader.position} closes no group")
+    return [_join_literals(pieces) for pieces in found]
 
 
-def _joined(pieces: Pieces) -> Pieces:
-    """Pieces with neighbouring literals in one."""
-    found: list[Piece] = []
+def _join_literals(pieces: Pieces) -> Pieces:
+    """Return the pieces with neighbouring literals joined.
+
+    >>> _join_literals(("<", "a", Blank(), ">"))
+    ('<a', Blank(), '>')
+    """
+    joined: list[Piece] = []
     for piece in pieces:
-        if isinstance(piece, str) and found and isinstance(found[-1], str):
-            found[-1] += piece
+        if isinstance(piece, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += piece
         elif piece != "":
-            found.append(piece)
-    return tuple(found)
+            joined.append(piece)
+    return tuple(joined)
 
 
 class _Reader:
+    """A recursive-descent parser of a regular expression.
+
+    Each `read_` method reads one element at `position`, moves `position` to its end, and returns
+    the alternatives of the element: a list of pieces, or `[()]` for an element that is no text.
+    """
+
     def __init__(self, regex: str) -> None:
         self.regex = regex
-        self.at = 0
+        self.position = 0
 
-    def choice(self) -> list[Pieces]:
-        found = self._sequence()
-        while self.at < len(self.regex) and self.regex[self.at] == "|":
-            self.at += 1
-            found += self._sequence()
+    def error(self, reason: str) -> FormatError:
+        return FormatError(f"the regular expression {self.regex!r} cannot be used: {reason}")
+
+    def read_alternatives(self) -> list[Pieces]:
+        """Read `one|other`, up to the end of the group or of the expression."""
+        found = self.read_sequence()
+        while self.regex.startswith("|", self.position):
+            self.position += 1
+            found += self.read_sequence()
         return found
 
-    def _sequence(self) -> list[Pieces]:
+    def read_sequence(self) -> list[Pieces]:
+        """Read elements that follow each other, and combine their alternatives."""
         found: list[Pieces] = [()]
-        while self.at < len(self.regex) and self.regex[self.at] not in "|)":
-            item = self._item()
-            found = [one + other for one, other in product(found, item)]
+        while self.position < len(self.regex) and self.regex[self.position] not in "|)":
+            element = self.read_element()
+            found = [before + after for before, after in product(found, element)]
             if len(found) > _MAX_ALTERNATIVES:
-                raise FormatError(f"regex {self.regex!r}: too many alternatives")
+                raise self.error(
+                    f"it has too many alternatives, more than the limit of {_MAX_ALTERNATIVES}"
+                )
         return found
 
-    def _item(self) -> list[Pieces]:
-        char = self.regex[self.at]
-        if char == "(":
-            item: list[Pieces] = self._group()
-        elif char == "[":
-            item = [(self._class(),)]
-        elif char == "\\":
-            item = [(self._escape(),)]
-        elif char == ".":
-            self.at += 1
-            item = [(Field(""),)]
-        elif char in "^$":
-            self.at += 1
+    def read_element(self) -> list[Pieces]:
+        """Read a group, a class, an escape or a character, with its quantifier."""
+        char = self.regex[self.position]
+        if char in "^$":
+            self.position += 1
             return [()]
+        if char == "(":
+            element = self.read_group()
+        elif char == "[":
+            element = [(self.read_class(),)]
+        elif char == "\\":
+            element = [(self.read_escape(),)]
         else:
-            self.at += 1
-            item = [(char,)]
-        return self._quantified(item)
+            self.position += 1
+            element = [(Field("") if char == "." else char,)]
+        return self.read_quantifier(element)
 
-    def _quantified(self, item: list[Pieces]) -> list[Pieces]:
-        match = _QUANTIFIER.match(self.regex, self.at)
-        if match is None:
-            return item
-        self.at = match.end()
-        if all(piece == Blank() or isinstance(piece, Field) for one in item for piece in one):
-            return item
-        if match.group()[0] == "?":
-            return [*item, ()]
-        raise FormatError(f"regex {self.regex!r}: {match.group()} repeats a literal")
+    def read_quantifier(self, element: list[Pieces]) -> list[Pieces]:
+        """Read the quantifier after `element`, if any, and apply it to the element."""
+        quantifier = _QUANTIFIER.match(self.regex, self.position)
+        if quantifier is None:
+            return element
+        self.position = quantifier.end()
+        has_literal = any(isinstance(piece, str) for pieces in element for piece in pieces)
+        if not has_literal:
+            return element
+        if quantifier.group().startswith("?"):
+            return [*element, ()]
+        raise self.error(f"the quantifier {quantifier.group()} repeats a literal")
 
-    def _group(self) -> list[Pieces]:
-        named = re.compile(r"\(\?P<(\w+)>").match(self.regex, self.at)
+    def read_group(self) -> list[Pieces]:
+        """Read a named group as a field, and any other group as its alternatives."""
+        named = _NAMED_GROUP.match(self.regex, self.position)
         if named is not None:
-            self.at = self._matching_end()
+            self.position = self.end_of_group()
             return [(Field(named.group(1)),)]
-        lead = re.compile(r"\((?:\?:)?").match(self.regex, self.at)
-        assert lead is not None
-        if self.regex.startswith("(?", self.at) and lead.group() != "(?:":
-            raise FormatError(f"regex {self.regex!r}: looks ahead or behind")
-        self.at = lead.end()
-        found = self.choice()
-        if self.at >= len(self.regex):
-            raise FormatError(f"regex {self.regex!r}: a group is not closed")
-        self.at += 1
+        if self.regex.startswith("(?:", self.position):
+            self.position += len("(?:")
+        elif self.regex.startswith("(?", self.position):
+            raise self.error("it has a group that looks ahead or behind, or sets flags")
+        else:
+            self.position += len("(")
+        found = self.read_alternatives()
+        if self.position >= len(self.regex):
+            raise self.error("a group is not closed")
+        self.position += 1
         return found
 
-    def _matching_end(self) -> int:
-        depth, at = 0, self.at
+    def end_of_group(self) -> int:
+        """Return the index after the parenthesis that closes the group at `position`."""
+        depth = 0
+        at = self.position
         while at < len(self.regex):
             char = self.regex[at]
             if char == "\\":
-                at += 1
+                at += 1  # The next character is escaped.
             elif char == "[":
-                at = self.regex.find("]", at + 2)
-                if at < 0:
-                    break
-            elif char in "()":
-                depth += 1 if char == "(" else -1
-                if not depth:
+                at = self.end_of_class(at)
+            elif char == "(":
+                depth += 1
+            elif char == ")":
+                depth -= 1
+                if depth == 0:
                     return at + 1
             at += 1
-        raise FormatError(f"regex {self.regex!r}: a group is not closed")
+        raise self.error("a group is not closed")
 
-    def _class(self) -> Piece:
-        end = self.regex.find("]", self.at + 2)
+    def end_of_class(self, start: int) -> int:
+        """Return the index of the bracket that closes the class at `start`.
+
+        A bracket directly after the opening bracket is a member of the class: `[]a]`.
+        """
+        end = self.regex.find("]", start + 2)
         if end < 0:
-            raise FormatError(f"regex {self.regex!r}: a class is not closed")
-        inside = self.regex[self.at + 1 : end]
-        self.at = end + 1
-        return Blank() if re.fullmatch(r"(?:\\[sntr]| )+", inside) else Field("")
+            raise self.error("a character class is not closed")
+        return end
 
-    def _escape(self) -> Piece:
-        char = self.regex[self.at + 1 : self.at + 2]
-        self.at += 2
+    def read_class(self) -> Piece:
+        """Read a class as white space, or as a field without a name."""
+        end = self.end_of_class(self.position)
+        members = self.regex[self.position + 1 : end]
+        self.position = end + 1
+        return Blank() if _WHITE_SPACE_CLASS.fullmatch(members) else Field("")
+
+    def read_escape(self) -> Piece:
+        r"""Read an escape: `\s` as white space, `\w` as a field, `\b` as nothing, `\.` as "."."""
+        char = self.regex[self.position + 1 : self.position + 2]
+        self.position += 2
         if char == "s":
             return Blank()
         if char in ("w", "d", "S"):
             return Field("")
         if char in ("Z", "b", "A", "z"):
             return ""
-        return _ESCAPES.get(char, char)
+        return _ESCAPED_CHARACTERS.get(char, char)

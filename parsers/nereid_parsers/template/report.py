@@ -1,29 +1,51 @@
-"""What an analysis shows to a person or a machine: the same findings for text, JSON and HTML."""
+"""Show the result of an analysis as text or JSON. `page.py` shows the same report as HTML."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.format import Format
 from nereid_parsers.stream.parser import StreamParser
-from nereid_parsers.template.analysis import TemplateAnalysis
+from nereid_parsers.template.analysis_result import AnalysisResult
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.probe import TOOLS
 from nereid_parsers.template.proof import Proof
 
-AROUND = 60  # characters shown of what two renderings have in common
-PROMPT_TAIL = 80  # characters
+CONTEXT_CHARS = 60  # characters shown before and after a difference
+PROMPT_END_CHARS = 80  # characters shown of the end of a prompt
+
+# Takes the kind of a text ("title", "reasoning", "added", ...) and the text. Returns the text, with
+# the terminal's escape sequences for the colour of that kind.
 Paint = Callable[[str, str], str]
+
+
+_COMPARISONS_EXPLAINED = (
+    "Each comparison renders two conversations that differ in one thing. The texts and names of the",
+    "conversations, such as zqFirstTool, are made up, so that they occur in no template.",
+    "Lines with - show the first rendering, lines with + show the second.",
+)
+
+
+def no_colour(kind: str, text: str) -> str:  # noqa: ARG001
+    """Return `text` as it is. This is a `Paint`."""
+    return text
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A rendering, cut into parts by the parser: (what it was taken for, text)."""
+    """A rendered message, split as the parser understands it.
+
+    Attributes:
+        name: The kind of message, such as "content and a call".
+        prompt_end: The end of the prompt before the message.
+        spans: Pairs of kind and text. The kinds are "reasoning", "content", "call" and "markup".
+        differs: The parts of the message that the parser did not return as they were rendered.
+    """
 
     name: str
     prompt_end: str
@@ -33,178 +55,243 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that is shown. `why` says where the format comes from."""
+    """What the command `template` shows.
+
+    Attributes:
+        title: The path of the template or checkpoint; "" for no title.
+        why: Where the format comes from.
+        format: The format.
+        analysis: The result of the analysis, if the format was inferred.
+        samples: The messages that were parsed to check the format.
+        constraint: The structural tag of a required call as JSON, or why there is none.
+    """
 
     title: str
     why: str
     format: Format
-    analysis: TemplateAnalysis | None
+    analysis: AnalysisResult | None
     samples: tuple[Sample, ...]
     constraint: str
 
 
-def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | None) -> Report:
-    """Collect what is shown of a format, and of the analysis that gave it."""
+def report_of(title: str, why: str, fmt: Format, analysis: AnalysisResult | None) -> Report:
+    """Return the report on a format, and on the analysis that inferred it."""
     proofs = analysis.proofs if analysis is not None else ()
     samples = tuple(_sample(fmt, proof) for proof in proofs)
     return Report(title, why, fmt, analysis, samples, _constraint(fmt, proofs))
 
 
 def _sample(fmt: Format, proof: Proof) -> Sample:
+    """Return the text of a proof, split by the parser."""
     spans: list[tuple[str, str]] = []
-    parser = StreamParser(
-        fmt, tools=TOOLS, prompt=proof.prompt, trace=lambda kind, text: spans.append((kind, text))
-    )
+
+    def record(kind: str, text: str) -> None:
+        spans.append((kind, text))
+
+    parser = StreamParser(fmt, tools=TOOLS, prompt=proof.prompt, trace=record)
     parser.feed(proof.text)
     parser.finish()
-    return Sample(proof.name, proof.prompt[-PROMPT_TAIL:], tuple(_merged(spans)), proof.differs)
+    prompt_end = proof.prompt[-PROMPT_END_CHARS:]
+    return Sample(proof.name, prompt_end, tuple(_join_spans(spans)), proof.differs)
 
 
-def _merged(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    kind, text = "", ""
-    for one, piece in spans:
-        if one != kind and text:
-            yield kind, text
-            text = ""
-        kind, text = one, text + piece
-    if text:
-        yield kind, text
+def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield the spans, with neighbours of the same kind joined.
+
+    >>> list(_join_spans([("content", "a"), ("content", "b"), ("markup", "<c>")]))
+    [('content', 'ab'), ('markup', '<c>')]
+    """
+    joined_kind = ""
+    joined_text = ""
+    for kind, text in spans:
+        if kind != joined_kind and joined_text:
+            yield joined_kind, joined_text
+            joined_text = ""
+        joined_kind = kind
+        joined_text += text
+    if joined_text:
+        yield joined_kind, joined_text
 
 
 def _constraint(fmt: Format, proofs: tuple[Proof, ...]) -> str:
-    """The structural tag of a required call, as JSON; why there is none, where there is none."""
+    """Return the structural tag of a required call as JSON, or why there is none."""
     prompt = proofs[0].prompt if proofs else None
     try:
         tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)
     except ConstraintError as error:
-        return f"none: {error}"
+        return f"This format has no constraint: {error}"
     return json.dumps(tag, indent=2, ensure_ascii=False)
 
 
 # ---- text ---------------------------------------------------------------------------------------
 
 
-def as_text(analysis: TemplateAnalysis, paint: Paint = lambda _kind, text: text) -> str:
-    """An analysis as text; see `report_text`."""
-    return report_text(report_of("", "", analysis.format, analysis), paint)
+def as_text(analysis: AnalysisResult) -> str:
+    """Return the report on an analysis as text, without a title and without colours."""
+    return report_text(report_of("", "", analysis.format, analysis))
 
 
-def report_text(report: Report, paint: Paint = lambda _kind, text: text) -> str:
-    """The report as lines; `paint(kind, text)` may colour parts of them."""
+def report_text(report: Report, paint: Paint = no_colour) -> str:
+    """Return the report as text, with the colours that `paint` adds."""
     return "\n".join(_lines(report, paint)) + "\n"
 
 
 def _lines(report: Report, paint: Paint) -> Iterator[str]:
+    analysis = report.analysis
     if report.title:
         yield paint("title", report.title)
         yield report.why
         yield ""
-    analysis = report.analysis
     if analysis is not None:
         yield paint("title", "Comparisons")
-        for one in analysis.comparisons:
-            yield f"{paint('name', one.name)}  ({one.changed})"
-            yield f"    {one.finding}"
-            yield from (f"    {line}" for line in difference_lines(one, paint))
+        yield from _indented(_COMPARISONS_EXPLAINED)
+        for comparison in analysis.comparisons:
+            yield from _comparison_lines(comparison, paint)
         yield ""
-        yield paint("title", "Supports")
-        yield from (f"    {name:20} {value}" for name, value in supports_rows(analysis))
+        yield paint("title", "What the template supports")
+        for name, value in supports_rows(analysis):
+            yield f"    {name:20} {value}"
         yield ""
     yield paint("title", "Format")
-    yield from (f"    {line}" for line in part_lines(report.format))
+    yield from _indented(part_lines(report.format))
     yield ""
     for sample in report.samples:
-        state = paint("markup", "read back") if not sample.differs else paint(
-            "reason", f"differs in {', '.join(sample.differs)}"
-        )  # fmt: skip
-        yield f"{paint('title', 'Sample')}: {sample.name}  {state}"
-        yield "    " + paint("markup", repr(sample.prompt_end)[1:-1])
-        cut = [paint(kind, f"{kind}:{text!r}") for kind, text in sample.spans]
-        yield from (f"    {line}" for line in cut)
+        yield from _sample_lines(sample, paint)
     yield ""
     if analysis is not None and analysis.undecided:
         yield paint("title", "Not decided")
-        yield from (f"    {paint('reason', one)}" for one in analysis.undecided)
+        for sentence in analysis.undecided:
+            yield f"    {paint('reason', sentence)}"
         yield ""
     yield paint("title", "Constraint of a required call")
-    yield from (f"    {line}" for line in report.constraint.splitlines())
+    yield from _indented(report.constraint.splitlines())
 
 
-def difference_lines(one: Comparison, paint: Paint) -> Iterator[str]:
-    """The two renderings where they differ, with a little around."""
-    if one.left == one.right:
+def _indented(lines: Iterator[str] | list[str]) -> Iterator[str]:
+    for line in lines:
+        yield f"    {line}"
+
+
+def _comparison_lines(comparison: Comparison, paint: Paint) -> Iterator[str]:
+    yield f"{paint('name', comparison.name)}: {comparison.changed}"
+    yield f"    {comparison.finding}"
+    yield from _indented(difference_lines(comparison, paint))
+
+
+def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
+    state = paint("markup", "parsed correctly")
+    if sample.differs:
+        state = paint("reason", f"parsed wrongly: {', '.join(sample.differs)} differ")
+    yield f"{paint('title', 'Sample')}: {sample.name}, {state}"
+    yield f"    {paint('markup', _on_one_line(sample.prompt_end))}"
+    for kind, text in sample.spans:
+        yield f"    {paint(kind, f'{kind}:{text!r}')}"
+
+
+def difference_lines(comparison: Comparison, paint: Paint = no_colour) -> Iterator[str]:
+    """Yield two lines that show where two renderings differ, with a part of what they share.
+
+    Yields nothing if the renderings are equal.
+
+    >>> list(difference_lines(Comparison("T", "", "<a>yes</a>", "<a>no</a>", "")))
+    ['- <a>yes</a>', '+ <a>no</a>']
+    """
+    if comparison.left == comparison.right:
         return
-    start, left, right, end = one.parts()
-    lead, tail = repr(start[-AROUND:])[1:-1], repr(end[:AROUND])[1:-1]
-    for sign, kind, text in (("-", "removed", left), ("+", "added", right)):
-        middle = paint(kind, repr(text)[1:-1])
-        yield f"{sign} {paint('markup', lead)}{middle}{paint('markup', tail)}"
+    difference = comparison.parts()
+    before = paint("markup", _on_one_line(difference.prefix[-CONTEXT_CHARS:]))
+    after = paint("markup", _on_one_line(difference.suffix[:CONTEXT_CHARS]))
+    yield f"- {before}{paint('removed', _on_one_line(difference.left))}{after}"
+    yield f"+ {before}{paint('added', _on_one_line(difference.right))}{after}"
 
 
-def supports_rows(analysis: TemplateAnalysis) -> list[tuple[str, str]]:
-    """What the template supports, as (name, value) in words."""
+def _on_one_line(text: str) -> str:
+    r"""Return `text` with line breaks written as `\n`."""
+    return repr(text)[1:-1]
+
+
+def supports_rows(analysis: AnalysisResult) -> list[tuple[str, str]]:
+    """Return what the template supports, as pairs of a name and a text for people.
+
+    Example: `Supports(parallel_calls=True)` gives the pair ("parallel calls", "yes").
+    """
     rows = []
-    for part in fields(analysis.supports):
-        value = getattr(analysis.supports, part.name)
-        if isinstance(value, dict):
-            value = "; ".join(f"{key} -> {text!r}" for key, text in value.items()) or "none"
-        elif isinstance(value, tuple):
-            value = ", ".join(value) or "none"
-        elif isinstance(value, bool):
-            value = "yes" if value else "no"
-        rows.append((part.name.replace("_", " "), str(value)))
+    for supported in fields(analysis.supports):
+        value = getattr(analysis.supports, supported.name)
+        rows.append((supported.name.replace("_", " "), _value_text(value)))
     return rows
 
 
-def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  # a part of a format
-    """A part of a format, one field a line, leaving out what is as by default."""
+def _value_text(value: object) -> str:
+    if isinstance(value, dict):
+        return "; ".join(f"{key} -> {text!r}" for key, text in value.items()) or "none"
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  # any dataclass
+    """Yield the lines that show a part of a format, one for each field without its default value.
+
+    Example: `Reasoning("<think>", "</think>")` gives the lines "Reasoning", "  open: '<think>'"
+    and "  close: '</think>'".
+    """
     yield f"{indent}{type(part).__name__}"
-    for one in fields(part):
-        value = getattr(part, one.name)
-        default = one.default
-        if default is MISSING and one.default_factory is not MISSING:
-            default = one.default_factory()
-        if value == default:
+    for declared in fields(part):
+        value = getattr(part, declared.name)
+        if value == _default_of(declared):
             continue
         if is_dataclass(value):
-            yield f"{indent}  {one.name}:"
+            yield f"{indent}  {declared.name}:"
             yield from part_lines(value, indent + "    ")
         elif isinstance(value, tuple) and value and is_dataclass(value[0]):
-            yield f"{indent}  {one.name}:"
+            yield f"{indent}  {declared.name}:"
             for item in value:
                 yield from part_lines(item, indent + "    ")
         else:
             shown = value.value if isinstance(value, Enum) else value
-            yield f"{indent}  {one.name}: {shown!r}"
+            yield f"{indent}  {declared.name}: {shown!r}"
+
+
+def _default_of(declared: Field[Any]) -> object:
+    if declared.default is MISSING and declared.default_factory is not MISSING:
+        return declared.default_factory()
+    return declared.default
 
 
 # ---- JSON ---------------------------------------------------------------------------------------
 
 
 def report_json(report: Report) -> str:
-    """The report for machines."""
+    """Return the report as a JSON object."""
     analysis = report.analysis
-    found: dict[str, Any] = {
+    data: dict[str, Any] = {
         "title": report.title,
         "why": report.why,
         "format": as_data(report.format),
-        "samples": [as_data(sample) for sample in report.samples],
+        "samples": as_data(report.samples),
         "constraint": report.constraint,
     }
     if analysis is not None:
-        found["comparisons"] = [as_data(one) for one in analysis.comparisons]
-        found["supports"] = as_data(analysis.supports)
-        found["undecided"] = list(analysis.undecided)
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        data["comparisons"] = as_data(analysis.comparisons)
+        data["supports"] = as_data(analysis.supports)
+        data["undecided"] = list(analysis.undecided)
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
 
-def as_data(value: Any) -> Any:  # noqa: ANN401  # any part
-    """A value as JSON data; a dataclass says its own name in `part`."""
+def as_data(value: Any) -> Any:  # noqa: ANN401  # any value of a report
+    """Return a value of a report as JSON data.
+
+    A dataclass becomes an object whose key `part` is the name of the class. Example:
+    `Wrapper("<a>", "</a>")` gives `{"part": "Wrapper", "open": "<a>", "close": "</a>"}`.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        inner = {one.name: as_data(getattr(value, one.name)) for one in fields(value)}
-        return {"part": type(value).__name__, **inner}
+        members = {member.name: as_data(getattr(value, member.name)) for member in fields(value)}
+        return {"part": type(value).__name__, **members}
     if isinstance(value, list | tuple):
-        return [as_data(one) for one in value]
+        return [as_data(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): as_data(one) for key, one in value.items()}
+        return {str(key): as_data(item) for key, item in value.items()}
     return value.value if isinstance(value, Enum) else value

@@ -1,7 +1,8 @@
-r"""transformers' own declaration of how to read a model, `response_template`, as a Format.
+r"""Convert a `response_template`, transformers' declaration of a chat format, into a Format.
 
-The declaration stands in tokenizer_config.json (transformers 5.23, utils/chat_parsing): fields of
-a message, each with the literal or regex that opens and closes it, and how its text is read:
+The declaration is in tokenizer_config.json (transformers 5.23, utils/chat_parsing). For each field
+of a message, it states the literal or the regular expression that opens and closes the field, and
+how the text of the field is parsed:
 
     {"start_anchor": "<|im_start|>assistant\n", "fields": {
         "reasoning_content": {"open": "<think>", "close": "</think>"},
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import (
@@ -32,178 +33,303 @@ from nereid_parsers.format import (
     ToolSection,
     Wrapper,
 )
-from nereid_parsers.template.call_texts import escaped
+from nereid_parsers.template.call_texts import escape_braces
 from nereid_parsers.template.probe import REASONING_FIELDS
-from nereid_parsers.template.regex_parts import Blank, Field, Pieces, alternatives
+from nereid_parsers.template.regex_parts import Blank, Field, Piece, Pieces, alternatives
 
+_VERSION = 1
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _KNOWN_FIELDS = {*REASONING_FIELDS, "content", "tool_calls"}
+# Named groups of regular expressions that are fields of a pattern. Others are any word.
+_PATTERN_FIELDS = {"name": "{name}", "id": "{id}", "key": "{key}"}
+
+
+class _CallStart(NamedTuple):
+    """How a call starts: a marker, then the pattern of the head, which may be ""."""
+
+    marker: str
+    head: str
+
+
+def _error(reason: str) -> FormatError:
+    return FormatError(f"response_template: {reason}")
 
 
 def format_of_response_template(spec: Mapping[str, Any]) -> Format:
-    """The Format that a `response_template` declares.
+    """Return the Format that a `response_template` declares.
 
-    Raises: FormatError for a declaration that is malformed, or that says what no Format can.
+    Raises:
+        FormatError: The declaration is malformed, or declares something that a Format cannot
+            express.
     """
-    fields = spec.get("fields") if isinstance(spec, Mapping) else None
-    if not isinstance(fields, Mapping) or not fields or spec.get("version", 1) != 1:
-        raise FormatError("response_template: needs version 1 and a dict of fields")
-    unknown = set(fields) - _KNOWN_FIELDS
+    if not isinstance(spec, Mapping):
+        raise _error(f"the declaration must be an object, but is {spec!r}")
+    version = spec.get("version", _VERSION)
+    if version != _VERSION:
+        raise _error(f"only version {_VERSION} is supported, but the version is {version!r}")
+    fields = spec.get("fields")
+    if not isinstance(fields, Mapping) or not fields:
+        raise _error(f"`fields` must be a dict of fields that is not empty, but is {fields!r}")
+    unknown = sorted(set(fields) - _KNOWN_FIELDS)
     if unknown:
-        raise FormatError(f"response_template: no part of a format holds {sorted(unknown)}")
-    named = [name for name in REASONING_FIELDS if name in fields]
-    reasoning = _reasoning(fields[named[0]]) if named else None
+        raise _error(
+            f"the fields {unknown} are unknown. A format can have the fields "
+            f"{sorted(_KNOWN_FIELDS)}."
+        )
+    reasoning_fields = [name for name in REASONING_FIELDS if name in fields]
+    reasoning = _reasoning(fields[reasoning_fields[0]]) if reasoning_fields else None
     wrapper, ends = _content(fields.get("content") or {})
-    tools = _tools(fields["tool_calls"]) if "tool_calls" in fields else None
+    tools = _tool_section(fields["tool_calls"]) if "tool_calls" in fields else None
     return Format(
         "response_template",
         Sections(reasoning, wrapper, tools),
         ends=ends,
-        turn=_spellings(spec, "start_anchor"),
+        turn=_literals(spec, "start_anchor"),
         sources=(Source("response_template in the checkpoint's tokenizer_config.json"),),
     )
 
 
-def _spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """The literals of a field's anchor `key`, from `key` itself or `key_pattern`."""
+def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    r"""Return the spellings of a marker: the literals under `key`, or those of `key_pattern`.
+
+    >>> _literals({"open": "<a>"}, "open"), _literals({"open_pattern": r"<a>|<b>\s*"}, "open")
+    (('<a>',), ('<a>', '<b>'))
+
+    Raises:
+        FormatError: A regular expression contains a field.
+    """
     literal = field.get(key)
     if isinstance(literal, str):
         return (literal,)
     if isinstance(literal, list):
-        return tuple(str(one) for one in literal)
-    pattern = field.get(f"{key}_pattern")
-    if pattern is None:
+        return tuple(str(spelling) for spelling in literal)
+    regex = field.get(f"{key}_pattern")
+    if regex is None:
         return ()
-    found = ["".join(_literal(piece) for piece in pieces) for pieces in alternatives(pattern)]
-    return tuple(dict.fromkeys(text.strip() for text in found if text.strip()))
+    spellings = [
+        "".join(_literal_text(piece) for piece in pieces).strip() for pieces in alternatives(regex)
+    ]
+    return tuple(dict.fromkeys(spelling for spelling in spellings if spelling))
 
 
-def _literal(piece: str | Blank | Field) -> str:
+def _literal_text(piece: Piece) -> str:
+    """Return the text of a literal; "" for white space.
+
+    Raises:
+        FormatError: The piece is a field.
+    """
     if isinstance(piece, Field):
-        raise FormatError("response_template: a field stands in a marker that has none")
+        raise _error("a marker must be a literal, but its regular expression contains a group")
     return piece if isinstance(piece, str) else ""
 
 
 def _reasoning(field: Mapping[str, Any]) -> Reasoning:
-    opens, closes = _spellings(field, "open"), _spellings(field, "close")
+    opens = _literals(field, "open")
+    closes = _literals(field, "close")
     if not opens or not closes:
-        raise FormatError("response_template: reasoning needs a marker at either end")
+        raise _error("the reasoning field needs a marker at either end, `open` and `close`")
     return Reasoning(opens[0], closes[0], also_open=opens[1:], also_close=closes[1:])
 
 
 def _content(field: Mapping[str, Any]) -> tuple[Wrapper | None, tuple[str, ...]]:
-    opens, closes = _spellings(field, "open"), _spellings(field, "close")
-    if opens:
-        return Wrapper(opens[0], closes[0] if closes else ""), closes[1:]
-    return None, closes
+    """Return the wrapper of the content, and the markers that end the turn.
+
+    Without an opening marker there is no wrapper, and the closing markers end the turn. Otherwise
+    the first closing marker belongs to the wrapper.
+    """
+    opens = _literals(field, "open")
+    closes = _literals(field, "close")
+    if not opens:
+        return None, closes
+    return Wrapper(opens[0], closes[0] if closes else ""), closes[1:]
 
 
 # ---- calls --------------------------------------------------------------------------------------
 
 
-def _tools(field: Mapping[str, Any]) -> ToolSection:
-    closes = _spellings(field, "close")
+def _tool_section(field: Mapping[str, Any]) -> ToolSection:
+    """Return the section for the declaration of the field `tool_calls`.
+
+    The field contains all calls in one array if it declares `transform_each`, or if it neither
+    repeats nor declares a `transform`. Otherwise it contains one call.
+    """
+    closes = _literals(field, "close")
     close = closes[0] if closes else ""
-    heads = _heads(field)
-    is_array = bool(field.get("transform_each")) or not (
-        field.get("repeats", False) or field.get("transform")
-    )
-    calls = tuple(_call(field, opened, head, close, is_array) for opened, head in heads)
-    return ToolSection(calls)
+    is_single = bool(field.get("repeats", False) or field.get("transform"))
+    is_array = bool(field.get("transform_each")) or not is_single
+    return ToolSection(tuple(_call(field, start, close, is_array) for start in _call_starts(field)))
 
 
-def _heads(field: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(marker, head) of every way to open a call."""
-    if "open_pattern" not in field:
-        opens = _spellings(field, "open")
-        if not opens:
-            raise FormatError("response_template: tool_calls needs an open marker")
-        return [(opened, "") for opened in opens]
-    return [_head(pieces) for pieces in alternatives(field["open_pattern"])]
+def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
+    """Return the ways to start a call, from `open` or `open_pattern`."""
+    if "open_pattern" in field:
+        return [_call_start(pieces) for pieces in alternatives(field["open_pattern"])]
+    opens = _literals(field, "open")
+    if not opens:
+        raise _error("the field tool_calls needs an open marker, `open` or `open_pattern`")
+    return [_CallStart(marker, "") for marker in opens]
 
 
-def _head(pieces: Pieces) -> tuple[str, str]:
+def _call_start(pieces: Pieces) -> _CallStart:
+    r"""Return how a call starts, from one alternative of `open_pattern`.
+
+    >>> _call_start(("<call>", Blank(), "<f=", Field("name"), ">"))
+    _CallStart(marker='<call>', head='\n<f={name}>')
+    >>> _call_start(("<f=", Field("name"), ">"))
+    _CallStart(marker='', head='<f={name}>')
+    >>> _call_start(("<call>", Blank()))
+    _CallStart(marker='<call>', head='')
+
+    Raises:
+        FormatError: The call does not start with a literal.
+    """
+    pieces = _without_leading_blanks(pieces)
+    if not pieces or not isinstance(pieces[0], str):
+        raise _error(
+            "a call must open with a literal, but `open_pattern` starts with a group or is empty"
+        )
+    field_positions = [at for at, piece in enumerate(pieces) if isinstance(piece, Field)]
+    if not field_positions:
+        return _CallStart("".join(_literal_text(piece) for piece in pieces), "")
+    if field_positions[0] == 1:  # The first literal is a part of the head.
+        return _CallStart("", _pattern(pieces))
+    return _CallStart(pieces[0], _pattern(pieces[1:]))
+
+
+def _without_leading_blanks(pieces: Pieces) -> Pieces:
     while pieces and isinstance(pieces[0], Blank):
         pieces = pieces[1:]
-    if not pieces or not isinstance(pieces[0], str):
-        raise FormatError("response_template: a call must open with a literal")
-    written = [_written(piece) for piece in pieces]
-    if any(isinstance(piece, Field) for piece in pieces):
-        named = next(n for n, piece in enumerate(pieces) if isinstance(piece, Field))
-        first = 1 if named > 1 else 0  # the marker before the head, if the name is not in it
-        opened = pieces[0] if first else ""
-        return str(opened), "".join(written[first:])
-    return "".join(str(_literal(piece)) for piece in pieces), ""
+    return pieces
 
 
-def _written(piece: str | Blank | Field) -> str:
-    if isinstance(piece, Field):
-        slots = {"name": "{name}", "id": "{id}", "key": "{key}"}
-        return slots.get(piece.name, "{word}")
-    return escaped(piece) if isinstance(piece, str) else "\n"
+def _pattern(pieces: Pieces) -> str:
+    r"""Return the pattern that writes the pieces. White space is written as a line break.
+
+    >>> _pattern(("<f{x} ", Field("name"), Blank()))
+    '<f{{x}} {name}\n'
+    """
+    written = []
+    for piece in pieces:
+        if isinstance(piece, Field):
+            written.append(_PATTERN_FIELDS.get(piece.name, "{word}"))
+        else:
+            written.append(escape_braces(piece) if isinstance(piece, str) else "\n")
+    return "".join(written)
 
 
-def _call(field: Mapping[str, Any], opened: str, head: str, close: str, is_array: bool) -> Call:
+def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: bool) -> Call:
+    """Return the declaration of a call.
+
+    Args:
+        field: The declaration of the field `tool_calls`.
+        start: How the call starts.
+        close: The marker after the call.
+        is_array: Whether the body is an array of calls, if the body contains the names.
+    """
     content = field.get("content", "text")
     arguments = field.get("content_args") or {}
-    has_name = "{name}" in head
     if content == "xml-inline":
-        return Call(_tagged(arguments), open=opened, head=head, close=close)
+        body = _tagged_arguments(arguments)
+        return Call(body, open=start.marker, head=start.head, close=close)
     if content != "json":
-        raise FormatError(f"response_template: no body of a call is {content!r}")
+        raise _error(
+            f"the content of tool_calls is {content!r}, but a format supports only 'json' and "
+            "'xml-inline'"
+        )
     delimiters = arguments.get("string_delims") or []
     if arguments.get("unquoted_keys") and delimiters:
-        if delimiters[0][0] != delimiters[0][1]:
-            raise FormatError("response_template: strings open and close with different marks")
-        return Call(BareKeyArguments(delimiters[0][0]), open=opened, head=head, close=close)
-    if has_name:
-        return Call(JsonArguments(), open=opened, head=head, close=close)
+        opening, closing = delimiters[0][0], delimiters[0][1]
+        if opening != closing:
+            raise _error(
+                f"`string_delims` must be the same text twice, but are {opening!r} and {closing!r}"
+            )
+        return Call(BareKeyArguments(opening), open=start.marker, head=start.head, close=close)
+    if "{name}" in start.head:
+        return Call(JsonArguments(), open=start.marker, head=start.head, close=close)
     keys = _keys(field.get("transform"))
-    body = JsonArray(keys) if is_array else JsonObject(keys)
-    return Call(body, open=opened + head.replace("{{", "{"), close=close)
+    # Without a name there is no head, so its text is a part of the marker.
+    marker = start.marker + start.head.replace("{{", "{")
+    return Call(JsonArray(keys) if is_array else JsonObject(keys), open=marker, close=close)
 
 
 def _keys(transform: object) -> Keys:
-    """Which keys of the JSON a transform makes name and arguments from."""
+    """Return the keys of a call's JSON object that contain the name, the arguments and the id.
+
+    >>> keys = _keys({"function": {"name": "{content.f}", "arguments": "{content.args}"}})
+    >>> keys.name, keys.arguments
+    ('f', 'args')
+
+    Args:
+        transform: How transformers builds a call from the JSON: an object of placeholders such as
+            "{content.tool.name}", or a list of one such object. If it is None, the JSON already has
+            the form of a call.
+
+    Raises:
+        FormatError: The transform does not show the keys.
+    """
     if isinstance(transform, list) and len(transform) == 1:
         transform = transform[0]
     if transform is None:
         return Keys("function.name", "function.arguments", id="id")
     function = transform.get("function", transform) if isinstance(transform, Mapping) else transform
     if isinstance(function, str):
-        lead = _path(function)
-        return Keys(".".join((*lead, "name")), ".".join((*lead, "arguments")))
+        path = _path(function)
+        return Keys(".".join((*path, "name")), ".".join((*path, "arguments")))
     if not isinstance(function, Mapping):
-        raise FormatError(f"response_template: transform {transform!r} makes no call")
-    name, arguments = _path(function.get("name")), _path(function.get("arguments"))
-    identity = transform.get("id") if isinstance(transform, Mapping) else None
+        raise _error(
+            f"the transform {transform!r} makes no call, because its function is not an object"
+        )
+    name = _path(function.get("name"))
+    arguments = _path(function.get("arguments"))
     if not name or not arguments:
-        raise FormatError(f"response_template: transform {transform!r} names no key")
-    return Keys(
-        ".".join(name),
-        ".".join(arguments),
-        id=".".join(_path(identity)) or None if identity else None,
-    )
+        raise _error(
+            f"the transform {transform!r} must take the name and the arguments from keys of the "
+            "content, such as '{content.name}'"
+        )
+    call_id = transform.get("id") if isinstance(transform, Mapping) else None
+    id_path = _path(call_id) if call_id else ()
+    return Keys(".".join(name), ".".join(arguments), id=".".join(id_path) or None)
 
 
 def _path(placeholder: object) -> tuple[str, ...]:
-    """`{content.tool.name}` -> ("tool", "name"); `{content}` -> ()."""
-    found = _PLACEHOLDER.fullmatch(placeholder) if isinstance(placeholder, str) else None
-    if found is None:
-        raise FormatError(f"response_template: {placeholder!r} is not a placeholder")
-    path = found.group(1).split(".")
+    """Return the keys that a placeholder names, without the key "content" at its start.
+
+    >>> _path("{content.tool.name}"), _path("{content}")
+    (('tool', 'name'), ())
+
+    Raises:
+        FormatError: The value is not a placeholder.
+    """
+    match = _PLACEHOLDER.fullmatch(placeholder) if isinstance(placeholder, str) else None
+    if match is None:
+        raise _error(
+            f"{placeholder!r} is not a placeholder. A placeholder is a string such as "
+            "'{content.name}'."
+        )
+    path = match.group(1).split(".")
     return tuple(path[1:] if path[0] == "content" else path)
 
 
-def _tagged(arguments: Mapping[str, Any]) -> TaggedArguments:
-    found = alternatives(str(arguments.get("tag_pattern", "")))
-    pieces = found[0]
-    names = [piece.name for piece in pieces if isinstance(piece, Field)]
-    if "key" not in names or "value" not in names or names.index("key") > names.index("value"):
-        raise FormatError("response_template: tag_pattern needs a key, then a value")
-    at = pieces.index(Field("value"))
-    before, behind = pieces[:at], pieces[at + 1 :]
-    while before and isinstance(before[0], Blank):
-        before = before[1:]
-    close = "".join("\n" if isinstance(piece, Blank) else _literal(piece) for piece in behind)
-    return TaggedArguments("".join(_written(piece) for piece in before), close)
+def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
+    r"""Return the tags of arguments, from the regular expression `tag_pattern`.
+
+    >>> _tagged_arguments({"tag_pattern": r"<a=(?P<key>\w+)>(?P<value>.*?)</a>"})
+    TaggedArguments(open='<a={key}>', close='</a>', also=())
+
+    Raises:
+        FormatError: The expression does not have a key and, after it, a value.
+    """
+    pieces = alternatives(str(arguments.get("tag_pattern", "")))[0]
+    groups = [piece.name for piece in pieces if isinstance(piece, Field)]
+    has_both = "key" in groups and "value" in groups
+    if not has_both or groups.index("key") > groups.index("value"):
+        raise _error(
+            "`tag_pattern` needs a key, then a value: the groups (?P<key>..) and (?P<value>..)"
+        )
+    value_at = pieces.index(Field("value"))
+    close = [
+        "\n" if isinstance(piece, Blank) else _literal_text(piece)
+        for piece in pieces[value_at + 1 :]
+    ]
+    before_value = _without_leading_blanks(pieces[:value_at])
+    return TaggedArguments(_pattern(before_value), "".join(close))

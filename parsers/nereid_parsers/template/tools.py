@@ -1,4 +1,18 @@
-"""How a template writes tool calls: comparisons T1 to T7."""
+"""Determine how a template writes tool calls: comparisons T1 to T8.
+
+T1  content, and a call instead          where a call is written
+T2  one call, and two                    the markup of a list of calls
+T3  one function, and another            where the name is written
+T4  one argument, and none               the markup of the arguments
+T5  one argument, and two                the same
+T6  one key and value, and others        where key and value are written
+T7  a string, and a number               how the type of a value is shown
+T7b a plain string, and one with markup  whether such strings are quoted
+T8  a call, and content before the call  what ends the content
+
+T1 and T2 also give the texts that the readers in `call_forms.py` turn into a format. T3 to T7b only
+explain that format in the report.
+"""
 
 from __future__ import annotations
 
@@ -6,249 +20,409 @@ from dataclasses import dataclass, field, replace
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
-from nereid_parsers.template.bodies import READERS
-from nereid_parsers.template.call_texts import CallTexts, FoundCalls
-from nereid_parsers.template.content import without_reasoning
-from nereid_parsers.template.difference import Comparison, markers
-from nereid_parsers.template.frame import Frame
+from nereid_parsers.template.call_forms import READERS
+from nereid_parsers.template.call_texts import CallFormat, CallTexts
+from nereid_parsers.template.content import strip_reasoning_markers
+from nereid_parsers.template.difference import Comparison, Difference, markers
+from nereid_parsers.template.frame import TurnFrame
 from nereid_parsers.template.probe import (
-    CONTENT,
-    EOS,
-    FIRST,
-    KEY,
-    NUMBER_MARK,
-    ONE,
-    OTHER_KEY,
-    OTHER_VALUE,
-    SECOND,
-    SIGNS,
+    CONTENT_TEXT,
+    COUNTER_MARK,
+    EOS_TOKEN,
+    FIRST_KEY,
+    FIRST_TOOL,
+    FIRST_VALUE,
+    NUMBER_VALUE,
+    ONE_CALL,
+    SECOND_KEY,
+    SECOND_TOOL,
+    SECOND_VALUE,
+    SPECIAL_VALUE,
     TWO_ARGUMENTS,
-    VALUE,
+    TWO_CALLS,
+    AssistantMessage,
+    Conversation,
     ProbeCall,
-    Scene,
-    Turn,
 )
 
-TWO = (*ONE, ProbeCall(SECOND, ((OTHER_KEY, OTHER_VALUE),)))
+_NO_CALLS = "none"
+_CONTEXT_CHARS = 24  # characters of the context of a name that the report shows
 
 
 @dataclass(slots=True)
-class FoundTools:
-    """What the comparisons say of calls.
+class ToolFindings:
+    """The result of the comparisons that concern tool calls.
 
-    part           the format's part, None where no call comes out.
-    form           in words.
-    is_parallel    several calls fit in one message.
-    with_content   content and calls fit in one message.
-    ends           more markers that end a turn.
+    Attributes:
+        part: The tool section of the format; None if the template renders no calls.
+        form: The name of the form of the calls, such as "JSON"; "none" for no calls.
+        is_parallel: Whether one message can have several calls.
+        with_content: Whether one message can have content and calls.
+        end_markers: Markers after the calls that end the turn.
+        comparisons: All comparisons.
+        undecided: Sentences that say what could not be decided, and why.
     """
 
     part: ToolSection | None = None
-    form: str = "none"
+    form: str = _NO_CALLS
     is_parallel: bool = False
     with_content: bool = False
-    ends: tuple[str, ...] = ()
+    end_markers: tuple[str, ...] = ()
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
 
-    def forget_calls(self) -> None:
-        """What was found was no description of the calls: they are content then."""
-        self.part, self.form, self.ends = None, "none", ()
-        self.is_parallel = self.with_content = False
+    @property
+    def has_calls(self) -> bool:
+        """Whether calls of a known form were found."""
+        return self.form != _NO_CALLS
+
+    def discard_calls(self) -> None:
+        """Remove the format of the calls. The parser then returns calls as content."""
+        self.part = None
+        self.form = _NO_CALLS
+        self.end_markers = ()
+        self.is_parallel = False
+        self.with_content = False
 
 
-def calls_scene(calls: tuple[ProbeCall, ...], content: str = "") -> Scene:
-    """A scene whose last message makes these calls."""
-    return Scene(Turn(content, calls=calls), tools=True)
+def conversation_with_calls(calls: tuple[ProbeCall, ...], content: str = "") -> Conversation:
+    """Return a conversation whose answer makes these calls."""
+    return Conversation(AssistantMessage(content, calls=calls), tools=True)
 
 
-def find_tools(frame: Frame, reasoning: Reasoning | None, wrapper: Wrapper | None) -> FoundTools:
-    """Compare until it is known how calls are written."""
-    found = FoundTools()
-    one = compare_call_presence(frame, reasoning, wrapper, found)
-    if not one:
+def find_tools(
+    frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None
+) -> ToolFindings:
+    """Compare renderings with calls, and infer the format of the calls.
+
+    Args:
+        frame: The frame of the model's turn.
+        reasoning: The reasoning part of the format.
+        wrapper: The wrapper of content.
+    """
+    found = ToolFindings()
+    one_call = compare_call_presence(frame, reasoning, wrapper, found)
+    if not one_call:
         return found
+
+    def text_of_arguments(arguments: tuple[tuple[str, object], ...]) -> str:
+        return _text_of_calls(frame, reasoning, wrapper, (ProbeCall(arguments=arguments),))
+
     texts = CallTexts(
-        one,
-        _calls_text(frame, reasoning, wrapper, (ProbeCall(arguments=TWO_ARGUMENTS),)),
-        _calls_text(frame, reasoning, wrapper, (ProbeCall(arguments=((KEY, 41),)),)),
-        compare_two_calls(frame, reasoning, wrapper, found),
-        _calls_text(frame, reasoning, wrapper, (ProbeCall(arguments=((KEY, SIGNS),)),)),
+        one_call=one_call,
+        two_arguments=text_of_arguments(TWO_ARGUMENTS),
+        number=text_of_arguments(((FIRST_KEY, NUMBER_VALUE),)),
+        two_calls=compare_two_calls(frame, reasoning, wrapper, found),
+        special_value=text_of_arguments(((FIRST_KEY, SPECIAL_VALUE),)),
     )
     compare_names(frame, found)
     compare_arguments(frame, found)
-    calls = compare_call_form(mark_counters(texts), found)
+    calls = infer_call_format(mask_call_numbers(texts), found)
     if calls is not None:
-        _conclude(calls, found)
+        _set_tool_section(calls, found)
     compare_content_before_call(frame, found)
     return found
 
 
-def _calls_text(
-    frame: Frame,
+def _text_of_calls(
+    frame: TurnFrame,
     reasoning: Reasoning | None,
     wrapper: Wrapper | None,
     calls: tuple[ProbeCall, ...],
 ) -> str:
-    """What the template writes for these calls alone, "" if it refuses."""
-    body = frame.body(calls_scene(calls))
-    if body is None:
+    """Return what a model would generate for these calls, or "" if the template refuses them.
+
+    Markers of reasoning and of content that precede the calls are left out.
+    """
+    text = frame.generated_text(conversation_with_calls(calls))
+    if text is None:
         return ""
-    text = without_reasoning(body, reasoning)
-    return text if wrapper is None else _without_wrapper(text, wrapper)
+    text = strip_reasoning_markers(text, reasoning)
+    return text if wrapper is None else _strip_wrapper(text, wrapper)
 
 
-def _without_wrapper(text: str, wrapper: Wrapper) -> str:
-    """Text without the marker, or the empty pair of markers, of content at its start."""
-    opened, closed = wrapper.open.strip(), wrapper.close.strip()
+def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
+    """Return `text` without the markers of empty content at its start.
+
+    >>> _strip_wrapper("<answer></answer><call>..", Wrapper("<answer>", "</answer>"))
+    '<call>..'
+    """
+    opening, closing = wrapper.open.strip(), wrapper.close.strip()
     bare = text.lstrip()
-    if not opened or not bare.startswith(opened):
+    if not opening or not bare.startswith(opening):
         return text
-    bare = bare[len(opened) :]
-    if not closed:
-        return bare
-    bare = bare.lstrip()
-    return bare[len(closed) :] if bare.startswith(closed) else text
+    after_opening = bare[len(opening) :]
+    if not closing:
+        return after_opening
+    rest = after_opening.lstrip()
+    return rest[len(closing) :] if rest.startswith(closing) else text
+
+
+# ---- the comparisons ----------------------------------------------------------------------------
 
 
 def compare_call_presence(
-    frame: Frame, reasoning: Reasoning | None, wrapper: Wrapper | None, found: FoundTools
+    frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None, found: ToolFindings
 ) -> str:
-    """T1: an answer, and a call in its place. What is written for the call."""
-    left = frame.prober.text(Scene(Turn(CONTENT), tools=True)) or ""
-    right = frame.prober.text(calls_scene(ONE)) or ""
-    text = _calls_text(frame, reasoning, wrapper, ONE)
-    is_shown = FIRST in text and KEY in text and VALUE in text
-    finding = f"a call is written {text!r}" if is_shown else "no call comes out"
+    """Comparison T1: content, and a call instead. Returns the text of the call, or "" if none."""
+    content_only = Conversation(AssistantMessage(CONTENT_TEXT), tools=True)
+    text = _text_of_calls(frame, reasoning, wrapper, ONE_CALL)
+    is_rendered = FIRST_TOOL in text and FIRST_KEY in text and FIRST_VALUE in text
+    finding = "The template does not render the call."
+    if is_rendered:
+        finding = f"The call is written as {text!r}."
     found.comparisons.append(
-        Comparison("T1 call presence", "a call instead of an answer", left, right, finding)
+        Comparison(
+            name="T1 call presence",
+            changed="The message has a call instead of content.",
+            left=frame.prober.render(content_only) or "",
+            right=frame.prober.render(conversation_with_calls(ONE_CALL)) or "",
+            finding=finding,
+        )
     )
-    return text if is_shown else ""
+    return text if is_rendered else ""
 
 
 def compare_two_calls(
-    frame: Frame, reasoning: Reasoning | None, wrapper: Wrapper | None, found: FoundTools
+    frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None, found: ToolFindings
 ) -> str:
-    """T2: one call, and two. What is written for two, "" if they do not fit in one message."""
-    left = frame.prober.text(calls_scene(ONE)) or ""
-    right = frame.prober.text(calls_scene(TWO)) or ""
-    text = _calls_text(frame, reasoning, wrapper, TWO)
-    found.is_parallel = FIRST in text and SECOND in text and OTHER_VALUE in text
-    why = frame.prober.refusals.get(calls_scene(TWO), "the second does not come out")
-    finding = "calls stand in a row" if found.is_parallel else f"one call at a time: {why}"
-    found.comparisons.append(Comparison("T2 two calls", "a second call", left, right, finding))
+    """Comparison T2: one call, and two. Returns the text of two calls, or "" if impossible.
+
+    Sets `found.is_parallel`.
+    """
+    two_calls = conversation_with_calls(TWO_CALLS)
+    text = _text_of_calls(frame, reasoning, wrapper, TWO_CALLS)
+    found.is_parallel = FIRST_TOOL in text and SECOND_TOOL in text and SECOND_VALUE in text
+    finding = "A message can have several calls."
+    if not found.is_parallel:
+        why = frame.prober.refusals.get(two_calls, "the template does not render the second call")
+        finding = f"A message can have only one call: {why}"
+    found.comparisons.append(
+        Comparison(
+            name="T2 two calls",
+            changed="The message has a second call.",
+            left=frame.prober.render(conversation_with_calls(ONE_CALL)) or "",
+            right=frame.prober.render(two_calls) or "",
+            finding=finding,
+        )
+    )
     return text if found.is_parallel else ""
 
 
-def compare_names(frame: Frame, found: FoundTools) -> None:
-    """T3: two functions; where the name stands, and what else goes with it."""
-    left = frame.prober.text(calls_scene(ONE)) or ""
-    right = frame.prober.text(calls_scene((replace(ONE[0], name=SECOND),))) or ""
-    one = Comparison("T3 function name", "another function", left, right, "")
-    finding = f"the name stands between {one.parts()[0][-24:]!r} and {one.parts()[3][:24]!r}"
-    found.comparisons.append(replace(one, finding=finding))
-
-
-def compare_arguments(frame: Frame, found: FoundTools) -> None:
-    """T4 to T7b: none and one argument, one and two, another key, a number, text with signs."""
-    changes = (
-        ("T4 no argument", "an argument less", ()),
-        ("T5 two arguments", "a second argument", TWO_ARGUMENTS),
-        ("T6 key and value", "another key and value", ((OTHER_KEY, OTHER_VALUE),)),
-        ("T7 type", "a number instead of text", ((KEY, 41),)),
-        ("T7b signs", "text with a line break and signs", ((KEY, SIGNS),)),
+def compare_names(frame: TurnFrame, found: ToolFindings) -> None:
+    """Comparison T3: a call of one function, and of another. Shows where the name is written."""
+    other_call = replace(ONE_CALL[0], name=SECOND_TOOL)
+    comparison = Comparison(
+        name="T3 function name",
+        changed="The call names another function.",
+        left=frame.prober.render(conversation_with_calls(ONE_CALL)) or "",
+        right=frame.prober.render(conversation_with_calls((other_call,))) or "",
+        finding="",
     )
-    left = frame.prober.text(calls_scene(ONE)) or ""
+    difference = comparison.parts()
+    before = difference.prefix[-_CONTEXT_CHARS:]
+    after = difference.suffix[:_CONTEXT_CHARS]
+    finding = f"The name is written between {before!r} and {after!r}."
+    found.comparisons.append(replace(comparison, finding=finding))
+
+
+def compare_arguments(frame: TurnFrame, found: ToolFindings) -> None:
+    """Comparisons T4 to T7b: a call with one argument, and with other arguments."""
+    changes = (
+        ("T4 no argument", "The call has no argument.", ()),
+        ("T5 two arguments", "The call has a second argument.", TWO_ARGUMENTS),
+        (
+            "T6 key and value",
+            "The argument has another key and another value.",
+            ((SECOND_KEY, SECOND_VALUE),),
+        ),
+        ("T7 type", "The value is a number instead of a string.", ((FIRST_KEY, NUMBER_VALUE),)),
+        (
+            "T7b special characters",
+            "The value is a string with a line break and characters of markup.",
+            ((FIRST_KEY, SPECIAL_VALUE),),
+        ),
+    )
+    one_argument = frame.prober.render(conversation_with_calls(ONE_CALL)) or ""
     for name, changed, arguments in changes:
-        right = frame.prober.text(calls_scene((ProbeCall(arguments=arguments),))) or ""
-        one = Comparison(name, changed, left, right, "")
-        finding = f"{one.parts()[1]!r} becomes {one.parts()[2]!r}" if right else "not rendered"
-        found.comparisons.append(replace(one, finding=finding))
+        call = ProbeCall(arguments=arguments)
+        text = frame.prober.render(conversation_with_calls((call,))) or ""
+        comparison = Comparison(name, changed, one_argument, text, "")
+        finding = "The template refuses to render this call."
+        if text:
+            finding = _change_text(comparison.parts())
+        found.comparisons.append(replace(comparison, finding=finding))
 
 
-def compare_call_form(texts: CallTexts, found: FoundTools) -> FoundCalls | None:
-    """Which form the calls have: the first reader that can read all of them says."""
+def _change_text(difference: Difference) -> str:
+    """Return a sentence that describes the difference between two renderings.
+
+    >>> _change_text(Difference("<a>", "", "<b>", "</a>"))
+    "'<b>' is added."
+    """
+    if not difference.left and not difference.right:
+        return "The renderings are equal."
+    if not difference.left:
+        return f"{difference.right!r} is added."
+    if not difference.right:
+        return f"{difference.left!r} is removed."
+    return f"{difference.left!r} becomes {difference.right!r}."
+
+
+def compare_content_before_call(frame: TurnFrame, found: ToolFindings) -> None:
+    """Comparison T8: a call, and a call with content before it.
+
+    Sets `found.with_content`. Also sets `frame.inner_headers` if the template writes content and
+    calls as two turns. Example: in "CONTENT<|end|><|start|>assistant<call>..", the model itself
+    writes the header `<|start|>assistant` and, before it, `<|end|>`.
+    """
+    conversation = conversation_with_calls(ONE_CALL, CONTENT_TEXT)
+    text = frame.text_after_header(conversation)
+    if text is None:
+        return
+    _, content, after_content = text.partition(CONTENT_TEXT)
+    if not content or FIRST_TOOL not in after_content:
+        return
+    found.with_content = True
+    between = after_content[: after_content.rfind(FIRST_TOOL)]
+    header = frame.header.strip()
+    finding = "Content is written before the call."
+    if header and header in between:
+        finding = "Content and calls are written as separate turns."
+        turn_end = markers(between[: between.find(header)])[:1]
+        frame.inner_headers = (header, *turn_end)
+    found.comparisons.append(
+        Comparison(
+            name="T8 content before a call",
+            changed="The message has content.",
+            left=frame.prober.render(conversation_with_calls(ONE_CALL)) or "",
+            right=frame.prober.render(conversation) or "",
+            finding=finding,
+        )
+    )
+
+
+# ---- the format ---------------------------------------------------------------------------------
+
+
+def infer_call_format(texts: CallTexts, found: ToolFindings) -> CallFormat | None:
+    """Return the format that the first matching reader infers from `texts`; None if none matches.
+
+    Sets `found.form`. Readers that infer an invalid format are noted in `found.undecided`.
+    """
     for reader in READERS:
         try:
             calls = reader(texts)
         except FormatError as error:
-            found.undecided.append(f"{reader.__name__}: {error}")
+            found.undecided.append(
+                f"The reader {reader.__name__} inferred no valid format: {error}"
+            )
             continue
         if calls is not None:
             found.form = calls.form
             return calls
-    found.undecided.append(f"calls are of no known form: {texts.one!r}")
+    found.undecided.append(
+        f"The calls have no form that the analysis knows. A call is written as {texts.one_call!r}."
+    )
     return None
 
 
-def _conclude(calls: FoundCalls, found: FoundTools) -> None:
-    """The tool section; markers of the turn's end that stand behind it are told apart."""
-    opened, closed = calls.row.open, calls.row.close
-    wanted = len(markers(opened)) or (1 if opened.strip() else 0)
-    seen = markers(closed)
-    found.ends = tuple(marker for marker in seen[wanted:] if marker != EOS)
-    for marker in reversed(seen[wanted:]):
-        closed = closed[: closed.rfind(marker)]
-    if not opened.strip():
-        opened = closed = ""
+def _set_tool_section(calls: CallFormat, found: ToolFindings) -> None:
+    """Set `found.part` to the tool section, and `found.end_markers` to the markers after it.
+
+    Example: if the text "<calls>" precedes all calls and "</calls><|end|>" follows them, the
+    section is written between `<calls>` and `</calls>`, and `<|end|>` ends the turn.
+    """
+    opening, closing = calls.markup.open, calls.markup.close
+    # A section is closed by as many markers as it is opened by; words count as one marker.
+    num_opening = len(markers(opening)) or int(bool(opening.strip()))
+    turn_ends = markers(closing)[num_opening:]
+    found.end_markers = tuple(marker for marker in turn_ends if marker != EOS_TOKEN)
+    for marker in reversed(turn_ends):
+        closing = closing[: closing.rfind(marker)]
+    if not opening.strip():
+        opening = ""
+        closing = ""
     try:
         found.part = ToolSection(
-            calls.calls, open=opened, close=closed.rstrip() if closed.strip() else "",
-            separator=calls.row.separator,
-        )  # fmt: skip
+            calls.calls,
+            open=opening,
+            close=closing.rstrip(),
+            separator=calls.markup.separator,
+        )
     except FormatError as error:
-        found.undecided.append(f"tool section: {error}")
+        found.undecided.append(f"The tool section is not valid: {error}")
 
 
-def mark_counters(texts: CallTexts) -> CallTexts:
-    """Replace numbers that count the calls, before or behind a name: `0 NAME`, `NAME index=0`."""
-    before, behind = _counter_distances(texts.two)
-    marked = []
-    for text in (texts.one, texts.arguments, texts.number, texts.two, texts.signs):
-        for name in (SECOND, FIRST):
-            at = text.find(name)
-            if at < 0:
+# ---- numbers of calls ---------------------------------------------------------------------------
+
+
+def mask_call_numbers(texts: CallTexts) -> CallTexts:
+    """Return `texts` with COUNTER_MARK in place of digits that number the calls.
+
+    Such digits are recognised in `two_calls`: "0 zqFirstTool" and "1 zqSecondTool" have them before
+    the name, "zqFirstTool index=0" and "zqSecondTool index=1" after it.
+    """
+    before, after = _number_distances(texts.two_calls)
+
+    def mask(text: str) -> str:
+        for name in (SECOND_TOOL, FIRST_TOOL):
+            name_at = text.find(name)
+            if name_at < 0:
                 continue
-            places = [at - before] * bool(before) + [at + len(name) + behind - 1] * bool(behind)
-            for place in places:
-                if text[place : place + 1].isdigit():
-                    text = text[:place] + NUMBER_MARK + text[place + 1 :]
-        marked.append(text)
-    return CallTexts(*marked)
+            if before:
+                text = _mask_digit(text, name_at - before)
+            if after:
+                text = _mask_digit(text, name_at + len(name) + after - 1)
+        return text
 
-
-def _counter_distances(two: str) -> tuple[int, int]:
-    """How far before and behind the name a digit stands that counts the calls; 0: nowhere."""
-    if FIRST not in two or SECOND not in two:
-        return 0, 0
-    first, second = two.find(FIRST), two.find(SECOND)
-    before = _counter_distance(two[:first][::-1], two[:second][::-1])
-    return before, _counter_distance(two[first + len(FIRST) :], two[second + len(SECOND) :])
-
-
-def _counter_distance(one: str, other: str) -> int:
-    """At which character the texts first differ, if by a digit that is one more in the other."""
-    for distance, (left, right) in enumerate(zip(one, other, strict=False), 1):
-        if left != right:
-            is_count = left.isdigit() and right.isdigit() and int(right) == int(left) + 1
-            return distance if is_count else 0
-    return 0
-
-
-def compare_content_before_call(frame: Frame, found: FoundTools) -> None:
-    """T8: a call, and a call after content; what ends the content."""
-    scene = calls_scene(ONE, CONTENT)
-    body = frame.raw_body(scene)
-    if body is None or CONTENT not in body or FIRST not in body[body.find(CONTENT) :]:
-        return
-    found.with_content = True
-    between = body[body.find(CONTENT) + len(CONTENT) : body.rfind(FIRST)]
-    left, right = frame.prober.text(calls_scene(ONE)) or "", frame.prober.text(scene) or ""
-    finding = "content comes first"
-    if frame.header.strip() and frame.header.strip() in between:
-        finding = "content and calls are turns of their own"
-        ended = markers(between[: between.find(frame.header.strip())])[:1]
-        frame.inner_headers = (frame.header.strip(), *ended)
-    found.comparisons.append(
-        Comparison("T8 content before a call", "content", left, right, finding)
+    return CallTexts(
+        one_call=mask(texts.one_call),
+        two_arguments=mask(texts.two_arguments),
+        number=mask(texts.number),
+        two_calls=mask(texts.two_calls),
+        special_value=mask(texts.special_value),
     )
+
+
+def _mask_digit(text: str, at: int) -> str:
+    r"""Return `text` with COUNTER_MARK at index `at`, if there is a digit.
+
+    >>> _mask_digit("0 zqFirstTool", 0)
+    '\ue010 zqFirstTool'
+    """
+    if not text[at : at + 1].isdigit():
+        return text
+    return text[:at] + COUNTER_MARK + text[at + 1 :]
+
+
+def _number_distances(two_calls: str) -> tuple[int, int]:
+    """Return how many characters before and after the name the number of the call is written.
+
+    A distance is 0 if no number is written there.
+
+    >>> _number_distances("<0 zqFirstTool><1 zqSecondTool>")
+    (2, 0)
+    """
+    if FIRST_TOOL not in two_calls or SECOND_TOOL not in two_calls:
+        return 0, 0
+    before_first, _, after_first = two_calls.partition(FIRST_TOOL)
+    before_second, _, after_second = two_calls.partition(SECOND_TOOL)
+    before = _distance_to_number(before_first[::-1], before_second[::-1])
+    after = _distance_to_number(after_first, after_second)
+    return before, after
+
+
+def _distance_to_number(first: str, second: str) -> int:
+    """Return the position, from 1, of the digit that is one higher in the second text.
+
+    The result is 0 if the texts first differ in anything else.
+
+    >>> _distance_to_number(" index=0>", " index=1>")
+    8
+    """
+    for position, (one, other) in enumerate(zip(first, second, strict=False), 1):
+        if one != other:
+            is_next = one.isdigit() and other.isdigit() and int(other) == int(one) + 1
+            return position if is_next else 0
+    return 0

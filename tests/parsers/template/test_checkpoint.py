@@ -142,5 +142,5 @@ def test_a_path_that_is_nothing_is_an_error(tmp_path):
 
 def test_a_config_that_is_no_json_is_an_error(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(FormatError, match="no JSON"):
+    with pytest.raises(FormatError, match="not a valid JSON file"):
         format_for_checkpoint(tmp_path)

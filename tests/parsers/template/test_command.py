@@ -20,7 +20,13 @@ def run(*words):
 def test_it_prints_comparisons_format_samples_and_constraint(capsys):
     assert run("inspect", TEMPLATES / "tag_json.jinja") == 0
     text = capsys.readouterr().out
-    for words in ("R1 reasoning presence", "T2 two calls", "JsonObject", "read back", "Constraint"):
+    for words in (
+        "R1 reasoning presence",
+        "T2 two calls",
+        "JsonObject",
+        "parsed correctly",
+        "Constraint",
+    ):
         assert words in text
     assert "\x1b[" not in text
 
@@ -76,12 +82,15 @@ def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path, capsys):
 
 def test_a_checkpoint_without_a_template_is_shown_as_plain(tmp_path, capsys):
     assert run(tmp_path) == 0
-    assert "plain: the checkpoint has no chat template" in capsys.readouterr().out
+    assert (
+        "Source of the format: plain. The checkpoint has no chat template."
+        in capsys.readouterr().out
+    )
 
 
 def test_more_than_one_path_is_a_wrong_call(capsys):
     assert run("a", "b") == 2
-    assert "one file" in capsys.readouterr().err
+    assert "exactly one file or checkpoint, but 2 were given: a, b" in capsys.readouterr().err
 
 
 def test_a_path_that_is_nothing_is_an_error(tmp_path):

@@ -3,36 +3,36 @@
 import pytest
 from nereid_parsers.template.difference import (
     Comparison,
-    common_end,
-    common_start,
+    closing_spellings,
+    common_prefix,
+    common_suffix,
+    list_markup,
     markers,
-    mirrored,
-    row,
-    unmirrored,
+    opening_spellings,
 )
 
 
 def test_a_common_start_cuts_no_marker():
-    assert common_start("a<tool_call>x", "a<tool_result>x") == "a"
+    assert common_prefix("a<tool_call>x", "a<tool_result>x") == "a"
 
 
 def test_a_common_end_cuts_no_marker():
-    assert common_end("x</tool_call>", "y</stool_call>") == ""
-    assert common_end("x</tool_call>\n", "y</tool_call>\n") == "</tool_call>\n"
+    assert common_suffix("x</tool_call>", "y</stool_call>") == ""
+    assert common_suffix("x</tool_call>\n", "y</tool_call>\n") == "</tool_call>\n"
 
 
 def test_words_are_kept_whole():
-    assert common_start("walking", "walker") == ""
+    assert common_prefix("walking", "walker") == ""
 
 
 def test_a_row_tells_section_call_and_separator_apart():
-    found = row("<all><one>", "</one>, <one>", "</one></all>")
+    found = list_markup("<all><one>", "</one>, <one>", "</one></all>")
     assert (found.open, found.item_open) == ("<all>", "<one>")
     assert (found.item_close, found.separator, found.close) == ("</one>", ", ", "</all>")
 
 
 def test_a_row_without_a_section_has_none():
-    found = row("<one>", "</one>\n<one>", "</one>")
+    found = list_markup("<one>", "</one>\n<one>", "</one>")
     assert (found.open, found.separator, found.close) == ("", "\n", "")
 
 
@@ -49,8 +49,8 @@ def test_a_row_without_a_section_has_none():
 )
 def test_markers_mirror_each_other(opened, closed):
     assert markers(f"a{opened}b{closed}c") == [opened, closed]
-    assert closed in mirrored(opened)
-    assert opened in unmirrored(closed) or "◁" in opened
+    assert closed in closing_spellings(opened)
+    assert opened in opening_spellings(closed) or "◁" in opened
 
 
 def test_a_comparison_shows_what_changed():

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from nereid_parsers.template.environment import CompiledTemplate, Refused
+from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
 from nereid_parsers.template.limits import Budget, LimitError
 from parsers.template.support import TEMPLATES
 
@@ -30,7 +30,7 @@ def test_changing_a_list_is_allowed_and_noted():
 
 
 def test_a_dict_may_not_be_changed():
-    with pytest.raises((Refused, LimitError)):
+    with pytest.raises((RenderRefused, LimitError)):
         CompiledTemplate("{{ {}.update(a=1) }}", Budget()).render({})
 
 
@@ -42,5 +42,5 @@ def test_names_and_constants_are_noted():
 
 
 def test_a_missing_include_is_the_templates_failure():
-    with pytest.raises(Refused):
+    with pytest.raises(RenderRefused):
         CompiledTemplate("{% include 'other' %}", Budget()).render({})

@@ -170,7 +170,7 @@ def test_how_calls_must_be_put_is_reported(analyses):
 
 def test_recognised_templates_say_whose_they_are(analyses):
     for name in ("harmony", "recipients"):
-        assert "recognised, not inferred" in analyses[name].undecided[0]
+        assert "was recognised, not inferred" in analyses[name].undecided[0]
 
 
 def test_quarantine_entries_name_a_model_and_a_reason():
@@ -199,7 +199,7 @@ def test_rows_with_brackets_too_many_or_none_are_calls(name, text, analyses):
 def test_a_template_that_shows_no_calls_leaves_them_out():
     analysis = analyze_template(source("plain"))
     assert analysis.format.layout.tools is None
-    assert "no call comes out" in analysis.explain()
+    assert "The template does not render the call." in analysis.explain()
 
 
 def test_calls_that_do_not_come_back_are_not_decided():
@@ -209,7 +209,7 @@ def test_calls_that_do_not_come_back_are_not_decided():
         "{{ '<|a|><|b|>' + f.name + '<|c|>' + f.arguments + '<|d|>' }}{% endfor %}{% endfor %}"
     )
     analysis = analyze_template(no_words)
-    assert any("no form that can be read back" in note for note in analysis.undecided)
+    assert any("format of the calls could not be inferred" in note for note in analysis.undecided)
     assert analysis.format.layout.tools is None
     assert analysis.format.ends == ()
     for text in ("Hi <|a|>", '{"name": "f", "arguments": {}}'):
@@ -218,7 +218,7 @@ def test_calls_that_do_not_come_back_are_not_decided():
 
 def test_explain_shows_comparisons_format_and_proofs(analyses):
     text = analyses["tagged_parameters"].explain()
-    for words in ("T2 two calls", "TaggedArguments", "read back", "Constraint"):
+    for words in ("T2 two calls", "TaggedArguments", "parsed correctly", "Constraint"):
         assert words in text
 
 

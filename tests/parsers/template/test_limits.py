@@ -1,4 +1,4 @@
-"""A template is untrusted: what it may not do, and that it is told so in time."""
+"""A template is untrusted: what it must not do, and that it is rejected in time."""
 
 import itertools
 import json
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from nereid_parsers import TemplateError, analyze_template
 from nereid_parsers.template import limits
-from nereid_parsers.template.environment import CompiledTemplate, Refused
-from nereid_parsers.template.limits import Budget, LimitError, weight
+from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
+from nereid_parsers.template.limits import Budget, LimitError, size_of
 from parsers.template.support import TEMPLATES
 
 HOSTILE = json.loads((TEMPLATES / "hostile.json").read_text(encoding="utf-8")) | {
@@ -67,10 +67,10 @@ def test_a_template_that_fails_is_analysed_for_what_it_shows():
 
 def test_what_a_template_says_when_it_refuses_is_kept():
     template = CompiledTemplate("{{ raise_exception('roles must alternate') }}", Budget())
-    with pytest.raises(Refused, match="roles must alternate"):
+    with pytest.raises(RenderRefused, match="roles must alternate"):
         template.render({})
 
 
 def test_shared_lists_weigh_as_often_as_they_are_met():
     shared = ["abc"]
-    assert weight([shared, shared]) > 2 * len("abc")
+    assert size_of([shared, shared]) > 2 * len("abc")

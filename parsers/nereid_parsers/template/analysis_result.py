@@ -1,0 +1,54 @@
+"""The data that the analysis of a chat template returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nereid_parsers.format import Format
+from nereid_parsers.template.difference import Comparison
+from nereid_parsers.template.proof import Proof
+
+
+@dataclass(frozen=True, slots=True)
+class Supports:
+    """The parts of a conversation that a template can render.
+
+    Attributes:
+        content: Whether the template renders content.
+        reasoning: The message fields from which reasoning is rendered; or "parts" or "blocks" if
+            reasoning must be a part of the content.
+        switches: What each thinking switch makes the generation prompt write after the header.
+        calls: The form of tool calls, such as "JSON"; "none" for no calls.
+        parallel_calls: Whether one message can have several calls.
+        content_with_calls: Whether one message can have content and calls.
+        arguments: "object", or "text" if the template expects arguments as a JSON string.
+        ids: "plain", or "numbered" if the template renders the id of a call instead of its name.
+    """
+
+    content: bool = False
+    reasoning: tuple[str, ...] = ()
+    switches: dict[str, str] = field(default_factory=dict)
+    calls: str = "none"
+    parallel_calls: bool = False
+    content_with_calls: bool = False
+    arguments: str = "object"
+    ids: str = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class AnalysisResult:
+    """The format that a chat template implies, and how it was inferred.
+
+    Attributes:
+        format: The inferred format. It is plain content if nothing could be inferred.
+        comparisons: The comparisons of renderings, in order, each with its finding.
+        supports: What the template can render.
+        undecided: Sentences that say what could not be decided, and why.
+        proofs: Renderings that were parsed with the format, and what differed.
+    """
+
+    format: Format
+    comparisons: tuple[Comparison, ...] = ()
+    supports: Supports = Supports()
+    undecided: tuple[str, ...] = ()
+    proofs: tuple[Proof, ...] = ()

@@ -1,0 +1,17 @@
+"""The examples in the docstrings of the template analysis."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+from nereid_parsers import template
+
+MODULES = sorted(module.name for module in pkgutil.iter_modules(template.__path__))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_are_correct(name):
+    module = importlib.import_module(f"{template.__name__}.{name}")
+    results = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert results.failed == 0

@@ -1,4 +1,4 @@
-"""Chat formats as data: parse, stream and constrain what language models write."""
+"""Chat formats as data: parse, stream and constrain the text that language models write."""
 
 from __future__ import annotations
 
@@ -58,11 +58,13 @@ __all__ = [
     "parse",
 ]
 
-_LAZY = {"analyze_template", "TemplateAnalysis"}  # they bring jinja2, which parsing does not need
+# These names import jinja2, which parsing does not need. They are imported at the first access.
+_LAZY_NAMES = {"analyze_template", "TemplateAnalysis"}
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401  # the hook's own signature
-    if name in _LAZY:
+def __getattr__(name: str) -> Any:  # noqa: ANN401  # Python defines this signature
+    """Import one of the names that are imported at the first access."""
+    if name in _LAZY_NAMES:
         from nereid_parsers import template
 
         return getattr(template, name)

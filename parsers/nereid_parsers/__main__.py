@@ -1,4 +1,4 @@
-"""The command line: `python -m nereid_parsers formats` and `... parse`, to look at transcripts."""
+"""Command line of nereid_parsers: list formats, parse transcripts, analyse chat templates."""
 
 from __future__ import annotations
 
@@ -26,140 +26,184 @@ from nereid_parsers.formats.registry import get_format, listing
 from nereid_parsers.stream.parser import StreamParser
 from nereid_parsers.template import command
 
+_EXIT_ERROR = 2
 _COLOURS = {
     "reasoning": "\x1b[36m",
     "content": "\x1b[32m",
     "call": "\x1b[33m",
     "markup": "\x1b[2m",
-    "reason": "\x1b[31m",
+    "fault": "\x1b[31m",
 }
-_PLAIN = "\x1b[0m"
+_RESET_COLOUR = "\x1b[0m"
 
 
-class Pen:
-    """Writes lines, in colour where that is wanted."""
+class Printer:
+    """Writes lines, with colours if the output is a terminal or colours are demanded."""
 
     def __init__(self, out: TextIO, colour: str) -> None:
+        """Create a printer. `colour` is "always", "never" or "auto" (only on a terminal)."""
         self._out = out
-        self._is_coloured = colour == "always" or (colour == "auto" and out.isatty())
+        self._has_colour = colour == "always" or (colour == "auto" and out.isatty())
 
-    def paint(self, kind: str, text: str) -> str:
-        """The text in its kind's colour."""
-        return f"{_COLOURS[kind]}{text}{_PLAIN}" if self._is_coloured else text
+    def coloured(self, kind: str, text: str) -> str:
+        """Return `text` in the colour of its kind, one of the keys of `_COLOURS`."""
+        return f"{_COLOURS[kind]}{text}{_RESET_COLOUR}" if self._has_colour else text
 
     def line(self, text: str = "") -> None:
-        """Write a line."""
+        """Write one line."""
         self._out.write(text + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status."""
-    options = _flags().parse_args(arguments)
+    """Run the command line and return its exit status: 0, or 2 after an error.
+
+    Args:
+        arguments: The arguments, without the name of the program. None for those of the process.
+    """
+    options = _create_argument_parser().parse_args(arguments)
     try:
         return int(options.run(options))
     except (NereidParsersError, OSError, ValueError) as error:
         sys.stderr.write(f"nereid_parsers: {error}\n")
-        return 2
+        return _EXIT_ERROR
 
 
-def _flags() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(prog="python -m nereid_parsers", description=__doc__)
-    commands = flags.add_subparsers(required=True, metavar="COMMAND")
-    formats = commands.add_parser("formats", help="list the formats that have names")
-    formats.add_argument("--table", action="store_true", help="as a Markdown table, with sources")
-    formats.set_defaults(run=_formats)
-    parse = commands.add_parser("parse", help="parse a transcript and show what is what")
-    parse.add_argument("file", metavar="FILE", help="the text that a model wrote; - for stdin")
-    parse.add_argument("--format", required=True, metavar="NAME", help="a name, or REASONING+TOOLS")
-    parse.add_argument("--tools", metavar="FILE", help="JSON file: the OpenAI tools list")
-    parse.add_argument("--prompt", metavar="FILE", help="the rendered prompt")
-    parse.add_argument("--stream", type=int, metavar="N", help="feed N characters at a time")
-    parse.add_argument("--strict", action="store_true", help="the strict policy")
-    parse.add_argument("--colour", choices=("auto", "always", "never"), default="auto")
-    parse.set_defaults(run=_parse)
+def _create_argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    arguments = argparse.ArgumentParser(prog="python -m nereid_parsers", description=__doc__)
+    commands = arguments.add_subparsers(required=True, metavar="COMMAND")
+
+    formats = commands.add_parser("formats", help="list the names of all formats")
+    formats.add_argument(
+        "--table", action="store_true", help="print a Markdown table that includes the sources"
+    )
+    formats.set_defaults(run=_run_formats)
+
+    parse = commands.add_parser(
+        "parse", help="parse a transcript and show its reasoning, content, calls and markup"
+    )
+    parse.add_argument("file", metavar="FILE", help="file with the model's text; - reads stdin")
+    parse.add_argument(
+        "--format",
+        required=True,
+        metavar="NAME",
+        help="name of the format, or two names as REASONING+TOOLS (example: qwen3+hermes)",
+    )
+    parse.add_argument("--tools", metavar="FILE", help="JSON file with the OpenAI tools list")
+    parse.add_argument("--prompt", metavar="FILE", help="file with the rendered prompt")
+    parse.add_argument(
+        "--stream",
+        type=int,
+        metavar="N",
+        help="parse N characters at a time, and show the events of each piece",
+    )
+    parse.add_argument(
+        "--strict", action="store_true", help="use the strict policy instead of the lenient one"
+    )
+    parse.add_argument(
+        "--colour",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="when to colour the output; auto: only on a terminal (default: auto)",
+    )
+    parse.set_defaults(run=_run_parse)
+
     command.add_arguments(commands.add_parser("template", help=command.HELP))
-    return flags
+    return arguments
 
 
-def _formats(options: argparse.Namespace) -> int:
-    pen = Pen(sys.stdout, "never")
+def _run_formats(options: argparse.Namespace) -> int:
+    """Print the names of all formats, and return the exit status."""
+    printer = Printer(sys.stdout, "never")
     if options.table:
-        pen.line("| name | for | source |\n|---|---|---|")
+        printer.line("| name | for | source |\n|---|---|---|")
     for row in listing():
         if options.table:
-            pen.line(f"| {row.label} | {row.kind} | {row.source} |")
+            printer.line(f"| {row.label} | {row.kind} | {row.source} |")
         else:
-            pen.line(f"{row.kind:9}  {row.label}")
+            printer.line(f"{row.kind:9}  {row.label}")
     return 0
 
 
-def _named(name: str) -> Format:
-    reasoning, plus, tools = name.partition("+")
-    return get_format(reasoning=reasoning, tools=tools) if plus else get_format(name)
-
-
-def _read(name: str) -> str:
-    return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-
-
-def _parse(options: argparse.Namespace) -> int:
-    pen = Pen(sys.stdout, options.colour)
+def _run_parse(options: argparse.Namespace) -> int:
+    """Parse a transcript, print the result, and return the exit status."""
+    if options.stream is not None and options.stream < 1:
+        raise ValueError(
+            f"--stream must be at least 1 (the characters of a piece), but is {options.stream}"
+        )
+    printer = Printer(sys.stdout, options.colour)
     tools: Any = json.loads(_read(options.tools)) if options.tools else None
     prompt = _read(options.prompt) if options.prompt else None
     text = _read(options.file)
-    spans: list[tuple[str, str]] = []
+    classified: list[tuple[str, str]] = []
     numbers = itertools.count()
     parser = StreamParser(
-        _named(options.format),
+        _format_by_name(options.format),
         tools=tools,
         prompt=prompt,
         policy=STRICT if options.strict else LENIENT,
         new_id=lambda: f"call_{next(numbers)}",
-        trace=lambda kind, piece: spans.append((kind, piece)),
+        trace=lambda kind, piece: classified.append((kind, piece)),
     )
     if options.stream is None:
         message = fold([*parser.feed(text), *parser.finish()])
-        pen.line("".join(pen.paint(kind, piece) for kind, piece in spans))
-        pen.line()
-        _show_message(pen, message)
-        return 0
-    if options.stream < 1:
-        raise ValueError(f"--stream: {options.stream} is not a number of characters")
-    for at in range(0, len(text), options.stream):
-        piece = text[at : at + options.stream]
-        pen.line(pen.paint("markup", f"> {piece!r}"))
-        _show_events(pen, parser.feed(piece))
-    pen.line(pen.paint("markup", "> end"))
-    _show_events(pen, parser.finish())
+        printer.line("".join(printer.coloured(kind, piece) for kind, piece in classified))
+        printer.line()
+        _print_message(printer, message)
+    else:
+        _print_stream(printer, parser, text, options.stream)
     return 0
 
 
-def _show_events(pen: Pen, events: list[Event]) -> None:
+def _format_by_name(name: str) -> Format:
+    """Return the format for a name, or for two names such as `qwen3+hermes`."""
+    reasoning, plus, tools = name.partition("+")
+    return get_format(reasoning=reasoning, tools=tools) if plus else get_format(name)
+
+
+def _read(path: str) -> str:
+    """Return the text of a file, or of stdin if `path` is `-`."""
+    return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+
+
+def _print_stream(printer: Printer, parser: StreamParser, text: str, size: int) -> None:
+    """Parse `text` in pieces of `size` characters, and print the events of each piece."""
+    for start in range(0, len(text), size):
+        piece = text[start : start + size]
+        printer.line(printer.coloured("markup", f"> {piece!r}"))
+        _print_events(printer, parser.feed(piece))
+    printer.line(printer.coloured("markup", "> end"))
+    _print_events(printer, parser.finish())
+
+
+def _print_events(printer: Printer, events: list[Event]) -> None:
+    """Print one line for each event, for example `  content    'Hello'`."""
     for event in events:
+        fault: str | None = None
         match event:
             case ReasoningDelta(text):
-                pen.line("  " + pen.paint("reasoning", f"reasoning  {text!r}"))
-            case ContentDelta(text, reason):
-                pen.line("  " + pen.paint("content", f"content    {text!r}") + _why(pen, reason))
+                line = printer.coloured("reasoning", f"reasoning  {text!r}")
+            case ContentDelta(text, fault):
+                line = printer.coloured("content", f"content    {text!r}")
             case ToolCallStart(index, call_id, name):
-                pen.line("  " + pen.paint("call", f"call {index}     {name}  ({call_id})"))
+                line = printer.coloured("call", f"call {index}     {name}  ({call_id})")
             case ArgumentsDelta(index, text):
-                pen.line("  " + pen.paint("call", f"     {index}     {text!r}"))
-            case ToolCallEnd(index, reason):
-                pen.line("  " + pen.paint("call", f"     {index}     end") + _why(pen, reason))
+                line = printer.coloured("call", f"     {index}     {text!r}")
+            case ToolCallEnd(index, fault):
+                line = printer.coloured("call", f"     {index}     end")
+        note = "  " + printer.coloured("fault", f"[{fault}]") if fault else ""
+        printer.line("  " + line + note)
 
 
-def _why(pen: Pen, reason: str | None) -> str:
-    return "  " + pen.paint("reason", f"[{reason}]") if reason else ""
-
-
-def _show_message(pen: Pen, message: Message) -> None:
+def _print_message(printer: Printer, message: Message) -> None:
+    """Print the parts of a message, one line each."""
     if message.reasoning is not None:
-        pen.line(pen.paint("reasoning", f"reasoning  {message.reasoning!r}"))
+        printer.line(printer.coloured("reasoning", f"reasoning  {message.reasoning!r}"))
     if message.content is not None:
-        pen.line(pen.paint("content", f"content    {message.content!r}"))
+        printer.line(printer.coloured("content", f"content    {message.content!r}"))
     for call in message.tool_calls:
-        pen.line(pen.paint("call", f"call       {call.name} {call.arguments}  ({call.id})"))
+        line = f"call       {call.name} {call.arguments}  ({call.id})"
+        printer.line(printer.coloured("call", line))
 
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ def _wrap(node: Node) -> dict[str, Any]:
 def _no_end_marker(fmt: Format) -> ConstraintError:
     """Return the error for output that starts in reasoning which nothing closes."""
     return ConstraintError(
-        f"{fmt.name}: the output starts in the reasoning, but the format has no end marker for it"
+        f"The format {fmt.name!r} has no end marker for the reasoning, in which the output starts"
     )
 
 
@@ -260,7 +260,7 @@ def _answer_or_calls(fmt: Format, layout: Sections, request: Request) -> Node:
         return content
     if layout.tools is None:
         raise ConstraintError(
-            f"{fmt.name}: the request needs tool calls, but the format has no tool section"
+            f"The format {fmt.name!r} has no tool section, so the model cannot call tools"
         )
     if not request.must_call and content is None:
         return _text_with_calls(layout.tools, request)
@@ -378,7 +378,7 @@ def _final_messages(fmt: Format, layout: Messages, request: Request) -> Node:
         content_route = _first_route(layout, Stage.CONTENT)
         if content_route is None:
             raise ConstraintError(
-                f"{fmt.name}: the request needs an answer, but no message holds content"
+                f"The format {fmt.name!r} has no answer, because no message holds content"
             )
         text = any_text() if request.answer is None else request.answer
         options.append(sequence(const(_header_text(layout, content_route)), text))
@@ -390,7 +390,8 @@ def _call_messages(fmt: Format, layout: Messages, request: Request) -> Node:
     routes = [route for route in layout.routes if route.stage is Stage.CALLS]
     if not routes or not isinstance(layout.body, JsonArguments):
         raise ConstraintError(
-            f"{fmt.name}: tool calls inside content messages cannot be constrained"
+            f"The format {fmt.name!r} has tool calls inside content messages, which cannot be "
+            "constrained"
         )
     # Models write the header of the first route. Other headers are allowed if their text is known.
     written_routes = [routes[0], *(route for route in routes[1:] if route.written)]

@@ -88,4 +88,4 @@ def test_a_template_is_analysed(capsys, tmp_path):
         encoding="utf-8",
     )
     assert main(["template", str(path)]) == 0
-    assert "content is plain" in capsys.readouterr().out
+    assert "Content is written without markers" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Where output starts: from the prompt's text or token ids, thinking on, off, or not offered."""
 
 import pytest
-from nereid_parsers import Message, Stage, StreamParser, fold, get_format
+from nereid_parsers import LENIENT, STRICT, Message, Stage, StreamParser, fold, get_format
 from nereid_parsers.format import Format, Opener, Reasoning, Sections, ToolSection
 from parsers.support import TOOLS, calls, counted_ids, parsed
 
@@ -57,8 +57,6 @@ def test_the_stage_is_read_from_token_ids_too():
 
 
 def test_undecided_text_has_the_stage_of_its_default():
-    from nereid_parsers import STRICT
-
     fmt = get_format("deepseek_r1", policy=STRICT)
     assert fmt.stage(None) is Stage.REASONING
 
@@ -129,3 +127,11 @@ def test_a_prompt_whose_last_message_is_over_leaves_a_header_to_come():
 def test_a_format_needs_no_tools_to_know_its_stage():
     assert Format("plain", Sections(tools=None)).stage("x") is Stage.CONTENT
     assert isinstance(QWEN.layout.tools, ToolSection)
+
+
+@pytest.mark.parametrize("policy", [LENIENT, STRICT], ids=["lenient", "strict"])
+def test_a_call_that_the_prompt_leaves_open_is_the_first_call_of_the_output(policy):
+    prompt = '<tool_call>\n{"name": "f", "arguments": {"a": '
+    fmt = Format("f", get_format("hermes").layout, turn=("<|assistant|>",))
+    message = parsed(fmt, '"x"}}\n</tool_call>', prompt="<|assistant|>" + prompt, policy=policy)
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", '{"a": "x"}')]

@@ -1,1 +1,1 @@
-"""Declarations of the formats that have names; registry.py finds them."""
+"""Declarations of the formats that have names. registry.py finds them by name."""

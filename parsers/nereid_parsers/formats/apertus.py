@@ -1,4 +1,4 @@
-"""Apertus: inner thoughts between prefix and suffix, calls as an array keyed by function name."""
+"""Apertus: reasoning between two markers, and calls as an array of `{"name": arguments}`."""
 
 from nereid_parsers.format import Call, JsonArray, NameIsKey, Reasoning, Source, ToolSection
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

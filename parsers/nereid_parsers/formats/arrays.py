@@ -1,10 +1,11 @@
-"""Families that write their calls as a JSON array, or as a lone JSON object, behind a marker."""
+"""Model families that write a marker and then a JSON array of calls, or one JSON object."""
 
 from nereid_parsers.format import Call, JsonArray, JsonObject, Keys, Source, ToolSection
 from nereid_parsers.formats.entry import ToolEntry
 
 
 def _array(open: str, close: str) -> ToolSection:
+    """Return the declaration of one array of calls between two markers."""
     return ToolSection((Call(JsonArray()),), open=open, close=close)
 
 

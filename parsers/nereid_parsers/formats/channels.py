@@ -1,4 +1,4 @@
-"""Families that write a row of messages or typed blocks, but for gpt-oss."""
+"""Model families that write a sequence of messages or typed blocks. gpt_oss.py has its own."""
 
 from nereid_parsers.format import (
     Call,
@@ -31,7 +31,7 @@ _MUSE_MESSAGES = Messages(
     routes=(
         Route(Stage.REASONING, " to=self"),
         Route(Stage.CONTENT, " to=user"),
-        # Any other recipient is a tool, and the call stands in the message's text.
+        # Any other recipient is a tool. The text of the message contains the call.
         Route(Stage.CONTENT, " to={word}", written=" to=functions"),
         Route(Stage.CONTENT, "{rest}", written=" to=user"),
     ),

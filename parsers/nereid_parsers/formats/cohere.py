@@ -1,4 +1,4 @@
-"""Cohere Command: marked thinking, response and action blocks."""
+"""Cohere Command: reasoning, response and calls, each between its own markers."""
 
 from nereid_parsers.format import Call, JsonArray, Keys, Reasoning, Source, ToolSection, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,4 +1,4 @@
-"""DeepSeek: thinking opened by the prompt; calls between begin and end tokens, later in DSML."""
+"""DeepSeek: calls between begin and end tokens, or (from V3.2 on) as DSML tags."""
 
 from nereid_parsers.format import (
     Call,
@@ -34,6 +34,7 @@ REASONING = {
 
 
 def _between_tokens(head: str, close: str) -> ToolSection:
+    """Return the declaration of calls between begin and end tokens, as in V3 and V3.1."""
     return ToolSection(
         (Call(JsonArguments(), open="<｜tool▁call▁begin｜>", head=head, close=close),),
         open="<｜tool▁calls▁begin｜>",
@@ -43,7 +44,16 @@ def _between_tokens(head: str, close: str) -> ToolSection:
 
 
 def _dsml(token: str, section: str, gap: str = "") -> ToolSection:
-    """DSML: tags that carry a token; a value's tag says whether it is a string."""
+    """Return the declaration of calls in DSML, whose tags contain a special token.
+
+    The tag of a value shows whether the value is a string. Example with the token `T`:
+    `<T invoke name="f"><T parameter name="a" string="true">x</T parameter></T invoke>`.
+
+    Args:
+        token: The special token in each tag.
+        section: The name of the tag around all calls.
+        gap: The text between the token and the name of a tag.
+    """
     invoke = f'<{token}{gap}invoke name="{{name}}">\n'
     close = f"</{token}{gap}invoke>\n"
     return ToolSection(

@@ -1,4 +1,4 @@
-"""What the registry holds under a name: half a format, and where it was read."""
+"""The entries of the registry. An entry is one half of a format, with its source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from nereid_parsers.format import Messages, Reasoning, Source, ToolSection, Wrap
 
 @dataclass(frozen=True, slots=True)
 class ReasoningEntry:
-    """How a family marks its reasoning (and wraps its content, where it does)."""
+    """The part of a format that describes reasoning and content.
+
+    Attributes:
+        part: The markers of the reasoning, or the layout of all messages.
+        source: The document that the declaration was derived from.
+        content: The markers around the content, or None.
+        ends: The end-of-turn tokens.
+    """
 
     part: Reasoning | Messages
     source: Source
@@ -19,10 +26,15 @@ class ReasoningEntry:
 
 @dataclass(frozen=True, slots=True)
 class ToolEntry:
-    """How a family writes its calls.
+    """The part of a format that describes tool calls.
 
-    `reasoning` is how the same family reasons, for use where a tool name is given alone: set where
-    its models open the reasoning themselves, so that prompts do not show it.
+    Attributes:
+        part: The declaration of the calls, or the layout of all messages.
+        source: The document that the declaration was derived from.
+        ends: The end-of-turn tokens.
+        reasoning: The reasoning of the same model family, which is used if only the name of the
+            tool calls is given. It is set if the models open the reasoning themselves, because the
+            prompt then does not show whether they reason.
     """
 
     part: ToolSection | Messages

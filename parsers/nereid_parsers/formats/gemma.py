@@ -1,4 +1,4 @@
-"""Google Gemma: calls as objects with bare keys."""
+"""Google Gemma: arguments as objects with bare keys."""
 
 from nereid_parsers.format import BareKeyArguments, Call, Reasoning, Source, ToolSection
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,4 +1,4 @@
-"""GLM and those who write like it: tagged keys and values behind the function's name."""
+"""GLM and model families with the same calls: the name, then tagged keys and tagged values."""
 
 from nereid_parsers.format import Call, Opener, Reasoning, Source, TaggedArguments, ToolSection
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -44,7 +44,7 @@ REASONING = {
 
 
 def _section(gap: str, tag: str = "tool_call") -> ToolSection:
-    """Calls in the content; `gap` stands behind the name, each key and each value."""
+    """Return the declaration of calls in the content. `gap` follows the name and each tag."""
     return ToolSection(
         (
             Call(
@@ -60,11 +60,12 @@ def _section(gap: str, tag: str = "tool_call") -> ToolSection:
     )
 
 
-_LINES, _ONE_LINE = _section("\n"), _section("")
+_ON_LINES = _section("\n")
+_ON_ONE_LINE = _section("")
 
 
 def _grouped(head: str) -> ToolSection:
-    """Hunyuan: the same calls inside a section."""
+    """Return the declaration of Hunyuan's calls, which stand between `<tool_calls>` markers."""
     return ToolSection(
         (
             Call(
@@ -80,10 +81,10 @@ def _grouped(head: str) -> ToolSection:
 
 
 TOOLS = {
-    "glm45": ToolEntry(_LINES, _GLM46),
-    "glm47": ToolEntry(_ONE_LINE, _GLM47),
-    "ling3": ToolEntry(_LINES, _LING3),
-    "poolside_v1": ToolEntry(_LINES, _POOLSIDE),
+    "glm45": ToolEntry(_ON_LINES, _GLM46),
+    "glm47": ToolEntry(_ON_ONE_LINE, _GLM47),
+    "ling3": ToolEntry(_ON_LINES, _LING3),
+    "poolside_v1": ToolEntry(_ON_LINES, _POOLSIDE),
     "spark25": ToolEntry(
         ToolSection(
             (

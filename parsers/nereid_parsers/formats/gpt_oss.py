@@ -1,4 +1,4 @@
-"""gpt-oss: OpenAI's Harmony messages. The recipient may stand before or in the channel."""
+"""gpt-oss: OpenAI's Harmony messages. The recipient precedes the channel or follows it."""
 
 from nereid_parsers.format import Messages, Route, Source, Stage
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

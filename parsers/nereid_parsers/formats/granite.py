@@ -1,4 +1,4 @@
-"""IBM Granite."""
+"""IBM Granite: reasoning between phrases or tags, and calls as JSON after a marker."""
 
 from nereid_parsers.format import (
     Call,

@@ -1,10 +1,11 @@
-"""Hermes: one JSON object per `<tool_call>` element. Qwen 2.5 and 3 write the same."""
+"""Hermes: each call is a JSON object in a `<tool_call>` element. Qwen 2.5 and 3 do the same."""
 
 from nereid_parsers.format import Call, JsonObject, Source, ToolSection
 from nereid_parsers.formats.entry import ToolEntry
 
 
 def _tagged(tag: str) -> ToolSection:
+    """Return the declaration of calls as JSON objects between `<tag>` and `</tag>`."""
     return ToolSection(
         (Call(JsonObject(), open=f"<{tag}>\n", close=f"\n</{tag}>"),), separator="\n"
     )

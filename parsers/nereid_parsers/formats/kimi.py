@@ -1,4 +1,4 @@
-"""Moonshot Kimi."""
+"""Moonshot Kimi: calls between begin and end tokens, or (K3) as typed tags."""
 
 from nereid_parsers.format import (
     Call,
@@ -34,6 +34,7 @@ REASONING = {
 
 
 def _call(head: str) -> Call:
+    """Return the declaration of a call whose id is its whole head, `functions.f:0`."""
     return Call(
         JsonArguments(),
         open="<|tool_call_begin|>",

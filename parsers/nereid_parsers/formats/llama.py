@@ -1,4 +1,4 @@
-"""Meta Llama: a bare JSON object, or a call behind `<|python_tag|>`."""
+"""Meta Llama: a bare JSON object, or a call after the marker `<|python_tag|>`."""
 
 from nereid_parsers.format import Call, JsonObject, Keys, PythonCalls, Source, ToolSection
 from nereid_parsers.formats.entry import ToolEntry

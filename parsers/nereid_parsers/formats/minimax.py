@@ -1,4 +1,4 @@
-"""MiniMax, and dots, which writes its invocations alike."""
+"""MiniMax, and dots, whose calls have the same tags."""
 
 from nereid_parsers.format import (
     Call,

@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS]` before an array of calls, or before each name with `[ARGS]`."""
+"""Mistral: the marker `[TOOL_CALLS]`, then an array of calls, or a name and its arguments."""
 
 from nereid_parsers.format import (
     Call,

@@ -1,9 +1,10 @@
-"""Which module declares a name, and which names are other spellings of one."""
+"""Tables of the names: the module that declares each name, and the aliases of the names."""
 
 from __future__ import annotations
 
 
 def _by_name(modules: dict[str, str]) -> dict[str, str]:
+    """Return the module of each name. Example: `{"m": "a b"}` gives `{"a": "m", "b": "m"}`."""
     return {name: module for module, names in modules.items() for name in names.split()}
 
 

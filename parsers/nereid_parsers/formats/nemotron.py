@@ -1,4 +1,4 @@
-"""NVIDIA Nemotron."""
+"""NVIDIA Nemotron: reasoning between `<think>` tags."""
 
 from nereid_parsers.format import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry

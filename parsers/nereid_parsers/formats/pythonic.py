@@ -1,4 +1,4 @@
-"""Families that write calls as Python does."""
+"""Model families that write calls in Python syntax."""
 
 from nereid_parsers.format import Call, JsonArray, PythonCalls, Source, ToolSection
 from nereid_parsers.formats.entry import ToolEntry

@@ -1,4 +1,7 @@
-"""Alibaba Qwen, and those who write calls like Qwen3-Coder. Qwen's plain format is Hermes'."""
+"""Alibaba Qwen, and model families whose calls are those of Qwen3-Coder.
+
+The calls of the other Qwen models are declared in hermes.py.
+"""
 
 from nereid_parsers.format import Call, Opener, Reasoning, Source, TaggedArguments, ToolSection
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -22,11 +25,13 @@ REASONING = {
 
 
 def _coder(arguments: TaggedArguments) -> ToolSection:
-    head, close = "<function={name}>\n", "</function>\n</tool_call>"
+    """Return the declaration of Qwen3-Coder's calls with the given spelling of arguments."""
+    head = "<function={name}>\n"
+    close = "</function>\n</tool_call>"
     return ToolSection(
         (
             Call(arguments, open="<tool_call>\n", head=head, close=close),
-            Call(arguments, head=head, close=close),  # the opening marker is forgotten at times
+            Call(arguments, head=head, close=close),  # Models sometimes omit the opening marker.
         ),
         separator="\n",
     )

@@ -1,7 +1,8 @@
-"""Formats by name: the reasoning and tool keys of vLLM and SGLang, `-` and `_` being equal.
+"""Finds formats by name. The names are the parser names of vLLM and SGLang.
 
-Declarations live in one small module per family, found through the two tables below and imported
-when a name of theirs is asked for. Each module has a `REASONING` and/or a `TOOLS` dict by name.
+In a name, `-`, `.` and `_` are equivalent. Each model family has a small module in this folder,
+with a dict REASONING, a dict TOOLS or both. A module is imported when one of its names is looked
+up. names.py maps the names to the modules.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from nereid_parsers.formats.names import (
 )
 
 
-def normal(name: str) -> str:
-    """The spelling under which a name is looked up."""
+def normalize(name: str) -> str:
+    """Return the spelling of a name in the tables. Example: `Qwen-2.5` gives `qwen_2_5`."""
     return name.strip().lower().replace("-", "_").replace(".", "_")
 
 
@@ -36,58 +37,75 @@ def get_format(
     tools: str | None = None,
     policy: Policy = LENIENT,
 ) -> Format:
-    """The format of a name, or of a reasoning name and a tool name together.
+    """Return the format with a name, or the combination of a reasoning name and a tool name.
 
-    A single name that stands for both a way to reason and a way to call means both.
+    Examples: `get_format("gpt_oss")`, `get_format(reasoning="qwen3", tools="hermes")`.
 
-    Raises: UnknownFormatError for an unknown name; FormatError for two names that do not combine.
+    Args:
+        name: A reasoning name, a tool name, or a name that is both. In the last case, the format
+            contains both parts.
+        reasoning: The name of the reasoning.
+        tools: The name of the tool calls.
+        policy: The policy of the format.
+
+    Raises:
+        UnknownFormatError: A name is not registered.
+        FormatError: No name is given, `name` is given together with another name, or the two parts
+            cannot be combined.
     """
     if name is not None:
         if reasoning is not None or tools is not None:
-            raise FormatError("get_format: give a name, or reasoning= and tools=, not both")
+            raise FormatError("get_format takes a name, or reasoning= and tools=, but not both")
         reasoning = name if _find(name, REASONING_ALIASES, REASONING_MODULES) else None
         tools = name if _find(name, TOOL_ALIASES, TOOL_MODULES) else None
         if reasoning is None and tools is None:
-            raise _unknown(name, (*REASONING_MODULES, *TOOL_MODULES))
+            raise _unknown_format(name, (*REASONING_MODULES, *TOOL_MODULES))
     if reasoning is None and tools is None:
-        raise FormatError("get_format: needs a name")
+        raise FormatError("get_format needs a name: get_format(name), reasoning= or tools=")
     label = name or "+".join(part for part in (reasoning, tools) if part)
-    thinking = reasoning_entry(reasoning) if reasoning is not None else None
-    calling = tool_entry(tools) if tools is not None else None
-    if thinking is None and calling is not None:
-        thinking = calling.reasoning
-    return _combine(normal(label), thinking, calling, policy)
+    reasoning_part = reasoning_entry(reasoning) if reasoning is not None else None
+    tool_part = tool_entry(tools) if tools is not None else None
+    if reasoning_part is None and tool_part is not None:
+        reasoning_part = tool_part.reasoning
+    return _combine(normalize(label), reasoning_part, tool_part, policy)
 
 
 def reasoning_entry(name: str) -> ReasoningEntry:
-    """What is registered under a reasoning name. Raises: UnknownFormatError."""
-    found = _find(name, REASONING_ALIASES, REASONING_MODULES)
-    if found is None:
-        raise _unknown(name, REASONING_MODULES)
-    entry = import_module(f"nereid_parsers.formats.{REASONING_MODULES[found]}").REASONING[found]
+    """Return the entry of a reasoning name. Raise UnknownFormatError if there is none."""
+    key = _find(name, REASONING_ALIASES, REASONING_MODULES)
+    if key is None:
+        raise _unknown_format(name, REASONING_MODULES)
+    entry = import_module(f"nereid_parsers.formats.{REASONING_MODULES[key]}").REASONING[key]
     assert isinstance(entry, ReasoningEntry)
     return entry
 
 
 def tool_entry(name: str) -> ToolEntry:
-    """What is registered under a tool name. Raises: UnknownFormatError."""
-    found = _find(name, TOOL_ALIASES, TOOL_MODULES)
-    if found is None:
-        raise _unknown(name, TOOL_MODULES)
-    entry = import_module(f"nereid_parsers.formats.{TOOL_MODULES[found]}").TOOLS[found]
+    """Return the entry of a tool name. Raise UnknownFormatError if there is none."""
+    key = _find(name, TOOL_ALIASES, TOOL_MODULES)
+    if key is None:
+        raise _unknown_format(name, TOOL_MODULES)
+    entry = import_module(f"nereid_parsers.formats.{TOOL_MODULES[key]}").TOOLS[key]
     assert isinstance(entry, ToolEntry)
     return entry
 
 
 def format_names() -> list[str]:
-    """Every name that `get_format` takes, aliases included, sorted."""
+    """Return all names that `get_format` accepts, aliases included, in alphabetical order."""
     tables = (REASONING_MODULES, TOOL_MODULES, REASONING_ALIASES, TOOL_ALIASES)
     return sorted({name for table in tables for name in table})
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A registered name as a table shows it: `aliases` are other spellings of `name`."""
+class ListedName:
+    """A registered name, as tables of names show it.
+
+    Attributes:
+        name: The name.
+        kind: "reasoning" or "tools".
+        aliases: Other spellings of the name.
+        source: The source of the declaration.
+    """
 
     name: str
     kind: str
@@ -96,49 +114,65 @@ class Listed:
 
     @property
     def label(self) -> str:
-        """The name, and its other spellings behind it."""
+        """The name with its aliases, for example `hermes (= qwen, qwen25, qwen3_json)`."""
         return f"{self.name} (= {', '.join(self.aliases)})" if self.aliases else self.name
 
 
-def listing() -> list[Listed]:
-    """Every registered name: reasoning first, then tools, each sorted."""
-    rows: list[Listed] = []
+def listing() -> list[ListedName]:
+    """Return all registered names: first the reasoning names, then the tool names, each sorted."""
+    rows: list[ListedName] = []
     for name in sorted(REASONING_MODULES):
-        others = tuple(sorted(a for a, of in REASONING_ALIASES.items() if of == name))
-        rows.append(Listed(name, "reasoning", others, reasoning_entry(name).source))
+        aliases = _aliases_of(name, REASONING_ALIASES)
+        rows.append(ListedName(name, "reasoning", aliases, reasoning_entry(name).source))
     for name in sorted(TOOL_MODULES):
-        others = tuple(sorted(a for a, of in TOOL_ALIASES.items() if of == name))
-        rows.append(Listed(name, "tools", others, tool_entry(name).source))
+        aliases = _aliases_of(name, TOOL_ALIASES)
+        rows.append(ListedName(name, "tools", aliases, tool_entry(name).source))
     return rows
 
 
+def _aliases_of(name: str, aliases: dict[str, str]) -> tuple[str, ...]:
+    """Return the aliases of a name, in alphabetical order."""
+    return tuple(sorted(alias for alias, target in aliases.items() if target == name))
+
+
 def _find(name: str, aliases: dict[str, str], modules: dict[str, str]) -> str | None:
-    spelled = normal(name)
-    found = aliases.get(spelled, spelled)
-    return found if found in modules else None
+    """Return the key under which a name or alias is registered, or None."""
+    spelling = normalize(name)
+    key = aliases.get(spelling, spelling)
+    return key if key in modules else None
 
 
-def _unknown(name: str, known: Iterable[str]) -> UnknownFormatError:
-    near = difflib.get_close_matches(normal(name), list(known), n=4, cutoff=0.5)
-    hint = f"; near names: {', '.join(near)}" if near else ""
-    return UnknownFormatError(f"no format is called {name!r}{hint} (format_names() lists all)")
+def _unknown_format(name: str, names: Iterable[str]) -> UnknownFormatError:
+    """Return the error for a name that is not registered, with the most similar names."""
+    similar = difflib.get_close_matches(normalize(name), list(names), n=4, cutoff=0.5)
+    hint = f" Similar names: {', '.join(similar)}." if similar else ""
+    return UnknownFormatError(
+        f"no format is called {name!r}.{hint} format_names() returns all names."
+    )
 
 
 def _combine(
-    label: str, thinking: ReasoningEntry | None, calling: ToolEntry | None, policy: Policy
+    label: str,
+    reasoning: ReasoningEntry | None,
+    tools: ToolEntry | None,
+    policy: Policy,
 ) -> Format:
-    entries = [entry for entry in (thinking, calling) if entry is not None]
+    """Return the format that consists of a reasoning entry, a tool entry, or both."""
+    entries = [entry for entry in (reasoning, tools) if entry is not None]
     sources = tuple(dict.fromkeys(entry.source for entry in entries))
     ends = tuple(dict.fromkeys(end for entry in entries for end in entry.ends))
-    layouts = {entry.part for entry in entries if isinstance(entry.part, Messages)}
-    if layouts:
-        layout = layouts.pop()
-        if layouts or any(entry.part != layout for entry in entries):
-            raise FormatError(f"{label}: these two names do not combine: one writes whole messages")
+    message_layouts = {entry.part for entry in entries if isinstance(entry.part, Messages)}
+    if message_layouts:
+        layout = message_layouts.pop()
+        if any(entry.part != layout for entry in entries):
+            raise FormatError(
+                f"{label}: these two names do not combine, because one of them describes whole "
+                "messages. Use the same name for both parts."
+            )
         return Format(label, layout, policy, ends, sources=sources)
     sections = Sections(
-        reasoning=thinking.part if thinking else None,  # type: ignore[arg-type]  # no Messages here
-        content=thinking.content if thinking else None,
-        tools=calling.part if calling else None,  # type: ignore[arg-type]  # nor here
+        reasoning=reasoning.part if reasoning else None,  # type: ignore[arg-type]  # no Messages
+        content=reasoning.content if reasoning else None,
+        tools=tools.part if tools else None,  # type: ignore[arg-type]  # no Messages
     )
     return Format(label, sections, policy, ends, sources=sources)

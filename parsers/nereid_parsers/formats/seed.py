@@ -1,4 +1,4 @@
-"""ByteDance Seed."""
+"""ByteDance Seed: arguments as tagged values."""
 
 from nereid_parsers.format import Call, Reasoning, Source, TaggedArguments, ToolSection
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

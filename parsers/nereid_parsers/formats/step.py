@@ -1,4 +1,4 @@
-"""StepFun."""
+"""StepFun: arguments as tagged values."""
 
 from nereid_parsers.format import Call, Opener, Reasoning, Source, TaggedArguments, ToolSection
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -11,7 +11,8 @@ import psutil
 import pytest
 from e2e.triton_client import ask, tensor
 from fakes.live_frontend import wait_for
-from served import ALONE, Served
+
+from loadtest.server.served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
@@ -56,7 +57,7 @@ def test_a_killed_engine_ends_its_requests_with_an_error_and_is_started_again(se
         again = asyncio.run(ask(served.grpc_url, request(5)))
         if again.error is None:
             break
-        assert "[UNAVAILABLE] the engine is being started again; try again" in again.error
+        assert "[UNAVAILABLE] the engine is restarting. Try again" in again.error
         time.sleep(0.2)
     assert again.finish_reasons == ["length"]
     assert engine_process(served).pid != victim.pid

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that cross between the three steps of the ensemble, and how they are packed.
+"""The messages between the three steps of the ensemble, and how they are packed.
 
     tokenizer --- RequestEnvelope ---> executor --- StepState ---> postprocessor
                                           ^
                                           +-- RequestUpdate --- engine process
 
-A step behind a decoupled step may take inputs from that step only, so what the postprocessor must
-know of a request (StreamContext) rides through the executor, unread, in the first step.
+In Triton server, the postprocessor can receive inputs only from the executor, because the executor
+is a decoupled step. The tokenizer therefore packs the postprocessor's part of a request
+(StreamContext) into the envelope, and the executor passes it on unread with the first step.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -24,29 +25,31 @@ UInt8Array = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class StreamContext:
-    """What the postprocessor must know of one request.
+    """The part of a request that the postprocessor needs.
 
     Attributes:
-        stream: one response per step; otherwise exactly one response.
-        num_prompt_tokens: for usage.
-        n: how many answers it gets.
-        seed_token_ids: last tokens of the prompt, so that a completion's first word keeps the
-            space before it; empty for chat.
-        prepend: text put before the output (the prompt, when the request asks for it).
-        stop: strings that end the answer.
-        min_tokens: stop strings are looked for behind so many tokens.
-        include_stop_str_in_output: leave the stop string that was found in the text.
-        skip_special_tokens: drop special tokens from the text.
-        returns: names of the optional outputs that the request asked for.
-        prompt_token_ids: the prompt, where the request says return_token_ids; else None.
-        tools: OpenAI tools list of the request.
-        reads_calls: False leaves tool calls in the content (tool_choice "none").
-        prompt: end of the rendered prompt, from which the parser sees in which stage output begins;
-            None for plain completions, which are not parsed.
-        separate_reasoning: False leaves reasoning in the content, as the model wrote it.
-        include_reasoning: False leaves reasoning out of the answer.
-        strict_schema: JSON text of the schema that the content must match when it is whole; empty
-            for none.
+        stream: whether each step is one response. If False, the request has exactly one response.
+        num_prompt_tokens: the number of prompt tokens, for the usage.
+        n: the number of choices.
+        seed_token_ids: the last tokens of a completion's prompt. The detokenizer starts with them,
+            so that the first generated word keeps the space before it. Empty for chat.
+        prepend: text that precedes the output. It is the prompt if the request asks for it.
+        stop: strings at which the output ends.
+        min_tokens: the number of generated tokens before which stop strings have no effect.
+        include_stop_str_in_output: whether the output keeps the stop string that ended it.
+        skip_special_tokens: whether special tokens are removed from the output.
+        returns: the names of the optional outputs that the request turns on.
+        prompt_token_ids: the prompt's tokens if the request has return_token_ids=true, else None.
+        tools: the tools of the request, as in the OpenAI API.
+        reads_calls: whether tool calls are parsed. If False (tool_choice "none"), they stay in the
+            content.
+        prompt: the end of the rendered prompt, from which the parser determines the stage in which
+            the output begins. None for completions, which are not parsed.
+        separate_reasoning: whether reasoning is separated from the content. If False, reasoning
+            stays in the content with its markers.
+        include_reasoning: whether responses contain reasoning.
+        strict_schema: the JSON text of the schema that the complete content must match. Empty if
+            the content is not validated.
     """
 
     stream: bool
@@ -68,25 +71,26 @@ class StreamContext:
     strict_schema: str = ""
 
     def pack(self) -> bytes:
-        """As msgpack."""
+        """Return the context as msgpack bytes."""
         return _pack(asdict(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """From what `pack` gave."""
+        """Return the context that `pack` packed into `data`."""
         return cls(**msgpack.unpackb(data, use_list=False))
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnvelope:
-    """Tokenizer to executor.
+    """The message of the tokenizer to the executor about one request.
 
     Attributes:
-        params: how to sample.
-        context: passed on unread.
-        grammar_field: the request's field that made the grammar, for messages about it.
-        timeout_s: how long it may take in all; 0 for no limit, None for the server's default.
-        queue_timeout_s: how long it may wait for its turn.
+        params: the sampling parameters.
+        context: a packed StreamContext, which the executor passes on unread.
+        grammar_field: the request's field from which the grammar was built, for error messages.
+        timeout_s: the time limit of the whole request in seconds. 0 means no limit, None means the
+            server's default.
+        queue_timeout_s: the time limit for waiting in the queue, with the same special values.
     """
 
     params: SamplingParams
@@ -96,21 +100,21 @@ class RequestEnvelope:
     queue_timeout_s: float | None = None
 
     def pack(self) -> UInt8Array:
-        """As a UINT8 tensor [num_bytes]."""
+        """Return the envelope as a UINT8 array of shape [num_bytes]."""
         params = {field.name: getattr(self.params, field.name) for field in fields(SamplingParams)}
         rest = (self.context, self.grammar_field, self.timeout_s, self.queue_timeout_s)
         return np.frombuffer(_pack([params, *rest]), dtype=np.uint8)
 
     @classmethod
     def unpack(cls, data: UInt8Array) -> Self:
-        """From what `pack` gave."""
+        """Return the envelope that `pack` packed into `data`."""
         params, *rest = msgpack.unpackb(data.tobytes(), use_list=False)
         return cls(SamplingParams(**params), *rest)
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a sequence ended; its last part carries it."""
+    """The reason why a sequence ended. The sequence's last delta contains it."""
 
     finish_reason: str
     stop_reason: int | None = None
@@ -118,12 +122,12 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What the first step of a stream brings.
+    """Data that only the first step of a stream contains.
 
     Attributes:
-        context: the request's StreamContext, packed.
-        feedback_path: the memory in which the postprocessor reports.
-        slots: where it raises a signal about each sequence, in the order of their index.
+        context: the packed StreamContext of the request.
+        feedback_path: the path of the shared memory in which the postprocessor reports.
+        slots: the feedback slot of each sequence, ordered by the sequence's index.
     """
 
     context: bytes
@@ -132,18 +136,20 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one step adds to one sequence of the request.
+class SequenceDelta:
+    """The new tokens of one sequence in one step.
 
     Attributes:
-        index: which sequence.
-        num_tokens: how many of the step's token ids are its own; parts lie in order.
-        cumulative_logprobs: behind each of those tokens, the sum for the answer so far.
-        logprobs: one TokenLogprobs (as a plain row) a token, where the request asked for them.
-        prompt_logprobs: one row a token of the prompt, None for the first; in the first part of
-            sequence 0, where the request asked for them.
-        num_cached_tokens: tokens of the prompt that were in the prefix cache.
-        ending: in the sequence's last part only.
+        index: the index of the sequence in its request.
+        num_tokens: the number of the sequence's tokens in the step. The step's token ids are
+            ordered like its deltas.
+        cumulative_logprobs: for each of these tokens, the sum of the log-probabilities of the
+            sequence's tokens up to it.
+        logprobs: for each of these tokens the fields of a TokenLogprobs; None if not requested.
+        prompt_logprobs: for each prompt token the fields of a TokenLogprobs, and None for the first
+            prompt token. Only the first delta of sequence 0 has them, and only if requested.
+        num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
+        ending: the reason why the sequence ended. Only the sequence's last delta has one.
     """
 
     index: int
@@ -155,7 +161,7 @@ class Part:
     ending: Ending | None = None
 
     def row(self) -> tuple[Any, ...]:
-        """As plain values."""
+        """Return the fields as values that msgpack can pack."""
         ending = self.ending and (self.ending.finish_reason, self.ending.stop_reason)
         return (
             self.index,
@@ -169,66 +175,60 @@ class Part:
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> Self:
-        """From what `row` gave."""
-        *head, cached, ending = row
-        index, num_tokens, cumulative, logprobs, prompt_logprobs = head
-        return cls(
-            index,
-            num_tokens,
-            cumulative,
-            logprobs,
-            prompt_logprobs,
-            cached,
-            ending and Ending(*ending),
-        )
+        """Return the delta whose fields `row` returned."""
+        *values, ending = row
+        return cls(*(*values, ending and Ending(*ending)))
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """Executor to postprocessor, beside the new token ids of one step.
+    """The message of the executor to the postprocessor about one step of a stream.
 
-    A step without parts is a heartbeat.
+    The step's token ids are a separate tensor. A step without deltas is a heartbeat.
 
     Attributes:
-        slot: where the postprocessor reports how far this stream is consumed.
-        serial: number of the stream, never used twice by one executor.
-        step: number of this step in its stream, from 1.
-        parts: what it adds to each of the request's sequences that has something new.
-        is_last: every sequence has ended.
-        opening: in the first step only.
+        slot: the feedback slot in which the postprocessor reports how many steps it has consumed.
+        serial: the number of the stream, which is unique in the executor process.
+        step: the number of this step in its stream, starting with 1.
+        deltas: the new tokens of each sequence that has any, or that has ended.
+        is_last: whether every sequence of the request has ended.
+        opening: the data of the stream's first step; None in later steps.
     """
 
     slot: int
     serial: int
     step: int
-    parts: tuple[Part, ...] = ()
+    deltas: tuple[SequenceDelta, ...] = ()
     is_last: bool = False
     opening: Opening | None = None
 
     def pack(self) -> UInt8Array:
-        """As a UINT8 tensor [num_bytes]."""
+        """Return the state as a UINT8 array of shape [num_bytes]."""
         opening = self.opening
         first = opening and (opening.context, opening.feedback_path, opening.slots)
-        parts = [part.row() for part in self.parts]
-        row = (self.slot, self.serial, self.step, parts, self.is_last, first)
+        deltas = [delta.row() for delta in self.deltas]
+        row = (self.slot, self.serial, self.step, deltas, self.is_last, first)
         return np.frombuffer(_pack(row), dtype=np.uint8)
 
     @classmethod
     def unpack(cls, data: UInt8Array) -> Self:
-        """From what `pack` gave."""
+        """Return the state that `pack` packed into `data`."""
         row = msgpack.unpackb(data.tobytes(), use_list=False)
-        slot, serial, step, parts, is_last, first = row
+        slot, serial, step, deltas, is_last, first = row
         opening = first and Opening(*first)
-        return cls(slot, serial, step, tuple(map(Part.of, parts)), is_last, opening)
+        return cls(slot, serial, step, tuple(map(SequenceDelta.of, deltas)), is_last, opening)
 
 
 def pack_update(update: RequestUpdate) -> list[Any]:
-    """An engine's update as plain values, its fields in their order."""
+    """Return the fields of an engine's update, in their order, as values that msgpack can pack."""
     return [getattr(update, name) for name in _UPDATE_FIELDS]
 
 
 def unpack_update(row: list[Any]) -> RequestUpdate:
-    """From what `pack_update` gave. Log-probabilities stay plain rows: nothing here reads them."""
+    """Return the update that `pack_update` packed.
+
+    Log-probabilities stay lists of plain values, because the executor only passes them on.
+    """
     return RequestUpdate(*row)
 
 

@@ -7,30 +7,34 @@ import time
 import pytest
 from nereid_backend import CapacityError
 from nereid_backend.errors import DeadlineError
-from nereid_backend.serving.executor.request_timing import Timing, limit_of
-from nereid_backend.serving.executor.waiting_limits import Admission
+from nereid_backend.serving.executor.request_timing import RequestTiming, effective_limit_s
+from nereid_backend.serving.executor.waiting_limits import WaitingLimits
 
 
 def enter(admission, num_tokens=1, arrived=None, **limits):
-    timing = Timing(time.monotonic() if arrived is None else arrived, num_tokens, **limits)
+    timing = RequestTiming(time.monotonic() if arrived is None else arrived, num_tokens, **limits)
     admission.enter(timing)
     return timing
 
 
 def test_one_more_than_may_wait_is_refused_with_a_time_to_come_back():
-    admission = Admission(2, 0)
+    admission = WaitingLimits(2, 0)
     first = enter(admission)
     enter(admission)
-    with pytest.raises(CapacityError, match=r"2 requests wait; the limit is 2 \(max_num_waiting\)"):
+    with pytest.raises(
+        CapacityError, match=r"2 requests are waiting, and the limit is 2 \(max_num"
+    ):
         enter(admission)
     admission.leave(first, time.monotonic())
     enter(admission)
 
 
 def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_be_larger():
-    admission = Admission(100, 50)
+    admission = WaitingLimits(100, 50)
     large = enter(admission, 80)
-    with pytest.raises(CapacityError, match=r"80 prompt tokens wait.*brings 1;.*max_waiting_tok"):
+    with pytest.raises(
+        CapacityError, match=r"80 prompt tokens are waiting.*has 1 more.*max_waiting_"
+    ):
         enter(admission, 1)
     admission.leave(large, None)
     enter(admission, 50)
@@ -39,7 +43,7 @@ def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_be_larger():
 
 def queue_with_a_rate(per_second, num_waiting):
     """Requests have left it at that rate until now, and so many wait; and when that is."""
-    admission, now = Admission(1000, 0), time.monotonic()
+    admission, now = WaitingLimits(1000, 0), time.monotonic()
     timings = [enter(admission, arrived=now) for _ in range(num_waiting + 20)]
     for at, timing in enumerate(timings[:20]):
         admission.leave(timing, now - (19 - at) / per_second)
@@ -48,48 +52,50 @@ def queue_with_a_rate(per_second, num_waiting):
 
 def test_a_request_that_would_wait_in_vain_is_refused_at_once():
     admission, now = queue_with_a_rate(per_second=10, num_waiting=103)
-    with pytest.raises(CapacityError, match=r"for about 10\.3 s.*may wait 5 s.*again in 11 s"):
+    with pytest.raises(
+        CapacityError, match=r"for about 10\.3 s.*limit is 5 s.*Try again in 11 s\."
+    ):
         enter(admission, arrived=now, queue_timeout_s=5.0)
     enter(admission, arrived=now, queue_timeout_s=30.0)
 
 
 def test_a_short_queue_has_no_rate_and_refuses_nobody():
-    admission = Admission(1000, 0)
+    admission = WaitingLimits(1000, 0)
     for _ in range(5):
         enter(admission, queue_timeout_s=0.001)
-    assert admission.with_hint("full; try again later") == "full; try again in 1 s"
+    assert admission.with_retry_time("full. Try again later.") == "full. Try again in 1 s."
 
 
 def test_the_rate_of_an_old_queue_is_forgotten():
     admission, _ = queue_with_a_rate(per_second=0.1, num_waiting=1)
-    admission.leave(Timing(0.0, 1), time.monotonic())
+    admission.leave(RequestTiming(0.0, 1), time.monotonic())
     enter(admission, queue_timeout_s=1.0)
 
 
 def test_a_request_that_waited_too_long_may_come_again_and_one_that_ran_too_long_may_not():
-    timing = Timing(100.0, queue_timeout_s=2.0, timeout_s=10.0)
-    assert timing.overdue(101.9) is None
-    error = timing.overdue(102.0)
+    timing = RequestTiming(100.0, queue_timeout_s=2.0, timeout_s=10.0)
+    assert timing.deadline_error(101.9) is None
+    error = timing.deadline_error(102.0)
     assert isinstance(error, CapacityError)
-    assert "waited 2.0 s for its turn; the limit is 2 s (queue_timeout)" in str(error)
-    timing.begun = 101.0
+    assert "waited in the queue for 2.0 s, but the limit is 2 s (queue_timeout)" in str(error)
+    timing.started = 101.0
     assert timing.next_deadline == 110.0
-    error = timing.overdue(110.0)
+    error = timing.deadline_error(110.0)
     assert isinstance(error, DeadlineError)
-    assert "not finished after 10.0 s; the limit is 10 s (timeout)" in str(error)
+    assert "not finished after 10.0 s, but the limit is 10 s (timeout)" in str(error)
 
 
 def test_zero_is_no_limit_and_nothing_is_the_default():
-    assert limit_of(None, 3.0) == 3.0
-    assert limit_of(0.0, 3.0) == math.inf
-    assert limit_of(None, 0.0) == math.inf
+    assert effective_limit_s(None, 3.0) == 3.0
+    assert effective_limit_s(0.0, 3.0) == math.inf
+    assert effective_limit_s(None, 0.0) == math.inf
 
 
 @pytest.mark.parametrize("factor", [1.2, 3, 10])
 @pytest.mark.parametrize("per_second", [4, 16, 100])
 def test_beyond_capacity_few_wait_in_vain_and_the_queue_never_runs_empty(per_second, factor):
     rng = random.Random(0)
-    admission, waiting = Admission(1000, 0), collections.deque()
+    admission, waiting = WaitingLimits(1000, 0), collections.deque()
     counts = collections.Counter()
     events = [(rng.uniform(0, 60), "arrives") for _ in range(int(60 * per_second * factor))]
     # The engine's steps let several in at a time.

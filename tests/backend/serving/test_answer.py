@@ -1,7 +1,7 @@
 import pytest
 from nereid_backend.serving.postprocessor.choice import Answer
 from nereid_backend.serving.postprocessor.message_builder import ParsedMessage, PlainMessage
-from nereid_backend.serving.wire import Ending, Part, StreamContext
+from nereid_backend.serving.wire import Ending, SequenceDelta, StreamContext
 from nereid_parsers import get_format
 
 
@@ -31,7 +31,7 @@ def take(answer, token_ids, ending=None, **part):
     """Give the answer one step; each token has log-probability -0.5."""
     answer.total = getattr(answer, "total", 0) + len(token_ids)
     sums = [-0.5 * (answer.total - len(token_ids) + at + 1) for at in range(len(token_ids))]
-    answer.take(token_ids, Part(0, len(token_ids), tuple(sums), ending=ending, **part))
+    answer.take(token_ids, SequenceDelta(0, len(token_ids), tuple(sums), ending=ending, **part))
 
 
 def usage(completion, reasoning=0, cached=0):

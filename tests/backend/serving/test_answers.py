@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from nereid_backend.serving.postprocessor.choice import Answer
 from nereid_backend.serving.postprocessor.choices import Answers
 from nereid_backend.serving.postprocessor.message_builder import ParsedMessage
-from nereid_backend.serving.wire import Ending, Part, StepState, StreamContext
+from nereid_backend.serving.wire import Ending, SequenceDelta, StepState, StreamContext
 
 SCRIPTS = [
     "<think>\nhm\n</think>\n\nOne moment, please. STOP here",
@@ -43,7 +43,7 @@ class Sender:
         sums = tuple(-0.5 * (self.sent + at + 1) for at in range(len(tokens)))
         self.sent += len(tokens)
         ending = Ending("stop", EOS) if self.is_done else None
-        part = Part(self.index, len(tokens), sums, tuple(map(row, tokens)), ending=ending)
+        part = SequenceDelta(self.index, len(tokens), sums, tuple(map(row, tokens)), ending=ending)
         return tokens, part
 
 
@@ -134,7 +134,7 @@ def test_a_stop_string_is_signalled_for_its_own_answer_until_that_has_ended():
     answers.take(tokens, StepState(0, 1, 1, (part,)))
     answers.pieces(is_last=False)
     assert answers.stopped_slots() == [1]
-    answers.take([], StepState(0, 1, 2, (Part(1, 0, ending=Ending("abort")),)))
+    answers.take([], StepState(0, 1, 2, (SequenceDelta(1, 0, ending=Ending("abort")),)))
     (piece,) = answers.pieces(is_last=False)
     assert (piece.delta["finish_reason"], piece.delta["stop_reason"]) == ("stop", "STOP")
     assert answers.stopped_slots() == []

@@ -1,4 +1,4 @@
-from nereid_backend.serving.executor.lost_clients import Delivery
+from nereid_backend.serving.executor.lost_clients import LostClientDetector
 from nereid_backend.serving.executor.streams import Sequence, Stream
 from nereid_backend.serving.feedback import FeedbackReader, FeedbackWriter
 
@@ -9,7 +9,7 @@ class Line:
     def __init__(self):
         self.reader, self.writer, self.now = FeedbackReader(8), FeedbackWriter(), 100.0
         self.writer.attach(self.reader.path)
-        self.delivery = Delivery(self.reader, patience_s=5.0)
+        self.delivery = LostClientDetector(self.reader, patience_s=5.0)
         self.streams = []
 
     def stream(self):
@@ -32,7 +32,9 @@ class Line:
 
     def dropped(self):
         self.look()
-        return [stream.request_id for stream in self.streams if self.delivery.was_dropped(stream)]
+        return [
+            stream.request_id for stream in self.streams if self.delivery.has_lost_client(stream)
+        ]
 
 
 def test_a_later_step_of_another_stream_shows_that_an_earlier_one_was_dropped():
@@ -62,7 +64,7 @@ def test_a_step_that_is_consumed_between_two_looks_is_not_taken_for_dropped():
     line.consume(second, 1)
     line.look()
     line.consume(first, 1)
-    assert not line.delivery.was_dropped(first)
+    assert not line.delivery.has_lost_client(first)
 
 
 def test_a_lone_stream_is_judged_by_patience():
@@ -73,7 +75,7 @@ def test_a_lone_stream_is_judged_by_patience():
         assert line.dropped() == []
     for _ in range(10):
         line.look()
-    assert line.delivery.was_dropped(lone)
+    assert line.delivery.has_lost_client(lone)
 
 
 def test_a_pause_of_the_whole_machine_does_not_use_up_the_patience():
@@ -82,7 +84,7 @@ def test_a_pause_of_the_whole_machine_does_not_use_up_the_patience():
     line.send(lone)
     line.look()
     line.look(every_s=60.0)
-    assert not line.delivery.was_dropped(lone)
+    assert not line.delivery.has_lost_client(lone)
 
 
 def test_patience_begins_anew_with_each_step_that_arrives():

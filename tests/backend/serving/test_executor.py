@@ -125,9 +125,9 @@ def test_a_request_that_waits_too_long_ends_and_may_come_again(start):
     first = ask(model, params=LONG)
     assert first.began.wait(120)
     late = ask(model, queue_timeout_s=0.5).wait()
-    assert re.match(r"\[UNAVAILABLE\] the request waited \d+\.\d s for its turn", late.error)
+    assert re.match(r"\[UNAVAILABLE\] the request waited in the queue for \d+\.\d s", late.error)
     assert "the limit is 0.5 s (queue_timeout)" in late.error
-    assert late.error.endswith("(queue_timeout); try again in 1 s")
+    assert late.error.endswith("(queue_timeout). Try again in 1 s.")
     assert 0.4 < late.elapsed_s < 15
     assert metric("num_requests_waiting", 0) == 0
     assert metric("requests_timed_out_total", 1) == 1
@@ -137,10 +137,10 @@ def test_a_request_that_waits_too_long_ends_and_may_come_again(start):
 def test_a_request_that_runs_too_long_ends_and_its_sequence_with_it(start):
     model = start(ENDLESS)
     late = ask(model, params=LONG, timeout_s=1.5).wait()
-    told = (
-        r"\[DEADLINE_EXCEEDED\] the request was not finished after \d+\.\d s; the limit is 1\.5 s"
+    assert re.match(
+        r"\[DEADLINE_EXCEEDED\] the request was not finished after \d+\.\d s", late.error
     )
-    assert re.match(told, late.error)
+    assert "but the limit is 1.5 s (timeout)" in late.error
     assert late.token_ids
     assert metric("kv_cache_blocks_used", 0) == 0
     assert metric("num_requests", 0) == 0
@@ -151,10 +151,16 @@ def test_a_full_queue_refuses_at_once_and_by_number_and_tokens(start):
     assert ask(model, params=LONG).began.wait(120)
     ask(model, num_tokens=6)
     refused = ask(model, num_tokens=6).wait()
-    assert "6 prompt tokens wait, and this request brings 6; the limit is 10" in refused.error
+    assert (
+        "6 prompt tokens are waiting, and this request has 6 more, but the limit is 10"
+        in refused.error
+    )
     ask(model, num_tokens=3)
     refused = ask(model, num_tokens=1).wait()
-    assert "[UNAVAILABLE] 2 requests wait; the limit is 2 (max_num_waiting)" in refused.error
+    assert (
+        "[UNAVAILABLE] 2 requests are waiting, and the limit is 2 (max_num_waiting)"
+        in refused.error
+    )
     assert refused.elapsed_s < 15  # and not until the first one ends
     assert metric("requests_refused_total", 2) == 2
 
@@ -178,7 +184,7 @@ def test_a_hung_engine_is_killed_and_its_requests_end(start):
     assert running.began.wait(120)
     os.kill(model._engine.pid, signal.SIGSTOP)
     hung = time.monotonic()
-    assert "(engine_hang_timeout_s); it was killed" in running.wait().error
+    assert "the limit is 3 s (engine_hang_timeout_s)" in running.wait().error
     assert time.monotonic() - hung < 60
     assert metric("num_engine_restarts", 1) == 1
     assert ask(model).wait().token_ids == [10] * 5
@@ -200,7 +206,7 @@ def test_requests_are_refused_at_once_while_the_engine_starts_again(start, monke
         os.kill(model._engine.pid, signal.SIGKILL)
         assert "ended (signal 9)" in running.wait().error
         refused = ask(model).wait()
-        assert "[UNAVAILABLE] the engine is being started again; try again in" in refused.error
+        assert "[UNAVAILABLE] the engine is restarting. Try again in" in refused.error
         assert metric("engine_up", 0) == 0
     finally:
         may_start.set()
@@ -232,8 +238,8 @@ def test_an_engine_that_dies_again_and_again_is_given_up(start):
         assert metric("engine_up", 1) == 1
         assert "CUDA error: gone" in ask(model).wait().error
     deadline = time.monotonic() + 120
-    while "not started again" not in (refused := ask(model).wait().error):
+    while "not restarted again" not in (refused := ask(model).wait().error):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert "[UNAVAILABLE] the engine has died 2 times in a row (max_engine_restarts)" in refused
+    assert "[UNAVAILABLE] the engine process has died 2 times in a row" in refused
     assert metric("engine_up", 0) == 0

@@ -92,10 +92,10 @@ def test_a_rule_may_fail(engine):
 
 def test_a_prompt_without_a_rule_is_refused(engine):
     scripted = engine({"when": "nowhere", "token_ids": [1]})
-    with pytest.raises(RequestError, match="no rule's `when` stands in the prompt"):
+    with pytest.raises(RequestError, match="no rule's `when` occurs in the prompt"):
         scripted.add_request("a", PROMPT, SamplingParams())
 
 
 def test_an_unknown_key_is_refused(engine):
-    with pytest.raises(ConfigError, match="'tokens' is no key of a rule"):
+    with pytest.raises(ConfigError, match="a rule has the unknown key 'tokens'"):
         engine({"tokens": [1]})

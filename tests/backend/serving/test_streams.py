@@ -1,7 +1,7 @@
 from nereid_backend import RequestUpdate
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.serving.executor.streams import MAX_UNCONSUMED_STEPS, Pacer, Sequence, Stream
-from nereid_backend.serving.wire import Ending, Opening, Part
+from nereid_backend.serving.wire import Ending, Opening, SequenceDelta
 
 OPENING = Opening(b"context", "/path", (0,))
 
@@ -45,7 +45,7 @@ def test_an_unconsumed_stream_waits_but_its_last_step_does_not():
     assert stream.due_at(0.05, 0.25) <= 100.0
     ids, state = stream.take_step(100.0)
     assert ids.tolist() == [6]
-    assert state.parts[0].ending == Ending("length")
+    assert state.deltas[0].ending == Ending("length")
     assert state.is_last
 
 
@@ -73,11 +73,11 @@ def test_a_step_carries_a_part_for_each_sequence_that_has_news():
     stream.add(update(7, index=2, cumulative_logprob=-3.0))
     ids, state = stream.take_step(100.0)
     assert ids.tolist() == [6, 5, 7]
-    assert state.parts == (
-        Part(0, 1, (-2.0,), num_cached_tokens=16),
-        Part(2, 2, (-1.0, -3.0)),
+    assert state.deltas == (
+        SequenceDelta(0, 1, (-2.0,), num_cached_tokens=16),
+        SequenceDelta(2, 2, (-1.0, -3.0)),
     )
-    assert stream.take_step(100.1)[1].parts == ()
+    assert stream.take_step(100.1)[1].deltas == ()
 
 
 def test_a_stream_ends_when_all_its_sequences_have():
@@ -88,7 +88,7 @@ def test_a_stream_ends_when_all_its_sequences_have():
     stream.add(update(6, finish="stop"))
     _, state = stream.take_step(100.1)
     assert state.is_last
-    assert [part.index for part in state.parts] == [0]
+    assert [part.index for part in state.deltas] == [0]
 
 
 def test_log_probabilities_of_merged_updates_stay_in_order():
@@ -96,11 +96,11 @@ def test_log_probabilities_of_merged_updates_stay_in_order():
     rows = [TokenLogprobs([at], [-1.0], 1) for at in range(3)]
     stream.add(update(0, logprobs=rows[:1], prompt_logprobs=[None, rows[2]]))
     stream.add(update(1, 2, logprobs=rows[1:]))
-    (part,) = stream.take_step(100.0)[1].parts
+    (part,) = stream.take_step(100.0)[1].deltas
     assert part.logprobs == tuple(rows)
     assert part.prompt_logprobs == (None, rows[2])
     stream.add(update(3, logprobs=rows[:1]))
-    (part,) = stream.take_step(100.1)[1].parts
+    (part,) = stream.take_step(100.1)[1].deltas
     assert (part.logprobs, part.prompt_logprobs) == (tuple(rows[:1]), None)
 
 

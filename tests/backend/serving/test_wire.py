@@ -10,8 +10,8 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.serving.wire import (
     Ending,
     Opening,
-    Part,
     RequestEnvelope,
+    SequenceDelta,
     StepState,
     StreamContext,
     pack_update,
@@ -58,7 +58,7 @@ ROWS = st.tuples(
     st.integers(1, 9),
 )
 PARTS = st.builds(
-    Part,
+    SequenceDelta,
     st.integers(0, 63),
     st.integers(0, 9),
     st.lists(st.floats(max_value=0, allow_nan=False)).map(tuple),

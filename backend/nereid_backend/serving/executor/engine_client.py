@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stub's side of the engine process: requests go to it, updates come back."""
+"""The executor's connection to the engine process: it sends requests and receives updates."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,26 +11,31 @@ import numpy.typing as npt
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.sampling_params import SamplingParams
-from nereid_backend.serving.process.process_handle import Child, Refusal, Role
+from nereid_backend.serving.process.process_handle import ChildProcess, Refusal, Role
 from nereid_backend.serving.wire import unpack_update
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """The engine computes a request that has waited until then, by time.monotonic()."""
+class RequestStarted:
+    """The engine has started to compute a request that was waiting.
+
+    Attributes:
+        request_id: the id of the request.
+        at: the time of the start, by time.monotonic().
+    """
 
     request_id: str
     at: float
 
 
-class EngineClient(Child):
-    """One engine process at a time; `start` may be called again after its death.
+class EngineClient(ChildProcess):
+    """The engine process. `start` may be called again after the process has died.
 
-    `submit` and `abort` may be called from several threads; `receive` belongs to one.
+    Several threads may call `submit` and `abort`. Only one thread may call `receive`.
 
     Attributes:
-        info: what was loaded, the fields of EngineInfo.
-        stats: how busy the engine was when it last said so.
+        info: the fields of EngineInfo, which describe the loaded model.
+        stats: the gauges and counters that the engine sent last.
     """
 
     def __init__(
@@ -44,43 +49,43 @@ class EngineClient(Child):
         self.stats: dict[str, int] = {}
 
     def start(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Start the process and wait until its model is loaded; see `Child.start`."""
+        """Start the process and wait until its model is loaded (see ChildProcess.start)."""
         self.stats = {}
         super().start(timeout_s, meanwhile)
 
     def submit(
         self, request_id: str, token_ids: npt.NDArray[np.int32], params: SamplingParams
     ) -> None:
-        """Hand a request to the engine.
+        """Send a request to the engine.
 
         Raises:
-            EngineDiedError: there is no engine process.
+            EngineDiedError: the engine process is not running.
         """
         values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
         self.send(["add", request_id, token_ids.tobytes(), values])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Ask the engine to end a request, or one of its sequences; last updates follow.
+        """Ask the engine to end a request, or one of its sequences. A last update follows.
 
         Raises:
-            EngineDiedError: there is no engine process.
+            EngineDiedError: the engine process is not running.
         """
         self.send(["abort", request_id, index])
 
-    def receive(self, timeout_s: float) -> list[RequestUpdate | Refusal | Begun]:
-        """What the engine has said, waiting at most `timeout_s`.
+    def receive(self, timeout_s: float) -> list[RequestUpdate | Refusal | RequestStarted]:
+        """Return the engine's messages. Wait at most `timeout_s` seconds for the first one.
 
         Raises:
-            EngineDiedError: the process has gone.
+            EngineDiedError: the process has ended.
         """
-        answers: list[RequestUpdate | Refusal | Begun] = []
+        received: list[RequestUpdate | Refusal | RequestStarted] = []
         for kind, *rest in self.messages(timeout_s):
             if kind == "updates":
-                answers.extend(map(unpack_update, rest[0]))
+                received.extend(map(unpack_update, rest[0]))
             elif kind == "stats":
                 self.stats = rest[0]
-            elif kind == "begun":
-                answers.extend(Begun(*row) for row in rest[0])
+            elif kind == "started":
+                received.extend(RequestStarted(*row) for row in rest[0])
             elif kind == "refused":
-                answers.append(Refusal.from_row(rest))
-        return answers
+                received.append(Refusal.from_row(rest))
+        return received

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine process: everything that may crash (torch, a driver, a kernel) lives here.
+"""The engine process. It contains everything that may crash: torch, drivers and kernels.
 
     python -m nereid_backend.serving.executor.engine_process FD
 
-FD is the inherited end of a socket pair. The first message is the settings; from then on:
+FD is the inherited end of a socket pair. The first message contains the settings. Further messages:
 
     stub -> engine    ["add", id, int32 ids as bytes, params]  ["abort", id, index or None]
                       ["stop"]
-    engine -> stub    ["updates", [row, ...]], the fields of RequestUpdate in their order
-                      ["begun", [[id, monotonic time], ...]], requests that left the queue
-                      ["stats", {name: number}], while working every 0.1 s and when work ends
-                      and what every child says (child_process.py)
+    engine -> stub    ["updates", [row, ...]], a row has the fields of RequestUpdate in their order
+                      ["started", [[id, monotonic time], ...]], requests that left the queue
+                      ["stats", {name: number}], every 0.1 s during work and when work ends
+                      and the messages of every child process (process_entry.py)
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from nereid_backend.core.outputs import EngineInfo, RequestUpdate
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError
-from nereid_backend.serving.process.process_entry import connect, load, words_of
+from nereid_backend.serving.process.process_entry import connect, error_text, load
 from nereid_backend.serving.wire import pack_update
 
 _STATS_INTERVAL_S = 0.1
@@ -38,52 +38,57 @@ log = logging.getLogger("nereid")
 
 
 class StepEngine(Protocol):
-    """What this process needs of an engine: the real one, or a scripted one for tests."""
+    """The interface of an engine: the real one, or the scripted one for tests."""
 
     info: EngineInfo
 
     def add_request(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        """Accept a request."""
+        """Add a request to the waiting queue."""
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences."""
 
     def step(self) -> list[RequestUpdate]:
-        """What is new."""
+        """Compute one step and return the updates of all requests."""
 
     def has_work(self) -> bool:
-        """Whether step() has something to do."""
+        """Return whether `step` has work to do."""
 
     @property
     def num_running(self) -> int:
-        """Sequences that run."""
+        """The number of running sequences."""
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait."""
+        """The number of waiting sequences."""
 
     @property
     def num_free_blocks(self) -> int:
-        """Free blocks of the KV cache."""
+        """The number of free blocks of the KV cache."""
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions since the start."""
+        """The number of preemptions since the start."""
 
 
 MakeEngine = Callable[[EngineConfig, Callable[[str], None]], StepEngine]
 
 
 def serve(argv: Sequence[str], make: MakeEngine) -> int:
-    """Serve one engine over the socket whose descriptor is the first argument."""
+    """Serve one engine over a socket until it stops, and return the exit code.
+
+    Args:
+        argv: the command line. argv[1] is the file descriptor of the socket.
+        make: builds the engine from its settings.
+    """
     channel = connect(argv)
     with contextlib.suppress(ChannelClosedError):
         engine = load(channel, lambda settings, progress: make(EngineConfig(**settings), progress))
         if engine is not None:
-            # What is there now stays. Looking through it again with each full collection stops a
-            # step for a fifth of a second.
+            # All objects that exist now are permanent. Without freezing them, each full garbage
+            # collection would visit them and delay a step by a fifth of a second.
             gc.collect()
             gc.freeze()
             _warm_up(engine)
@@ -92,21 +97,21 @@ def serve(argv: Sequence[str], make: MakeEngine) -> int:
 
 
 def _warm_up(engine: StepEngine) -> None:
-    """Let what the first grammar needs be loaded now, beside the first requests."""
+    """Load the grammar libraries now, so that the first request with a grammar need not wait."""
     warm_up = getattr(engine, "warm_up", None)
     if warm_up is not None:
         try:
             warm_up()
-        except Exception:  # the request that needs it will say what is wrong
-            log.exception("what grammars need could not be loaded ahead")
+        except Exception:  # the first request that needs it reports the same error
+            log.exception("the grammar libraries could not be loaded at startup")
 
 
 def _serve(engine: StepEngine, channel: Channel) -> int:
-    """Work until told to stop; the process's exit code."""
+    """Process messages and steps until the message "stop". Return the exit code."""
     channel.send(["stats", _stats(engine)])
     stats_due = 0.0
     while True:
-        # With work to do, only look for messages; without, wait for one.
+        # With work to do, only read the messages that have arrived. Without work, wait for one.
         for message in channel.receive(0 if engine.has_work() else None):
             if message[0] == "stop":
                 return 0
@@ -115,12 +120,12 @@ def _serve(engine: StepEngine, channel: Channel) -> int:
             try:
                 updates = engine.step()
             except Exception as error:
-                log.exception("the engine gives up")
-                channel.send(["fatal", words_of(error)])
+                log.exception("a step of the engine failed, and the engine process ends")
+                channel.send(["fatal", error_text(error)])
                 return 1
-            begun = getattr(engine, "begun", None)
-            if begun:
-                channel.send(["begun", begun])
+            started = getattr(engine, "begun", None)
+            if started:
+                channel.send(["started", started])
             if updates:
                 channel.send(["updates", [pack_update(update) for update in updates]])
             now = time.monotonic()
@@ -130,6 +135,7 @@ def _serve(engine: StepEngine, channel: Channel) -> int:
 
 
 def _stats(engine: StepEngine) -> dict[str, int]:
+    """Return the engine's gauges and counters by name."""
     counts = {
         name: getattr(engine, name)
         for name in (
@@ -150,6 +156,7 @@ def _stats(engine: StepEngine) -> dict[str, int]:
 
 
 def _handle(engine: StepEngine, channel: Channel, message: list[Any]) -> None:
+    """Handle a message "add" or "abort" of the stub."""
     kind, request_id, *rest = message
     if kind == "abort":
         engine.abort(request_id, *rest)
@@ -161,14 +168,14 @@ def _handle(engine: StepEngine, channel: Channel, message: list[Any]) -> None:
     except (RequestError, CapacityError) as error:
         channel.send(["refused", request_id, type(error).__name__, str(error)])
     except Exception as error:
-        # Whatever is wrong with this request, the others are not affected.
+        # An error that one request causes must not end the other requests.
         log.exception("request %s could not be added", request_id)
-        channel.send(["refused", request_id, EngineError.__name__, words_of(error)])
+        channel.send(["refused", request_id, EngineError.__name__, error_text(error)])
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:
-    """Serve the engine."""
-    # Modules make some hundred thousand objects and no garbage.
+    """Serve the real engine, and return the exit code."""
+    # Importing modules creates about a hundred thousand permanent objects and no garbage.
     gc.disable()
     from nereid_backend import Engine
 
@@ -180,6 +187,6 @@ def main(argv: Sequence[str] = sys.argv) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # Nothing is left to be put in order; taking torch apart takes a second, and libraries write
-    # into the log what they find then, in front of the line that says why.
+    # Exit without Python's cleanup. Unloading torch takes a second, and libraries would then log
+    # messages before the line that explains the exit.
     os._exit(code)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps the server still runs: how a client that has gone is noticed.
+"""Detects streams whose client has disconnected, from the steps that the server drops.
 
-When a client goes away, the server goes on accepting the steps of its stream from the executor.
-Version 2.51 runs them with `is_cancelled` set, which the postprocessor reports; other versions and
-schedulers drop them before the postprocessor, and nothing says that a step was dropped. But steps
-reach the one postprocessor in the order in which they were sent: where a later step of anybody has
-been consumed and an earlier one has not, the earlier one was dropped. Where there is no later step,
-patience decides.
+Triton server reports a disconnected client to the postprocessor, not to the executor. Version 2.51
+runs the remaining steps of the stream with `is_cancelled` set, and the postprocessor reports that.
+Other versions and schedulers silently drop these steps before the postprocessor. But steps reach
+the postprocessor in the order in which they were sent. So if a later step of any stream has been
+consumed and an earlier step has not, the earlier step was dropped. If there is no later step, a
+step counts as dropped after a time limit.
 """
 
 import itertools
@@ -15,16 +15,17 @@ from collections.abc import Iterable
 from nereid_backend.serving.executor.streams import Stream
 from nereid_backend.serving.feedback import FeedbackReader
 
-# A pause of this process counts as no more than this: the postprocessor may have paused with it.
-_LONGEST_LOOK_S = 0.25
+# If this process was paused, the postprocessor may have been paused, too. So one interval between
+# two calls counts as at most this many seconds of waiting.
+_LONGEST_INTERVAL_S = 0.25
 
 
-class Delivery:
-    """Follows steps on their way to the postprocessor. Used by one thread.
+class LostClientDetector:
+    """Follows the steps on their way to the postprocessor. Only one thread may use it.
 
     Args:
-        feedback: where the postprocessor reports.
-        patience_s: a step that is on its way for so long will not arrive.
+        feedback: the memory in which the postprocessor reports consumed steps.
+        patience_s: the time after which an unconsumed step counts as dropped.
     """
 
     def __init__(self, feedback: FeedbackReader, patience_s: float) -> None:
@@ -32,22 +33,22 @@ class Delivery:
         self._patience_s = patience_s
         self._orders = itertools.count(1)
         self._newest_consumed = 0
-        self._last_look = 0.0
+        self._last_observed = 0.0
 
     def record(self, stream: Stream) -> None:
-        """Note that a step of this stream is about to be sent."""
+        """Number the next step of `stream`. Call this directly before the step is sent."""
         stream.unconsumed.append(next(self._orders))
 
     def observe(self, streams: Iterable[Stream], now: float) -> None:
-        """Read how far each stream has been consumed."""
-        passed_s = min(now - self._last_look, _LONGEST_LOOK_S)
-        self._last_look = now
+        """Read how many steps of each stream have been consumed."""
+        passed_s = min(now - self._last_observed, _LONGEST_INTERVAL_S)
+        self._last_observed = now
         for stream in streams:
             stream.waited_s += passed_s
             self._observe(stream)
 
-    def was_dropped(self, stream: Stream) -> bool:
-        """Whether a step of this stream will not arrive, because its client has gone."""
+    def has_lost_client(self, stream: Stream) -> bool:
+        """Return whether a step of `stream` was dropped, because its client has disconnected."""
         if not stream.unconsumed:
             return False
         if stream.waited_s > self._patience_s:
@@ -55,7 +56,7 @@ class Delivery:
         newest = self._newest_consumed
         if stream.unconsumed[0] >= newest:
             return False
-        # It may have been consumed since it was looked at, before the later one was.
+        # The step may have been consumed since the last observation, so read the feedback again.
         self._observe(stream)
         return bool(stream.unconsumed) and stream.unconsumed[0] < newest
 

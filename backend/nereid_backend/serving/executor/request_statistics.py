@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened to requests since the start, counted where it is seen: in the executor's loop."""
+"""Counts and durations of requests since the start, recorded by the executor's loop."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -25,18 +25,20 @@ TOKEN_BUCKETS_S = (
     2.5,
     5.0,
 )
-"""Upper bounds for the time between two tokens."""
+"""The upper bounds of the histogram buckets for the time between two tokens, in seconds."""
 
 
-class Statistics:
-    """Numbers that only grow, and durations that were not published yet.
+class RequestStatistics:
+    """Counters that only grow, and durations that have not been published yet.
 
     Attributes:
-        counts: by the metric's name.
-        finished: ended requests' answers by finish reason.
-        refused: refused requests, by reason.
-        durations: of requests, in seconds, by the histogram's name; taken by the publisher.
-        token_gaps: how many gaps between two tokens fell into each bucket, the last beyond all.
+        counts: counters by the name of their metric.
+        finished: the number of ended sequences by finish reason.
+        durations: unpublished durations of requests in seconds, by the name of their histogram.
+            The publisher empties the lists.
+        token_gaps: the number of times between two tokens in each bucket of TOKEN_BUCKETS_S. The
+            last element counts the times above all bounds.
+        token_gap_sum_s: the sum of all times between two tokens, in seconds.
     """
 
     def __init__(self) -> None:
@@ -50,12 +52,13 @@ class Statistics:
         self.token_gaps = [0] * (len(TOKEN_BUCKETS_S) + 1)
         self.token_gap_sum_s = 0.0
 
-    def note_begun(self, stream: Stream, begun: float) -> None:
-        """The engine began to compute a request."""
-        self.durations["request_queue_time_seconds"].append(max(begun - stream.timing.arrived, 0.0))
+    def note_start(self, stream: Stream, started: float) -> None:
+        """Record that the engine started to compute a request at the time `started`."""
+        waited_s = max(started - stream.timing.arrived, 0.0)
+        self.durations["request_queue_time_seconds"].append(waited_s)
 
     def note_update(self, stream: Stream, update: RequestUpdate, now: float) -> None:
-        """Tokens came, or an end."""
+        """Record the tokens or the end of a sequence that the engine reported."""
         sequence = stream.sequences[update.index]
         if update.new_token_ids:
             self.counts["generation_tokens_total"] += len(update.new_token_ids)
@@ -73,19 +76,22 @@ class Statistics:
         if update.finish_reason is not None:
             self.finished[update.finish_reason] += 1
 
-    def note_step(self, *, has_news: bool) -> None:
-        """A response was sent to the postprocessor."""
-        self.counts["steps" if has_news else "heartbeats_total"] += 1
+    def note_step(self, *, has_output: bool) -> None:
+        """Record that a step was sent to the postprocessor; without output it is a heartbeat."""
+        self.counts["steps" if has_output else "heartbeats_total"] += 1
 
     def note_end(self, stream: Stream, now: float) -> None:
-        """A request left the executor, whatever the reason."""
+        """Record that a request left the executor, for any reason."""
         self.durations["e2e_request_latency_seconds"].append(now - stream.timing.arrived)
 
     @property
     def num_merged(self) -> int:
-        """Updates of the engine that went out together with others."""
+        """The number of engine updates that were merged into a step with other updates."""
         return max(self.counts["engine_updates"] - self.counts["steps"], 0)
 
     def cumulative_gaps(self) -> list[int]:
-        """How many gaps were at most as long as each bound; all of them at the end."""
+        """Return for each bound how many times between tokens are at most that long.
+
+        The last element is the number of all times.
+        """
         return list(accumulate(self.token_gaps))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a request came, began, and must have ended; all by time.monotonic()."""
+"""The arrival, the start and the deadlines of a request, as values of time.monotonic()."""
 
 import math
 from dataclasses import dataclass
@@ -8,49 +8,53 @@ from nereid_backend.errors import CapacityError, DeadlineError, NereidError
 
 
 @dataclass(slots=True)
-class Timing:
+class RequestTiming:
     """The times of one request in the executor.
 
     Attributes:
-        arrived: it came.
-        num_prompt_tokens: what it brought.
-        queue_timeout_s: it may wait so long before it is computed; infinite for no limit.
-        timeout_s: it may take so long in all.
-        begun: the engine began to compute it; None while it waits.
-        first_token: the first token came from the engine.
+        arrived: the time at which the request arrived.
+        num_prompt_tokens: the number of its prompt tokens.
+        queue_timeout_s: the time limit for waiting in the queue; infinity means no limit.
+        timeout_s: the time limit of the whole request; infinity means no limit.
+        started: the time at which the engine started to compute the request; None while it waits.
+        first_token: the time at which the engine sent the first token; None before that.
     """
 
     arrived: float = 0.0
     num_prompt_tokens: int = 0
     queue_timeout_s: float = math.inf
     timeout_s: float = math.inf
-    begun: float | None = None
+    started: float | None = None
     first_token: float | None = None
 
     @property
     def next_deadline(self) -> float:
-        """When `overdue` has to be looked at next."""
-        is_waiting = self.begun is None
+        """The earliest time at which `deadline_error` can return an error."""
+        is_waiting = self.started is None
         limit = min(self.queue_timeout_s, self.timeout_s) if is_waiting else self.timeout_s
         return self.arrived + limit
 
-    def overdue(self, now: float) -> NereidError | None:
-        """What to answer when one of the request's times is over."""
+    def deadline_error(self, now: float) -> NereidError | None:
+        """Return the error for a request that has exceeded a time limit at `now`, else None."""
         if now < self.next_deadline:
             return None
-        waited_s = now - self.arrived
-        if self.begun is None and waited_s >= self.queue_timeout_s:
+        elapsed_s = now - self.arrived
+        if self.started is None and elapsed_s >= self.queue_timeout_s:
             return CapacityError(
-                f"the request waited {waited_s:.1f} s for its turn; the limit is "
-                f"{self.queue_timeout_s:g} s (queue_timeout); try again later"
+                f"the request waited in the queue for {elapsed_s:.1f} s, but the limit is "
+                f"{self.queue_timeout_s:g} s (queue_timeout). Try again later."
             )
         return DeadlineError(
-            f"the request was not finished after {waited_s:.1f} s; the limit is "
-            f"{self.timeout_s:g} s (timeout); ask for fewer tokens or allow more time"
+            f"the request was not finished after {elapsed_s:.1f} s, but the limit is "
+            f"{self.timeout_s:g} s (timeout). Request fewer tokens or a longer timeout."
         )
 
 
-def limit_of(asked_s: float | None, default_s: float) -> float:
-    """A limit from what the request asks for (None: nothing) and the default; 0 is no limit."""
-    limit_s = default_s if asked_s is None else asked_s
+def effective_limit_s(requested_s: float | None, default_s: float) -> float:
+    """Return a time limit in seconds; infinity for no limit.
+
+    `requested_s` is the request's value, and `default_s` is used if that is None. The value 0 means
+    no limit in both.
+    """
+    limit_s = default_s if requested_s is None else requested_s
     return limit_s if limit_s > 0 else math.inf

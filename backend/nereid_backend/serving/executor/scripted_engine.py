@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test tool: an engine that writes what a script says, in place of the engine process.
+"""A test tool: an engine process that writes scripted output instead of running a model.
 
-Set NEREID_ENGINE=scripted and NEREID_SCRIPT=/path.json, and the real Triton server, stubs and
-frontend run on it: everything but the model. The script is a JSON list of rules; a request follows
-the first one whose `when` stands in its prompt:
+Set NEREID_ENGINE=scripted and NEREID_SCRIPT=/path.json to run the real Triton server, stubs and
+frontend with it. The script is a JSON list of rules. A request follows the first rule whose `when`
+occurs in its prompt:
 
-    {"when": "weather",            text in the rendered prompt
-     "text": "<think>..",          what the model writes, or "token_ids": [5, 6]; a list of either
-                                   gives the request's n sequences one each, in turn
-     "tokens_per_step": 1,         how many tokens one step adds
-     "delay_ms": 0,                how long one step takes
-     "num_cached_tokens": 0,       what is reported of the prefix cache
-     "error": "", "is_refused": false,     ends in this error instead
-     "fault": ""}                  the whole engine fails with this message, as on a lost device;
-                                   "busy 2.5" computes for so many seconds without a word instead
+    {"when": "weather",            a text in the rendered prompt
+     "text": "<think>..",          the output, or as tokens: "token_ids": [5, 6]. A list of texts or
+                                   of token lists assigns one to each of the request's n sequences
+     "tokens_per_step": 1,         the number of tokens that one step adds
+     "delay_ms": 0,                the duration of one step
+     "num_cached_tokens": 0,       the reported number of tokens found in the prefix cache
+     "error": "", "is_refused": false,     the request ends with this error
+     "ends": true,                 whether the end-of-sequence token follows the output; if false,
+                                   the output repeats
+     "fault": ""}                  the engine process fails with this message, as with a lost
+                                   device. "busy 2.5" computes for 2.5 seconds without a message
 
-Behind the script comes the end-of-sequence token, or with `"ends": false` the same again and again.
-At most max_num_seqs sequences run; further requests wait in the order in which they came.
-Stop tokens, min_tokens, ignore_eos, max_tokens, n and aborts are honoured as the engine does. Every
-token has log-probability -0.5 and rank 1; the likeliest ones beside it are the next ids, each 1
-lower. Sampling and grammars are not looked at.
+At most max_num_seqs sequences run, and further requests wait in the order of their arrival. Stop
+tokens, min_tokens, ignore_eos, max_tokens, n and aborts have the same effect as in the real engine.
+Sampling parameters and grammars have no effect. Every token has the log-probability -0.5 and rank
+1, and the tokens with the next higher ids follow as the next most likely ones.
 """
 
 import json
@@ -42,12 +43,12 @@ SCRIPT_VARIABLE = "NEREID_SCRIPT"
 
 _DEFAULT_MAX_MODEL_LEN = 4096
 _LOGPROB = -0.5
-_LONGEST_NAP_S = 0.02
+_IDLE_SLEEP_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One entry of the script, see the module's docstring; token_ids has one list a sequence."""
+    """One rule of the script, see the module's docstring. `token_ids` has a tuple per sequence."""
 
     when: str
     token_ids: tuple[tuple[int, ...], ...]
@@ -61,10 +62,14 @@ class Rule:
 
 
 def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
-    """The rules of a script.
+    """Return the rules of the script at `path`.
+
+    Args:
+        path: a JSON file.
+        encode: converts text to token ids.
 
     Raises:
-        ConfigError: it cannot be read, or a rule has keys that no rule has.
+        ConfigError: the script cannot be read, or a rule has an unknown key.
     """
     known = {field.name for field in fields(Rule)} | {"text"}
     try:
@@ -72,25 +77,30 @@ def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
         for entry in entries:
             unknown = entry.keys() - known
             if unknown:
-                raise ConfigError(f"script: {sorted(unknown)[0]!r} is no key of a rule")
+                raise ConfigError(
+                    f"script: a rule has the unknown key {sorted(unknown)[0]!r}. The known keys "
+                    f"are {', '.join(sorted(known))}."
+                )
         return [_rule(dict(entry), encode) for entry in entries]
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"script: {path} cannot be read: {error}") from error
+        raise ConfigError(
+            f"script: the file {path} cannot be read as a list of rules: {error}"
+        ) from error
 
 
 def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
     text, ids = entry.pop("text", None), entry.pop("token_ids", None)
     if text is not None:
         texts = text if isinstance(text, list) else [text]
-        answers = [tuple(encode(one)) for one in texts]
+        outputs = [tuple(encode(one)) for one in texts]
     else:
         rows = ids if ids and isinstance(ids[0], list) else [ids or []]
-        answers = [tuple(row) for row in rows]
-    return Rule(token_ids=tuple(answers), **entry)
+        outputs = [tuple(row) for row in rows]
+    return Rule(token_ids=tuple(outputs), **entry)
 
 
 class _Sequence:
-    """One answer on its way."""
+    """One running sequence and its scripted tokens."""
 
     def __init__(self, rule: Rule, index: int, ending: tuple[int, ...]) -> None:
         self.index = index
@@ -107,6 +117,8 @@ class _Sequence:
 
 
 class _Request:
+    """One request, with its running sequences by index."""
+
     def __init__(
         self, prompt: list[int], params: SamplingParams, rule: Rule, limit: int, eos: Sequence[int]
     ) -> None:
@@ -120,7 +132,7 @@ class _Request:
 
 
 class ScriptedEngine:
-    """Has the methods of `Engine` that the engine process calls."""
+    """An engine with the methods of StepEngine."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
         tokenizer = load_tokenizer(config.model)
@@ -129,7 +141,7 @@ class ScriptedEngine:
         self._rules = read_script(
             path, lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
         )
-        progress(f"engine: scripted, a test tool; {len(self._rules)} rules from {path}")
+        progress(f"engine: the scripted test tool runs {len(self._rules)} rules from {path}")
         eos = tokenizer.eos_token_id
         self._requests: dict[str, _Request] = {}
         self._queue: dict[str, _Request] = {}
@@ -139,45 +151,47 @@ class ScriptedEngine:
 
     @property
     def num_free_blocks(self) -> int:
-        """One block a request, so that leaks show in the gauges."""
+        """The number of free blocks. Each request uses one, so that the gauges show leaks."""
         return self.info.num_blocks - len(self._requests)
 
     def add_request(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        """Accept a request.
+        """Add a request to the waiting queue.
 
         Raises:
-            RequestError: the prompt is too long, or no rule fits it.
+            RequestError: the prompt is too long, or no rule matches it.
         """
         prompt = list(prompt_token_ids)
-        room = self.info.max_model_len - len(prompt)
-        if room < 1:
+        max_new_tokens = self.info.max_model_len - len(prompt)
+        if max_new_tokens < 1:
             raise RequestError(
-                f"prompt has {len(prompt)} tokens; the limit is {self.info.max_model_len} "
+                f"the prompt has {len(prompt)} tokens, but the limit is {self.info.max_model_len} "
                 "(max_model_len)"
             )
         text = str(self._decode(prompt))
         rule = next((rule for rule in self._rules if rule.when in text), None)
         if rule is None:
-            raise RequestError(f"script: no rule's `when` stands in the prompt {text[-80:]!r}")
-        limit = min(room, params.max_tokens or room)
+            raise RequestError(
+                f"script: no rule's `when` occurs in the prompt, which ends in {text[-80:]!r}."
+            )
+        limit = min(max_new_tokens, params.max_tokens or max_new_tokens)
         self._queue[request_id] = _Request(prompt, params, rule, limit, self.info.eos_token_ids)
         self._count()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences; the next step reports it."""
+        """End a request, or one of its sequences. The next step reports the end."""
         request = self._requests.get(request_id) or self._queue.get(request_id)
         for sequence in () if request is None else request.sequences.values():
             if index in (None, sequence.index):
                 sequence.is_aborted = True
 
     def has_work(self) -> bool:
-        """Whether a request is on its way."""
+        """Return whether a request runs or waits."""
         return bool(self._requests or self._queue)
 
     def step(self) -> list[RequestUpdate]:
-        """The next tokens of the sequences whose time has come."""
+        """Return the next tokens of each sequence whose delay has passed."""
         now = time.monotonic()
         self._start_waiting(now)
         updates = [
@@ -189,19 +203,23 @@ class ScriptedEngine:
         self._requests = {name: one for name, one in self._requests.items() if one.sequences}
         self._count()
         if not updates and self._requests:
-            time.sleep(_LONGEST_NAP_S / 4)
+            time.sleep(_IDLE_SLEEP_S)
         return updates
 
     def _start_waiting(self, now: float) -> None:
-        """Let requests run while there is room; one that was aborted needs none."""
+        """Start waiting requests while fewer than max_num_seqs sequences run.
+
+        An aborted request starts in any case, so that the next step can report its end.
+        """
         self.begun = []
-        room = self.info.max_num_seqs - sum(len(r.sequences) for r in self._requests.values())
+        num_running = sum(len(request.sequences) for request in self._requests.values())
+        num_free = self.info.max_num_seqs - num_running
         for request_id, request in list(self._queue.items()):
             is_aborted = all(one.is_aborted for one in request.sequences.values())
             if not is_aborted:
-                if room < min(len(request.sequences), self.info.max_num_seqs):
+                if num_free < min(len(request.sequences), self.info.max_num_seqs):
                     continue
-                room -= len(request.sequences)
+                num_free -= len(request.sequences)
                 self.begun.append((request_id, now))
             self._requests[request_id] = self._queue.pop(request_id)
 

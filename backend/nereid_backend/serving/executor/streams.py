@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor's view of its streams: what is pending for each, and when it may be sent.
+"""The streams of the executor: which tokens wait to be sent, and when they may be sent.
 
-One response costs the server and the two stubs a fixed amount, whatever it carries (about 1 ms of
-CPU all told). So tokens are merged: a stream sends when its turn has come (Pacer) and when the
-postprocessor has consumed what was sent before (feedback), with all tokens that came meanwhile.
+Each response costs the server and the two stubs about 1 ms of CPU time, however many tokens it
+contains. Tokens are therefore merged. A stream sends a step when its interval has passed (Pacer)
+and the postprocessor has consumed the earlier steps. The step contains all tokens that have arrived
+in the meantime.
 """
 
 import os
@@ -15,19 +16,25 @@ import numpy as np
 
 from nereid_backend.core.grammar import KINDS
 from nereid_backend.core.outputs import RequestUpdate, TokenLogprobs
-from nereid_backend.serving.executor.request_timing import Timing
-from nereid_backend.serving.wire import Ending, Opening, Part, StepState
+from nereid_backend.serving.executor.request_timing import RequestTiming
+from nereid_backend.serving.wire import Ending, Opening, SequenceDelta, StepState
 
-# Unconsumed steps of one stream; two keep the postprocessor busy while the next is on its way.
+# The largest number of unconsumed steps of one stream. With two, the postprocessor can work on one
+# while the other is on its way.
 MAX_UNCONSUMED_STEPS = 2
 _RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
-# Text that arrives ten times a second still reads as flowing.
+# Readers see text that arrives ten times a second as a continuous flow.
 _MAX_INTERVAL_S = 0.1
 
 
 class Pacer:
-    """How long a stream waits between two responses, so that all together keep to a rate."""
+    """Determines how long a stream waits between two steps, so that all streams keep a common rate.
+
+    Args:
+        responses_per_second: the rate of all streams together; 0 means 160 for each CPU, at most
+            4000.
+    """
 
     def __init__(self, responses_per_second: int) -> None:
         cpus = len(os.sched_getaffinity(0))
@@ -36,24 +43,27 @@ class Pacer:
         )
 
     def interval_s(self, num_streams: int) -> float:
-        """Seconds between two responses of one of `num_streams` streams."""
+        """Return the interval between two steps of one of `num_streams` streams, in seconds."""
         return min(num_streams / self._rate, _MAX_INTERVAL_S)
 
 
 @dataclass(slots=True)
 class Sequence:
-    """One sequence of a request in the executor: what the next step will carry of it.
+    """One sequence of a request in the executor, with the output that has not been sent yet.
 
     Attributes:
-        index: which of the request's sequences.
-        slot: where the postprocessor raises a signal about it.
-        pending: tokens for the next step.
-        cumulative_logprobs: one for each of them.
-        logprobs, prompt_logprobs: see RequestUpdate; None while there are none to send.
-        ending: known once the engine has finished it.
-        is_sent: its ending was sent.
-        is_aborting: the engine was asked to end it.
-        last_token: when tokens came from the engine last, by time.monotonic(); 0 for never.
+        index: the index of the sequence in its request.
+        slot: the feedback slot in which the postprocessor sends signals about the sequence.
+        pending: the token ids for the next step.
+        cumulative_logprobs: for each pending token, the sum of the log-probabilities of the
+            sequence's tokens up to it.
+        logprobs, prompt_logprobs: see RequestUpdate; None if there are none to send.
+        num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
+        ending: the reason why the sequence ended; None while it runs.
+        is_sent: whether the ending has been sent.
+        is_aborting: whether the executor has asked the engine to end the sequence.
+        last_token: the time at which the engine last sent tokens, by time.monotonic(); 0 before
+            the first ones.
     """
 
     index: int
@@ -69,14 +79,14 @@ class Sequence:
     last_token: float = 0.0
 
     @property
-    def has_news(self) -> bool:
-        """Whether the next step has something to say of it."""
+    def has_output(self) -> bool:
+        """Whether the next step contains tokens or the ending of this sequence."""
         return bool(self.pending) or (self.ending is not None and not self.is_sent)
 
     def add(self, update: RequestUpdate) -> None:
-        """Take in what the engine says of this sequence."""
+        """Add the engine's update about this sequence to the output for the next step."""
         self.pending.extend(update.new_token_ids)
-        # An update of several tokens gives the sum behind the last of them.
+        # An update with several tokens has only one sum, that of its last token.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
         if update.logprobs is not None:
             self.logprobs = (self.logprobs or []) + update.logprobs
@@ -86,9 +96,9 @@ class Sequence:
         if update.finish_reason is not None:
             self.ending = Ending(update.finish_reason, update.stop_reason)
 
-    def take_part(self) -> Part:
-        """What the next step says of it; call it when there are news."""
-        part = Part(
+    def take_delta(self) -> SequenceDelta:
+        """Return the pending output and empty it. Call this only if `has_output` is true."""
+        delta = SequenceDelta(
             index=self.index,
             num_tokens=len(self.pending),
             cumulative_logprobs=tuple(self.cumulative_logprobs),
@@ -97,30 +107,32 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             ending=self.ending,
         )
-        self.pending, self.cumulative_logprobs = [], []
-        self.logprobs = self.prompt_logprobs = None
+        self.pending = []
+        self.cumulative_logprobs = []
+        self.logprobs = None
+        self.prompt_logprobs = None
         self.is_sent = self.ending is not None
-        return part
+        return delta
 
 
 @dataclass(slots=True)
 class Stream:
-    """One request in the executor, from `execute` to its last step.
+    """One request in the executor, from its arrival to its last step.
 
     Attributes:
-        request_id: the engine's name of it.
+        request_id: the request's id in the engine.
         sender: the server's response sender.
-        serial: as what the postprocessor reports about it.
-        sequences: its answers; the slot of the first is where consumption is reported.
-        opening: for the first step; None once sent.
-        grammar_field: the request's field that made the grammar, for messages about it.
-        sent: steps sent so far.
-        unconsumed: places, among all steps of all streams, of those that the postprocessor has not
-            consumed yet, oldest first.
-        waited_s: how long the oldest of them has been on its way.
-        last_sent: when, by time.monotonic().
-        is_aborting: the engine was asked to end all of it.
-        timing: its times.
+        serial: the number under which the postprocessor reports about the stream.
+        sequences: the sequences of the request, ordered by index.
+        opening: the data for the first step; None once that step has been sent.
+        last_sent: the time at which the last step was sent, by time.monotonic().
+        grammar_field: the request's field from which the grammar was built, for error messages.
+        sent: the number of steps sent so far.
+        unconsumed: the numbers of the steps that the postprocessor has not consumed yet, oldest
+            first. Steps are numbered across all streams.
+        waited_s: for how long the oldest unconsumed step has been on its way, in seconds.
+        is_aborting: whether the executor has asked the engine to end the whole request.
+        timing: the request's arrival, start and deadlines.
     """
 
     request_id: str
@@ -134,71 +146,84 @@ class Stream:
     unconsumed: deque[int] = field(default_factory=deque)
     waited_s: float = 0.0
     is_aborting: bool = False
-    timing: Timing = field(default_factory=Timing)
+    timing: RequestTiming = field(default_factory=RequestTiming)
 
     @property
     def slot(self) -> int:
-        """Where the postprocessor reports how far it has consumed this stream."""
+        """The slot in which the postprocessor reports how many steps it has consumed."""
         return self.sequences[0].slot
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """One for each sequence."""
+        """The feedback slots of all sequences, ordered by index."""
         return tuple(sequence.slot for sequence in self.sequences)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine has finished every sequence."""
+        """Whether every sequence has ended."""
         return all(sequence.ending is not None for sequence in self.sequences)
 
     @property
-    def has_news(self) -> bool:
-        """Whether the next step is more than a heartbeat."""
-        return any(sequence.has_news for sequence in self.sequences)
+    def has_output(self) -> bool:
+        """Whether the next step contains output. A step without output is a heartbeat."""
+        return any(sequence.has_output for sequence in self.sequences)
 
     @property
     def num_pending(self) -> int:
-        """Tokens that wait for the next step."""
+        """The number of tokens that wait for the next step."""
         return sum(len(sequence.pending) for sequence in self.sequences)
 
     def add(self, update: RequestUpdate) -> None:
-        """Take in what the engine says of one of the sequences."""
+        """Add the engine's update to the sequence that it is about."""
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:
-        """The engine's message about the request, under the name of the request's own field."""
-        kind, colon, rest = message.partition(":")
-        is_grammars = colon and self.grammar_field and kind in (*KINDS, "grammar")
-        return f"{self.grammar_field}:{rest}" if is_grammars else message
+        """Return the engine's error message with the name of the request's own field.
+
+        Example: if the grammar came from `response_format`, "json_schema: the value ..." becomes
+        "response_format: the value ...".
+        """
+        field, colon, rest = message.partition(":")
+        is_about_grammar = colon and self.grammar_field and field in (*KINDS, "grammar")
+        return f"{self.grammar_field}:{rest}" if is_about_grammar else message
 
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
-        """When the next step should be sent, by time.monotonic()."""
-        has_news = self.has_news
-        if self.has_ended or (has_news and self.sent == 0):
+        """Return the time at which the next step should be sent, by time.monotonic().
+
+        The first output and the end of a stream are due immediately, which is the time 0.
+        """
+        has_output = self.has_output
+        if self.has_ended or (has_output and self.sent == 0):
             return 0.0
         if len(self.unconsumed) >= MAX_UNCONSUMED_STEPS:
-            # Nothing to do until the postprocessor moves; it is looked at again this soon.
+            # The postprocessor must consume a step first. Its feedback is read again at this time.
             return self.last_sent + max(interval_s, heartbeat_s / 10)
-        return self.last_sent + (interval_s if has_news else heartbeat_s)
+        return self.last_sent + (interval_s if has_output else heartbeat_s)
 
     def may_send(self) -> bool:
-        """Whether a step may be sent now: the last one always may."""
+        """Return whether a step may be sent now. The last step may always be sent."""
         return self.has_ended or len(self.unconsumed) < MAX_UNCONSUMED_STEPS
 
     def take_step(self, now: float) -> tuple[np.ndarray[Any, np.dtype[np.int32]], StepState]:
-        """The next step, with everything that is pending."""
-        told = [sequence for sequence in self.sequences if sequence.has_news]
+        """Return the next step with all pending output.
+
+        Returns:
+            The token ids [num_tokens] of all sequences in the order of the step's deltas, and the
+            step itself.
+        """
+        with_output = [sequence for sequence in self.sequences if sequence.has_output]
         token_ids = np.array(
-            [token_id for sequence in told for token_id in sequence.pending], dtype=np.int32
+            [token_id for sequence in with_output for token_id in sequence.pending], dtype=np.int32
         )
         self.sent += 1
         self.last_sent = now
-        opening, self.opening = self.opening, None
+        opening = self.opening
+        self.opening = None
         state = StepState(
             slot=self.slot,
             serial=self.serial,
             step=self.sent,
-            parts=tuple(sequence.take_part() for sequence in told),
+            deltas=tuple(sequence.take_delta() for sequence in with_output),
             is_last=self.has_ended,
             opening=opening,
         )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests may wait. Beyond that they are refused at once, with a time to come back.
+"""Limits on the waiting requests. A request that exceeds a limit is refused immediately.
 
-The queue is all requests that the engine has not begun. It is bounded in requests, in prompt
-tokens, and in time: how long the newest would wait is the queue's length over the rate at which
-requests leave it, and a request that may wait less than that is refused before it waits in vain.
+The waiting queue consists of all requests that the engine has not started. Three limits apply: the
+number of waiting requests, the number of their prompt tokens, and the time that the next request
+would wait. That time is estimated from the rate at which requests leave the queue. A request with a
+shorter time limit is refused at once, because it would wait in vain.
 """
 
 import math
@@ -13,25 +14,25 @@ import time
 from collections import deque
 
 from nereid_backend.errors import CapacityError
-from nereid_backend.serving.executor.request_timing import Timing
+from nereid_backend.serving.executor.request_timing import RequestTiming
 
-# Requests that left the queue, from which its rate is measured.
+# The queue's rate is measured over the last 64 starts, and not from fewer than 8.
 _NUM_SAMPLES = 64
 _MIN_SAMPLES = 8
-_LONGEST_HINT_S = 60
-# The wait is an estimate. Who would just about make it is refused at once, for the half of those
-# would have waited in vain.
+_LONGEST_RETRY_S = 60
+# The waiting time is an estimate. If the estimate is just below a request's limit, about half of
+# such requests would wait in vain, so requests are refused from 80 % of their limit on.
 _MARGIN = 0.8
-_LATER = re.compile(r"try again later$")
+_TRY_LATER = re.compile(r"Try again later\.$")
 
 
-class Admission:
-    """Counts the requests that wait. Used by several threads.
+class WaitingLimits:
+    """The number of waiting requests, and their limits. Several threads may use it.
 
     Args:
-        max_requests: at most so many wait.
-        max_tokens: with at most so many tokens in their prompts; a single one may have more. 0 is
-            no limit.
+        max_requests: the largest number of waiting requests.
+        max_tokens: the largest number of prompt tokens of all waiting requests together; 0 means no
+            limit. A single request may exceed it.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -40,72 +41,84 @@ class Admission:
         self._lock = threading.Lock()
         self._num_tokens = 0
         self._num_requests = 0
-        self._left: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self._start_times: deque[float] = deque(maxlen=_NUM_SAMPLES)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
+        """The number of waiting requests."""
         return self._num_requests
 
-    def enter(self, timing: Timing) -> None:
-        """Let a request wait.
+    def enter(self, timing: RequestTiming) -> None:
+        """Add a request to the waiting requests.
 
         Raises:
-            CapacityError: the queue is full, or too long for what the request may wait.
+            CapacityError: a limit is exceeded. The message says in how many seconds to try again.
         """
         with self._lock:
-            wait_s = self._wait_s(timing.arrived)
-            reason = self._refusal(timing, wait_s)
+            wait_s = self._estimated_wait_s(timing.arrived)
+            reason = self._refusal_reason(timing, wait_s)
             if reason:
-                raise CapacityError(f"{reason}; {_again_in(wait_s)}")
+                raise CapacityError(f"{reason}. {_retry_sentence(wait_s)}")
             self._num_requests += 1
             self._num_tokens += timing.num_prompt_tokens
 
-    def leave(self, timing: Timing, begun: float | None) -> None:
-        """A request stops waiting: it has begun, or has ended before (None)."""
+    def leave(self, timing: RequestTiming, started: float | None) -> None:
+        """Remove a request from the waiting requests.
+
+        Args:
+            timing: the request's times, as given to `enter`.
+            started: the time at which the engine started the request; None if the request ended
+                while it was waiting.
+        """
         with self._lock:
             self._num_requests -= 1
             self._num_tokens -= timing.num_prompt_tokens
-            if begun is not None:
-                self._left.append(begun)
+            if started is not None:
+                self._start_times.append(started)
             if not self._num_requests:
-                # What comes next finds no queue; the rate was that of a queue which is gone.
-                self._left.clear()
+                # The measured rate was that of a full queue and does not apply to an empty one.
+                self._start_times.clear()
 
-    def with_hint(self, message: str) -> str:
-        """A message that ends in "try again later", with the seconds instead."""
+    def with_retry_time(self, message: str) -> str:
+        """Replace "Try again later." at the end of `message` by a time.
+
+        Example: "the queue is full. Try again later." becomes "the queue is full. Try again in 3
+        s."
+        """
         with self._lock:
-            hint = _again_in(self._wait_s(time.monotonic()))
-        return _LATER.sub(hint, message)
+            sentence = _retry_sentence(self._estimated_wait_s(time.monotonic()))
+        return _TRY_LATER.sub(sentence, message)
 
-    def _refusal(self, timing: Timing, wait_s: float | None) -> str:
+    def _refusal_reason(self, timing: RequestTiming, wait_s: float | None) -> str:
+        """Return why a new request is refused, as a clause without a full stop; "" if it is not."""
         if self._num_requests >= self._max_requests:
             return (
-                f"{self._num_requests} requests wait; the limit is {self._max_requests} "
+                f"{self._num_requests} requests are waiting, and the limit is {self._max_requests} "
                 "(max_num_waiting)"
             )
         num_tokens = self._num_tokens + timing.num_prompt_tokens
         if self._max_tokens and self._num_requests and num_tokens > self._max_tokens:
             return (
-                f"{self._num_tokens} prompt tokens wait, and this request brings "
-                f"{timing.num_prompt_tokens}; the limit is {self._max_tokens} (max_waiting_tokens)"
+                f"requests with {self._num_tokens} prompt tokens are waiting, and this request has "
+                f"{timing.num_prompt_tokens} more, but the limit is {self._max_tokens} "
+                "(max_waiting_tokens)"
             )
         limit_s = min(timing.queue_timeout_s, timing.timeout_s)
         if wait_s is not None and wait_s > _MARGIN * limit_s:
             return (
-                f"{self._num_requests} requests wait, the next one for about {wait_s:.1f} s, give "
-                f"or take; this one may wait {limit_s:g} s (queue_timeout, timeout)"
+                f"{self._num_requests} requests are waiting, so this request would wait for about "
+                f"{wait_s:.1f} s, but its limit is {limit_s:g} s (queue_timeout, timeout)"
             )
         return ""
 
-    def _wait_s(self, now: float) -> float | None:
-        """How long a new request would wait; None while that can't be told."""
-        if len(self._left) < _MIN_SAMPLES:
+    def _estimated_wait_s(self, now: float) -> float | None:
+        """Return how long a new request would wait in seconds; None with too few measurements."""
+        if len(self._start_times) < _MIN_SAMPLES:
             return None
-        passed_s = max(now - self._left[0], 1e-3)
-        return self._num_requests * passed_s / (len(self._left) - 1)
+        passed_s = max(now - self._start_times[0], 1e-3)
+        return self._num_requests * passed_s / (len(self._start_times) - 1)
 
 
-def _again_in(wait_s: float | None) -> str:
-    seconds = 1 if wait_s is None else min(max(math.ceil(wait_s), 1), _LONGEST_HINT_S)
-    return f"try again in {seconds} s"
+def _retry_sentence(wait_s: float | None) -> str:
+    seconds = 1 if wait_s is None else min(max(math.ceil(wait_s), 1), _LONGEST_RETRY_S)
+    return f"Try again in {seconds} s."

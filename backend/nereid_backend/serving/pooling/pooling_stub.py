@@ -191,7 +191,7 @@ class PoolingStub(ABC):
         else:
             answers = self._worker.receive(_POLL_S)
             limit_s = self._settings.serving.hang_timeout_s
-            self._worker.check_pulse(limit_s, is_working=bool(self._waiting))
+            self._worker.kill_if_hanging(limit_s, is_working=bool(self._waiting))
         self._adopt()
         self._answer_rest()
         for answer in answers:

@@ -24,7 +24,7 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.pooling.job_progress import Work
 from nereid_backend.serving.pooling.jobs import Job
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError
-from nereid_backend.serving.process.process_entry import connect, load, words_of
+from nereid_backend.serving.process.process_entry import connect, error_text, load
 
 if TYPE_CHECKING:
     from nereid_backend.pooling.pooling_engine import PoolingEngine
@@ -73,7 +73,7 @@ def _serve(work: Work, channel: Channel) -> int:
             raise
         except Exception as error:
             log.exception("the worker gives up")
-            channel.send(["fatal", words_of(error)])
+            channel.send(["fatal", error_text(error)])
             return 1
         now = time.monotonic()
         if now >= alive_due:

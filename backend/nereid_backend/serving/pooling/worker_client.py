@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.pooling.jobs import Job, Outcome
-from nereid_backend.serving.process.process_handle import Child, EngineDiedError, Refusal, Role
+from nereid_backend.serving.process.process_handle import (
+    ChildProcess,
+    EngineDiedError,
+    Refusal,
+    Role,
+)
 
 _ROLE = Role(
     "worker", "nereid_backend.serving.pooling.pooling_worker", "start_timeout_s", "hang_timeout_s"
@@ -23,7 +28,7 @@ class Done:
     outcome: Outcome
 
 
-class WorkerClient(Child):
+class WorkerClient(ChildProcess):
     """One worker process at a time; `start` may be called again after its death.
 
     `submit` and `abort` may be called from any thread; the rest belongs to one. That there is no

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nereid_backend.serving.postprocessor.message_builder import MessageBuilder
-from nereid_backend.serving.wire import Part, StreamContext
+from nereid_backend.serving.wire import SequenceDelta, StreamContext
 from nereid_backend.text.detokenizer import Decode, Detokenizer
 from nereid_backend.text.logprob_entries import openai_entry, prompt_entries
 from nereid_backend.text.stop_strings import StopStrings
@@ -83,7 +83,7 @@ class Answer:
         self._prompt_logprobs: tuple[Any, ...] | None = None
         self._has_begun = False
 
-    def take(self, token_ids: Sequence[int], part: Part) -> None:
+    def take(self, token_ids: Sequence[int], part: SequenceDelta) -> None:
         """Take in one step; behind a stop string only its ending counts."""
         self._num_cached_tokens = max(self._num_cached_tokens, part.num_cached_tokens)
         if part.prompt_logprobs is not None:
@@ -102,7 +102,7 @@ class Answer:
         """What the client gets now; None when it gets nothing yet."""
         if self.is_finished:
             return None
-        if self._finish_reason is None and not (self.context.stream and self._has_news):
+        if self._finish_reason is None and not (self.context.stream and self._has_output):
             return None
         text, self._text = self._text, ""
         new_ids, self._new_ids = self._new_ids, []
@@ -122,12 +122,12 @@ class Answer:
         )
 
     @property
-    def _has_news(self) -> bool:
+    def _has_output(self) -> bool:
         if self._text or self._logprobs:
             return True
         return self.context.prompt_token_ids is not None and bool(self._new_ids)
 
-    def _take_tokens(self, token_ids: list[int], part: Part) -> int:
+    def _take_tokens(self, token_ids: list[int], part: SequenceDelta) -> int:
         """Turn tokens into text up to a stop string; how many were taken."""
         visible = self._visible(token_ids, part)
         if not self._one_by_one:
@@ -147,14 +147,14 @@ class Answer:
         self._num_reasoning_tokens += len(visible) < len(token_ids) and self._message.is_reasoning
         return len(token_ids)
 
-    def _visible(self, token_ids: list[int], part: Part) -> list[int]:
+    def _visible(self, token_ids: list[int], part: SequenceDelta) -> list[int]:
         """The ids whose text is part of the answer: not the stop token that ended it."""
         ending = part.ending
         if ending is None or ending.finish_reason != "stop" or ending.stop_reason is None:
             return token_ids
         return token_ids[:-1] if token_ids[-1:] == [ending.stop_reason] else token_ids
 
-    def _count(self, token_ids: Sequence[int], part: Part) -> None:
+    def _count(self, token_ids: Sequence[int], part: SequenceDelta) -> None:
         count = len(token_ids)
         self._num_tokens += count
         self._new_ids += token_ids
@@ -163,7 +163,7 @@ class Answer:
         if part.logprobs is not None:
             self._logprobs += part.logprobs[:count]
 
-    def _finish(self, part: Part) -> None:
+    def _finish(self, part: SequenceDelta) -> None:
         assert part.ending is not None
         self._message.finish()
         found = self.stop_string is not None

@@ -36,7 +36,7 @@ class Answers:
     def take(self, token_ids: Sequence[int], state: StepState) -> None:
         """Take in one step: each part has its own run of the token ids."""
         start = 0
-        for part in state.parts:
+        for part in state.deltas:
             end = start + part.num_tokens
             self._answers[part.index].take(token_ids[start:end], part)
             start = end

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the executor's stub and the engine process: msgpack over a socket pair."""
+"""Messages between a stub and its child process: msgpack values over a socket pair."""
 
 import select
 import socket
@@ -11,30 +11,30 @@ _READ_BYTES = 1 << 20
 
 
 class ChannelClosedError(Exception):
-    """The other process has gone."""
+    """The other process has ended or has closed its end of the channel."""
 
 
 class Channel:
-    """One end of a stream socket that carries msgpack values, in order.
+    """One end of a socket that transports msgpack values in order.
 
-    Sending may happen in one thread while another receives; each direction has one user.
+    One thread may send while another thread receives.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._poll = select.poll()  # unlike select, not limited to descriptors below 1024
+        self._poll = select.poll()  # select.select fails for descriptors above 1023
         self._poll.register(connection, select.POLLIN)
         self._unpacker = msgpack.Unpacker(raw=False, max_buffer_size=0)
 
     def fileno(self) -> int:
-        """The socket's descriptor, so that the channel can be waited for."""
+        """Return the socket's file descriptor, so that a poll can wait for the channel."""
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
-        """Send one message; waits while the other end is slow.
+        """Send one message. Wait while the other process is slow to read.
 
         Raises:
-            ChannelClosedError: the other end has gone.
+            ChannelClosedError: the other end is closed.
         """
         try:
             self._socket.sendall(msgpack.packb(message, use_bin_type=True))
@@ -42,10 +42,13 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
 
     def receive(self, timeout_s: float | None) -> list[Any]:
-        """Messages that have arrived, waiting at most `timeout_s` for the first (None: no limit).
+        """Return the messages that have arrived.
+
+        Args:
+            timeout_s: the longest time to wait for the first message; None means no limit.
 
         Raises:
-            ChannelClosedError: the other end has gone and all its messages were read.
+            ChannelClosedError: the other end is closed and all its messages have been read.
         """
         try:
             if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
@@ -59,5 +62,5 @@ class Channel:
         return list(self._unpacker)
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end of the channel."""
         self._socket.close()

@@ -1,48 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a process that works beside a stub hangs: the watch over engines and pooling workers."""
+"""Detects an engine process or a pooling worker that hangs."""
 
 import os
 import time
 
-# A pause of this process counts as no more than this: the other may have paused with it.
-_LONGEST_LOOK_S = 0.5
-# A process on the CPU that uses at least so much of one computes, and may take so much longer.
-_MIN_LOAD = 0.1
-_MOST_PATIENCE = 10
+# If this process was paused, the other process may have been paused, too. So one interval between
+# two calls counts as at most this many seconds of silence.
+_LONGEST_INTERVAL_S = 0.5
+# A process that uses at least 10 % of a CPU is computing. On a CPU, its limit is ten times as long.
+_MIN_CPU_LOAD = 0.1
+_BUSY_LIMIT_FACTOR = 10
 
 
-class Pulse:
-    """Counts the seconds for which one process has had work and given no sign of life.
+class HangWatch:
+    """Measures for how long a process with work has not sent a message.
 
     Args:
-        pid: of the process.
+        pid: the id of the watched process.
 
     Attributes:
-        silent_s: that many.
+        silent_s: the time since the last message during which the process had work, in seconds.
     """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.silent_s = 0.0
-        self._last_look = time.monotonic()
+        self._last_checked = time.monotonic()
         self._cpu_before_s: float | None = None
 
-    def beat(self) -> None:
-        """Note a sign of life."""
+    def note_message(self) -> None:
+        """Record that the process has sent a message."""
         self.silent_s = 0.0
 
-    def hangs(self, limit_s: float, *, is_working: bool, is_on_cpu: bool) -> bool:
-        """Look at it; call it several times a second.
+    def is_hanging(self, limit_s: float, *, is_working: bool, is_on_cpu: bool) -> bool:
+        """Return whether the process hangs. Call this several times a second.
 
         Args:
-            limit_s: a process with work gives a sign of life at least this often; 0 is no limit.
-            is_working: whether it has work.
-            is_on_cpu: whether it computes on the CPU. A large model's step may well take minutes
-                there, but it uses the CPU meanwhile, and then gets ten times as long. One that
-                waits for a GPU may burn a CPU, too, so that says nothing.
+            limit_s: the longest time without a message for a process with work; 0 means no limit.
+            is_working: whether the process has work.
+            is_on_cpu: whether the process computes on the CPU. A step of a large model can take
+                minutes there, so a process that uses the CPU gets a limit ten times as long. A
+                process with a GPU can use the CPU just by waiting, so its CPU use does not matter.
         """
         now = time.monotonic()
-        passed_s, self._last_look = min(now - self._last_look, _LONGEST_LOOK_S), now
+        passed_s = min(now - self._last_checked, _LONGEST_INTERVAL_S)
+        self._last_checked = now
         self.silent_s = self.silent_s + passed_s if is_working else 0.0
         if not limit_s:
             return False
@@ -54,15 +56,16 @@ class Pulse:
         if self.silent_s <= limit_s:
             return False
         used_s = _cpu_seconds(self._pid) - self._cpu_before_s
-        computes = used_s > _MIN_LOAD * (self.silent_s - limit_s / 2)
-        return not (is_on_cpu and computes) or self.silent_s > _MOST_PATIENCE * limit_s
+        computes = used_s > _MIN_CPU_LOAD * (self.silent_s - limit_s / 2)
+        return not (is_on_cpu and computes) or self.silent_s > _BUSY_LIMIT_FACTOR * limit_s
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used so far; 0 for one that is gone."""
+    """Return the CPU time that a process has used, in seconds; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The second field, the name, may hold spaces; it ends in the last parenthesis.
+            # The second field is the name in parentheses and can contain spaces. The CPU times are
+            # the 12th and 13th field after the last parenthesis.
             user, system = file.read().rpartition(")")[2].split()[11:13]
     except OSError:
         return 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on their way out of this process, sent by a thread of their own.
+"""Sends messages to a child process from a thread of its own.
 
-Sending waits when the other end does not read: a process that hangs must neither hold up the
-server's thread that brings requests nor the loop that is to find out that it hangs.
+Sending blocks while the child process does not read. A child process that hangs must not block the
+server's thread that delivers requests, nor the loop that detects the hang.
 """
 
 import queue
@@ -12,7 +12,7 @@ from nereid_backend.serving.process.channel import Channel, ChannelClosedError
 
 
 class Outbox:
-    """Sends messages in their order; a thread that ends with the channel."""
+    """A queue of messages and the thread that sends them in order, until the channel is closed."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -22,21 +22,21 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: object) -> None:
-        """Send a message soon.
+        """Queue a message for sending.
 
         Raises:
-            ChannelClosedError: the other end has gone.
+            ChannelClosedError: the other end of the channel is closed.
         """
         if self._is_closed.is_set():
-            raise ChannelClosedError("it has gone")
+            raise ChannelClosedError("the other process has ended")
         self._messages.put(message)
 
     def finish(self) -> None:
-        """Close the channel behind what was put so far."""
+        """Close the channel after all queued messages have been sent."""
         self._messages.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the thread has ended."""
+        """Wait at most `timeout_s` seconds until the thread has ended."""
         self._thread.join(timeout_s)
 
     def _send_all(self) -> None:
@@ -44,7 +44,7 @@ class Outbox:
             while (message := self._messages.get()) is not None:
                 self._channel.send(message)
         except ChannelClosedError:
-            # What the other end said last can still be read, so this end stays open.
+            # The last messages of the other process can still be read, so this end stays open.
             self._is_closed.set()
         else:
             self._is_closed.set()

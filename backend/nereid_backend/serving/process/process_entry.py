@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What child processes have in common: their side of what child.py begins.
+"""The common code of child processes. process_handle.py is the parent's side.
 
-The first message is the settings. What the other side hears of every child:
+The first message to a child process contains its settings. Every child process sends:
 
-    ["progress", line]                       a slow step of loading
-    ["ready", info]  ["failed", message]     how loading ended
-    ["refused", id, kind of error, message]  a request was not taken
-    ["fatal", message]                       the process ends because of this
+    ["progress", line]                       the start of a slow operation of loading
+    ["ready", info]  ["failed", message]     the result of loading
+    ["refused", id, kind of error, message]  a request was refused
+    ["fatal", message]                       the process ends for this reason
 """
 
 import dataclasses
@@ -24,20 +24,26 @@ from nereid_backend.serving.process.channel import Channel
 
 
 class Loaded(Protocol):
-    """What a child process serves."""
+    """The object that a child process serves."""
 
     @property
-    def info(self) -> Any:  # noqa: ANN401 - a dataclass, whichever
-        """What was loaded."""
+    def info(self) -> Any:  # noqa: ANN401 - any dataclass
+        """A dataclass that describes the loaded model."""
 
+
+_PARENT_POLL_S = 0.5
 
 LoadedT = TypeVar("LoadedT", bound=Loaded)
 
 
 def connect(argv: Sequence[str]) -> Channel:
-    """Make this process a child; the channel whose descriptor is the first argument."""
+    """Set up this process as a child process, and return the channel to its parent.
+
+    Args:
+        argv: the command line. argv[1] is the file descriptor of the channel's socket.
+    """
     faulthandler.enable()
-    # Ctrl-C reaches the whole process group; the stub says when to stop.
+    # Ctrl-C reaches all processes of the group, but only the parent decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     return Channel(socket.socket(fileno=int(argv[1])))
@@ -46,32 +52,33 @@ def connect(argv: Sequence[str]) -> Channel:
 def load(
     channel: Channel, make: Callable[[dict[str, Any], Callable[[str], None]], LoadedT]
 ) -> LoadedT | None:
-    """Make what this process serves, and say what came of it.
+    """Load the object that this process serves, and report the result to the parent.
 
     Args:
-        channel: brings the settings.
-        make: gets them, and what to call with one line for each slow step.
+        channel: the channel from which the settings are received.
+        make: creates the object. Its arguments are the settings and a function that reports one
+            line about each slow operation.
 
     Returns:
-        What was made; None where that failed.
+        The object, or None if an error occurred. The error has then been reported.
     """
     (settings,) = channel.receive(None)
     try:
         loaded = make(settings, lambda line: channel.send(["progress", line]))
-    except Exception as error:  # noqa: BLE001 - the process ends here, and the stub must hear why
-        channel.send(["failed", words_of(error)])
+    except Exception as error:  # noqa: BLE001 - the process ends here, and the parent must learn why
+        channel.send(["failed", error_text(error)])
         return None
     channel.send(["ready", dataclasses.asdict(loaded.info)])
     return loaded
 
 
-def words_of(error: Exception) -> str:
-    """What to tell of an error: its message, with its kind unless that is our own."""
+def error_text(error: Exception) -> str:
+    """Return the message of an error. For errors of other packages, the class precedes it."""
     return str(error) if isinstance(error, NereidError) else f"{type(error).__name__}: {error}"
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process when its parent has died, whatever it is doing (loading, say)."""
+    """Wait until the parent process has died, then exit, even in the middle of loading."""
     while os.getppid() == parent:
-        time.sleep(0.5)
+        time.sleep(_PARENT_POLL_S)
     os._exit(1)

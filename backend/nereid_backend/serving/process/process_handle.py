@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process that is spoken to: start it, talk to it, notice its death, stop it.
+"""Starts and stops a child process, exchanges messages with it, and detects its death.
 
-What may crash runs in such a process: the engine, and the worker of each pooling model. This is the
-side of the stub that supervises it; child_process.py is the other side.
+Code that may crash runs in child processes: the engine, and the worker of each pooling model. This
+is the side of the stub. process_entry.py is the side of the child process.
 """
 
 import contextlib
@@ -18,28 +18,29 @@ from typing import Any
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError
-from nereid_backend.serving.process.hang_watch import Pulse
+from nereid_backend.serving.process.hang_watch import HangWatch
 from nereid_backend.serving.process.outbox import Outbox
 
 _STOP_TIMEOUT_S = 5.0
 _KILL_TIMEOUT_S = 5.0
 _START_POLL_S = 0.2
+_EXIT_TIMEOUT_S = 1.0
 
 
 class EngineDiedError(EngineError):
-    """The process of an engine or a worker has ended without being asked to."""
+    """An engine process or a worker process has ended unexpectedly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request was not taken."""
+    """A request that the child process refused, and the reason."""
 
     request_id: str
     error: NereidError
 
     @classmethod
     def from_row(cls, row: Sequence[str]) -> "Refusal":
-        """From what follows "refused": the request, the kind of error, its message."""
+        """Return the refusal in a message "refused": [request id, error class, error text]."""
         request_id, kind, message = row
         return cls(request_id, _REFUSALS.get(kind, EngineError)(message))
 
@@ -51,13 +52,13 @@ _REFUSALS: dict[str, type[NereidError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a child process is.
+    """The kind of a child process.
 
     Attributes:
-        name: what errors call it.
-        module: what it runs.
-        start_setting: the setting that says how long it may take to load.
-        hang_setting: the setting that says how long it may be silent.
+        name: the name of the process in error messages.
+        module: the Python module that the process runs.
+        start_setting: the name of the setting that limits the time for loading.
+        hang_setting: the name of the setting that limits the time without a message.
     """
 
     name: str
@@ -66,27 +67,27 @@ class Role:
     hang_setting: str
 
 
-class Child:
-    """One process at a time; `start` may be called again after its death.
+class ChildProcess:
+    """A child process. `start` may be called again after the process has died.
 
-    `send` may be called from several threads; the rest belongs to one. Messages are sent by a
-    thread of their own: the one that receives must never wait for a process that itself waits to be
-    read.
+    Several threads may call `send`. Only one thread may call the other methods. Messages are sent
+    by another thread, because the receiving thread must not wait for a child process that itself
+    waits until its messages are read.
 
     Attributes:
-        info: what was loaded, as the process says.
-        load_s: how long the last start took.
+        info: the description of the loaded model, as the process reported it.
+        load_s: the duration of the last start in seconds.
     """
 
     def __init__(
         self, role: Role, settings: dict[str, Any], progress: Callable[[str], None]
     ) -> None:
-        """Begin with no process.
+        """Store the arguments. No process is started.
 
         Args:
-            role: what it is.
-            settings: its first message.
-            progress: called with one line for each slow step of loading.
+            role: the kind of the process.
+            settings: the first message to the process.
+            progress: called with one line for each slow operation of loading.
         """
         self._role = role
         self._settings = settings
@@ -94,8 +95,8 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._outbox: Outbox | None = None
-        self._pulse: Pulse | None = None
-        self._last_words = ""
+        self._hang_watch: HangWatch | None = None
+        self._fatal_message = ""
         self.info: dict[str, Any] = {}
         self.load_s = 0.0
 
@@ -103,25 +104,26 @@ class Child:
         """Start the process and wait until its model is loaded.
 
         Args:
-            timeout_s: at most so long.
-            meanwhile: called a few times a second while it loads.
+            timeout_s: the time limit for loading.
+            meanwhile: called a few times a second while the process loads.
 
         Raises:
-            EngineError: it could not be loaded, or not in time; the message says why.
+            EngineError: loading failed or took too long. The message gives the reason.
         """
         self.stop()
-        ours, theirs = socket.socketpair()
-        # The interpreter of the stub's environment; an embedded Python need not know it.
+        parent_end, child_end = socket.socketpair()
+        # Use the interpreter of the stub's environment. An embedded Python may not know its path.
         python = sys.executable or shutil.which("python3") or "python3"
         self._process = subprocess.Popen(
-            [python, "-m", self._role.module, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [python, "-m", self._role.module, str(child_end.fileno())],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
         )
-        theirs.close()
-        self._channel = Channel(ours)
+        child_end.close()
+        self._channel = Channel(parent_end)
         self._outbox = Outbox(self._channel)
-        self._pulse, self._last_words = Pulse(self._process.pid), ""
+        self._hang_watch = HangWatch(self._process.pid)
+        self._fatal_message = ""
         started = time.monotonic()
         try:
             self.send(self._settings)
@@ -132,63 +134,67 @@ class Child:
             raise
 
     def send(self, message: object) -> None:
-        """Send a message soon.
+        """Queue a message to the process.
 
         Raises:
-            EngineDiedError: there is no process.
+            EngineDiedError: the process is not running.
         """
         outbox = self._outbox
         try:
             if outbox is None:
-                raise ChannelClosedError("it is not running")
+                raise ChannelClosedError("the process is not running")
             outbox.put(message)
         except ChannelClosedError as error:
-            raise EngineDiedError(self._obituary()) from error
+            raise EngineDiedError(self._death_message()) from error
 
     def messages(self, timeout_s: float) -> list[list[Any]]:
-        """What the process has said, waiting at most `timeout_s`; each is a kind and more.
+        """Return the messages of the process. Wait at most `timeout_s` seconds for the first one.
+
+        Each message is a list that begins with its kind, such as ["ready", info].
 
         Raises:
-            EngineDiedError: the process has gone.
+            EngineDiedError: the process has ended.
         """
         try:
             if self._channel is None:
-                raise ChannelClosedError("it is not running")
+                raise ChannelClosedError("the process is not running")
             messages = self._channel.receive(timeout_s)
         except ChannelClosedError as error:
-            raise EngineDiedError(self._obituary()) from error
-        if messages and self._pulse is not None:
-            self._pulse.beat()
+            raise EngineDiedError(self._death_message()) from error
+        if messages and self._hang_watch is not None:
+            self._hang_watch.note_message()
         for kind, *rest in messages:
             if kind == "fatal":
-                self._last_words = rest[0]
+                self._fatal_message = rest[0]
         return messages
 
-    def check_pulse(self, limit_s: float, *, is_working: bool) -> None:
-        """Kill a process that hangs; call it after each `messages`.
+    def kill_if_hanging(self, limit_s: float, *, is_working: bool) -> None:
+        """Kill the process if it hangs. Call this after each `messages`.
 
         Args:
-            limit_s: with work, it says something at least this often; 0 is no limit.
-            is_working: whether it has work.
+            limit_s: the longest time without a message for a process with work; 0 means no limit.
+            is_working: whether the process has work.
 
         Raises:
-            EngineDiedError: it was silent for too long and was killed.
+            EngineDiedError: the process did not send a message for too long and was killed.
         """
-        process, pulse = self._process, self._pulse
-        if process is None or pulse is None:
+        process = self._process
+        hang_watch = self._hang_watch
+        if process is None or hang_watch is None:
             return
         is_on_cpu = self.info.get("device") == "cpu"
-        if not pulse.hangs(limit_s, is_working=is_working, is_on_cpu=is_on_cpu):
+        if not hang_watch.is_hanging(limit_s, is_working=is_working, is_on_cpu=is_on_cpu):
             return
         process.kill()
         process.wait(_KILL_TIMEOUT_S)
         raise EngineDiedError(
-            f"the {self._role.name} was at one step for {pulse.silent_s:.0f} s without a sign of "
-            f"life; the limit is {limit_s:g} s ({self._role.hang_setting}); it was killed"
+            f"the {self._role.name} process was killed, because it sent no message for "
+            f"{hang_watch.silent_s:.0f} s during one step and the limit is {limit_s:g} s "
+            f"({self._role.hang_setting})."
         )
 
     def stop(self) -> None:
-        """End the process: ask, then terminate, then kill."""
+        """End the process: send the message "stop", then SIGTERM, then SIGKILL."""
         process, channel, outbox = self._process, self._channel, self._outbox
         self._process = self._channel = self._outbox = None
         if outbox is not None:
@@ -203,10 +209,11 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id, None when there is no process."""
+        """The process id; None if no process is running."""
         return None if self._process is None else self._process.pid
 
     def _await_ready(self, timeout_s: float, meanwhile: Callable[[], None]) -> None:
+        """Wait for the message "ready". Raise an EngineError if loading fails or takes too long."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             meanwhile()
@@ -219,26 +226,27 @@ class Child:
                 elif kind == "failed":
                     raise EngineError(rest[0])
         raise EngineError(
-            f"the {self._role.name} was not ready after {timeout_s:g} s "
-            f"({self._role.start_setting}); raise the limit or look at the log for what it was "
-            "loading"
+            f"the {self._role.name} was not ready after {timeout_s:g} s, which is the limit "
+            f"({self._role.start_setting}). Raise the limit, or read in the log what the process "
+            "was loading."
         )
 
-    def _obituary(self) -> str:
+    def _death_message(self) -> str:
+        """Return how the process ended, such as "the engine process ended (signal 9). See ..."."""
         name, process = self._role.name, self._process
         if process is None:
             return f"the {name} process is not running"
-        how = "closed its connection"
+        ending = "closed its connection"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(1.0)
-            how = f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
-        if self._last_words:
-            return f"{self._last_words}; the {name} process {how}"
-        return f"the {name} process {how}; the server's log says why"
+            code = process.wait(_EXIT_TIMEOUT_S)
+            ending = f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
+        if self._fatal_message:
+            return f"the {name} process {ending}: {self._fatal_message}"
+        return f"the {name} process {ending}. See the server's log for the reason."
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Wait until it ends, then terminate, then kill."""
+    """Wait until the process ends. After a time limit send SIGTERM, then SIGKILL."""
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None:
             process.send_signal(number)

@@ -44,6 +44,7 @@ from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Messages, Reasoning, Sections, Source, Wrapper
 from nereid_parsers.template.analysis_result import AnalysisResult, Supports
 from nereid_parsers.template.content import compare_content, compare_content_with_call
+from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.environment import CompiledTemplate
 from nereid_parsers.template.frame import (
@@ -53,16 +54,17 @@ from nereid_parsers.template.frame import (
     turn_markers,
 )
 from nereid_parsers.template.limits import Budget
-from nereid_parsers.template.probe import BOS_TOKEN, EOS_TOKEN, Prober, unmask_call_ids
+from nereid_parsers.template.probe import Prober, unmask_call_ids
 from nereid_parsers.template.proof import ONE_CALL_PROOF, Proof, parse_renderings
 from nereid_parsers.template.quarantine import find_quarantined
 from nereid_parsers.template.reasoning import (
     ReasoningFindings,
     find_reasoning,
-    record_reasoning,
+    find_rendered_reasoning,
 )
 from nereid_parsers.template.report import as_text
 from nereid_parsers.template.tools import (
+    CallRenderer,
     ToolFindings,
     compare_call_presence,
     compare_two_calls,
@@ -124,13 +126,13 @@ def _analyze_recognised(
     fmt: Format, frame: TurnFrame, comparison: Comparison, notes: list[str]
 ) -> TemplateAnalysis:
     """Return the analysis of a quarantined template, whose format is given."""
-    reasoning = ReasoningFindings()
-    record_reasoning(frame, reasoning)
-    tools = ToolFindings()
-    compare_call_presence(frame, None, None, tools)
-    compare_two_calls(frame, None, None, tools)
+    reasoning = find_rendered_reasoning(frame)
+    renderer = CallRenderer(frame)
+    _, presence = compare_call_presence(renderer)
+    two_calls, parallel = compare_two_calls(renderer)
+    tools = ToolFindings(is_parallel=bool(two_calls), comparisons=(presence, parallel))
     if frame.prober.has_call_form:
-        tools.form = "recognised"
+        tools = replace(tools, form="recognised")
     compare_content(frame, None, None)  # sets the end markers of the frame
     if isinstance(fmt.layout, Messages):
         message_ends = fmt.layout.ends
@@ -162,7 +164,7 @@ def _infer(frame: TurnFrame, comparison: Comparison, notes: list[str]) -> Templa
             "The format of the calls could not be inferred: the parser did not return the call "
             f"that the template renders as {wrong_call.text!r}."
         )
-        tools.discard_calls()
+        tools = tools.without_calls()
         fmt = _make_format(frame, reasoning.part, wrapper, tools, notes)
         proofs = parse_renderings(fmt, frame, reasoning, tools)
     comparisons = [

@@ -11,8 +11,9 @@ from nereid_parsers.format import (
     NestedTags,
     TaggedArguments,
 )
+from nereid_parsers.template.conversation import FIRST_TOOL
 from nereid_parsers.template.difference import MARKER, ListMarkup
-from nereid_parsers.template.probe import COUNTER_MARK, FIRST_TOOL, ID_MARK
+from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
 # Bodies that contain only the arguments, so that the head of the call contains the name.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags

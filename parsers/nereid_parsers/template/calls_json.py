@@ -12,14 +12,9 @@ from typing import Any, NamedTuple
 
 from nereid_parsers.format import Call, JsonArguments, JsonArray, JsonObject, Keys, NameIsKey
 from nereid_parsers.template.call_texts import CallFormat, CallTexts, calls_with_head
+from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL, SECOND_KEY, SECOND_TOOL
 from nereid_parsers.template.difference import ListMarkup, list_markup
-from nereid_parsers.template.probe import (
-    FIRST_KEY,
-    FIRST_TOOL,
-    ID_MARK,
-    SECOND_KEY,
-    SECOND_TOOL,
-)
+from nereid_parsers.template.probe import ID_MARK
 
 _DECODER = json.JSONDecoder(strict=False)
 

@@ -14,14 +14,14 @@ from nereid_parsers.template.call_texts import (
     calls_with_head,
     split_at_words,
 )
-from nereid_parsers.template.difference import ListMarkup, list_markup
-from nereid_parsers.template.probe import (
+from nereid_parsers.template.conversation import (
     FIRST_KEY,
     FIRST_TOOL,
     FIRST_VALUE,
     SECOND_TOOL,
     SECOND_VALUE,
 )
+from nereid_parsers.template.difference import ListMarkup, list_markup
 
 _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 

@@ -17,13 +17,7 @@ from nereid_parsers.template.call_texts import (
     escape_braces,
     split_at_words,
 )
-from nereid_parsers.template.difference import (
-    Difference,
-    ListMarkup,
-    drop_common_suffix,
-    list_markup,
-)
-from nereid_parsers.template.probe import (
+from nereid_parsers.template.conversation import (
     FIRST_KEY,
     FIRST_TOOL,
     FIRST_VALUE,
@@ -31,6 +25,12 @@ from nereid_parsers.template.probe import (
     SECOND_KEY,
     SECOND_TOOL,
     SECOND_VALUE,
+)
+from nereid_parsers.template.difference import (
+    Difference,
+    ListMarkup,
+    drop_common_suffix,
+    list_markup,
 )
 
 _NUMBER_TEXT = str(NUMBER_VALUE)

@@ -5,6 +5,13 @@ from __future__ import annotations
 import re
 
 from nereid_parsers.format import Reasoning, Wrapper
+from nereid_parsers.template.conversation import (
+    CONTENT_TEXT,
+    EOS_TOKEN,
+    ONE_CALL,
+    AssistantMessage,
+    Conversation,
+)
 from nereid_parsers.template.difference import (
     MARKER,
     Comparison,
@@ -13,13 +20,6 @@ from nereid_parsers.template.difference import (
     markers,
 )
 from nereid_parsers.template.frame import TurnFrame
-from nereid_parsers.template.probe import (
-    CONTENT_TEXT,
-    EOS_TOKEN,
-    ONE_CALL,
-    AssistantMessage,
-    Conversation,
-)
 
 # Markers with a word between them: `<|out|>turn<|of|>`.
 _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}))+")

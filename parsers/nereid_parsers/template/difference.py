@@ -145,6 +145,15 @@ def drop_common_suffix(text: str, other: str) -> str:
     return text[: len(text) - len(common_suffix(text, other))]
 
 
+def text_after_last(text: str, word: str) -> str:
+    """Return what follows the last occurrence of `word`, or all of `text` if there is none.
+
+    >>> text_after_last("user: Hello. user: Bye.", "user: ")
+    'Bye.'
+    """
+    return text[text.rfind(word) + len(word) :] if word in text else text
+
+
 def markers(text: str) -> list[str]:
     """Return the markers in `text`, in order.
 

@@ -11,16 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nereid_parsers.template.difference import (
-    MARKER,
-    Comparison,
-    closing_spellings,
-    common_prefix,
-    drop_common_suffix,
-    markers,
-    tokens,
-)
-from nereid_parsers.template.probe import (
+from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
     EOS_TOKEN,
     ONE_CALL,
@@ -28,10 +19,19 @@ from nereid_parsers.template.probe import (
     USER_TEXT,
     AssistantMessage,
     Conversation,
-    Prober,
     Switches,
-    text_after_last,
 )
+from nereid_parsers.template.difference import (
+    MARKER,
+    Comparison,
+    closing_spellings,
+    common_prefix,
+    drop_common_suffix,
+    markers,
+    text_after_last,
+    tokens,
+)
+from nereid_parsers.template.probe import Prober
 
 _USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
 _WORDS = re.compile(r"(\w+)")

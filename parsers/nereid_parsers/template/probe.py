@@ -1,9 +1,4 @@
-"""Render small probe conversations through a chat template.
-
-The analysis learns about a template only by rendering conversations and comparing the results.
-Each text of a probe conversation (`CONTENT_TEXT`, `FIRST_TOOL`, ...) is one that no template
-contains, so that the analysis can find it in a rendering.
-"""
+"""Render probe conversations through a chat template."""
 
 from __future__ import annotations
 
@@ -14,24 +9,27 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from nereid_parsers.template.difference import drop_common_suffix
+from nereid_parsers.template.conversation import (
+    CONTENT_TEXT,
+    FIRST_KEY,
+    FIRST_TOOL,
+    FIRST_VALUE,
+    NO_SWITCHES,
+    ONE_CALL,
+    RESULT_TEXT,
+    SECOND_KEY,
+    SECOND_TOOL,
+    SECOND_VALUE,
+    TOOLS,
+    TWO_ARGUMENTS,
+    USER_TEXT,
+    AssistantMessage,
+    Conversation,
+    ProbeCall,
+    Switches,
+)
+from nereid_parsers.template.difference import drop_common_suffix, text_after_last
 from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
-
-USER_TEXT = "Quokka asks for something."
-CONTENT_TEXT = "Wombat gives the answer."
-REASONING_TEXT = "Numbat thinks about it."
-RESULT_TEXT = "Bilby measured 42 degrees."
-FIRST_TOOL = "zqFirstTool"
-SECOND_TOOL = "zqSecondTool"
-FIRST_KEY = "zqKeyOne"
-SECOND_KEY = "zqKeyTwo"
-FIRST_VALUE = "zqValueOne"
-SECOND_VALUE = "zqValueTwo"
-NUMBER_VALUE = 41
-# A string with a line break and characters that have a meaning in markup. Some templates quote it.
-SPECIAL_VALUE = f"{FIRST_VALUE}\n<&> {SECOND_VALUE}"
-EOS_TOKEN = "<|zq-end-of-sequence|>"
-BOS_TOKEN = "<|zq-begin-of-sequence|>"
 
 # The names under which templates read the reasoning of an assistant message.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -56,96 +54,6 @@ _MAX_SWITCH_VALUES = 6
 _MAX_SWITCH_SETTINGS = 20
 
 _UNDEFINED_VARIABLE = re.compile(r"'(\w+)' is undefined")
-
-
-def _tool(name: str) -> dict[str, Any]:
-    """Return an OpenAI tool definition with the two probe arguments."""
-    properties = {
-        FIRST_KEY: {"type": "string", "description": "first"},
-        SECOND_KEY: {"type": "string", "description": "second"},
-    }
-    parameters = {"type": "object", "properties": properties, "required": [FIRST_KEY]}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": "a tool", "parameters": parameters},
-    }
-
-
-TOOLS = [_tool(FIRST_TOOL), _tool(SECOND_TOOL)]
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeCall:
-    """A tool call of a probe conversation. `arguments` are pairs of key and value."""
-
-    name: str = FIRST_TOOL
-    arguments: tuple[tuple[str, Any], ...] = ((FIRST_KEY, FIRST_VALUE),)
-
-
-TWO_ARGUMENTS = ((FIRST_KEY, FIRST_VALUE), (SECOND_KEY, SECOND_VALUE))
-ONE_CALL = (ProbeCall(),)
-TWO_CALLS = (*ONE_CALL, ProbeCall(SECOND_TOOL, ((SECOND_KEY, SECOND_VALUE),)))
-
-
-@dataclass(frozen=True, slots=True)
-class AssistantMessage:
-    """The assistant message of a probe conversation."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[ProbeCall, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Switches:
-    """Template variables and a system message that may turn thinking on or off.
-
-    Attributes:
-        variables: Pairs of name and value, such as (("enable_thinking", False),).
-        system: The text of a system message, such as "/no_think"; "" for no system message.
-    """
-
-    variables: tuple[tuple[str, Any], ...] = ()
-    system: str = ""
-
-    def describe(self) -> str:
-        """Return the switches as text for the report.
-
-        >>> Switches((("enable_thinking", False),), "/no_think").describe()
-        "enable_thinking=False, system '/no_think'"
-        """
-        words = [f"{name}={value!r}" for name, value in self.variables]
-        if self.system:
-            words.append(f"system {self.system!r}")
-        return ", ".join(words)
-
-
-NO_SWITCHES = Switches()
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A probe conversation, and how to render it.
-
-    The messages are: the system message of `switches`, the user's question, a tool call with its
-    result (if `after_tool_result`), the assistant's `answer`, and the user's reply (if
-    `user_replies`).
-
-    Attributes:
-        answer: The last assistant message. If None, the model is about to write it.
-        generation_prompt: Whether to render with the generation prompt.
-        tools: Whether to offer tools.
-        after_tool_result: Whether a tool call and its result precede the answer.
-        user_replies: Whether the user writes once more after the answer.
-        switches: The switches to render with.
-    """
-
-    answer: AssistantMessage | None = None
-    generation_prompt: bool = False
-    tools: bool = False
-    after_tool_result: bool = False
-    user_replies: bool = False
-    switches: Switches = NO_SWITCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,12 +381,3 @@ def _shows_call(text: str) -> bool:
     is_json_in_string = f'\\"{FIRST_KEY}' in text
     prints_none = "None" in text[:name_at]
     return not (is_python_dict or is_json_in_string or prints_none)
-
-
-def text_after_last(text: str, word: str) -> str:
-    """Return what follows the last occurrence of `word`, or all of `text` if there is none.
-
-    >>> text_after_last("user: Hello. user: Bye.", "user: ")
-    'Bye.'
-    """
-    return text[text.rfind(word) + len(word) :] if word in text else text

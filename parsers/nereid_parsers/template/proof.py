@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from nereid_parsers.events import Message
 from nereid_parsers.format import Format, Reasoning
 from nereid_parsers.stream.parser import parse
-from nereid_parsers.template.difference import drop_common_suffix
-from nereid_parsers.template.frame import TurnFrame
-from nereid_parsers.template.probe import (
+from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
     ONE_CALL,
     RESULT_TEXT,
@@ -24,8 +22,10 @@ from nereid_parsers.template.probe import (
     AssistantMessage,
     Conversation,
     ProbeCall,
-    unmask_call_ids,
 )
+from nereid_parsers.template.difference import drop_common_suffix
+from nereid_parsers.template.frame import TurnFrame
+from nereid_parsers.template.probe import unmask_call_ids
 from nereid_parsers.template.reasoning import ReasoningFindings
 from nereid_parsers.template.tools import ToolFindings, conversation_with_calls
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -12,8 +12,8 @@ from nereid_parsers.errors import ConstraintError
 from nereid_parsers.format import Format
 from nereid_parsers.stream.parser import StreamParser
 from nereid_parsers.template.analysis_result import AnalysisResult
+from nereid_parsers.template.conversation import TOOLS
 from nereid_parsers.template.difference import Comparison
-from nereid_parsers.template.probe import TOOLS
 from nereid_parsers.template.proof import Proof
 
 CONTEXT_CHARS = 60  # characters shown before and after a difference
@@ -25,8 +25,8 @@ Paint = Callable[[str, str], str]
 
 
 _COMPARISONS_EXPLAINED = (
-    "Each comparison renders two conversations that differ in one thing. The texts and names of the",
-    "conversations, such as zqFirstTool, are made up, so that they occur in no template.",
+    "Each comparison renders two conversations that differ in one thing. The texts and names of",
+    "the conversations, such as zqFirstTool, are made up, so that they occur in no template.",
     "Lines with - show the first rendering, lines with + show the second.",
 )
 
@@ -167,7 +167,7 @@ def _lines(report: Report, paint: Paint) -> Iterator[str]:
     yield from _indented(report.constraint.splitlines())
 
 
-def _indented(lines: Iterator[str] | list[str]) -> Iterator[str]:
+def _indented(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         yield f"    {line}"
 

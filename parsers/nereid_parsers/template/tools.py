@@ -4,7 +4,7 @@ T1  content, and a call instead          where a call is written
 T2  one call, and two                    the markup of a list of calls
 T3  one function, and another            where the name is written
 T4  one argument, and none               the markup of the arguments
-T5  one argument, and two                the same
+T5  one argument, and two                the markup of the arguments
 T6  one key and value, and others        where key and value are written
 T7  a string, and a number               how the type of a value is shown
 T7b a plain string, and one with markup  whether such strings are quoted
@@ -16,18 +16,15 @@ explain that format in the report.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
 from nereid_parsers.template.call_forms import READERS
 from nereid_parsers.template.call_texts import CallFormat, CallTexts
 from nereid_parsers.template.content import strip_reasoning_markers
-from nereid_parsers.template.difference import Comparison, Difference, markers
-from nereid_parsers.template.frame import TurnFrame
-from nereid_parsers.template.probe import (
+from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
-    COUNTER_MARK,
     EOS_TOKEN,
     FIRST_KEY,
     FIRST_TOOL,
@@ -44,12 +41,15 @@ from nereid_parsers.template.probe import (
     Conversation,
     ProbeCall,
 )
+from nereid_parsers.template.difference import Comparison, Difference, markers
+from nereid_parsers.template.frame import TurnFrame
+from nereid_parsers.template.probe import COUNTER_MARK
 
 _NO_CALLS = "none"
 _CONTEXT_CHARS = 24  # characters of the context of a name that the report shows
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ToolFindings:
     """The result of the comparisons that concern tool calls.
 
@@ -68,77 +68,53 @@ class ToolFindings:
     is_parallel: bool = False
     with_content: bool = False
     end_markers: tuple[str, ...] = ()
-    comparisons: list[Comparison] = field(default_factory=list)
-    undecided: list[str] = field(default_factory=list)
+    comparisons: tuple[Comparison, ...] = ()
+    undecided: tuple[str, ...] = ()
 
     @property
     def has_calls(self) -> bool:
         """Whether calls of a known form were found."""
         return self.form != _NO_CALLS
 
-    def discard_calls(self) -> None:
-        """Remove the format of the calls. The parser then returns calls as content."""
-        self.part = None
-        self.form = _NO_CALLS
-        self.end_markers = ()
-        self.is_parallel = False
-        self.with_content = False
+    def without_calls(self) -> ToolFindings:
+        """Return the findings without a format of calls. A parser then returns calls as content."""
+        return ToolFindings(comparisons=self.comparisons, undecided=self.undecided)
+
+
+@dataclass(frozen=True, slots=True)
+class CallRenderer:
+    """Renders messages with calls.
+
+    Attributes:
+        frame: The frame of the model's turn.
+        reasoning: The reasoning part of the format.
+        wrapper: The wrapper of content.
+    """
+
+    frame: TurnFrame
+    reasoning: Reasoning | None = None
+    wrapper: Wrapper | None = None
+
+    def rendering(self, *calls: ProbeCall, content: str = "") -> str:
+        """Return the whole conversation that ends with these calls, or "" if it is refused."""
+        return self.frame.prober.render(conversation_with_calls(calls, content)) or ""
+
+    def text_of_calls(self, *calls: ProbeCall) -> str:
+        """Return what a model would generate for these calls, or "" if the template refuses them.
+
+        Markers of empty reasoning and of empty content before the calls are left out. Example:
+        "<think></think><call>..</call>" gives "<call>..</call>".
+        """
+        text = self.frame.generated_text(conversation_with_calls(calls))
+        if text is None:
+            return ""
+        text = strip_reasoning_markers(text, self.reasoning)
+        return text if self.wrapper is None else _strip_wrapper(text, self.wrapper)
 
 
 def conversation_with_calls(calls: tuple[ProbeCall, ...], content: str = "") -> Conversation:
     """Return a conversation whose answer makes these calls."""
     return Conversation(AssistantMessage(content, calls=calls), tools=True)
-
-
-def find_tools(
-    frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None
-) -> ToolFindings:
-    """Compare renderings with calls, and infer the format of the calls.
-
-    Args:
-        frame: The frame of the model's turn.
-        reasoning: The reasoning part of the format.
-        wrapper: The wrapper of content.
-    """
-    found = ToolFindings()
-    one_call = compare_call_presence(frame, reasoning, wrapper, found)
-    if not one_call:
-        return found
-
-    def text_of_arguments(arguments: tuple[tuple[str, object], ...]) -> str:
-        return _text_of_calls(frame, reasoning, wrapper, (ProbeCall(arguments=arguments),))
-
-    texts = CallTexts(
-        one_call=one_call,
-        two_arguments=text_of_arguments(TWO_ARGUMENTS),
-        number=text_of_arguments(((FIRST_KEY, NUMBER_VALUE),)),
-        two_calls=compare_two_calls(frame, reasoning, wrapper, found),
-        special_value=text_of_arguments(((FIRST_KEY, SPECIAL_VALUE),)),
-    )
-    compare_names(frame, found)
-    compare_arguments(frame, found)
-    calls = infer_call_format(mask_call_numbers(texts), found)
-    if calls is not None:
-        _set_tool_section(calls, found)
-    compare_content_before_call(frame, found)
-    return found
-
-
-def _text_of_calls(
-    frame: TurnFrame,
-    reasoning: Reasoning | None,
-    wrapper: Wrapper | None,
-    calls: tuple[ProbeCall, ...],
-) -> str:
-    """Return what a model would generate for these calls, or "" if the template refuses them.
-
-    Markers of reasoning and of content that precede the calls are left out.
-    """
-    text = frame.generated_text(conversation_with_calls(calls))
-    if text is None:
-        return ""
-    text = strip_reasoning_markers(text, reasoning)
-    return text if wrapper is None else _strip_wrapper(text, wrapper)
 
 
 def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
@@ -158,76 +134,116 @@ def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
     return rest[len(closing) :] if rest.startswith(closing) else text
 
 
+def find_tools(
+    frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None
+) -> ToolFindings:
+    """Compare renderings with calls, and infer the format of the calls.
+
+    Args:
+        frame: The frame of the model's turn.
+        reasoning: The reasoning part of the format.
+        wrapper: The wrapper of content.
+    """
+    renderer = CallRenderer(frame, reasoning, wrapper)
+    one_call, presence = compare_call_presence(renderer)
+    if not one_call:
+        return ToolFindings(comparisons=(presence,))
+    two_calls, parallel = compare_two_calls(renderer)
+    texts = CallTexts(
+        one_call=one_call,
+        two_arguments=renderer.text_of_calls(ProbeCall(arguments=TWO_ARGUMENTS)),
+        number=renderer.text_of_calls(ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),))),
+        two_calls=two_calls,
+        special_value=renderer.text_of_calls(ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),))),
+    )
+    comparisons = [presence, parallel, compare_names(renderer), *compare_arguments(renderer)]
+    undecided: list[str] = []
+    found = ToolFindings(is_parallel=bool(two_calls))
+    calls = infer_call_format(mask_call_numbers(texts), undecided)
+    if calls is not None:
+        found = replace(
+            found,
+            part=_tool_section(calls, undecided),
+            form=calls.form,
+            end_markers=_end_markers(calls),
+        )
+    content_and_call = compare_content_before_call(renderer)
+    if content_and_call is not None:
+        comparisons.append(content_and_call)
+    return replace(
+        found,
+        with_content=content_and_call is not None,
+        comparisons=tuple(comparisons),
+        undecided=tuple(undecided),
+    )
+
+
 # ---- the comparisons ----------------------------------------------------------------------------
 
 
-def compare_call_presence(
-    frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None, found: ToolFindings
-) -> str:
-    """Comparison T1: content, and a call instead. Returns the text of the call, or "" if none."""
+def compare_call_presence(renderer: CallRenderer) -> tuple[str, Comparison]:
+    """Compare a message with content and one with a call instead (T1).
+
+    Returns:
+        The text of the call, or "" if the template does not render it; and the comparison.
+    """
     content_only = Conversation(AssistantMessage(CONTENT_TEXT), tools=True)
-    text = _text_of_calls(frame, reasoning, wrapper, ONE_CALL)
+    text = renderer.text_of_calls(*ONE_CALL)
     is_rendered = FIRST_TOOL in text and FIRST_KEY in text and FIRST_VALUE in text
     finding = "The template does not render the call."
     if is_rendered:
         finding = f"The call is written as {text!r}."
-    found.comparisons.append(
-        Comparison(
-            name="T1 call presence",
-            changed="The message has a call instead of content.",
-            left=frame.prober.render(content_only) or "",
-            right=frame.prober.render(conversation_with_calls(ONE_CALL)) or "",
-            finding=finding,
-        )
+    comparison = Comparison(
+        name="T1 call presence",
+        changed="The message has a call instead of content.",
+        left=renderer.frame.prober.render(content_only) or "",
+        right=renderer.rendering(*ONE_CALL),
+        finding=finding,
     )
-    return text if is_rendered else ""
+    return text if is_rendered else "", comparison
 
 
-def compare_two_calls(
-    frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None, found: ToolFindings
-) -> str:
-    """Comparison T2: one call, and two. Returns the text of two calls, or "" if impossible.
+def compare_two_calls(renderer: CallRenderer) -> tuple[str, Comparison]:
+    """Compare a message with one call and one with two (T2).
 
-    Sets `found.is_parallel`.
+    Returns:
+        The text of the two calls, or "" if a message can have only one; and the comparison.
     """
-    two_calls = conversation_with_calls(TWO_CALLS)
-    text = _text_of_calls(frame, reasoning, wrapper, TWO_CALLS)
-    found.is_parallel = FIRST_TOOL in text and SECOND_TOOL in text and SECOND_VALUE in text
+    text = renderer.text_of_calls(*TWO_CALLS)
+    is_parallel = FIRST_TOOL in text and SECOND_TOOL in text and SECOND_VALUE in text
     finding = "A message can have several calls."
-    if not found.is_parallel:
-        why = frame.prober.refusals.get(two_calls, "the template does not render the second call")
-        finding = f"A message can have only one call: {why}"
-    found.comparisons.append(
-        Comparison(
-            name="T2 two calls",
-            changed="The message has a second call.",
-            left=frame.prober.render(conversation_with_calls(ONE_CALL)) or "",
-            right=frame.prober.render(two_calls) or "",
-            finding=finding,
+    if not is_parallel:
+        why = renderer.frame.prober.refusals.get(
+            conversation_with_calls(TWO_CALLS), "the template does not render the second call"
         )
+        finding = f"A message can have only one call: {why}"
+    comparison = Comparison(
+        name="T2 two calls",
+        changed="The message has a second call.",
+        left=renderer.rendering(*ONE_CALL),
+        right=renderer.rendering(*TWO_CALLS),
+        finding=finding,
     )
-    return text if found.is_parallel else ""
+    return text if is_parallel else "", comparison
 
 
-def compare_names(frame: TurnFrame, found: ToolFindings) -> None:
-    """Comparison T3: a call of one function, and of another. Shows where the name is written."""
-    other_call = replace(ONE_CALL[0], name=SECOND_TOOL)
+def compare_names(renderer: CallRenderer) -> Comparison:
+    """Compare calls of two functions (T3). The difference shows where the name is written."""
     comparison = Comparison(
         name="T3 function name",
         changed="The call names another function.",
-        left=frame.prober.render(conversation_with_calls(ONE_CALL)) or "",
-        right=frame.prober.render(conversation_with_calls((other_call,))) or "",
+        left=renderer.rendering(*ONE_CALL),
+        right=renderer.rendering(ProbeCall(SECOND_TOOL)),
         finding="",
     )
     difference = comparison.parts()
     before = difference.prefix[-_CONTEXT_CHARS:]
     after = difference.suffix[:_CONTEXT_CHARS]
-    finding = f"The name is written between {before!r} and {after!r}."
-    found.comparisons.append(replace(comparison, finding=finding))
+    return replace(comparison, finding=f"The name is written between {before!r} and {after!r}.")
 
 
-def compare_arguments(frame: TurnFrame, found: ToolFindings) -> None:
-    """Comparisons T4 to T7b: a call with one argument, and with other arguments."""
+def compare_arguments(renderer: CallRenderer) -> list[Comparison]:
+    """Compare a call with one argument and calls with other arguments (T4 to T7b)."""
     changes = (
         ("T4 no argument", "The call has no argument.", ()),
         ("T5 two arguments", "The call has a second argument.", TWO_ARGUMENTS),
@@ -243,15 +259,16 @@ def compare_arguments(frame: TurnFrame, found: ToolFindings) -> None:
             ((FIRST_KEY, SPECIAL_VALUE),),
         ),
     )
-    one_argument = frame.prober.render(conversation_with_calls(ONE_CALL)) or ""
+    one_argument = renderer.rendering(*ONE_CALL)
+    comparisons = []
     for name, changed, arguments in changes:
-        call = ProbeCall(arguments=arguments)
-        text = frame.prober.render(conversation_with_calls((call,))) or ""
+        text = renderer.rendering(ProbeCall(arguments=arguments))
         comparison = Comparison(name, changed, one_argument, text, "")
         finding = "The template refuses to render this call."
         if text:
             finding = _change_text(comparison.parts())
-        found.comparisons.append(replace(comparison, finding=finding))
+        comparisons.append(replace(comparison, finding=finding))
+    return comparisons
 
 
 def _change_text(difference: Difference) -> str:
@@ -269,21 +286,21 @@ def _change_text(difference: Difference) -> str:
     return f"{difference.left!r} becomes {difference.right!r}."
 
 
-def compare_content_before_call(frame: TurnFrame, found: ToolFindings) -> None:
-    """Comparison T8: a call, and a call with content before it.
+def compare_content_before_call(renderer: CallRenderer) -> Comparison | None:
+    """Compare a call and a call with content before it (T8).
 
-    Sets `found.with_content`. Also sets `frame.inner_headers` if the template writes content and
-    calls as two turns. Example: in "CONTENT<|end|><|start|>assistant<call>..", the model itself
-    writes the header `<|start|>assistant` and, before it, `<|end|>`.
+    Sets `frame.inner_headers` if the template writes content and calls as two turns. Example: in
+    "CONTENT<|end|><|start|>assistant<call>..", the model itself writes the header
+    `<|start|>assistant` and, before it, `<|end|>`.
+
+    Returns:
+        The comparison, or None if a message cannot have content and calls.
     """
-    conversation = conversation_with_calls(ONE_CALL, CONTENT_TEXT)
-    text = frame.text_after_header(conversation)
-    if text is None:
-        return
-    _, content, after_content = text.partition(CONTENT_TEXT)
+    frame = renderer.frame
+    text = frame.text_after_header(conversation_with_calls(ONE_CALL, CONTENT_TEXT))
+    _, content, after_content = (text or "").partition(CONTENT_TEXT)
     if not content or FIRST_TOOL not in after_content:
-        return
-    found.with_content = True
+        return None
     between = after_content[: after_content.rfind(FIRST_TOOL)]
     header = frame.header.strip()
     finding = "Content is written before the call."
@@ -291,67 +308,73 @@ def compare_content_before_call(frame: TurnFrame, found: ToolFindings) -> None:
         finding = "Content and calls are written as separate turns."
         turn_end = markers(between[: between.find(header)])[:1]
         frame.inner_headers = (header, *turn_end)
-    found.comparisons.append(
-        Comparison(
-            name="T8 content before a call",
-            changed="The message has content.",
-            left=frame.prober.render(conversation_with_calls(ONE_CALL)) or "",
-            right=frame.prober.render(conversation) or "",
-            finding=finding,
-        )
+    return Comparison(
+        name="T8 content before a call",
+        changed="The message has content.",
+        left=renderer.rendering(*ONE_CALL),
+        right=renderer.rendering(*ONE_CALL, content=CONTENT_TEXT),
+        finding=finding,
     )
 
 
 # ---- the format ---------------------------------------------------------------------------------
 
 
-def infer_call_format(texts: CallTexts, found: ToolFindings) -> CallFormat | None:
+def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | None:
     """Return the format that the first matching reader infers from `texts`; None if none matches.
 
-    Sets `found.form`. Readers that infer an invalid format are noted in `found.undecided`.
+    Adds a sentence to `undecided` for each reader that infers an invalid format, and if no reader
+    matches.
     """
     for reader in READERS:
         try:
             calls = reader(texts)
         except FormatError as error:
-            found.undecided.append(
-                f"The reader {reader.__name__} inferred no valid format: {error}"
-            )
+            undecided.append(f"The reader {reader.__name__} inferred an invalid format: {error}")
             continue
         if calls is not None:
-            found.form = calls.form
             return calls
-    found.undecided.append(
+    undecided.append(
         f"The calls have no form that the analysis knows. A call is written as {texts.one_call!r}."
     )
     return None
 
 
-def _set_tool_section(calls: CallFormat, found: ToolFindings) -> None:
-    """Set `found.part` to the tool section, and `found.end_markers` to the markers after it.
-
-    Example: if the text "<calls>" precedes all calls and "</calls><|end|>" follows them, the
-    section is written between `<calls>` and `</calls>`, and `<|end|>` ends the turn.
-    """
-    opening, closing = calls.markup.open, calls.markup.close
-    # A section is closed by as many markers as it is opened by; words count as one marker.
-    num_opening = len(markers(opening)) or int(bool(opening.strip()))
-    turn_ends = markers(closing)[num_opening:]
-    found.end_markers = tuple(marker for marker in turn_ends if marker != EOS_TOKEN)
-    for marker in reversed(turn_ends):
-        closing = closing[: closing.rfind(marker)]
+def _tool_section(calls: CallFormat, undecided: list[str]) -> ToolSection | None:
+    """Return the section with these calls; None, with a sentence in `undecided`, if invalid."""
+    opening = calls.markup.open
+    closing, _ = _split_section_close(calls)
     if not opening.strip():
         opening = ""
         closing = ""
     try:
-        found.part = ToolSection(
-            calls.calls,
-            open=opening,
-            close=closing.rstrip(),
-            separator=calls.markup.separator,
+        return ToolSection(
+            calls.calls, open=opening, close=closing.rstrip(), separator=calls.markup.separator
         )
     except FormatError as error:
-        found.undecided.append(f"The tool section is not valid: {error}")
+        undecided.append(f"The tool section is invalid: {error}")
+        return None
+
+
+def _end_markers(calls: CallFormat) -> tuple[str, ...]:
+    """Return the markers after the calls that end the turn."""
+    _, turn_ends = _split_section_close(calls)
+    return tuple(marker for marker in turn_ends if marker != EOS_TOKEN)
+
+
+def _split_section_close(calls: CallFormat) -> tuple[str, list[str]]:
+    """Return the text that closes the section, and the markers after it, which end the turn.
+
+    A section is closed by as many markers as open it. Words that open it count as one marker.
+    Example: a section that `<calls>` opens and "</calls><|end|>" follows gives
+    ("</calls>", ["<|end|>"]).
+    """
+    opening, closing = calls.markup.open, calls.markup.close
+    num_opening = len(markers(opening)) or int(bool(opening.strip()))
+    turn_ends = markers(closing)[num_opening:]
+    for marker in reversed(turn_ends):
+        closing = closing[: closing.rfind(marker)]
+    return closing, turn_ends
 
 
 # ---- numbers of calls ---------------------------------------------------------------------------

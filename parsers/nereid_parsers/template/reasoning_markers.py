@@ -1,0 +1,183 @@
+"""Cut the markers of reasoning out of rendered texts.
+
+The functions take the text before or after a reasoning and return the marker in it. A marker is
+returned with the white space around it, because the white space is a part of the format.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from nereid_parsers.format import Wrapper
+from nereid_parsers.template.difference import (
+    MARKER,
+    closing_spellings,
+    markers,
+    opening_spellings,
+)
+
+_THINKING_WORDS = ("think", "thought", "reason", "inner")
+
+
+def is_thinking_marker(marker: str) -> bool:
+    """Return whether the name of a marker speaks of thinking.
+
+    >>> is_thinking_marker("<|START_THINKING|>"), is_thinking_marker("<response>")
+    (True, False)
+    """
+    return any(word in marker.lower() for word in _THINKING_WORDS)
+
+
+def last_opening(before: str) -> str:
+    r"""Return the marker that opens reasoning, from the text before the reasoning.
+
+    The marker may consist of several markers and words without white space between them. If words
+    follow the last marker after white space, then these words open the reasoning.
+
+    >>> last_opening("Hello.\n<think>\n")
+    '\n<think>\n'
+    >>> last_opening("Hello. <|open|>think<|sep|>")
+    ' <|open|>think<|sep|>'
+    >>> last_opening("<|start|>\nHere is my reasoning:\n")
+    '\nHere is my reasoning:\n'
+    """
+    found = list(MARKER.finditer(before))
+    if not found:
+        return before.lstrip("\n")
+    last = found[-1]
+    after_marker = before[last.end() :]
+    if after_marker.strip() and after_marker[0].isspace():
+        start = last.end()
+    else:
+        last_word = before[: last.end()].split()[-1]
+        # If the marker itself contains a space, then the marker is longer than the last word.
+        start = last.end() - max(len(last_word), len(last.group()))
+    return before[len(before[:start].rstrip()) :]
+
+
+def first_opening(after_header: str) -> str:
+    r"""Return the marker that opens reasoning at the end of a generation prompt.
+
+    If words precede the first marker, then these words open the reasoning. "" if there is no text.
+
+    >>> first_opening("<think>\n</think>")
+    '<think>\n'
+    >>> first_opening("Here is my reasoning:\n<end>")
+    'Here is my reasoning:\n'
+    """
+    first = MARKER.search(after_header)
+    if first is None:
+        return after_header if after_header.strip() else ""
+    words = after_header[: first.start()]
+    if words.strip():
+        return words
+    return _up_to_next_word(after_header, first.end())
+
+
+def closing_marker(between: str, opening: str) -> str:
+    r"""Return the marker that closes reasoning.
+
+    If words precede the first marker, then these words close the reasoning. If the opening consists
+    of several markers, then the closing marker ends with the same words and markers.
+
+    >>> closing_marker("\n</think>\n\n<response>", "<think>\n")
+    '\n</think>\n\n'
+    >>> closing_marker("<|close|>think<|sep|><|open|>", "<|open|>think<|sep|>")
+    '<|close|>think<|sep|>'
+
+    Args:
+        between: The text between the reasoning and the next part of the message.
+        opening: The marker that opens reasoning.
+    """
+    opening_markers = markers(opening)
+    if len(opening_markers) > 1:
+        tail = opening.strip()[len(opening_markers[0]) :]
+        tail_at = between.find(tail)
+        if 0 <= tail_at <= len(opening):
+            return between[: tail_at + len(tail)]
+    first = MARKER.search(between)
+    if first is None:
+        return between
+    words = between[: first.start()]
+    return words if words.strip() else _up_to_next_word(between, first.end())
+
+
+def _up_to_next_word(text: str, end: int) -> str:
+    r"""Return `text[:end]` and the white space that follows it.
+
+    >>> _up_to_next_word("<a>\n<b>", 3)
+    '<a>\n'
+    """
+    return text[: len(text) - len(text[end:].lstrip())]
+
+
+def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
+    """Return the last of several opening markers, as a second spelling of the opening.
+
+    Models sometimes write only this marker. The result is empty if the opening has only one marker,
+    or if the last marker also occurs in other markup of the format.
+
+    >>> last_marker_alone("<|message|><|thinking|>", "<|end|>")
+    ('<|thinking|>',)
+    >>> last_marker_alone("<|open|>think<|sep|>", "<|close|>think<|sep|>")
+    ()
+    """
+    found = markers(opening)
+    if len(found) < 2 or not opening.rstrip().endswith(found[-1]) or found[-1] in other_markup:
+        return ()
+    return (found[-1],)
+
+
+def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
+    """Return the markers around the content that follows reasoning, or None if it has no marker.
+
+    >>> content_wrapper("<answer>", "</answer><|im_end|>")
+    Wrapper(open='<answer>', close='</answer>')
+
+    Args:
+        before_content: The text between the closing marker of reasoning and the content.
+        after_content: The text after the content.
+    """
+    if not before_content.strip():
+        return None
+    following = markers(after_content)
+    close = ""
+    if following and following[0] in closing_spellings(before_content.strip()):
+        close = following[0]
+    return Wrapper(before_content.lstrip(), close)
+
+
+def empty_pairs(text: str) -> list[tuple[str, str]]:
+    """Return the pairs of an opening marker and its closing marker with nothing between them.
+
+    >>> empty_pairs("Write <think></think>, then <answer> </answer>.")
+    [('<think>', '</think>'), ('<answer>', '</answer>')]
+    """
+    pairs = []
+    for one, other in pairwise(MARKER.finditer(text)):
+        is_empty = not text[one.end() : other.start()].strip()
+        if is_empty and other.group() in closing_spellings(one.group()):
+            pairs.append((one.group(), other.group()))
+    return pairs
+
+
+def named_pair(literal: str) -> tuple[str, str] | None:
+    """Return the two markers of reasoning that a string constant of the template mentions.
+
+    The constant contains both markers, or it is the closing marker. Then the opening marker is
+    derived from the closing marker.
+
+    >>> named_pair("Write <think>your thoughts</think> first.")
+    ('<think>', '</think>')
+    >>> named_pair("</think>")
+    ('<think>', '</think>')
+    """
+    found = markers(literal)
+    for closing in dict.fromkeys(marker for marker in found if is_thinking_marker(marker)):
+        openings = [marker for marker in opening_spellings(closing) if marker != closing]
+        for opening in openings:
+            if opening in found:
+                return opening, closing
+        if openings and literal.strip() == closing:
+            return openings[0], closing
+    return None

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an answer must match: grammars, reasoning gates and thinking budgets, as token masks.
+"""Constrained decoding: grammars and thinking budgets limit which tokens an answer may contain.
 
-    spec.py, validate.py    light: what the server's stubs need; no torch, no grammar backend
-    guides.py               START HERE: Guides.prepare gives a request its Guide
-    guide.py                the state of one sequence: gate, thinking, grammar, end
-    thinking.py             where reasoning begins and ends, and its budget
-    backend.py              the interface of a grammar backend, and its two implementations
-    cost.py                 what would take too long to compile, told before it is tried
-    pool.py                 compiling off the engine's thread, with a time limit and a cache
+Start reading at guide_factory.py: `Guides.prepare` creates the guide of a request.
+
+    guide_factory.py        chooses a grammar library and compiles the grammar of a request
+    token_guide.py          the state of one sequence: reasoning, grammar, end of the answer
+    thinking_budget.py      finds the start and the end of reasoning and enforces its budget
+    backend_interface.py    the interface of a grammar library
+    llguidance_backend.py   JSON schemas, regular expressions, choices and Lark grammars
+    xgrammar_backend.py     structural tags and EBNF grammars
+    compile_cost.py         rejects grammars that would take too long to compile
+    compile_pool.py         compiles in threads, with a time limit and a cache
     vocabulary.py           the bytes of every token
+    request_spec.py         converts a JSON schema or a grammar text into a GrammarSpec
+    validate_answer.py      compares a finished answer with its JSON schema
 
-This module imports nothing heavy: `Guides` is loaded when it is asked for.
+The server's tokenizer and postprocessor use request_spec.py and validate_answer.py. These two
+modules import neither torch nor a grammar library. To keep such imports fast, this package imports
+guide_factory.py only when `Guides` is used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guides need of a grammar library; two of them stand behind it (docs/constraints.md).
+"""The interface of a grammar library.
 
-A matcher knows nothing of the end of an answer: which tokens stop it is the guide's business.
+Two classes implement `GrammarBackend`: LLGuidanceBackend and XGrammarBackend.
+docs/history/sampling-and-constraints.md compares the two libraries.
+
+A matcher does not handle stop tokens. TokenGuide decides when an answer may end.
 """
 
 from collections.abc import Sequence
@@ -11,53 +14,76 @@ from nereid_backend.grammar.vocabulary import Row, Rows
 
 
 class Matcher(Protocol):
-    """Where one sequence stands in a grammar."""
+    """The position of one sequence in a grammar."""
 
     def accept(self, token_id: int) -> bool:
-        """Take in a token; false, and nothing changed, where the grammar does not allow it."""
+        """Advance by one token.
+
+        Returns:
+            Whether the grammar allows the token. If not, the matcher is unchanged.
+        """
 
     def accept_bytes(self, data: bytes) -> bool:
-        """Take in text that is no whole token; false where the grammar does not allow it."""
+        """Advance by bytes that need not be a complete token.
+
+        Returns:
+            Whether the grammar allows the bytes.
+        """
 
     def fill(self, row: Row) -> None:
-        """Set the bits of the tokens that may follow and clear all others. Mutates: row."""
+        """Set the bits of the tokens that may follow, and clear all other bits. Mutates: row."""
 
     @staticmethod
     def fill_all(matchers: "Sequence[Matcher]", rows: Rows, places: Sequence[int]) -> None:
-        """Fill the rows at some places, one for each of these matchers of this class.
+        """Call fill for several matchers of this class in one call.
 
-        One after another with little between them: after the forward pass the processor's caches
-        are cold, and going to and fro between Python and the library costs more than the masks do.
+        One call is faster than several, because the processor's caches are cold after the forward
+        pass and each switch between Python and the library is then expensive.
+
+        Args:
+            matchers: the matchers, all of this class.
+            rows: the masks of the batch, [n, ceil(vocab_size / 32)] int32.
+            places: the index of each matcher's row in `rows`.
+
         Mutates: rows.
         """
 
     def is_complete(self) -> bool:
-        """Whether the text so far is a whole sentence of the grammar."""
+        """Return whether the text so far matches the grammar completely."""
 
     def forced(self) -> bytes:
-        """Bytes that must follow; b"" where there is a choice, or where the answer may end."""
+        """Return the bytes that must follow.
+
+        Return b"" if several continuations are possible, or if the answer may end here. Example:
+        for the regular expression `ab(c|d)`, a matcher at the start returns b"ab".
+        """
 
     def fork(self) -> Self:
-        """A matcher that starts where this one stands."""
+        """Return an independent copy of this matcher at the same position."""
 
 
 class Compiled(Protocol):
-    """A grammar, ready for any number of sequences."""
+    """A compiled grammar. Any number of sequences can use it."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, about."""
+        """The approximate memory of the compiled grammar in bytes."""
 
     def matcher(self) -> Matcher:
-        """A matcher at the grammar's start."""
+        """Return a new matcher at the start of the grammar."""
 
 
 class GrammarBackend(Protocol):
-    """Compiles grammars for one vocabulary. Called by several threads at once."""
+    """Compiles grammars for one vocabulary. Several threads may call it at the same time."""
 
     def compile(self, kind: str, source: str) -> Compiled:
-        """Compile a grammar of one of core.guide.KINDS.
+        """Compile a grammar.
+
+        Args:
+            kind: one of core.grammar.KINDS.
+            source: the text of the grammar.
 
         Raises:
-            RequestError: it is wrong, too big, or asks for what this backend does not enforce.
+            RequestError: if the grammar is not valid, is too large, or contains something that
+                this library cannot enforce.
         """

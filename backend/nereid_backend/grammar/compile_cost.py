@@ -1,112 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a grammar would cost to compile, told before it is tried; and the parts of a schema."""
+"""Estimates of the time to compile a grammar, and functions that read JSON schemas."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from nereid_backend.errors import RequestError
 
+# The largest number of nested schemas. One schema inside another takes up to two levels of JSON:
+# {"items": {...}} takes one, {"properties": {"a": {...}}} takes two.
 MAX_DEPTH = 64
-_BOUND = re.compile(r"\{(\d*)(?:,(\d*))?\}")
-_SINGLE = (
+_MAX_JSON_DEPTH = 2 * MAX_DEPTH
+
+# A repetition in a regular expression or grammar: {3}, {3,}, {,5} or {3,5}.
+_REPETITION = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+# Bounds are cut to this many digits, because int() of a very long text is slow.
+_MAX_DIGITS = 9
+
+# The keywords of JSON Schema that contain one schema, a list of schemas, or a map of schemas.
+_SCHEMA_KEYWORDS = (
     "additionalProperties", "items", "propertyNames", "additionalItems", "not", "contains", "if",
     "then", "else", "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LENGTH_KEYWORDS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+)  # fmt: skip
 
-# Seconds that xgrammar 0.2.8 takes for each unit of a bound and each token of the vocabulary, on
-# one core: docs/constraints.md has the measurement.
+# Seconds that xgrammar 0.2.8 takes on one core for each repetition and each token of the
+# vocabulary: in patterns, and in the lengths of JSON schemas. The measurements are in
+# docs/history/sampling-and-constraints.md.
 _PATTERN_S = 2.0e-7
 _LENGTH_S = 1.0e-8
-_LENGTHS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+
+class _Bound(NamedTuple):
+    """One bound of a grammar, such as `{0,2000}` or `"maxLength": 2000`.
+
+    Attributes:
+        repetitions: the number of repetitions that the bound allows.
+        unit_s: the seconds to compile one repetition, for each token of the vocabulary.
+        place: a description of the position, for error messages.
+    """
+
+    repetitions: int
+    unit_s: float
+    place: str
+
+    @property
+    def cost(self) -> float:
+        """The seconds to compile this bound, for each token of the vocabulary."""
+        return self.repetitions * self.unit_s
 
 
 def subschemas(schema: object, path: str = "$", depth: int = 0) -> Iterator[tuple[object, str]]:
-    """Every part of a JSON schema that is itself one, and its path; the whole is "$"."""
+    """Yield a JSON schema and all schemas inside it, each with its path.
+
+    Schemas that are nested deeper than MAX_DEPTH are left out. Example: the schema
+    `{"properties": {"a": {"type": "string"}}}` yields itself with the path `$`, and
+    `{"type": "string"}` with the path `$.properties.a`.
+    """
     yield schema, path
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return
-    for word in _SINGLE:
+    for word in _SCHEMA_KEYWORDS:
         if isinstance(schema.get(word), Mapping):
             yield from subschemas(schema[word], f"{path}.{word}", depth + 1)
-    for word in _LISTS:
+    for word in _LIST_KEYWORDS:
         parts = schema.get(word)
         for number, part in enumerate(parts if isinstance(parts, list) else ()):
             yield from subschemas(part, f"{path}.{word}[{number}]", depth + 1)
-    for word in _MAPS:
+    for word in _MAP_KEYWORDS:
         named = schema.get(word)
         for name, part in (named if isinstance(named, Mapping) else {}).items():
             yield from subschemas(part, f"{path}.{word}.{name}", depth + 1)
 
 
 def depth_of(path: str) -> int:
-    """How deep a path goes."""
+    """Return the number of steps in a path. Example: `$.anyOf[1].items` has three steps."""
     return path.count(".") + path.count("[")
 
 
 def load(name: str, source: str) -> object:
-    """JSON from text.
+    """Parse a JSON text.
+
+    Args:
+        name: the field that contains the text, for error messages.
+        source: the text.
 
     Raises:
-        RequestError: it is none, or nested deeper than MAX_DEPTH.
+        RequestError: if the text is not JSON, or is nested too deeply.
     """
     try:
         value = json.loads(source)
     except json.JSONDecodeError as error:
-        raise RequestError(f"{name}: is no JSON at column {error.pos + 1}: {error.msg}") from error
+        raise RequestError(
+            f"{name}: the text is not JSON. The parser stopped at column {error.pos + 1}: "
+            f"{error.msg}."
+        ) from error
     except RecursionError as error:
-        raise RequestError(f"{name}: is nested deeper than {MAX_DEPTH} levels") from error
-    deepest = _nesting(value)
-    if deepest > 2 * MAX_DEPTH:  # each level of a schema is two of JSON
-        raise RequestError(f"{name}: is nested {deepest} levels deep; the limit is {2 * MAX_DEPTH}")
+        raise RequestError(
+            f"{name}: the JSON is nested too deeply; the limit is {_MAX_JSON_DEPTH} levels."
+        ) from error
+    depth = _json_depth(value)
+    if depth > _MAX_JSON_DEPTH:
+        raise RequestError(
+            f"{name}: the JSON is nested {depth} levels deep, but the limit is "
+            f"{_MAX_JSON_DEPTH} levels."
+        )
     return value
 
 
-def _nesting(value: object) -> int:
-    level, here = 0, [value]
-    while here:
-        level += 1
-        below: list[object] = []
-        for one in here:
-            if isinstance(one, Mapping):
-                below += one.values()
-            elif isinstance(one, list):
-                below += one
-        here = below
-    return level - 1
+def _json_depth(value: object) -> int:
+    """Return how many levels of objects and lists a JSON value has. A number has none."""
+    depth = -1
+    level: list[object] = [value]
+    while level:
+        depth += 1
+        next_level: list[object] = []
+        for node in level:
+            if isinstance(node, Mapping):
+                next_level += node.values()
+            elif isinstance(node, list):
+                next_level += node
+        level = next_level
+    return depth
 
 
 def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
-    """Refuse what xgrammar would take far too long to compile.
+    """Reject a grammar that xgrammar would take too long to compile.
+
+    Args:
+        kind: one of core.grammar.KINDS.
+        source: the text of the grammar.
+        vocab_size: the number of tokens in the vocabulary.
+        limit_s: the largest accepted estimate, in seconds.
 
     Raises:
-        RequestError: with the costliest bound, where it stands, and how large it may be.
+        RequestError: if the estimate is above the limit. The message names the most expensive
+            bound and the largest value that the limit allows.
     """
-    found = list(_bounds(kind, source))
-    cost = sum(bound * each for bound, each, _ in found) * vocab_size
-    if cost <= limit_s:
+    bounds = list(_bounds(kind, source))
+    total_s = sum(bound.cost for bound in bounds) * vocab_size
+    if total_s <= limit_s:
         return
-    bound, each, where = max(found, key=lambda one: one[0] * one[1])
-    most = int(limit_s / (each * vocab_size))
+    worst = max(bounds, key=lambda bound: bound.cost)
+    max_count = int(limit_s / (worst.unit_s * vocab_size))
     raise RequestError(
-        f"{kind}: {where} asks for {bound} repetitions, and all bounds together would take about "
-        f"{cost:.0f} s to compile; the limit is {limit_s:g} s, so at most about {most} of these"
+        f"{kind}: the grammar would take about {total_s:.0f} s to compile, but the limit is "
+        f"{limit_s:g} s. The bound in {worst.place} asks for {worst.repetitions} repetitions. Lower it "
+        f"to about {max_count} or less."
     )
 
 
-def _bounds(kind: str, source: str) -> Iterator[tuple[int, float, str]]:
-    """(bound, seconds for each of it and each token, where it stands)."""
+def _bounds(kind: str, source: str) -> Iterator[_Bound]:
+    """Yield all bounds of a grammar."""
     if kind == "structural_tag":
         yield from _tag_bounds(json.loads(source), "$")
     elif kind == "json_schema":
         yield from _schema_bounds(json.loads(source), "$")
     else:
-        yield from _pattern_bounds(source, kind)
+        yield from _pattern_bounds(source, "the text")
 
 
-def _tag_bounds(node: object, path: str) -> Iterator[tuple[int, float, str]]:
+def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
+    """Yield the bounds in the schemas, patterns and grammars of a structural tag."""
     if isinstance(node, list):
         for number, part in enumerate(node):
             yield from _tag_bounds(part, f"{path}[{number}]")
@@ -122,19 +182,24 @@ def _tag_bounds(node: object, path: str) -> Iterator[tuple[int, float, str]]:
             yield from _tag_bounds(part, where)
 
 
-def _schema_bounds(schema: object, path: str) -> Iterator[tuple[int, float, str]]:
+def _schema_bounds(schema: object, path: str) -> Iterator[_Bound]:
+    """Yield the bounds in the lengths and patterns of a JSON schema."""
     for part, where in subschemas(schema, path):
         if not isinstance(part, Mapping):
             continue
-        for word in _LENGTHS:
+        for word in _LENGTH_KEYWORDS:
             if isinstance(part.get(word), int):
-                yield part[word], _LENGTH_S, f"{where}.{word}"
+                yield _Bound(part[word], _LENGTH_S, f"{where}.{word}")
         if isinstance(part.get("pattern"), str):
             yield from _pattern_bounds(part["pattern"], f"{where}.pattern")
 
 
-def _pattern_bounds(pattern: str, where: str) -> Iterator[tuple[int, float, str]]:
-    for match in _BOUND.finditer(pattern):
-        bounds = [int(text[:9]) for text in match.groups() if text]
-        if bounds:
-            yield max(bounds), _PATTERN_S, f"{where}, column {match.start() + 1},"
+def _pattern_bounds(pattern: str, where: str) -> Iterator[_Bound]:
+    """Yield the bounds of a regular expression or grammar.
+
+    Example: `ab.{0,2000}` has one bound of 2000 at column 4.
+    """
+    for match in _REPETITION.finditer(pattern):
+        numbers = [int(text[:_MAX_DIGITS]) for text in match.groups() if text]
+        if numbers:
+            yield _Bound(max(numbers), _PATTERN_S, f"{where}, column {match.start() + 1}")

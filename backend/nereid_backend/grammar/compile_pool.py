@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling off the engine's thread: workers, a time limit, and a cache.
+"""Threads that compile grammars, with a time limit, and a cache of compiled grammars.
 
-A compilation cannot be broken off. One that exceeds its limit is abandoned: who waits for it gets
-an error, its worker goes on alone, and another takes that worker's place. Too many abandoned ones,
-and new work is refused until some have come to their end.
+A running compilation cannot be stopped. If one exceeds the time limit, the pool abandons it: the
+requests that wait for it get an error, its thread continues, and a new thread takes the next job.
+If too many abandoned jobs are still running, the pool rejects new jobs until some of them end.
 """
 
 import logging
@@ -19,11 +19,24 @@ from nereid_backend.errors import NereidError, RequestError
 
 log = logging.getLogger(__name__)
 
+# The watcher waits at most this long for the next change if there are no jobs.
+_IDLE_WAIT_S = 60.0
+
 T = TypeVar("T")
 
 
 @dataclass
 class _Job(Generic[T]):
+    """A job of the pool.
+
+    Attributes:
+        work: the function to call.
+        deadline: the time.monotonic() value at which the pool abandons the job.
+        future: receives the result or the error.
+        is_running: whether a thread has started the job.
+        is_abandoned: whether the future already has an error, so that the result is ignored.
+    """
+
     work: Callable[[], T]
     deadline: float
     future: "Future[T]" = field(default_factory=Future)
@@ -32,15 +45,17 @@ class _Job(Generic[T]):
 
 
 class CompilePool(Generic[T]):
-    """Runs work in daemon threads, each piece of it within a time limit.
-
-    Args:
-        num_threads: pieces of work at once, abandoned ones not counted.
-        timeout_s: from `submit` to the end, waiting included.
-        max_abandoned: abandoned pieces that may still run; beyond, `submit` refuses.
-    """
+    """Runs jobs in daemon threads, each job within a time limit."""
 
     def __init__(self, num_threads: int, timeout_s: float, max_abandoned: int = 4) -> None:
+        """Create a pool. Its threads start when they are needed.
+
+        Args:
+            num_threads: the largest number of jobs that run at the same time, without abandoned
+                ones.
+            timeout_s: the time limit of a job, from `submit` to its end.
+            max_abandoned: `submit` rejects jobs while this many abandoned jobs are still running.
+        """
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._max_abandoned = max_abandoned
@@ -53,18 +68,25 @@ class CompilePool(Generic[T]):
         self._is_closed = False
 
     def submit(self, work: Callable[[], T]) -> "Future[T]":
-        """Have it done; an error of its own, or the limit's, comes in the future.
+        """Run a job in a thread of the pool.
+
+        Args:
+            work: the function to call.
+
+        Returns:
+            A future with the function's result or error, or with the error of the time limit.
 
         Raises:
-            RequestError: too many abandoned pieces of work are still running.
+            RequestError: if too many abandoned jobs are still running.
         """
         job = _Job(work, time.monotonic() + self._timeout_s)
         with self._changed:
             if self._num_abandoned >= self._max_abandoned:
                 raise RequestError(
-                    f"grammar: {self._num_abandoned} others have exceeded the limit of "
-                    f"{self._timeout_s:g} s (grammar_timeout) and still occupy a thread each; "
-                    "try again later"
+                    f"grammar: the server cannot compile a grammar now, because "
+                    f"{self._num_abandoned} grammars of other requests exceeded the limit of "
+                    f"{self._timeout_s:g} s (grammar_timeout) and still occupy their threads. "
+                    "Please try again later."
                 )
             self._waiting.append(job)
             self._start_threads()
@@ -72,19 +94,24 @@ class CompilePool(Generic[T]):
         return job.future
 
     def close(self) -> None:
-        """Take no more work; what waits gets an error."""
+        """End the threads. Jobs that wait or run get an error."""
         with self._changed:
             self._is_closed = True
-            left = [*self._waiting, *self._running]
+            open_jobs = [*self._waiting, *self._running]
             self._waiting.clear()
             for job in self._running:
                 job.is_abandoned = True
             self._running.clear()
             self._changed.notify_all()
-        for job in left:
-            job.future.set_exception(RequestError("grammar: the engine is shutting down"))
+        for job in open_jobs:
+            job.future.set_exception(
+                RequestError(
+                    "grammar: the grammar was not compiled, because the engine is shutting down."
+                )
+            )
 
     def _start_threads(self) -> None:
+        """Start the watcher and a further worker, if they are needed. The caller has the lock."""
         if not self._has_watcher:
             self._has_watcher = True
             threading.Thread(target=self._watch, name="grammar-watch", daemon=True).start()
@@ -93,6 +120,7 @@ class CompilePool(Generic[T]):
             threading.Thread(target=self._work, name="grammar-compile", daemon=True).start()
 
     def _work(self) -> None:
+        """Run jobs until the pool is closed, or until the job of this thread is abandoned."""
         while True:
             with self._changed:
                 while not self._waiting and not self._is_closed:
@@ -102,18 +130,19 @@ class CompilePool(Generic[T]):
                 job = self._waiting.popleft()
                 job.is_running = True
                 self._running.append(job)
-            result, problem = _attempt(job.work)
+            result, error = _attempt(job.work)
             with self._changed:
                 if job.is_abandoned:
                     self._num_abandoned -= 1
                     return
                 self._running.remove(job)
-            if problem is not None:
-                job.future.set_exception(problem)
+            if error is not None:
+                job.future.set_exception(error)
             else:
                 job.future.set_result(result)  # type: ignore[arg-type]
 
     def _watch(self) -> None:
+        """Abandon jobs that reach their deadlines, until the pool is closed."""
         while True:
             with self._changed:
                 if self._is_closed:
@@ -124,16 +153,19 @@ class CompilePool(Generic[T]):
                 for job in late:
                     self._abandon(job)
                 if not late:
-                    self._changed.wait(min((job.deadline for job in jobs), default=now + 60) - now)
+                    next_deadline = min((job.deadline for job in jobs), default=now + _IDLE_WAIT_S)
+                    self._changed.wait(next_deadline - now)
             for job in late:
                 job.future.set_exception(
                     RequestError(
-                        f"grammar: takes longer than {self._timeout_s:g} s to compile, which is "
-                        "the limit (grammar_timeout); make its repetitions and bounds smaller"
+                        f"grammar: compiling takes longer than {self._timeout_s:g} s, which is "
+                        "the limit (grammar_timeout). Lower the bounds and repetitions of the "
+                        "grammar, or raise the limit."
                     )
                 )
 
     def _abandon(self, job: _Job[T]) -> None:
+        """Remove a late job from the pool. The caller has the lock."""
         job.is_abandoned = True
         if not job.is_running:
             self._waiting.remove(job)
@@ -141,52 +173,62 @@ class CompilePool(Generic[T]):
         self._running.remove(job)
         self._num_abandoned += 1
         self._num_workers -= 1
-        log.warning("a grammar exceeds its %g s and keeps its thread", self._timeout_s)
+        log.warning(
+            "Compiling a grammar takes longer than %g s (grammar_timeout). Its request fails, and "
+            "its thread continues until the compilation ends.",
+            self._timeout_s,
+        )
         if self._waiting:
             self._start_threads()
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Call a job's function and return its result, or None and the error for the requests."""
     try:
         return work(), None
     except NereidError as error:
         return None, error
     except BaseException as error:
-        log.exception("a grammar made its compiler fail")
-        return None, RequestError(f"grammar: its compiler failed: {error}")
+        log.exception("The compiler of grammars failed.")
+        return None, RequestError(f"grammar: the grammar library failed: {error}")
 
 
 class ByteCache(Generic[T]):
-    """What was used last, up to a number of bytes. Safe for several threads."""
+    """A cache that drops the least recently used values. Several threads may use it."""
 
     def __init__(self, max_bytes: int) -> None:
+        """Create a cache whose values take at most `max_bytes` together."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._held: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """What the held things take together."""
+        """The size of all cached values in bytes."""
         return self._num_bytes
 
     def get(self, key: Hashable) -> T | None:
-        """The thing of this key, if it is held."""
+        """Return the cached value of a key, or None."""
         with self._lock:
-            found = self._held.get(key)
-            if found is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 return None
-            self._held.move_to_end(key)
-            return found[0]
+            self._entries.move_to_end(key)
+            return entry[0]
 
     def put(self, key: Hashable, value: T, num_bytes: int) -> None:
-        """Hold a thing, and let go of those that were used longest ago; not one above the limit."""
+        """Store a value of `num_bytes`, and drop the least recently used values above the limit.
+
+        A value that is larger than the whole cache is not stored.
+        """
         with self._lock:
             if num_bytes > self._max_bytes:
                 return
-            if key in self._held:
-                self._num_bytes -= self._held.pop(key)[1]
-            self._held[key] = (value, num_bytes)
+            if key in self._entries:
+                self._num_bytes -= self._entries.pop(key)[1]
+            self._entries[key] = (value, num_bytes)
             self._num_bytes += num_bytes
             while self._num_bytes > self._max_bytes:
-                self._num_bytes -= self._held.popitem(last=False)[1][1]
+                _, (_, dropped_bytes) = self._entries.popitem(last=False)
+                self._num_bytes -= dropped_bytes

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schemas, regexes, choices and grammars through llguidance: quick to compile, lazy, strict."""
+"""JSON schemas, regular expressions, choices and Lark grammars, compiled by the library llguidance.
+
+llguidance compiles quickly, because it builds its automata while the answer is generated. It
+rejects schemas with keywords that it cannot enforce.
+"""
 
 import json
 import re
@@ -14,19 +18,28 @@ from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.compile_cost import depth_of, subschemas
 from nereid_backend.grammar.vocabulary import Row, Rows, Vocabulary
 
-# One blank, or a line's end and its indentation: unbounded white space may never end when sampled.
+# The white space that is allowed in JSON: one space, or a newline and up to 16 spaces. With
+# unlimited white space, a model might generate only white space until max_tokens.
 _WHITE_SPACE = r"( |\n {0,16})"
 _OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE}
-# 20k lexer states are 20-40 MB at most, for one grammar.
+# 20,000 lexer states take at most 20 to 40 MB for one grammar.
 _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
-_NUM_BYTES = 64 * 1024  # of a small grammar; the library does not tell
-_BESIDE = 1e-9
+# Estimates of a grammar's memory, because the library does not report it: the bytes of a small
+# grammar, and the bytes for each character of the source.
+_BASE_BYTES = 64 * 1024
+_BYTES_PER_CHARACTER = 30
+# The distance between an excluded bound and the inclusive bound that replaces it.
+_BOUND_DISTANCE = 1e-9
+# The largest length of a library's message that is passed on.
 _MAX_MESSAGE = 300
-_MAX_LOCATED = 200  # parts of a schema that are tried to find the one that is wrong
+# The largest number of schemas inside a schema that are compiled to find the wrong one.
+_MAX_LOCATED = 200
+# Each line of the library's error excerpts begins with this many characters that are not source.
+_EXCERPT_INDENT = 3
 
 
 class _Tokens:
-    """What LLTokenizer reads of a tokenizer."""
+    """The vocabulary in the form that LLTokenizer reads."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -45,16 +58,22 @@ class _Tokens:
 
 
 class LLGuidanceBackend:
-    """See GrammarBackend."""
+    """A GrammarBackend for all kinds of grammars except structural tags."""
 
     def __init__(self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...]) -> None:
+        """Create a backend.
+
+        Args:
+            vocabulary: the tokens of the model.
+            eos_token_ids: the checkpoint's stop tokens, at least one.
+        """
         self._vocabulary = vocabulary
         wrapper: Any = _Tokens(vocabulary, eos_token_ids[0])
         self._tokenizer = LLTokenizer(wrapper, n_vocab=vocabulary.size)
         self._limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
 
     def compile(self, kind: str, source: str) -> "LLGuidanceGrammar":
-        """See GrammarBackend.compile; all kinds but structural tags."""
+        """Compile a grammar; see GrammarBackend.compile."""
         if kind == "json_schema":
             schema = _with_mended_bounds(json.loads(source))
             matcher = self._matcher(_schema_grammar(schema))
@@ -64,93 +83,103 @@ class LLGuidanceBackend:
             grammar = {"regex": _regex, "choice": _choice, "ebnf": _ebnf}[kind](source)
             matcher = self._matcher(grammar)
             if matcher.is_error():
-                if kind == "regex":  # told of the text as it was written
+                if kind == "regex":
+                    # The error then refers to the text of the request, not to a converted text.
                     matcher = self._matcher(LLMatcher.grammar_from_regex(source))
-                raise RequestError(f"{kind}: {_problem(matcher, kind == 'regex')}")
-        # The first mask is kept with the matcher, so all of its copies have it: 70 against 0.4 ms
-        # for a batch of 64 that begins with a regex, at 151k tokens.
+                problem = _problem(matcher, kind == "regex")
+                raise RequestError(f"{kind}: the grammar is not valid: {problem}")
+        # The matcher stores its first mask, and all its copies share this mask. The first masks of
+        # 64 sequences with one regular expression then take 0.4 ms instead of 70 ms at 151k tokens.
         matcher.compute_bitmask()
         return LLGuidanceGrammar(matcher, self._vocabulary, len(source))
 
     def _matcher(self, grammar: str) -> LLMatcher:
+        """Return llguidance's matcher of a grammar, which may contain an error."""
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def _schema_error(self, schema: object, problem: str) -> RequestError:
+        """Return the error of a schema that llguidance rejects with the message `problem`."""
         where = self._where(schema, problem)
         words = re.match(r"Unimplemented keys: \[(.*)\]", problem)
         if words is None:
-            return RequestError(f"json_schema: {where}: {problem}")
+            return RequestError(f"json_schema: the schema at {where} is not valid: {problem}")
         keywords = ", ".join(re.findall(r'"([^"]+)"', words[1]))
         return RequestError(
-            f"json_schema: {where}: {keywords} cannot be enforced; leave it out, or do not ask for "
-            "strict"
+            f"json_schema: the schema at {where} has keywords that cannot be enforced: {keywords}. "
+            'Leave them out, or do not set "strict".'
         )
 
     def _where(self, schema: object, problem: str) -> str:
-        """The innermost part of the schema that has this problem."""
+        """Return the path of the innermost schema that llguidance rejects with this problem.
+
+        Example: if "not" cannot be enforced, the schema `{"properties": {"a": {"not": {}}}}` gives
+        `$.properties.a`.
+        """
+        # References inside a part need the definitions of the whole schema.
         shared = {
             word: schema[word]
             for word in ("$defs", "definitions")
             if isinstance(schema, Mapping) and word in schema
         }
-        best = "$"
+        innermost = "$"
         for count, (part, path) in enumerate(subschemas(schema)):
-            if count == _MAX_LOCATED or depth_of(path) <= depth_of(best):
+            if count == _MAX_LOCATED or depth_of(path) <= depth_of(innermost):
                 continue
-            if not path.startswith(best) or not isinstance(part, Mapping):
+            if not path.startswith(innermost) or not isinstance(part, Mapping):
                 continue
             alone = {**shared, **part}
             for word in shared:
                 if path.startswith(f"$.{word}"):
                     alone = dict(part)
             if _problem(self._matcher(_schema_grammar(alone))) == problem:
-                best = path
-        return best
+                innermost = path
+        return innermost
 
 
 class LLGuidanceGrammar:
-    """See Compiled."""
+    """A Compiled grammar of llguidance."""
 
     def __init__(self, start: LLMatcher, vocabulary: Vocabulary, source_length: int) -> None:
         self._start = start
         self._vocabulary = vocabulary
-        self.num_bytes = _NUM_BYTES + 30 * source_length
+        self.num_bytes = _BASE_BYTES + _BYTES_PER_CHARACTER * source_length
 
     def matcher(self) -> "LLGuidanceMatcher":
-        """See Compiled.matcher."""
+        """Return a new matcher; see Compiled.matcher."""
         return LLGuidanceMatcher(self._start.deep_copy(), self._vocabulary)
 
 
 class LLGuidanceMatcher:
-    """See Matcher."""
+    """A Matcher of llguidance."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
 
     def accept(self, token_id: int) -> bool:
-        """See Matcher.accept."""
+        """Advance by one token; see Matcher.accept."""
         return self._matcher.try_consume_tokens([token_id]) == 1
 
     def accept_bytes(self, data: bytes) -> bool:
-        """See Matcher.accept_bytes."""
+        """Advance by bytes; see Matcher.accept_bytes."""
         try:
             tokens = self._vocabulary.spell(data)
         except KeyError:
             return False
-        taken = self._matcher.try_consume_tokens(tokens)
-        if taken < len(tokens):
-            self._matcher.rollback(taken)
-        return taken == len(tokens)
+        num_consumed = self._matcher.try_consume_tokens(tokens)
+        if num_consumed < len(tokens):
+            self._matcher.rollback(num_consumed)
+        return num_consumed == len(tokens)
 
     def fill(self, row: Row) -> None:
-        """See Matcher.fill."""
+        """Fill a row of the mask; see Matcher.fill."""
         self.fill_all([self], row[None], [0])
 
     @staticmethod
     def fill_all(matchers: Sequence[Matcher], rows: Rows, places: Sequence[int]) -> None:
-        """See Matcher.fill_all."""
-        address, row_bytes = rows.ctypes.data, rows.nbytes // len(rows)
+        """Fill several rows of the mask; see Matcher.fill_all."""
+        address = rows.ctypes.data
+        row_bytes = rows.nbytes // len(rows)
         for matcher, place in zip(cast(Sequence[LLGuidanceMatcher], matchers), places, strict=True):
             if matcher._matcher.is_stopped():
                 rows[place] = 0
@@ -158,48 +187,57 @@ class LLGuidanceMatcher:
                 matcher._matcher.unsafe_compute_mask_ptr(address + place * row_bytes, row_bytes)
 
     def is_complete(self) -> bool:
-        """See Matcher.is_complete."""
+        """Return whether the text matches completely; see Matcher.is_complete."""
         return bool(self._matcher.is_accepting())
 
     def forced(self) -> bytes:
-        """See Matcher.forced."""
+        """Return the bytes that must follow; see Matcher.forced."""
         if self._matcher.is_stopped() or self._matcher.is_accepting():
             return b""
         return bytes(self._matcher.compute_ff_bytes())
 
     def fork(self) -> "LLGuidanceMatcher":
-        """See Matcher.fork."""
+        """Return an independent copy; see Matcher.fork."""
         return LLGuidanceMatcher(self._matcher.deep_copy(), self._vocabulary)
 
 
 def _problem(matcher: LLMatcher, has_pattern: bool = False) -> str:
-    """The library's message in one line; a pattern's with the column at which it stops."""
+    """Return the library's message in one line.
+
+    If `has_pattern`, the message of a regular expression gets the column of the error. Example: the
+    library's message for `(ab` gives "unclosed group (column 1)".
+    """
     text = str(matcher.get_error())
     column = re.search(r"^( +)\^", text, re.MULTILINE)
-    said = re.findall(r"^error: (.*)$", text, re.MULTILINE)
-    if said:
-        at = f" (column {len(column[1]) - 3})" if column and has_pattern else ""
-        return f"{said[-1]}{at}"
+    messages = re.findall(r"^error: (.*)$", text, re.MULTILINE)
+    if messages:
+        place = ""
+        if column and has_pattern:
+            place = f" (column {len(column[1]) - _EXCERPT_INDENT})"
+        return f"{messages[-1]}{place}"
     if has_pattern:
         text = re.sub(r'^at \d+\(\d+\): invalid regex "(?:[^"\\]|\\.)*" \(in regex\): ', "", text)
     return " ".join(text.partition("\n")[0].split())[:_MAX_MESSAGE]
 
 
 def _with_mended_bounds(schema: object) -> object:
-    """The same schema, without the bounds that llguidance 1.9 takes wrongly. Mutates: schema.
+    """Return a schema without the bounds that llguidance 1.9 handles incorrectly. Mutates: schema.
 
-    Between an exclusive bound that is whole and another within the same unit (above 3, at most
-    3.6) it lets the whole number itself through. An inclusive bound just beside it is right.
+    llguidance allows the excluded number itself if an exclusive bound is an integer and the other
+    bound is less than 1 away. Example: "exclusiveMinimum": 3 with "maximum": 3.6 allows 3. The
+    bound is replaced by an inclusive bound of 3.000000001, which llguidance handles correctly.
     """
     for part, _ in subschemas(schema):
         if not isinstance(part, dict):
             continue
-        low, high = part.get("exclusiveMinimum"), part.get("exclusiveMaximum")
-        top, bottom = part.get("maximum", high), part.get("minimum", low)
-        if _is_whole(low) and _is_number(top) and low >= 0 and top < low + 1:
-            part["minimum"] = part.pop("exclusiveMinimum") + _BESIDE
-        elif _is_whole(high) and _is_number(bottom) and high <= 0 and bottom > high - 1:
-            part["maximum"] = part.pop("exclusiveMaximum") - _BESIDE
+        low = part.get("exclusiveMinimum")
+        high = part.get("exclusiveMaximum")
+        largest = part.get("maximum", high)
+        smallest = part.get("minimum", low)
+        if _is_whole(low) and _is_number(largest) and low >= 0 and largest < low + 1:
+            part["minimum"] = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
+        elif _is_whole(high) and _is_number(smallest) and high <= 0 and smallest > high - 1:
+            part["maximum"] = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
     return schema
 
 
@@ -212,26 +250,34 @@ def _is_whole(value: object) -> TypeGuard[float]:
 
 
 def _schema_grammar(schema: object) -> str:
+    """Return llguidance's text for the grammar of a JSON schema."""
     text = json.dumps(schema)
     return str(LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS))
 
 
 def _regex(source: str) -> str:
-    # Digits are ASCII's, as in the patterns of JSON schemas.
+    # Through Lark, \d matches only ASCII digits, as in the patterns of JSON schemas.
+    """Return llguidance's text for the grammar of a regular expression."""
     return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source)}/"))
 
 
 def _choice(source: str) -> str:
+    """Return llguidance's text for a choice, whose source is a JSON list of strings."""
     choices = json.loads(source)
     if not isinstance(choices, list) or not choices:
-        raise RequestError("choice: must be a list of at least one string")
-    for number, one in enumerate(choices):
-        if not isinstance(one, str) or not one:
-            raise RequestError(f"choice: member {number} must be a string with text, got {one!r}")
+        raise RequestError(
+            f"choice: the value must be a list of at least one string, but it is {choices!r}."
+        )
+    for number, choice in enumerate(choices):
+        if not isinstance(choice, str) or not choice:
+            raise RequestError(
+                f"choice: member {number} must be a string that is not empty, but it is {choice!r}."
+            )
     return _regex("(?:" + "|".join(map(_escaped, choices)) + ")")
 
 
 def _escaped(text: str) -> str:
+    r"""Return a regular expression that matches exactly `text`. Example: "a-b" gives `a\x{2d}b`."""
     return "".join(_escaped_characters(text))
 
 
@@ -244,8 +290,9 @@ def _escaped_characters(text: str) -> Iterator[str]:
 
 
 def _ebnf(source: str) -> str:
+    """Return llguidance's text for an EBNF grammar (with "::=") or a Lark grammar."""
     try:
         return str(llguidance.grammar_from("ebnf" if "::=" in source else "lark", source))
     except ValueError as error:
         text = str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
-        raise RequestError(f"grammar: {text}") from error
+        raise RequestError(f"grammar: the grammar is not valid: {text}") from error

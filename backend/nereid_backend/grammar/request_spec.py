@@ -1,29 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars as text, from what a request says. Imports neither torch nor a grammar library."""
+"""Conversion of a request's JSON schema or grammar text into a GrammarSpec.
+
+This module imports neither torch nor a grammar library.
+"""
 
 import json
 
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
 
-_OPTIONS = "x-guidance"  # where a schema may carry llguidance's options
+# llguidance reads options from this key of a schema. Requests may not set them.
+_OPTIONS = "x-guidance"
 
 
 def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarSpec:
-    """The grammar of a JSON schema.
+    """Return the grammar of a JSON schema.
 
     Args:
-        schema: the schema, as JSON values.
-        is_strict: whether a keyword that cannot be enforced is an error; else it is passed over.
-        after: see GrammarSpec.
+        schema: the schema as a JSON value.
+        is_strict: whether a keyword that cannot be enforced is an error. If False, such a keyword
+            is ignored.
+        after: the text after which the grammar applies; see GrammarSpec.
 
     Raises:
-        RequestError: the schema is neither an object nor a boolean.
+        RequestError: if the schema is neither an object nor a boolean.
     """
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
-        raise RequestError(f"json_schema: must be an object, got {type(schema).__name__}")
+        raise RequestError(
+            f"json_schema: the schema must be a JSON object, but it is {type(schema).__name__}."
+        )
     plain = {word: value for word, value in schema.items() if word != _OPTIONS}
     if not is_strict:
         plain[_OPTIONS] = {"lenient": True, "coerce_one_of": True}
@@ -31,5 +38,10 @@ def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarS
 
 
 def grammar_spec(source: str, *, after: str = "") -> GrammarSpec:
-    """The grammar of an EBNF (GBNF, `root ::= ...`) or Lark (`start: ...`) text."""
+    """Return the grammar of an EBNF text (GBNF, `root ::= ...`) or a Lark text (`start: ...`).
+
+    Args:
+        source: the text of the grammar.
+        after: the text after which the grammar applies; see GrammarSpec.
+    """
     return GrammarSpec("ebnf", source, after)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an answer's reasoning begins and ends, and the budget after which it is made to end."""
+"""The reasoning part of an answer: its start, its end, and the budget after which it is ended."""
 
 from enum import Enum, auto
 from typing import Self
@@ -9,31 +9,45 @@ from nereid_backend.errors import EngineError, RequestError
 
 
 class _State(Enum):
-    BEFORE = auto()  # only blanks so far, or a part of the opening marker
-    OPEN = auto()
-    CLOSED = auto()
+    """The part of the answer that the next token belongs to."""
+
+    BEFORE = auto()  # the answer has only white space or the beginning of the start marker
+    OPEN = auto()  # reasoning
+    CLOSED = auto()  # the answer after the reasoning, or an answer without reasoning
 
 
 class Thinking:
-    """Follows one answer's bytes. Markers may be one token, several, or parts of tokens.
+    """Finds the reasoning in the bytes of one answer and enforces the thinking budget.
+
+    A marker may be one token, several tokens, or parts of tokens. Example with the markers
+    "<think>" and "</think>" and a budget of 2: after the tokens "<think>", " I" and " see",
+    `forced` contains the tokens of "</think>".
 
     Attributes:
-        forced: what must come next, token by token: the end marker, once the budget is used up.
-        num_tokens: tokens of reasoning so far; neither marker's tokens are counted where they are
-            tokens of their own.
-
-    Raises:
-        RequestError: a budget without tokens that could end the reasoning.
+        forced: the tokens that must come next, in order. Not empty only after the budget is used
+            up.
+        num_tokens: the number of reasoning tokens so far. Tokens that contain nothing but a marker
+            are not counted.
     """
 
     def __init__(self, spec: ThinkingSpec) -> None:
+        """Start before the first token of an answer.
+
+        Args:
+            spec: the markers and the budget.
+
+        Raises:
+            RequestError: if the specification has a budget but no tokens that end the reasoning.
+        """
         self._spec = spec
         self._start = spec.start.strip().encode()
         self._end = spec.end.strip().encode()
         if spec.budget is not None and not spec.end_token_ids:
             raise RequestError(
-                "thinking: a budget needs end_token_ids, the tokens that end the reasoning"
+                "thinking: a budget requires end_token_ids, the tokens that end the reasoning, "
+                "but the list is empty. Leave out the budget, or set end_token_ids."
             )
+        # The last bytes of the answer, as far as the next marker may begin in them.
         self._text = b""
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
@@ -41,28 +55,33 @@ class Thinking:
             self._state = _State.OPEN
         else:
             self._state = _State.BEFORE if self._start else _State.CLOSED
-        self._spend()
+        self._end_if_used_up()
 
     @property
     def is_open(self) -> bool:
-        """Whether the next token is reasoning, or may be part of the marker that opens it."""
+        """Whether the next token belongs to the reasoning or to the forced end marker."""
         return self._state is _State.OPEN or bool(self.forced)
 
     @property
     def is_decided(self) -> bool:
-        """Whether the answer can no longer begin to reason."""
+        """Whether reasoning has started, or can no longer start."""
         return self._state is not _State.BEFORE
 
     def feed(self, token_id: int, data: bytes) -> None:
-        """Take in a token and its bytes.
+        """Advance by one token.
+
+        Args:
+            token_id: the token.
+            data: the bytes of the token.
 
         Raises:
-            EngineError: another token is forced here.
+            EngineError: if a different token is forced here.
         """
         if self.forced:
             if token_id != self.forced[0]:
                 raise EngineError(
-                    f"token {token_id} where the thinking budget forces {self.forced[0]}"
+                    f"The thinking budget forces token {self.forced[0]}, but the answer has token "
+                    f"{token_id}."
                 )
             self.forced = self.forced[1:]
             if not self.forced:
@@ -73,34 +92,43 @@ class Thinking:
             self._continue(data)
 
     def fork(self) -> Self:
-        """The same, for another sequence."""
-        twin = type(self)(self._spec)
-        twin._state, twin._text = self._state, self._text
-        twin.num_tokens, twin.forced = self.num_tokens, self.forced
-        return twin
+        """Return an independent copy for another sequence."""
+        copy = type(self)(self._spec)
+        copy._state = self._state
+        copy._text = self._text
+        copy.num_tokens = self.num_tokens
+        copy.forced = self.forced
+        return copy
 
     def _begin(self, data: bytes) -> None:
+        """Look for the start marker in the text so far, of which `data` are the last bytes."""
         self._text = (self._text + data).lstrip()
         if self._text.startswith(self._start):
-            self._state, rest = _State.OPEN, self._text[len(self._start) :]
+            rest = self._text[len(self._start) :]
+            self._state = _State.OPEN
             self._text = b""
             if rest.strip():
                 self._continue(rest)
-            self._spend()
+            self._end_if_used_up()
         elif not self._start.startswith(self._text):
-            self._state, self._text = _State.CLOSED, b""
+            self._state = _State.CLOSED
+            self._text = b""
 
     def _continue(self, data: bytes) -> None:
+        """Look for the end marker in the reasoning, and count one token."""
         self._text += data
         if self._end and self._end in self._text:
-            self._state, self._text = _State.CLOSED, b""
+            self._state = _State.CLOSED
+            self._text = b""
             return
-        keep = max(len(self._end) - 1, 0)
-        self._text = self._text[-keep:] if keep else b""
+        # Only the last bytes can be the beginning of the end marker.
+        num_kept = max(len(self._end) - 1, 0)
+        self._text = self._text[-num_kept:] if num_kept else b""
         self.num_tokens += 1
-        self._spend()
+        self._end_if_used_up()
 
-    def _spend(self) -> None:
+    def _end_if_used_up(self) -> None:
+        """Force the end marker if the reasoning is open and the budget is used up."""
         budget = self._spec.budget
         if self._state is _State.OPEN and budget is not None and self.num_tokens >= budget:
             self.forced = self._spec.end_token_ids

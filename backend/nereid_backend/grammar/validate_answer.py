@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a finished answer fits its schema. Imports neither torch nor a grammar library."""
+"""Validation of a finished answer against its JSON schema.
+
+This module imports neither torch nor a grammar library.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,36 +16,49 @@ _MAX_TEXT = 80
 
 
 def validate_strict(text: str, schema: object) -> str | None:
-    """What is wrong with a text that must be JSON and fit a schema; None if nothing is.
+    """Validate an answer against a JSON schema.
 
-    References outside of the schema are not fetched; they are a problem.
+    References to other documents are not fetched. A schema with such a reference is reported as a
+    problem. Example: the text `{"a": "x"}` and a schema that requires a number return
+    `at $.a: 'x' is not of type 'number'`.
+
+    Args:
+        text: the answer, which must be a JSON text.
+        schema: the schema as a JSON value.
+
+    Returns:
+        A description of the first problem, to be appended to a message after a colon. None if the
+        answer matches the schema.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        return f"is no JSON: {error}"
+        return f"the answer is not JSON: {error}"
     if schema is True or schema == {}:
         return None
     try:
         errors = _validator(json.dumps(schema, sort_keys=True)).iter_errors(value)
-        found = next(iter(errors), None)
+        first = next(iter(errors), None)
     except Exception as problem:  # noqa: BLE001 - jsonschema raises what patterns and references do
-        return f"cannot be checked: {problem}"
-    if found is None:
+        return f"the answer cannot be checked: {problem}"
+    if first is None:
         return None
-    message = str(found.message)
+    message = str(first.message)
     short = message if len(message) <= _MAX_TEXT else message[:_MAX_TEXT] + ".."
-    return f"{found.json_path}: {short}"
+    return f"at {first.json_path}: {short}"
 
 
 @lru_cache(maxsize=256)
-def _validator(source: str) -> Any:  # noqa: ANN401 - jsonschema's classes are made at run time
+def _validator(source: str) -> Any:  # noqa: ANN401 - jsonschema creates its classes at run time
+    """Return the validator of a schema, given as JSON text."""
     schema = json.loads(source)
     kind = jsonschema.Draft202012Validator
     if isinstance(schema, Mapping) and "$schema" in schema:
         kind = jsonschema.validators.validator_for(schema, default=kind)
-    return kind(schema, registry=Registry())  # without a way to fetch anything
+    # An empty registry cannot fetch documents.
+    return kind(schema, registry=Registry())
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _reject_constant(name: str) -> None:
+    """Raise ValueError for NaN and the infinities, which Python's parser would accept."""
+    raise ValueError(f"{name} is not a JSON value")

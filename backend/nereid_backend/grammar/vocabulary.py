@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that every token stands for, read from a checkpoint's tokenizer."""
+"""The bytes of every token, read from a checkpoint's tokenizer."""
 
 import bisect
 import json
@@ -13,33 +13,43 @@ from numpy.typing import NDArray
 
 from nereid_backend.errors import RequestError
 
-Row = NDArray[np.int32]  # one bit a token, ceil(size / 32) words
-Rows = NDArray[np.int32]  # [n, ceil(size / 32)], contiguous
+# The token mask of one sequence: one bit for each token, in ceil(size / 32) words. Bit i of word w
+# belongs to token 32 * w + i.
+Row = NDArray[np.int32]
+# The token masks of n sequences: [n, ceil(size / 32)], contiguous.
+Rows = NDArray[np.int32]
+
+# The length of a byte token of SentencePiece, such as "<0x0A>".
+_BYTE_TOKEN_LENGTH = 6
 
 
 def row_width(vocab_size: int) -> int:
-    """Words in a mask's row."""
+    """Return the number of int32 words in a token mask."""
     return (vocab_size + 31) // 32
 
 
 def row_of(token_ids: Iterable[int], vocab_size: int) -> Row:
-    """A row in which the bits of these tokens are set."""
+    """Return a mask in which the bits of these tokens are set. Other ids are ignored.
+
+    Example: the tokens 0 and 33 of a vocabulary of 40 give the words [1, 2].
+    """
     bits = np.zeros(row_width(vocab_size) * 32, dtype=np.uint8)
-    ids = [one for one in token_ids if 0 <= one < vocab_size]
+    ids = [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
     bits[ids] = 1
     return np.packbits(bits, bitorder="little").view(np.int32).copy()
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the grammar backends must know of a tokenizer.
+    """The tokens of a tokenizer, as the grammar libraries need them.
 
     Attributes:
-        tokens: bytes of each token, one entry for each of the model's logits; b"" where the
+        tokens: the bytes of each token, one entry for each of the model's logits. b"" if the
             tokenizer has no such token.
-        special_ids: tokens that are markup and never plain text (bos, turn markers, ...).
-        marker_ids: tokens that the tokenizer finds before all others, special or not.
-        encode: text to token ids, without any special tokens around it.
+        special_ids: the tokens that are never plain text, such as the token that starts a turn.
+        marker_ids: the tokens that the tokenizer recognizes before it splits the rest of a text.
+            They include special and other added tokens.
+        encode: converts a text into token ids without adding special tokens.
     """
 
     tokens: tuple[bytes, ...]
@@ -49,22 +59,22 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Width of the model's logits."""
+        """The number of the model's logits."""
         return len(self.tokens)
 
     @cached_property
     def sorted_tokens(self) -> list[tuple[bytes, int]]:
-        """(bytes, id) of every token that has bytes, in the order of the bytes."""
+        """The (bytes, id) pairs of all tokens that have bytes, sorted by bytes."""
         return sorted((data, number) for number, data in enumerate(self.tokens) if data)
 
     @cached_property
     def unusable_ids(self) -> frozenset[int]:
-        """Tokens without bytes."""
+        """The ids of the tokens without bytes."""
         return frozenset(number for number, data in enumerate(self.tokens) if not data)
 
     @cached_property
     def blank_ids(self) -> frozenset[int]:
-        """Tokens of one or two blanks, which may stand behind a marker."""
+        """The tokens that consist of one or two spaces or newlines. They may follow a marker."""
         return frozenset(
             number
             for number, data in enumerate(self.tokens)
@@ -72,30 +82,34 @@ class Vocabulary:
         )
 
     def starting_with(self, prefix: bytes) -> Iterator[tuple[bytes, int]]:
-        """Tokens that begin with these bytes, themselves included."""
+        """Yield the (bytes, id) pairs of all tokens that begin with `prefix`."""
         table = self.sorted_tokens
-        for at in range(bisect.bisect_left(table, (prefix, -1)), len(table)):
-            if not table[at][0].startswith(prefix):
+        for index in range(bisect.bisect_left(table, (prefix, -1)), len(table)):
+            data, token_id = table[index]
+            if not data.startswith(prefix):
                 return
-            yield table[at]
+            yield data, token_id
 
     def spell(self, data: bytes) -> list[int]:
-        """Plain tokens that make up these bytes, the longest first; for feeding a matcher only.
+        """Return plain tokens whose bytes are `data`, with the longest token first each time.
+
+        The tokenizer might choose other tokens. Use the result only to advance a matcher.
 
         Raises:
-            KeyError: some byte has no token.
+            KeyError: if no token has the next byte.
         """
-        found: list[int] = []
+        token_ids: list[int] = []
         while data:
             end = next(end for end in range(len(data), -1, -1) if data[:end] in self._plain)
             if not end:
                 raise KeyError(data[:1])
-            found.append(self._plain[data[:end]])
+            token_ids.append(self._plain[data[:end]])
             data = data[end:]
-        return found
+        return token_ids
 
     @cached_property
     def _plain(self) -> Mapping[bytes, int]:
+        """The ids of the tokens that are not special, by their bytes. b"" maps to -1."""
         table = {
             data: number
             for number, data in enumerate(self.tokens)
@@ -105,10 +119,14 @@ class Vocabulary:
 
 
 def load_vocabulary(path: str, vocab_size: int) -> Vocabulary:
-    """The vocabulary of the tokenizer in a checkpoint's folder. Runs no code from there.
+    """Load the vocabulary from a checkpoint's folder. No code from the folder is run.
+
+    Args:
+        path: the folder.
+        vocab_size: the number of the model's logits.
 
     Raises:
-        RequestError: the checkpoint has none from which the tokens' bytes can be told.
+        RequestError: if the tokenizer cannot be loaded, or does not define the bytes of its tokens.
     """
     from transformers import AutoTokenizer
 
@@ -118,23 +136,28 @@ def load_vocabulary(path: str, vocab_size: int) -> Vocabulary:
         )
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise RequestError(
-            f"grammar: the checkpoint's tokenizer cannot be loaded, so nothing can be constrained: "
-            f"{error}"
+            "grammar: grammars and thinking budgets cannot be used, because the checkpoint's "
+            f"tokenizer cannot be loaded: {error}"
         ) from error
     return vocabulary_of(tokenizer, vocab_size)
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN401 - transformers'
-    """The vocabulary of a transformers tokenizer that is built on the tokenizers library.
+    """Return the vocabulary of a transformers tokenizer.
+
+    Args:
+        tokenizer: a tokenizer that is built on the tokenizers library.
+        vocab_size: the number of the model's logits.
 
     Raises:
-        RequestError: it is built on something else.
+        RequestError: if the tokenizer is not built on the tokenizers library.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise RequestError(
-            f"grammar: {type(tokenizer).__name__} does not say which bytes its tokens stand for, "
-            "so nothing can be constrained with this checkpoint"
+            "grammar: grammars and thinking budgets cannot be used with this checkpoint, because "
+            f"its tokenizer ({type(tokenizer).__name__}) does not define the bytes of its tokens. "
+            "Add a tokenizer.json of the tokenizers library to the checkpoint."
         )
     named = tokenizer.get_vocab()
     read = _reader(json.loads(backend.to_str()).get("decoder"), named)
@@ -142,7 +165,8 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
     for text, number in named.items():
         if number < vocab_size:
             tokens[number] = read(text)
-    special, markers = set(), set()
+    special: set[int] = set()
+    markers: set[int] = set()
     for number, added in tokenizer.added_tokens_decoder.items():
         if number < vocab_size:
             tokens[number] = added.content.encode()
@@ -156,10 +180,16 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
     return Vocabulary(tuple(tokens), frozenset(special), frozenset(markers), encode)
 
 
-# ---- how a token's text spells its bytes ---------------------------------------------------------
+# ---- the bytes of a token's text -----------------------------------------------------------------
 
 
 def _reader(decoder: object, named: Mapping[str, int]) -> Callable[[str], bytes]:
+    """Return the function that converts the text of a token into bytes.
+
+    Args:
+        decoder: the "decoder" part of tokenizer.json.
+        named: the ids of the tokens, by their texts.
+    """
     kinds = set(_kinds(decoder))
     if "ByteLevel" in kinds:
         return _byte_level
@@ -171,6 +201,7 @@ def _reader(decoder: object, named: Mapping[str, int]) -> Callable[[str], bytes]
 
 
 def _kinds(decoder: object) -> Iterator[str]:
+    """Yield the types of a decoder and of the decoders inside it."""
     if isinstance(decoder, Mapping):
         yield str(decoder.get("type"))
         for part in decoder.get("decoders") or ():
@@ -178,7 +209,11 @@ def _kinds(decoder: object) -> Iterator[str]:
 
 
 def _alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE spells bytes (GPT-2's bytes_to_unicode)."""
+    """Return the bytes of the characters that byte-level BPE uses, such as b" " for "Ġ".
+
+    Source: bytes_to_unicode of GPT-2. Printable characters stand for themselves. The other bytes,
+    in order, are written as the characters from U+0100 on.
+    """
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in set(kept)]
     table = {chr(byte): byte for byte in kept}
@@ -190,6 +225,7 @@ _ALPHABET = _alphabet()
 
 
 def _byte_level(text: str) -> bytes:
+    """Return the bytes of a byte-level BPE token. Example: "Ġhi" gives b" hi"."""
     try:
         return bytes(_ALPHABET[char] for char in text)
     except KeyError:
@@ -197,7 +233,11 @@ def _byte_level(text: str) -> bytes:
 
 
 def _byte_fallback(text: str) -> bytes:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+    r"""Return the bytes of a SentencePiece token.
+
+    Examples: "<0x0A>" gives b"\n", and "▁a" gives b" a".
+    """
+    if len(text) == _BYTE_TOKEN_LENGTH and text.startswith("<0x") and text.endswith(">"):
         try:
             return bytes([int(text[3:5], 16)])
         except ValueError:
@@ -206,4 +246,5 @@ def _byte_fallback(text: str) -> bytes:
 
 
 def _with_blanks(text: str) -> bytes:
+    """Return the UTF-8 bytes of a token, with "▁" replaced by a space."""
     return text.replace("▁", " ").encode()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structural tags and EBNF through xgrammar."""
+"""Structural tags and EBNF grammars, compiled by the library xgrammar."""
 
 import re
 from collections.abc import Sequence
@@ -12,107 +12,118 @@ from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.vocabulary import Row, Rows, Vocabulary
 
 _BOUNDED = re.compile(r'"(?:min|max)Length"')
-# Classes of characters as serialised: negated; then ranges, of `"`, backslash, CR, LF and of the
-# controls, `"`, backslash (twice, for both must be of one length).
+# Two character classes as xgrammar serialises them: the number 1 (the class is negated), then the
+# first and last code points of its ranges. The first class excludes `"`, backslash, CR and LF. The
+# second excludes control characters, `"` and backslash. The second contains the backslash twice,
+# because both classes must have the same length.
 _LOOSE_CLASS = ",1,34,34,92,92,13,13,10,10,"
 _JSON_CLASS = ",1,0,31,34,34,92,92,92,92,"
-# In the thread that calls: several masks are as quick as waking another thread.
+# The masks are filled in the calling thread: filling several takes no longer than waking a thread.
 _BATCH = xgrammar.BatchGrammarMatcher(max_threads=1)
 
 
 class XGrammarBackend:
-    """See GrammarBackend. A compilation uses up to `num_threads` threads of its own."""
+    """A GrammarBackend for structural tags and EBNF grammars."""
 
     def __init__(
         self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], num_threads: int
     ) -> None:
+        """Create a backend.
+
+        Args:
+            vocabulary: the tokens of the model.
+            eos_token_ids: the checkpoint's stop tokens.
+            num_threads: the largest number of threads that one compilation starts.
+        """
         info = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
             xgrammar.VocabType.RAW,
             vocab_size=vocabulary.size,
             stop_token_ids=list(eos_token_ids),
         )
-        # The pool keeps what is compiled; a second cache would hold it twice.
+        # Guides caches compiled grammars. A cache here would only store them twice.
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=num_threads, cache_enabled=False
         )
 
     def compile(self, kind: str, source: str) -> "XGrammarGrammar":
-        """See GrammarBackend.compile; structural tags and EBNF."""
+        """Compile a structural tag or an EBNF grammar; see GrammarBackend.compile."""
         try:
             return XGrammarGrammar(self._compile(kind, source))
         except (RuntimeError, ValueError, TypeError) as error:
-            raise RequestError(f"{kind}: {_problem(error)}") from error
+            raise RequestError(f"{kind}: the grammar is not valid: {_problem(error)}") from error
 
     def _compile(self, kind: str, source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
+        """Return xgrammar's compiled grammar."""
         if kind == "structural_tag":
             if _BOUNDED.search(source) is None:
                 return self._compiler.compile_structural_tag(source)
             return self._compiler.compile_grammar(_without_controls(source))
         if kind == "ebnf":
             return self._compiler.compile_grammar(source)
-        raise RequestError(f"{kind}: is not compiled by this backend")
+        raise RequestError(f"{kind}: xgrammar does not compile this kind of grammar.")
 
 
 class XGrammarGrammar:
-    """See Compiled."""
+    """A Compiled grammar of xgrammar."""
 
     def __init__(self, grammar: Any) -> None:  # noqa: ANN401 - xgrammar is untyped
         self._grammar = grammar
         self.num_bytes = int(grammar.memory_size_bytes)
 
     def matcher(self) -> "XGrammarMatcher":
-        """See Compiled.matcher."""
+        """Return a new matcher; see Compiled.matcher."""
         return XGrammarMatcher(xgrammar.GrammarMatcher(self._grammar))
 
 
 class XGrammarMatcher:
-    """See Matcher."""
+    """A Matcher of xgrammar."""
 
     def __init__(self, matcher: Any) -> None:  # noqa: ANN401 - xgrammar is untyped
         self._matcher = matcher
 
     def accept(self, token_id: int) -> bool:
-        """See Matcher.accept."""
+        """Advance by one token; see Matcher.accept."""
         return bool(self._matcher.accept_token(token_id))
 
     def accept_bytes(self, data: bytes) -> bool:
-        """See Matcher.accept_bytes."""
+        """Advance by bytes; see Matcher.accept_bytes."""
         return bool(self._matcher.accept_string(data))
 
     def fill(self, row: Row) -> None:
-        """See Matcher.fill."""
+        """Fill a row of the mask; see Matcher.fill."""
         self.fill_all([self], row[None], [0])
 
     @staticmethod
     def fill_all(matchers: Sequence[Matcher], rows: Rows, places: Sequence[int]) -> None:
-        """See Matcher.fill_all."""
-        chosen = [one._matcher for one in cast(Sequence[XGrammarMatcher], matchers)]
-        _BATCH.batch_fill_next_token_bitmask(chosen, rows, list(places))
+        """Fill several rows of the mask; see Matcher.fill_all."""
+        inner = [matcher._matcher for matcher in cast(Sequence[XGrammarMatcher], matchers)]
+        _BATCH.batch_fill_next_token_bitmask(inner, rows, list(places))
 
     def is_complete(self) -> bool:
-        """See Matcher.is_complete."""
+        """Return whether the text matches completely; see Matcher.is_complete."""
         return bool(self._matcher.is_completed())
 
     def forced(self) -> bytes:
-        """See Matcher.forced."""
+        """Return the bytes that must follow; see Matcher.forced."""
         if self._matcher.is_completed():
             return b""
         try:
             return str(self._matcher.find_jump_forward_string()).encode()
-        except UnicodeDecodeError:  # it would begin in the middle of a character
+        except UnicodeDecodeError:  # the forced bytes begin in the middle of a character
             return b""
 
     def fork(self) -> "XGrammarMatcher":
-        """See Matcher.fork."""
+        """Return an independent copy; see Matcher.fork."""
         return XGrammarMatcher(self._matcher.fork())
 
 
 def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
-    """The grammar of a structural tag whose strings hold no control characters.
+    """Return the grammar of a structural tag whose JSON strings contain no control characters.
 
-    xgrammar 0.2.8 lets them, tabs too, into strings that have a minLength or maxLength, and then
-    they are no JSON. That class of characters is replaced by the one that other strings have.
+    xgrammar 0.2.8 allows control characters, such as tabs, in strings that have a minLength or a
+    maxLength. The answer is then not JSON. This function therefore replaces the character class of
+    such strings by the class that xgrammar uses for all other strings.
     """
     grammar = xgrammar.Grammar.from_structural_tag(source)
     text = grammar.serialize_json().replace(_LOOSE_CLASS, _JSON_CLASS)
@@ -120,7 +131,10 @@ def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
 
 
 def _problem(error: Exception) -> str:
-    """The library's message without the place in its own source."""
+    """Return the library's message without the position in the library's own source code.
+
+    Example: "[12:30:01] /src/a.cc:7: Check failed: (ok) is false: bad tag" gives "bad tag".
+    """
     text = " ".join(str(error).split())
     text = re.sub(r"^\[[\d:]+\] \S+: ", "", text)
     return re.sub(r"^Check failed: \(.*?\) is false: ", "", text)

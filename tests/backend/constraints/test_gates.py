@@ -99,7 +99,7 @@ def test_a_budget_forces_the_end_marker(guide, allowed, tokens):
 
 def test_another_token_than_the_forced_one_is_an_error(guide, tokens):
     held = guide(None, ThinkingSpec("<think>", "</think>", (2043,), True, 0))
-    with pytest.raises(EngineError, match="budget forces 2043"):
+    with pytest.raises(EngineError, match="budget forces token 2043"):
         held.accept(tokens("a"))
 
 
@@ -136,7 +136,7 @@ def test_a_budget_ends_the_reasoning_before_a_grammar(guide, allowed, tokens):
 
 
 def test_a_budget_without_an_end_is_refused(guide):
-    with pytest.raises(RequestError, match="needs end_token_ids"):
+    with pytest.raises(RequestError, match="requires end_token_ids"):
         guide(None, ThinkingSpec("<think>", "</think>", (), True, 1))
 
 

@@ -11,8 +11,8 @@ def test_a_fitting_text_has_no_problem():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is no JSON"),
-        ('{"a": NaN}', "is no JSON"),
+        ("{", "is not JSON"),
+        ('{"a": NaN}', "is not JSON"),
         ('{"a": "x"}', r"$.a: 'x' is not of type 'integer'"),
         ("{}", "'a' is a required property"),
     ],

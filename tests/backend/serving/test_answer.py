@@ -1,5 +1,5 @@
 import pytest
-from nereid_backend.serving.postprocessor.choice import Answer
+from nereid_backend.serving.postprocessor.choice import Choice
 from nereid_backend.serving.postprocessor.message_builder import ParsedMessage, PlainMessage
 from nereid_backend.serving.wire import Ending, SequenceDelta, StreamContext
 from nereid_parsers import get_format
@@ -31,7 +31,7 @@ def take(answer, token_ids, ending=None, **part):
     """Give the answer one step; each token has log-probability -0.5."""
     answer.total = getattr(answer, "total", 0) + len(token_ids)
     sums = [-0.5 * (answer.total - len(token_ids) + at + 1) for at in range(len(token_ids))]
-    answer.take(token_ids, SequenceDelta(0, len(token_ids), tuple(sums), ending=ending, **part))
+    answer.add(token_ids, SequenceDelta(0, len(token_ids), tuple(sums), ending=ending, **part))
 
 
 def usage(completion, reasoning=0, cached=0):
@@ -45,15 +45,15 @@ def usage(completion, reasoning=0, cached=0):
 
 def open_answer(index=0, message=None, check=None, **context):
     context = StreamContext(**{"stream": True, "num_prompt_tokens": 4} | context)
-    return Answer(context, index, decode, message or PlainMessage(), Texts(), check)
+    return Choice(context, index, decode, message or PlainMessage(), Texts(), check)
 
 
 def test_a_stream_gives_a_piece_a_step_and_usage_in_each():
     answer = open_answer()
     take(answer, ids("He"))
-    first = answer.piece()
+    first = answer.take_output()
     take(answer, ids("y"), Ending("length"))
-    last = answer.piece()
+    last = answer.take_output()
     assert (first.text, first.num_output_tokens, first.finish_reason) == ("He", 2, None)
     assert last.delta == {
         "content": "y",
@@ -66,21 +66,21 @@ def test_a_stream_gives_a_piece_a_step_and_usage_in_each():
 def test_without_streaming_there_is_exactly_one_piece():
     answer = open_answer(stream=False)
     take(answer, ids("He"))
-    assert answer.piece() is None
+    assert answer.take_output() is None
     take(answer, ids("y"), Ending("length"))
-    assert answer.piece().text == "Hey"
+    assert answer.take_output().text == "Hey"
 
 
 def test_a_heartbeat_says_nothing():
     answer = open_answer()
     take(answer, [])
-    assert answer.piece() is None
+    assert answer.take_output() is None
 
 
 def test_the_stop_token_is_counted_but_not_shown():
     answer = open_answer()
     take(answer, [*ids("Hi"), 7], Ending("stop", 7))
-    piece = answer.piece()
+    piece = answer.take_output()
     assert piece.text == "Hi"
     assert piece.delta["usage"]["completion_tokens"] == 3
     assert piece.delta["stop_reason"] == 7
@@ -89,12 +89,12 @@ def test_the_stop_token_is_counted_but_not_shown():
 def test_behind_a_stop_string_nothing_more_is_shown_or_counted():
     answer = open_answer(stop=("ND",))
     take(answer, ids("xEN"))
-    assert answer.piece().text == "xE"
+    assert answer.take_output().text == "xE"
     take(answer, ids("D"))
     assert answer.stop_string == "ND"
     take(answer, ids("more"))
     take(answer, ids("and"), Ending("abort"))
-    piece = answer.piece()
+    piece = answer.take_output()
     assert piece.text == ""
     assert piece.delta == {
         "cumulative_logprob": -2.0,
@@ -107,13 +107,13 @@ def test_behind_a_stop_string_nothing_more_is_shown_or_counted():
 def test_what_was_held_as_a_possible_stop_comes_at_the_end():
     answer = open_answer(stop=("END",))
     take(answer, ids("xEN"), Ending("length"))
-    assert answer.piece().text == "xEN"
+    assert answer.take_output().text == "xEN"
 
 
 def test_the_prompt_is_repeated_in_the_text_but_not_in_the_delta():
     answer = open_answer(prepend="Q: ", stream=False)
     take(answer, ids("A"), Ending("length"))
-    piece = answer.piece()
+    piece = answer.take_output()
     assert piece.text == "Q: A"
     assert piece.delta["content"] == "A"
 
@@ -139,7 +139,7 @@ def read(answer, text, size=3, ending=None):
     for at in range(0, len(text), size):
         last = at + size >= len(text)
         take(answer, ids(text[at : at + size]), (ending or Ending("stop", 7)) if last else None)
-        piece = answer.piece()
+        piece = answer.take_output()
         if piece is None:
             continue
         total["text"] += piece.text
@@ -197,7 +197,7 @@ def test_with_tool_choice_none_a_call_stays_in_the_content(size):
 def test_log_probabilities_come_with_their_tokens_even_where_the_text_is_held_back():
     answer = open_answer(stop=("END",))
     take(answer, ids("E"), logprobs=(row(69),))
-    piece = answer.piece()
+    piece = answer.take_output()
     assert piece.text == ""
     assert piece.delta["logprobs"] == [
         {
@@ -214,12 +214,12 @@ def test_log_probabilities_come_with_their_tokens_even_where_the_text_is_held_ba
 def test_tokens_behind_a_stop_string_are_dropped_also_within_one_step():
     answer = open_answer(stop=("ND",), prompt_token_ids=(1, 2))
     take(answer, ids("xENDmore"), logprobs=tuple(row(token) for token in ids("xENDmore")))
-    delta = answer.piece().delta
+    delta = answer.take_output().delta
     assert delta["content"] == "xE"
     assert delta["token_ids"] == ids("xEND")
     assert [entry["token"] for entry in delta["logprobs"]] == list("xEND")
     take(answer, [], Ending("abort"))
-    last = answer.piece()
+    last = answer.take_output()
     assert (last.delta["cumulative_logprob"], last.delta["usage"]) == (-2.0, usage(4))
 
 
@@ -229,7 +229,7 @@ def test_a_stop_string_before_min_tokens_is_text(size):
     text = "aEND bEND c"
     for at in range(0, len(text), size):
         take(answer, ids(text[at : at + size]))
-    assert answer.piece().text == "aEND b"
+    assert answer.take_output().text == "aEND b"
     assert answer.stop_string == "END"
 
 
@@ -238,7 +238,7 @@ def test_the_prompts_part_comes_once_in_the_first_delta_of_the_first_choice():
     answer, other = (open_answer(index, prompt_token_ids=(65, 66)) for index in (0, 1))
     take(answer, ids("a"), **prompt)
     take(other, ids("b"))
-    first = answer.piece().delta
+    first = answer.take_output().delta
     assert first["prompt_token_ids"] == [65, 66]
     assert first["prompt_logprobs"] == [
         None,
@@ -249,8 +249,13 @@ def test_the_prompts_part_comes_once_in_the_first_delta_of_the_first_choice():
     ]
     assert first["usage"] == usage(1, cached=3)
     take(answer, ids("c"))
-    assert not {"prompt_token_ids", "prompt_logprobs"} & answer.piece().delta.keys()
-    assert other.piece().delta == {"index": 1, "content": "b", "token_ids": [98], "usage": usage(1)}
+    assert not {"prompt_token_ids", "prompt_logprobs"} & answer.take_output().delta.keys()
+    assert other.take_output().delta == {
+        "index": 1,
+        "content": "b",
+        "token_ids": [98],
+        "usage": usage(1),
+    }
 
 
 def test_an_answer_that_the_model_ended_is_checked_whole():

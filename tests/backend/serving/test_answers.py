@@ -4,8 +4,8 @@ import pytest
 from backend.serving.test_answer import QWEN, START, TOOLS, Texts, decode, ids, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nereid_backend.serving.postprocessor.choice import Answer
-from nereid_backend.serving.postprocessor.choices import Answers
+from nereid_backend.serving.postprocessor.choice import Choice
+from nereid_backend.serving.postprocessor.choices import Choices
 from nereid_backend.serving.postprocessor.message_builder import ParsedMessage
 from nereid_backend.serving.wire import Ending, SequenceDelta, StepState, StreamContext
 
@@ -24,8 +24,8 @@ def context(**fields):
 
 
 def open_answers(ctx):
-    made = [Answer(ctx, index, decode, ParsedMessage(QWEN, ctx), Texts()) for index in range(ctx.n)]
-    return Answers(ctx, 1, tuple(range(ctx.n)), made)
+    made = [Choice(ctx, index, decode, ParsedMessage(QWEN, ctx), Texts()) for index in range(ctx.n)]
+    return Choices(ctx, 1, tuple(range(ctx.n)), made)
 
 
 class Sender:
@@ -80,8 +80,8 @@ def run(scripts, schedule, **fields):
         steps = [told[index] for index in sorted(told)]
         is_last = all(sender.is_done for sender in senders)
         state = StepState(0, 1, 1, tuple(part for _, part in steps), is_last)
-        answers.take([token for tokens, _ in steps for token in tokens], state)
-        add_up(answers.pieces(is_last=is_last), totals)
+        answers.add([token for tokens, _ in steps for token in tokens], state)
+        add_up(answers.take_outputs(is_last=is_last), totals)
     return totals
 
 
@@ -117,11 +117,11 @@ def test_without_streaming_all_answers_come_at_the_end_in_order():
     answers = open_answers(context(n=2, stream=False))
     senders = [Sender(0, "second to end"), Sender(1, "first to end")]
     tokens, part = senders[1].part(100)
-    answers.take(tokens, StepState(0, 1, 1, (part,)))
-    assert answers.pieces(is_last=False) == []
+    answers.add(tokens, StepState(0, 1, 1, (part,)))
+    assert answers.take_outputs(is_last=False) == []
     tokens, part = senders[0].part(100)
-    answers.take(tokens, StepState(0, 1, 2, (part,), is_last=True))
-    assert [piece.text for piece in answers.pieces(is_last=True)] == [
+    answers.add(tokens, StepState(0, 1, 2, (part,), is_last=True))
+    assert [piece.text for piece in answers.take_outputs(is_last=True)] == [
         "second to end",
         "first to end",
     ]
@@ -131,10 +131,10 @@ def test_a_stop_string_is_signalled_for_its_own_answer_until_that_has_ended():
     answers = open_answers(context(n=2))
     senders = [Sender(0, "going on and on"), Sender(1, "xSTOPy")]
     tokens, part = senders[1].part(6)
-    answers.take(tokens, StepState(0, 1, 1, (part,)))
-    answers.pieces(is_last=False)
+    answers.add(tokens, StepState(0, 1, 1, (part,)))
+    answers.take_outputs(is_last=False)
     assert answers.stopped_slots() == [1]
-    answers.take([], StepState(0, 1, 2, (SequenceDelta(1, 0, ending=Ending("abort")),)))
-    (piece,) = answers.pieces(is_last=False)
+    answers.add([], StepState(0, 1, 2, (SequenceDelta(1, 0, ending=Ending("abort")),)))
+    (piece,) = answers.take_outputs(is_last=False)
     assert (piece.delta["finish_reason"], piece.delta["stop_reason"]) == ("stop", "STOP")
     assert answers.stopped_slots() == []

@@ -64,7 +64,9 @@ def test_a_strict_answer_that_fits_passes_and_its_reasoning_is_apart(pipeline):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_strict_answer_that_does_not_fit_is_an_error_that_says_so(pipeline, stream):
-    with pytest.raises(EngineError, match="response_format: the answer breaks its strict schema"):
+    with pytest.raises(
+        EngineError, match="response_format: the generated text does not match the strict schema"
+    ):
         pipeline.ask(**chat("wrong", stream=stream, response_format=STRICT))
     assert joined(pipeline.ask(**chat("wrong"))) == '{"a": "five"}'
 

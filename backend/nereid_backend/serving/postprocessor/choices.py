@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All answers of one request: steps of the stream in, one response's pieces out."""
+"""The output of all choices of one request."""
 
 import time
 from collections.abc import Iterable, Sequence
 
-from nereid_backend.serving.postprocessor.choice import Answer, Piece
+from nereid_backend.serving.postprocessor.choice import Choice, ChoiceOutput
 from nereid_backend.serving.wire import StepState, StreamContext
 
 
-class Answers:
+class Choices:
     """The postprocessor's state of one request.
 
     Args:
-        context: what it must know of the request.
-        serial: number of its stream.
-        slots: where a signal about each answer is raised.
-        answers: one for each slot, in order.
+        context: the part of the request that the postprocessor needs.
+        serial: the number of the request's stream.
+        slots: the feedback slot of each choice, ordered by index.
+        choices: the choices, ordered by index.
+
+    Attributes:
+        context: the part of the request that the postprocessor needs.
+        serial: the number of the request's stream.
+        cancel_checked: the time of the last check for cancellation, by time.monotonic().
+        replied: the time of the last response, by time.monotonic().
+        is_cancelled: whether the client has disconnected.
     """
 
     def __init__(
@@ -23,7 +30,7 @@ class Answers:
         context: StreamContext,
         serial: int,
         slots: Sequence[int],
-        answers: Iterable[Answer],
+        choices: Iterable[Choice],
     ) -> None:
         self.context = context
         self.serial = serial
@@ -31,27 +38,30 @@ class Answers:
         self.replied = time.monotonic()
         self.is_cancelled = False
         self._slots = slots
-        self._answers = list(answers)
+        self._choices = list(choices)
 
-    def take(self, token_ids: Sequence[int], state: StepState) -> None:
-        """Take in one step: each part has its own run of the token ids."""
+    def add(self, token_ids: Sequence[int], state: StepState) -> None:
+        """Add one step. Each delta of `state` describes the next `num_tokens` of the token ids."""
         start = 0
-        for part in state.deltas:
-            end = start + part.num_tokens
-            self._answers[part.index].take(token_ids[start:end], part)
+        for delta in state.deltas:
+            end = start + delta.num_tokens
+            self._choices[delta.index].add(token_ids[start:end], delta)
             start = end
 
     def stopped_slots(self) -> list[int]:
-        """Slots of answers that met a stop string and have not ended yet."""
+        """Return the slots of the choices that have a stop string but no ending yet."""
         return [
             slot
-            for slot, answer in zip(self._slots, self._answers, strict=True)
-            if answer.stop_string is not None and not answer.is_finished
+            for slot, choice in zip(self._slots, self._choices, strict=True)
+            if choice.stop_string is not None and not choice.is_finished
         ]
 
-    def pieces(self, *, is_last: bool) -> list[Piece]:
-        """What this step's response says, by index; without streaming, all of it at the end."""
+    def take_outputs(self, *, is_last: bool) -> list[ChoiceOutput]:
+        """Return the new outputs of all choices, ordered by index.
+
+        Without streaming there are no outputs before the last step.
+        """
         if not self.context.stream and not is_last:
             return []
-        found = [answer.piece() for answer in self._answers]
-        return [piece for piece in found if piece is not None]
+        outputs = [choice.take_output() for choice in self._choices]
+        return [output for output in outputs if output is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parsed part of an answer: text in, the reasoning, content and tool calls of a delta out."""
+"""Parses the text of a choice into reasoning, content and tool calls."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,17 +19,17 @@ from nereid_parsers.format import Sections, Shown, UnknownTool
 
 from nereid_backend.serving.wire import StreamContext
 
-# A tool that no model calls: with it offered, every call is of an unknown one.
-_NO_TOOL = {"type": "function", "function": {"name": "\0"}}
+# A tool whose name no model writes. If it is the only tool, every call has an unknown name.
+_UNCALLABLE_TOOL = {"type": "function", "function": {"name": "\0"}}
 
 
 class MessageBuilder(Protocol):
-    """Turns text into the parts of a delta; `take` gives what came since it was last asked.
+    """Converts text to the fields of a delta.
 
     Attributes:
-        has_calls: a tool call has begun.
-        reads_reasoning: whether there is reasoning to be told apart, so that tokens are to be fed
-            one by one for an exact count.
+        has_calls: whether the text has the beginning of a tool call.
+        reads_reasoning: whether reasoning is separated from content. The text must then be fed
+            token by token, so that the number of reasoning tokens is exact.
     """
 
     has_calls: bool
@@ -40,17 +40,17 @@ class MessageBuilder(Protocol):
         """Whether the next character belongs to reasoning."""
 
     def feed(self, text: str) -> None:
-        """Take more text."""
+        """Add text."""
 
     def finish(self) -> None:
-        """The text is over."""
+        """Parse the text that was held back. No more text follows."""
 
     def take(self) -> dict[str, Any]:
-        """Parts of a delta: reasoning, content, tool_calls, as far as they have something new."""
+        """Return the new fields of a delta since the last call: reasoning, content, tool_calls."""
 
 
 class PlainMessage:
-    """All text is content."""
+    """A message whose text is all content."""
 
     has_calls = False
     reads_reasoning = False
@@ -60,26 +60,26 @@ class PlainMessage:
         self._text: list[str] = []
 
     def feed(self, text: str) -> None:
-        """Take more text."""
+        """Add text."""
         self._text.append(text)
 
     def finish(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, because no text is held back."""
 
     def take(self) -> dict[str, Any]:
-        """The content since the last time."""
+        """Return the content since the last call."""
         text = "".join(self._text)
         self._text.clear()
         return {"content": text} if text else {}
 
 
 class ParsedMessage:
-    """Text is read in a chat format.
+    """A message whose text is parsed with a chat format.
 
     Args:
-        fmt: the checkpoint's format.
-        context: the request's tools, the end of its prompt, which says in what stage the output
-            begins, and what is to become of reasoning and calls.
+        fmt: the chat format of the checkpoint.
+        context: the part of the request that the postprocessor needs. The tools, the end of the
+            prompt and the options for reasoning and tool calls are used here.
     """
 
     def __init__(self, fmt: Format, context: StreamContext) -> None:
@@ -87,7 +87,7 @@ class ParsedMessage:
         if not context.separate_reasoning:
             fmt = _with_reasoning_inline(fmt)
         if not context.reads_calls:
-            fmt, tools = _without_calls(fmt), [_NO_TOOL]
+            fmt, tools = _without_calls(fmt), [_UNCALLABLE_TOOL]
         self._parser = StreamParser(fmt, tools=tools, prompt=context.prompt)
         self._separates = context.separate_reasoning
         self._includes = context.include_reasoning
@@ -96,8 +96,11 @@ class ParsedMessage:
         self.has_calls = False
         layout = fmt.layout
         self.reads_reasoning = not isinstance(layout, Sections) or layout.reasoning is not None
-        # The parser shows the marker with which the prompt opened reasoning; the model wrote none.
-        self._borrowed = "" if self._separates else _borrowed_marker(fmt, self.is_reasoning)
+        # If reasoning stays in the content and the prompt has opened it, the parser adds the
+        # opening marker to the content. The model did not write that marker, so it is removed.
+        self._added_marker = (
+            "" if self._separates else _marker_opened_by_prompt(fmt, self.is_reasoning)
+        )
 
     @property
     def is_reasoning(self) -> bool:
@@ -105,22 +108,22 @@ class ParsedMessage:
         return self._parser.stage is Stage.REASONING
 
     def feed(self, text: str) -> None:
-        """Take more text."""
+        """Add text."""
         self._add(self._parser.feed(text))
 
     def finish(self) -> None:
-        """The text is over: what was held back comes out."""
+        """Parse the text that was held back. No more text follows."""
         self._add(self._parser.finish())
 
     def take(self) -> dict[str, Any]:
-        """What is new; a call's id and name come with its first piece only."""
+        """Return the new fields of a delta. Only the first delta of a call has its id and name."""
         delta: dict[str, Any] = {
-            name: "".join(pieces) for name, pieces in self._texts.items() if pieces
+            name: "".join(texts) for name, texts in self._texts.items() if texts
         }
         if self._calls:
             delta["tool_calls"] = list(self._calls.values())
-        for pieces in self._texts.values():
-            pieces.clear()
+        for texts in self._texts.values():
+            texts.clear()
         self._calls = {}
         return delta
 
@@ -128,34 +131,37 @@ class ParsedMessage:
         for event in events:
             match event:
                 case ReasoningDelta(text):
-                    self._reason(text)
+                    self._add_reasoning(text)
                 case ContentDelta(text):
-                    self._say(text)
+                    self._add_content(text)
                 case ToolCallStart(index, id=call_id, name=name):
                     self.has_calls = True
                     self._call(index).update(id=call_id, name=name)
                 case ArgumentsDelta(index, text):
                     self._call(index)["arguments"] += text
 
-    def _reason(self, text: str) -> None:
+    def _add_reasoning(self, text: str) -> None:
         if not self._separates:
-            self._say(text)
+            self._add_content(text)
         elif self._includes:
             self._texts["reasoning"].append(text)
 
-    def _say(self, text: str) -> None:
-        text, self._borrowed = text.removeprefix(self._borrowed), ""
+    def _add_content(self, text: str) -> None:
+        text = text.removeprefix(self._added_marker)
+        self._added_marker = ""
         if text:
             self._texts["content"].append(text)
 
     def _call(self, index: int) -> dict[str, Any]:
+        """Return the delta of the call `index`, which is created if necessary."""
         return self._calls.setdefault(index, {"index": index, "arguments": ""})
 
 
 def _with_reasoning_inline(fmt: Format) -> Format:
-    """The format whose reasoning is content, markers and all.
+    """Return the format with reasoning and its markers as a part of the content.
 
-    In a row of messages there are no markers of reasoning; its text alone becomes content.
+    Formats in which reasoning is a message of its own (Messages) have no markers around reasoning.
+    They are returned unchanged.
     """
     layout = fmt.layout
     if not isinstance(layout, Sections) or layout.reasoning is None:
@@ -164,7 +170,8 @@ def _with_reasoning_inline(fmt: Format) -> Format:
     return replace(fmt, layout=replace(layout, reasoning=reasoning))
 
 
-def _borrowed_marker(fmt: Format, is_reasoning: bool) -> str:
+def _marker_opened_by_prompt(fmt: Format, is_reasoning: bool) -> str:
+    """Return the marker that opens reasoning, if the output begins inside reasoning; else ""."""
     layout = fmt.layout
     if not is_reasoning or not isinstance(layout, Sections) or layout.reasoning is None:
         return ""
@@ -172,7 +179,7 @@ def _borrowed_marker(fmt: Format, is_reasoning: bool) -> str:
 
 
 def _without_calls(fmt: Format) -> Format:
-    """The format that leaves tool calls in the content."""
+    """Return the format with tool calls as a part of the content."""
     fmt = fmt.with_policy(replace(fmt.policy, unknown_tool=UnknownTool.CONTENT))
     layout = fmt.layout
     return replace(fmt, layout=replace(layout, tools=None))

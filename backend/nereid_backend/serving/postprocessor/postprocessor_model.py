@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `postprocessor`: token ids -> text -> what the client gets.
+"""The Triton model `postprocessor`: it converts token ids to text and sends it to the client.
 
-Decoupled, one instance (two would mix the order of a stream's steps). A step may answer nothing;
-the last step of a request always answers.
+The model is decoupled: a step may have no response, but the last step of a request always has one.
+It has exactly one instance, because several instances would change the order of a stream's steps.
 """
 
 import json
@@ -17,8 +17,8 @@ from nereid_backend.errors import NereidError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.feedback import FeedbackWriter, Signal
-from nereid_backend.serving.postprocessor.choice import Answer, Piece
-from nereid_backend.serving.postprocessor.choices import Answers
+from nereid_backend.serving.postprocessor.choice import Choice, ChoiceOutput
+from nereid_backend.serving.postprocessor.choices import Choices
 from nereid_backend.serving.postprocessor.message_builder import (
     MessageBuilder,
     ParsedMessage,
@@ -32,15 +32,15 @@ from nereid_backend.text.detokenizer import decoder
 from nereid_backend.text.logprob_entries import vllm_entry
 from nereid_backend.text.token_text import TokenText
 
-# Asking the server whether a request was cancelled is a message to it and back.
+# The interval between two checks for cancellation. Each check costs one round trip to the server.
 _CANCEL_CHECK_S = 0.1
 
 
 class PostprocessorModel:
-    """Third step of the ensemble."""
+    """The third step of the ensemble."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the checkpoint's tokenizer and find out how it writes."""
+        """Load the checkpoint's tokenizer and choose its chat format."""
         try:
             settings, _ = read_settings(args)
             tokenizer = load_tokenizer(settings.model)
@@ -53,65 +53,65 @@ class PostprocessorModel:
         }
         self._texts = TokenText(tokenizer)
         self._feedback = FeedbackWriter()
-        # By the stream's slot: a stream that ended without a last step makes room when its slot is
-        # used again.
-        self._answers: dict[int, Answers] = {}
+        # The open streams by feedback slot. A stream that ended without a last step is replaced
+        # when the executor uses its slot again.
+        self._streams: dict[int, Choices] = {}
 
     def execute(self, requests: list[Any]) -> None:
-        """Take steps of streams, in order."""
+        """Process steps of streams in order, and send their responses."""
         for request in requests:
             sender = request.get_response_sender()
             try:
                 reply = self._step(request)
             except NereidError as error:
                 reply = tensors.error_response(error)
-            except Exception as error:  # noqa: BLE001 - the step ends here and must be answered
+            except Exception as error:  # noqa: BLE001 - the step ends here and needs a response
                 tensors.log.exception("step failed in the postprocessor")
                 reply = tensors.error_response(error)
             tensors.send(sender, reply, final=True)
 
     def finalize(self) -> None:
-        """Nothing to release."""
+        """Release nothing, because the postprocessor has no external resources."""
 
     def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """The response to one step, None when it says nothing to the client."""
+        """Return the response to one step; None if the step has no output for the client."""
         state = StepState.unpack(tensors.array(request, tensor_names.STATE))
         if state.opening is not None:
             self._feedback.attach(state.opening.feedback_path)
-            self._answers[state.slot] = self._open(state.opening, state.serial)
-        answers = self._answers.get(state.slot)
+            self._streams[state.slot] = self._open(state.opening, state.serial)
+        choices = self._streams.get(state.slot)
         self._feedback.report(state.slot, state.serial, state.step)
-        if answers is None or answers.serial != state.serial:
-            # Its stream has ended: it failed here, or it was forgotten.
+        if choices is None or choices.serial != state.serial:
+            # The stream has already ended, for example with an error in an earlier step.
             return None
         try:
-            return self._advance(answers, state, request)
+            return self._advance(choices, state, request)
         except Exception:
-            # The client hears of the error; nobody waits for the rest.
-            self._answers.pop(state.slot, None)
+            # The client receives the error as its last response, so the rest is not needed.
+            self._streams.pop(state.slot, None)
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
 
-    def _advance(self, answers: Answers, state: StepState, request: Any) -> Any:  # noqa: ANN401
-        answers.take(tensors.array(request, tensor_names.TOKEN_IDS).tolist(), state)
+    def _advance(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
+        choices.add(tensors.array(request, tensor_names.TOKEN_IDS).tolist(), state)
         if state.is_last:
-            del self._answers[state.slot]
+            del self._streams[state.slot]
         else:
-            self._check_cancel(answers, state, request)
-            if not answers.is_cancelled:
-                for slot in answers.stopped_slots():
+            self._check_cancel(choices, state, request)
+            if not choices.is_cancelled:
+                for slot in choices.stopped_slots():
                     self._feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
-        reply = self._reply(answers, answers.pieces(is_last=state.is_last))
-        return self._keepalive(answers) if reply is None else reply
+        reply = self._reply(choices, choices.take_outputs(is_last=state.is_last))
+        return self._keepalive(choices) if reply is None else reply
 
-    def _keepalive(self, answers: Answers) -> Any:  # noqa: ANN401 - the server's own types
-        """An empty response where a stream has been silent for long, else None."""
-        if not (self._keepalive_s and answers.context.stream):
+    def _keepalive(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
+        """Return an empty response if a stream has had none for keepalive_ms; else None."""
+        if not (self._keepalive_s and choices.context.stream):
             return None
         now = time.monotonic()
-        if now - answers.replied < self._keepalive_s:
+        if now - choices.replied < self._keepalive_s:
             return None
-        answers.replied = now
+        choices.replied = now
         return tensors.response(
             {
                 tensor_names.TEXT_OUTPUT: tensors.strings(""),
@@ -119,24 +119,27 @@ class PostprocessorModel:
             }
         )
 
-    def _check_cancel(self, answers: Answers, state: StepState, request: Any) -> None:  # noqa: ANN401
+    def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
+        """Report a cancelled request to the executor. Ask the server at most every 0.1 s."""
         now = time.monotonic()
-        if now - answers.cancel_checked > _CANCEL_CHECK_S:
-            answers.cancel_checked = now
+        if now - choices.cancel_checked > _CANCEL_CHECK_S:
+            choices.cancel_checked = now
             if request.is_cancelled():
-                answers.is_cancelled = True
+                choices.is_cancelled = True
                 self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
 
-    def _open(self, opening: Opening, serial: int) -> Answers:
+    def _open(self, opening: Opening, serial: int) -> Choices:
+        """Return the state of a new stream."""
         context = StreamContext.unpack(opening.context)
-        # A format's markers are often special tokens, which must be there to be read.
-        skips = context.skip_special_tokens and not self._is_parsed(context)
-        decode, check = self._decoders[skips], strict_check(context)
-        answers = (
-            Answer(context, index, decode, self._message(context), self._texts, check)
+        # The markers of a chat format are often special tokens, and the parser needs them.
+        skips_special_tokens = context.skip_special_tokens and not self._is_parsed(context)
+        decode = self._decoders[skips_special_tokens]
+        check = strict_check(context)
+        choices = (
+            Choice(context, index, decode, self._message(context), self._texts, check)
             for index in range(context.n)
         )
-        return Answers(context, serial, opening.slots, answers)
+        return Choices(context, serial, opening.slots, choices)
 
     def _is_parsed(self, context: StreamContext) -> bool:
         return context.prompt is not None and self._format is not None
@@ -146,32 +149,36 @@ class PostprocessorModel:
             return PlainMessage()
         return ParsedMessage(self._format, context)
 
-    def _reply(self, answers: Answers, pieces: Sequence[Piece]) -> Any:  # noqa: ANN401
-        if not pieces:
+    def _reply(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
+        """Return a response with one tensor element for each output; None without outputs."""
+        if not outputs:
             return None
-        answers.replied = time.monotonic()
-        deltas = (json.dumps(piece.delta, ensure_ascii=False) for piece in pieces)
-        outputs: dict[str, npt.NDArray[Any]] = {
-            tensor_names.TEXT_OUTPUT: tensors.strings(*(piece.text for piece in pieces)),
+        choices.replied = time.monotonic()
+        deltas = (json.dumps(output.delta, ensure_ascii=False) for output in outputs)
+        output_tensors: dict[str, npt.NDArray[Any]] = {
+            tensor_names.TEXT_OUTPUT: tensors.strings(*(output.text for output in outputs)),
             tensor_names.DELTA: tensors.strings(*deltas),
         }
-        for name in answers.context.returns:
-            outputs[name] = self._returned(name, pieces)
-        return tensors.response(outputs)
+        for name in choices.context.returns:
+            output_tensors[name] = self._optional_output(name, outputs)
+        return tensors.response(output_tensors)
 
-    def _returned(self, name: str, pieces: Sequence[Piece]) -> npt.NDArray[Any]:
-        """An optional output: one element a choice; the prompt's length only once."""
+    def _optional_output(self, name: str, outputs: Sequence[ChoiceOutput]) -> npt.NDArray[Any]:
+        """Return an optional output tensor with one element for each choice.
+
+        The number of prompt tokens is the same for all choices and has only one element.
+        """
         if name == tensor_names.FINISH_REASON:
-            reasons = [piece.finish_reason for piece in pieces]
+            reasons = [output.finish_reason for output in outputs]
             return tensors.strings(*(reason or "" for reason in reasons if any(reasons)))
         if name == tensor_names.LOGPROBS:
-            return tensors.strings(*(self._vllm_logprobs(piece) for piece in pieces))
+            return tensors.strings(*(self._vllm_logprobs(output) for output in outputs))
         if name == tensor_names.CUMULATIVE_LOGPROB:
-            return np.array([piece.cumulative_logprob for piece in pieces], np.float32)
+            return np.array([output.cumulative_logprob for output in outputs], np.float32)
         if name == tensor_names.NUM_INPUT_TOKENS:
-            return np.array([pieces[0].num_input_tokens], np.uint32)
-        return np.array([piece.num_output_tokens for piece in pieces], np.uint32)
+            return np.array([outputs[0].num_input_tokens], np.uint32)
+        return np.array([output.num_output_tokens for output in outputs], np.uint32)
 
-    def _vllm_logprobs(self, piece: Piece) -> str:
-        entries = [vllm_entry(row, self._texts) for row in piece.logprobs]
+    def _vllm_logprobs(self, output: ChoiceOutput) -> str:
+        entries = [vllm_entry(row, self._texts) for row in output.logprobs]
         return json.dumps(entries, ensure_ascii=False)

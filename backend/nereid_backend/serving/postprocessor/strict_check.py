@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After generation: an answer that was promised to match a schema is checked against it."""
+"""Validates the complete output of a request against its strict schemas."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,11 @@ from nereid_backend.serving.wire import StreamContext
 
 
 def strict_check(context: StreamContext) -> Check | None:
-    """What checks a whole message of this request; None where nothing strict was asked for."""
+    """Return a function that validates a complete message; None without a strict schema.
+
+    The content is validated against a strict response_format, and the arguments of a call against
+    the parameters of its tool, if that is strict.
+    """
     schemas = {
         tool["function"]["name"]: tool["function"].get("parameters") or {}
         for tool in context.tools
@@ -31,10 +35,13 @@ def strict_check(context: StreamContext) -> Check | None:
     return check
 
 
-def _validate(where: str, text: str, schema: Any) -> None:  # noqa: ANN401 - any JSON schema
-    # Imported where it is needed: most requests bring no schema.
+def _validate(field: str, text: str, schema: Any) -> None:  # noqa: ANN401 - any JSON schema
+    """Raise an EngineError that names `field` if `text` is not JSON that matches `schema`."""
+    # Imported here, because most requests have no schema and need not load jsonschema.
     from nereid_backend.grammar.validate_answer import validate_strict
 
     problem = validate_strict(text, schema)
     if problem:
-        raise EngineError(f"{where}: the answer breaks its strict schema: {problem}")
+        raise EngineError(
+            f"{field}: the generated text does not match the strict schema: {problem}"
+        )

@@ -150,8 +150,8 @@ def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
     max_count = int(limit_s / (worst.unit_s * vocab_size))
     raise RequestError(
         f"{kind}: the grammar would take about {total_s:.0f} s to compile, but the limit is "
-        f"{limit_s:g} s. The bound in {worst.place} asks for {worst.repetitions} repetitions. Lower it "
-        f"to about {max_count} or less."
+        f"{limit_s:g} s. The bound in {worst.place} asks for {worst.repetitions} repetitions. "
+        f"Lower it to about {max_count} or less."
     )
 
 

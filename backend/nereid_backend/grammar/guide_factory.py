@@ -233,9 +233,8 @@ class Guides:
             rules = rules_for(libraries.vocabulary, stops, special_ids, after)
             self._rules.put(key, rules, 1)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
-        return TokenGuide(
-            rules, compiled_spec.compiled.matcher() if compiled_spec is not None else None, thinking
-        )
+        matcher = compiled_spec.compiled.matcher() if compiled_spec is not None else None
+        return TokenGuide(rules, matcher, thinking)
 
 
 def _then(first: "Future[S]", answer: "Future[TokenGuide]", follow: Callable[[S], None]) -> None:

@@ -180,7 +180,7 @@ def test_a_schema_cannot_bring_options_of_its_own(guide):
 def test_bounds_that_would_compile_for_minutes_are_refused_before():
     tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": "ab.{0,2000}"}}
     with pytest.raises(
-        RequestError, match=r"10 s\. The bound at \$\.format\.pattern, column 4 asks for 2000"
+        RequestError, match=r"10 s\. The bound in \$\.format\.pattern, column 4 asks for 2000"
     ):
         check_cost("structural_tag", json.dumps(tag), 150_000, 10.0)
     check_cost("structural_tag", json.dumps(tag), 2_000, 10.0)

@@ -82,53 +82,53 @@ archs: setup ## Compare every causal language model type of transformers with tr
 	@$(BIN)/python tests/backend/archs.py $(ARGS)
 
 bench: setup ## Compare the engine with transformers and llama.cpp, and with the limits of this machine
-	@$(BIN)/python loadtest/bench.py $(ARGS)
+	@$(BIN)/python -m loadtest.bench.bench $(ARGS)
 
 bench-peers: ## Install llama.cpp for `make bench` in its own environment (builds from source, about ten minutes)
 	@test -x $(VENV)-peers/bin/python || $(PYTHON) -m venv $(VENV)-peers
 	@$(VENV)-peers/bin/python -m pip install --quiet llama-cpp-python==0.3.36 gguf==0.19.0 numpy
 
 bench-attention: setup ## Compare decode attention of the native CPU kernel with the PyTorch reference and the memory bandwidth
-	@$(BIN)/python loadtest/bench_attention.py $(ARGS)
+	@$(BIN)/python -m loadtest.bench.bench_attention $(ARGS)
 
 bench-serve: setup ## Compare tokens/s through the Triton server and the frontend with the same engine in process
-	@$(BIN)/python loadtest/bench_serve.py $(ARGS)
+	@$(BIN)/python -m loadtest.bench.bench_serve $(ARGS)
 
 bench-engine: setup ## Compare the engine with generate() of transformers
-	@$(BIN)/python loadtest/bench_engine.py $(ARGS)
+	@$(BIN)/python -m loadtest.bench.bench_engine $(ARGS)
 
 bench-parsers: setup ## Measure the parsing time for each character, by kind of tool call
-	@$(BIN)/python loadtest/bench_parsers.py $(ARGS)
+	@$(BIN)/python -m loadtest.bench.bench_parsers $(ARGS)
 
 bench-pooling: setup ## Compare embedding models and rerankers with sentence-transformers, and with the limits of this machine
-	@$(BIN)/python loadtest/bench_pooling.py $(ARGS)
+	@$(BIN)/python -m loadtest.bench.bench_pooling $(ARGS)
 
 bench-constraints: setup ## Measure grammars: compile time, masks, first token, and tokens/s with and without a schema
-	@$(BIN)/python loadtest/bench_constraints.py $(ARGS)
+	@$(BIN)/python -m loadtest.bench.bench_grammars $(ARGS)
 
 bench-sampler: setup ## Measure the time of sampling in each step, by request fields
-	@$(BIN)/python loadtest/bench_sampler.py $(ARGS)
+	@$(BIN)/python -m loadtest.bench.bench_sampler $(ARGS)
 
 bench-scheduler: setup ## Measure the time of scheduling in each step, with many running and waiting requests
-	@$(BIN)/python loadtest/bench_scheduler.py $(ARGS)
+	@$(BIN)/python -m loadtest.bench.bench_scheduler $(ARGS)
 
 bench-growth: setup ## Draw charts of the step time by batch size, context, waiting requests and output length
-	@$(BIN)/python loadtest/growth.py $(ARGS)
+	@$(BIN)/python -m loadtest.bench.growth $(ARGS)
 
 bench-gpu: ## Compare every GPU kernel with its reference and measure the kernels (needs an NVIDIA GPU and torch with CUDA)
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) loadtest/bench_gpu.py $(ARGS)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m loadtest.gpu.bench_gpu $(ARGS)
 
 loadtest: setup ## Run two minutes of mixed load and check every answer: make loadtest ARGS='--seconds 20'
-	@$(BIN)/python loadtest/load.py $(ARGS)
+	@$(BIN)/python -m loadtest.load.load $(ARGS)
 
 soak: setup ## Run mixed traffic with one fault each minute and check the invariants: make soak MINUTES=30
-	@$(BIN)/python loadtest/soak.py --minutes $(MINUTES) $(ARGS)
+	@$(BIN)/python -m loadtest.faults.soak --minutes $(MINUTES) $(ARGS)
 
 cancel-storm: setup ## Send twenty thousand requests over HTTP and gRPC, and cancel half of them at random times
-	@$(BIN)/python loadtest/cancel_storm.py $(ARGS)
+	@$(BIN)/python -m loadtest.faults.cancel_storm $(ARGS)
 
 flat-memory: setup ## Check that the memory of no process grows under full load: make flat-memory MINUTES=10
-	@$(BIN)/python loadtest/soak.py --faults none --minutes $(MINUTES) --users 16 $(ARGS)
+	@$(BIN)/python -m loadtest.faults.soak --faults none --minutes $(MINUTES) --users 16 $(ARGS)
 
 clean: ## Remove the virtual environment, the site and the caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .cache site

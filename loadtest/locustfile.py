@@ -13,13 +13,20 @@ whatever the answers take; `--arrivals closed` sends one after the other.
 
 Beside each scenario's own lines locust's tables have `TTFT`, the time to the first piece that says
 something, and `ITL`, the mean time between two pieces of a stream. All is greedy, so each request
-has one right answer: the first one that it got. scenarios/judge.py tells in which ways an answer
-can be wrong. `make loadtest` runs all of this on a server of its own: loadtest/load.py.
+has one right answer: the first one that it got. load/check_reply.py tells in which ways an answer
+can be wrong. `make loadtest` runs all of this on a server of its own: loadtest/load/load.py.
 """
 
-from locust import events  # noqa: F401 - locust comes first: it makes sockets and threads gevent's
-from scenarios.arrivals import Closed, Constant, Poisson
-from scenarios.asks import (
+import sys
+from pathlib import Path
+
+from locust import events  # noqa: F401 - locust comes first: it replaces sockets and threads by gevent's
+
+# `locust -f` puts only this file's folder on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from loadtest.load.arrivals import Closed, Constant, Poisson
+from loadtest.load.load_requests import (
     Ask,
     bad,
     chat,
@@ -31,8 +38,8 @@ from scenarios.asks import (
     grpc_text,
     rerank,
 )
-from scenarios.questions import Question
-from scenarios.user import LoadUser
+from loadtest.load.load_user import LoadUser
+from loadtest.load.prompts import Question
 
 _GUIDE = "You are a guide to the town of Pinemark and know all of its streets. " * 12
 _LONG = "The road from Pinemark to Korvale is long, and every mile of it has a story. " * 60

@@ -5,13 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import broken_checkpoints
 import pytest
 from fakes.live_frontend import free_port
 from nereid_client.cli.main import main
 from nereid_client.console import CliError
 from nereid_client.supervise import startup_checks as checks
-from served import free_ports
+
+from loadtest.faults import broken_checkpoints
+from loadtest.server.served import free_ports
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import time
 from contextlib import suppress
 
 from fakes.live_frontend import wait_for
-from served import free_ports
+
+from loadtest.server.served import free_ports
 
 
 def listens(port):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from docs.blocks import BIN, ROOT, Block, Ports, printed, read_blocks, run_block, unaccounted
-from served import Served, free_ports
+
+from loadtest.server.served import Served, free_ports
 
 PAGES = [
     ROOT / "README.md",

@@ -1,6 +1,7 @@
 import pytest
 from e2e.gauges_page import gauge_of
-from served import Served
+
+from loadtest.server.served import Served
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from served import ALONE, Served
+from loadtest.server.served import ALONE, Served
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "demo" / "chat"

@@ -1,13 +1,13 @@
-"""The storm of cancels of loadtest/cancel_storm.py, as a squall: the real server, a few seconds."""
+"""The cancel storm of loadtest.faults.cancel_storm on a real server, for a few seconds."""
 
 import asyncio
 import random
 
 import pytest
-import rests
-import storm_asks
-from cancel_storm import Storm, serve
-from watch import Watch
+
+from loadtest.faults import cancel_storm_requests, leftovers
+from loadtest.faults.cancel_storm import Storm, serve
+from loadtest.faults.server_watch import Watch
 
 pytestmark = pytest.mark.triton
 
@@ -18,8 +18,8 @@ NUM_REQUESTS = 240
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """On a busy machine a server needs longer to see that its clients have gone."""
-    monkeypatch.setattr(rests, "_LIMIT_S", 60.0)
-    monkeypatch.setattr(rests, "_CLOSED_S", 30.0)
+    monkeypatch.setattr(leftovers, "_LIMIT_S", 60.0)
+    monkeypatch.setattr(leftovers, "_CLOSED_S", 30.0)
 
 
 def blow(load):
@@ -40,7 +40,7 @@ def judge(storm):
 
 
 def test_clients_that_leave_at_any_moment_cost_the_engine_and_its_other_answers_nothing():
-    storm, watch = blow(storm_asks.demo(random.Random(SEED), variety=1))
+    storm, watch = blow(cancel_storm_requests.demo(random.Random(SEED), variety=1))
     judge(storm)
     if not watch.outages:  # server 2.51 can crash; what it had counted is lost then
         # Few on a busy machine, where clients leave before their requests are in there.
@@ -48,5 +48,5 @@ def test_clients_that_leave_at_any_moment_cost_the_engine_and_its_other_answers_
 
 
 def test_known_answers_survive_clients_that_leave_at_any_moment(tmp_path):
-    storm, _ = blow(storm_asks.scripted(random.Random(SEED), variety=3, folder=tmp_path))
+    storm, _ = blow(cancel_storm_requests.scripted(random.Random(SEED), variety=3, folder=tmp_path))
     judge(storm)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import ALONE, Served, free_ports
+
+from loadtest.server.served import ALONE, Served, free_ports
 
 pytestmark = pytest.mark.triton
 

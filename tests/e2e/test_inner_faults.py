@@ -3,9 +3,10 @@
 import asyncio
 import dataclasses
 
-import inner_faults
 import pytest
-from inner_faults import Stage, faults, stage
+
+from loadtest.faults import engine_faults
+from loadtest.faults.engine_faults import Stage, faults, stage
 
 pytestmark = pytest.mark.triton
 
@@ -38,8 +39,8 @@ def serving():
 
 @pytest.mark.parametrize("name", list(EXPECTED))
 def test_a_fault_ends_what_it_must_and_service_comes_back(serving, name, monkeypatch):
-    monkeypatch.setattr(inner_faults, "_RECOVERY_LIMIT_S", 400.0)
-    monkeypatch.setattr(inner_faults, "_CLIENT_TIMEOUT_S", 240.0)
+    monkeypatch.setattr(engine_faults, "_RECOVERY_LIMIT_S", 400.0)
+    monkeypatch.setattr(engine_faults, "_CLIENT_TIMEOUT_S", 240.0)
     fault = next(fault for fault in faults() if fault.name.startswith(name))
 
     async def measure():

@@ -5,7 +5,8 @@ import time
 
 import httpx
 import pytest
-from overload import CAPACITY_PER_S, judge, offer, serve
+
+from loadtest.load.overload import CAPACITY_PER_S, judge, offer, serve
 
 pytestmark = pytest.mark.triton
 

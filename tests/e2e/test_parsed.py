@@ -6,7 +6,8 @@ import json
 import openai
 import pytest
 from e2e.triton_client import ask, chat
-from served import ALONE, Served
+
+from loadtest.server.served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 

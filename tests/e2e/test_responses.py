@@ -10,7 +10,8 @@ import pytest
 from e2e.gauges_page import gauge_of, is_busy, is_idle, num_given_up, wait_until_given_up
 from fakes.live_frontend import wait_for
 from fakes.response_events import StreamCheck
-from served import ALONE, Served
+
+from loadtest.server.served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 

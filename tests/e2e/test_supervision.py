@@ -5,13 +5,14 @@ import random
 import signal
 import time
 
-import faults
-import processes
 import pytest
 from fakes.live_frontend import wait_for
-from faults import FAULTS, long_requests, measure
-from served import ALONE, Served
-from traffic import Ask, Asker, asks
+
+from loadtest.client.traffic import Ask, Asker, asks
+from loadtest.faults import process_faults
+from loadtest.faults.process_faults import FAULTS, long_requests, measure
+from loadtest.server import processes
+from loadtest.server.served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
@@ -45,7 +46,7 @@ def probe():
     ids=lambda fault: fault.role,
 )
 def test_nobody_waits_for_what_died_and_service_comes_back(stack, fault, monkeypatch):
-    monkeypatch.setattr(faults, "_RECOVERY_LIMIT_S", 400.0)
+    monkeypatch.setattr(process_faults, "_RECOVERY_LIMIT_S", 400.0)
     requests = [probe(), *long_requests("chat", {})]
     row = with_asker(stack, lambda asker: measure(stack, asker, fault, requests))
     kinds = {outcome.kind for outcome in row.outcomes}

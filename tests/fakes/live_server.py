@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from served import free_ports
 
 from fakes.live_frontend import wait_for
+from loadtest.server.served import free_ports
 
 ECHO_REPOSITORY = Path(__file__).parent / "echo_repository"
 NEREID = Path(sys.prefix) / "bin" / "nereid"

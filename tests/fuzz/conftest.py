@@ -11,9 +11,10 @@ import time
 from contextlib import contextmanager
 
 import httpx
-import processes
 import pytest
-from served import Served
+
+from loadtest.server import processes
+from loadtest.server.served import Served
 
 CASES = int(os.environ.get("FUZZ_CASES", "0"))
 SEED = os.environ.get("FUZZ_SEED", "0")

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import broken_checkpoints
 import pytest
 from fuzz.values import damaged, odd
+
+from loadtest.faults import broken_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 _DTYPES = (

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "loadtest" / "bench_gpu.py"
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), *arguments],
+        [sys.executable, "-W", "ignore", "-m", "loadtest.gpu.bench_gpu", *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=500,
@@ -44,9 +45,10 @@ def test_a_rehearsal_goes_through_checks_tuning_and_kernels_and_writes_both_repo
 
 
 def test_a_kernel_that_differs_from_its_twin_stops_it(device, monkeypatch):
-    import gpu_kernels
     from nereid_backend.attention.gpu import gpu_attention
     from nereid_backend.attention.layers import LayerSpec
+
+    from loadtest.gpu import gpu_kernels
 
     plain = gpu_attention.decode
 
@@ -65,9 +67,10 @@ def test_a_kernel_that_differs_from_its_twin_stops_it(device, monkeypatch):
 def test_numbers_of_8_bits_that_are_off_by_more_than_their_rounding_stop_it(
     device, monkeypatch, kind, factor
 ):
-    import gpu_kernels
     from nereid_backend.attention.gpu import gpu_attention
     from nereid_backend.attention.layers import LayerSpec
+
+    from loadtest.gpu import gpu_kernels
 
     plain = gpu_attention.store
 
@@ -87,9 +90,10 @@ def test_numbers_of_8_bits_that_are_off_by_more_than_their_rounding_stop_it(
 
 
 def test_a_cache_write_that_differs_from_its_twin_stops_it(device, monkeypatch):
-    import gpu_kernels
     from nereid_backend.attention.gpu import gpu_attention
     from nereid_backend.attention.layers import LayerSpec
+
+    from loadtest.gpu import gpu_kernels
 
     monkeypatch.setattr(gpu_attention, "store", lambda *args: None)
     with pytest.raises(gpu_kernels.KernelError, match="cache write"):
@@ -110,7 +114,7 @@ FOUND = {
 @pytest.fixture
 def report_of(monkeypatch):
     """The report of a run whose contestants are a function."""
-    import gpu_engine
+    from loadtest.gpu import gpu_engine
 
     def report(run):
         made = {"weights_bytes": 8_000_000, "forward_ms": 8.0}
@@ -140,7 +144,7 @@ def around(engine, left_out):
 
 
 def test_targets_say_by_how_much_they_are_met_or_missed(report_of):
-    from gpu_report import markdown
+    from loadtest.gpu.gpu_report import markdown
 
     asked = []
 
@@ -167,7 +171,7 @@ def test_targets_say_by_how_much_they_are_met_or_missed(report_of):
 
 
 def test_what_there_was_no_time_for_is_listed(report_of):
-    from gpu_report import markdown
+    from loadtest.gpu.gpu_report import markdown
 
     def run(name, folder, workload, limit_s, settings):
         if name == "nereid" and settings == {}:
@@ -181,7 +185,7 @@ def test_what_there_was_no_time_for_is_listed(report_of):
 
 
 def test_a_contestant_is_not_begun_without_time_or_with_a_setting_that_is_not_there():
-    from gpu_engine import run
+    from loadtest.gpu.gpu_engine import run
 
     late = run("nereid", "", {}, time.monotonic() + 5, {})
     assert late == {"error": "no time was left"}
@@ -190,7 +194,7 @@ def test_a_contestant_is_not_begun_without_time_or_with_a_setting_that_is_not_th
 
 
 def test_checks_that_take_too_long_give_up_what_is_left_of_them():
-    import bench_gpu
+    from loadtest.gpu import bench_gpu
 
     left_out = []
     late = time.monotonic() - bench_gpu._CHECKS_S

@@ -6,13 +6,12 @@ import sys
 import time
 from types import SimpleNamespace
 
-import bench_gpu
-import gpu_engine
-import gpu_report
-import programs
 import pytest
 import torch
-from gpu_kernels import KernelError
+
+from loadtest.bench import json_programs
+from loadtest.gpu import bench_gpu, gpu_engine, gpu_report
+from loadtest.gpu.gpu_kernels import KernelError
 
 CPU = torch.device("cpu")
 
@@ -112,12 +111,12 @@ def test_without_any_model_there_is_a_report_without_an_engine(monkeypatch):
 
 def program(code, limit_s=20.0):
     started = time.monotonic()
-    found = programs.outcome([sys.executable, "-c", code], limit_s, dict(os.environ))
+    found = json_programs.outcome([sys.executable, "-c", code], limit_s, dict(os.environ))
     return found, time.monotonic() - started
 
 
 def test_a_result_counts_though_a_thread_does_not_let_its_program_end(monkeypatch):
-    monkeypatch.setattr(programs, "_ENDING_S", 0.2)
+    monkeypatch.setattr(json_programs, "_ENDING_S", 0.2)
     found, spent = program(
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(300,)).start()\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "loadtest" / "compile_kernels.py"
+ROOT = Path(__file__).parents[2]
 # What a program may have: 163 KiB on an A100 (compute capability 8.0), of which 8.6 and 8.9, cut in
 # the same way, have 99; 227 on an H100 (9.0).
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
@@ -20,7 +20,8 @@ def compiled(folder, *options):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *options],
+        [sys.executable, "-m", "loadtest.gpu.compile_kernels", *options],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env=environment,

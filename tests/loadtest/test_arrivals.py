@@ -5,7 +5,8 @@ import random
 import statistics
 
 import pytest
-from scenarios.arrivals import Closed, Constant, Poisson, named
+
+from loadtest.load.arrivals import Closed, Constant, Poisson, named
 
 
 def gaps(arrivals, count=4000):

@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from flatness import MAX_SLOPE_MIB_PER_MINUTE, Sample, trend
+
+from loadtest.faults.memory_slope import MAX_SLOPE_MIB_PER_MINUTE, Sample, trend
 
 
 def samples(seed, mib, minutes=10.0, every_s=3.0):

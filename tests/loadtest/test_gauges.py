@@ -4,9 +4,10 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import gauges
 from fakes.live_frontend import wait_for
-from gauges import Sample, Sampler, rates
+
+from loadtest.server import gauges
+from loadtest.server.gauges import Sample, Sampler, rates
 
 PAGE = """\
 # TYPE nereid:num_requests gauge

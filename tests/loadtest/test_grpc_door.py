@@ -7,15 +7,16 @@ from concurrent import futures
 
 import grpc
 import pytest
-from scenarios import numbered
-from scenarios.asks import bad, grpc_chat, grpc_text
-from scenarios.grpc_door import GrpcDoor
-from scenarios.judge import Judge
-from scenarios.questions import Question
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-NUMBERS = numbered.tokens(0)
-QUESTION = Question(numbered.prompt(0), NUMBERS)
+from loadtest.client.grpc_client import GrpcDoor
+from loadtest.load import numbered_answers
+from loadtest.load.check_reply import Judge
+from loadtest.load.load_requests import bad, grpc_chat, grpc_text
+from loadtest.load.prompts import Question
+
+NUMBERS = numbered_answers.tokens(0)
+QUESTION = Question(numbered_answers.prompt(0), NUMBERS)
 TEN = NUMBERS[:10]
 ASK = grpc_chat(QUESTION, 10, ignore_eos=True)
 

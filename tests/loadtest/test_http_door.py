@@ -6,14 +6,15 @@ import time
 import pytest
 from fakes.live_frontend import wait_for
 from fakes.streams import chunk, event, play, stream
-from scenarios import numbered
-from scenarios.asks import bad, chat, chat_at_once, embedding, generate_stream, rerank
-from scenarios.http_door import HttpDoor
-from scenarios.judge import Judge
-from scenarios.questions import Question
 
-NUMBERS = numbered.tokens(0)
-QUESTION = Question(numbered.prompt(0), NUMBERS)
+from loadtest.client.http_client import HttpDoor
+from loadtest.load import numbered_answers
+from loadtest.load.check_reply import Judge
+from loadtest.load.load_requests import bad, chat, chat_at_once, embedding, generate_stream, rerank
+from loadtest.load.prompts import Question
+
+NUMBERS = numbered_answers.tokens(0)
+QUESTION = Question(numbered_answers.prompt(0), NUMBERS)
 TEN = NUMBERS[:10]
 ASK = chat(QUESTION, 10, ignore_eos=True)
 

@@ -3,14 +3,15 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import numbered
-from scenarios.asks import bad, chat, embedding
-from scenarios.judge import Judge
-from scenarios.questions import Question
-from scenarios.reply import Reply
 
-NUMBERS = numbered.tokens(3)
-QUESTION = Question(numbered.prompt(3), NUMBERS)
+from loadtest.client.reply import Reply
+from loadtest.load import numbered_answers
+from loadtest.load.check_reply import Judge
+from loadtest.load.load_requests import bad, chat, embedding
+from loadtest.load.prompts import Question
+
+NUMBERS = numbered_answers.tokens(3)
+QUESTION = Question(numbered_answers.prompt(3), NUMBERS)
 LENGTH = 40
 ASK = chat(QUESTION, LENGTH, ignore_eos=True)
 
@@ -69,7 +70,7 @@ def test_an_answer_that_stops_early_is_truncated(length):
 
 @given(st.integers(0, LENGTH))
 def test_a_token_of_another_answer_is_foreign(place):
-    said = [*NUMBERS[:place], numbered.tokens(4)[place], *NUMBERS[place:LENGTH]]
+    said = [*NUMBERS[:place], numbered_answers.tokens(4)[place], *NUMBERS[place:LENGTH]]
     assert kinds(said) == {"foreign"}
 
 
@@ -125,8 +126,8 @@ def test_a_wrong_count_of_tokens_is_miscounted():
 
 
 def test_an_answer_that_ends_by_itself_counts_the_end_as_a_token():
-    ask = chat(QUESTION, 4 * numbered.LENGTH)
-    assert kinds(NUMBERS, ask, finish="stop", num_tokens=numbered.LENGTH + 1) == set()
+    ask = chat(QUESTION, 4 * numbered_answers.LENGTH)
+    assert kinds(NUMBERS, ask, finish="stop", num_tokens=numbered_answers.LENGTH + 1) == set()
 
 
 def test_an_error_in_the_middle_is_an_error():

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import load
 import pytest
 from fakes.streams import play, stream
-from scenarios import numbered, records
 
-LOADTEST = Path(load.__file__).parent
+from loadtest.load import load, numbered_answers, records
+
+LOADTEST = Path(load.__file__).parents[1]
 
 
 def locust(url, tmp_path, *scenarios, seconds=3, file=LOADTEST / "locustfile.py"):
@@ -57,7 +57,7 @@ def recite(faults=()):
     def answer(body):
         text = body["messages"][-1]["content"]
         series = int(re.search(r"series (\d\d)", text)[1])
-        said = list(numbered.tokens(series)[: body["max_tokens"]])
+        said = list(numbered_answers.tokens(series)[: body["max_tokens"]])
         usage = {"completion_tokens": len(said)}
         if not body.get("stream"):
             message = {"message": {"content": "".join(said)}, "finish_reason": "length"}
@@ -112,10 +112,14 @@ def test_every_scenario_belongs_to_a_phase():
 
 
 def test_numbered_tokens_tell_series_and_place():
-    texts = [text for series in range(numbered.NUM_SERIES) for text in numbered.tokens(series)]
+    texts = [
+        text
+        for series in range(numbered_answers.NUM_SERIES)
+        for text in numbered_answers.tokens(series)
+    ]
     assert len(set(texts)) == len(texts)
-    assert all(numbered.TOKEN.fullmatch(text) for text in texts)
-    assert numbered.TOKEN.findall("".join(texts)) == texts
+    assert all(numbered_answers.TOKEN.fullmatch(text) for text in texts)
+    assert numbered_answers.TOKEN.findall("".join(texts)) == texts
 
 
 @pytest.mark.triton

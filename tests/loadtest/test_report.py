@@ -3,18 +3,16 @@
 import csv
 import re
 
-import load
-import load_page
-import load_report
 import pytest
-from gauges import Sample
-from load_report import Phase
-from scenarios import records
-from scenarios.asks import chat
-from scenarios.judge import Fault
-from scenarios.questions import Question
-from scenarios.records import Record
-from scenarios.reply import Reply
+
+from loadtest.client.reply import Reply
+from loadtest.load import load, records, report_page, report_tables
+from loadtest.load.check_reply import Fault
+from loadtest.load.load_requests import chat
+from loadtest.load.prompts import Question
+from loadtest.load.records import Record
+from loadtest.load.report_tables import Phase
+from loadtest.server.gauges import Sample
 
 
 def made(scenario="Chat", outcome="ok", **fields):
@@ -43,8 +41,8 @@ LOST = {"outcome": "lost", "faults": ["lost: 03.007,"]}
 
 
 def cells(phase, scenario):
-    [line] = [line for line in load_report.rows(phase) if line[0] == scenario]
-    return dict(zip(load_report.unique_columns(), line, strict=True))
+    [line] = [line for line in report_tables.rows(phase) if line[0] == scenario]
+    return dict(zip(report_tables.unique_columns(), line, strict=True))
 
 
 def test_a_row_has_the_figures_of_its_scenario():
@@ -91,7 +89,7 @@ def test_cancelled_and_rejected_requests_do_not_fail_the_run(capsys):
 
 
 def test_the_page_needs_no_other_file_and_shows_what_failed():
-    page = load_page.page([phase(made(), made("<b>", **LOST))], "Load", ["a machine"])
+    page = report_page.page([phase(made(), made("<b>", **LOST))], "Load", ["a machine"])
     assert not re.search(r"""(src|href)=(?!["']?data:)|@import|url\(""", page)
     assert "data:image/png;base64," in page
     assert "lost: 03.007," in page
@@ -101,12 +99,12 @@ def test_the_page_needs_no_other_file_and_shows_what_failed():
 
 def test_a_phase_in_which_nothing_came_can_be_shown():
     empty = Phase("model", "demo", 1.0, broken=["the load generator ended with 2"])
-    assert "the load generator ended with 2" in load_page.page([empty], "Load", [])
-    assert "## model" in load_report.text([empty])
+    assert "the load generator ended with 2" in report_page.page([empty], "Load", [])
+    assert "## model" in report_tables.text([empty])
 
 
 def test_csv_files_hold_requests_scenarios_and_gauges(tmp_path):
-    load_report.write_csv(tmp_path, [phase(made(), made(**LOST))])
+    report_tables.write_csv(tmp_path, [phase(made(), made(**LOST))])
     tables = {
         path.stem: list(csv.DictReader(path.read_text().splitlines()))
         for path in tmp_path.glob("*.csv")

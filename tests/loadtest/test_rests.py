@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import processes
 import pytest
-import rests
-from served import free_ports
-from traffic import Ask, Asker
-from watch import Watch
+
+from loadtest.client.traffic import Ask, Asker
+from loadtest.faults import leftovers
+from loadtest.faults.server_watch import Watch
+from loadtest.server import processes
+from loadtest.server.served import free_ports
 
 SERVER = Path(__file__).with_name("leaky_server.py")
 
@@ -37,7 +38,7 @@ def check_around(served, paths, num_rests=1):
     async def run():
         url = f"http://127.0.0.1:{served.openai_port}"
         asker = Asker(url, url)
-        looks = rests.Rests(served, asker)
+        looks = leftovers.Rests(served, asker)
         assert await looks.check("before") == []
         found = []
         for _ in range(num_rests):
@@ -51,8 +52,8 @@ def check_around(served, paths, num_rests=1):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(rests, "_CLOSED_S", 1.2)
-    monkeypatch.setattr(rests, "_LIMIT_S", 0.5)
+    monkeypatch.setattr(leftovers, "_CLOSED_S", 1.2)
+    monkeypatch.setattr(leftovers, "_LIMIT_S", 0.5)
 
 
 def test_connections_that_clients_keep_alive_are_not_a_leak(served):

@@ -4,13 +4,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import scheduler_simulator
 from nereid_backend import SamplingParams
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import AGEING_STEPS, Scheduler
 from nereid_backend.core.step import Sampled, StepResult
-from scheduler_simulator import Arrival, Cost, main, poisson, read_trace, simulate
+
+from loadtest.bench import scheduler_simulator
+from loadtest.bench.scheduler_simulator import Arrival, Cost, main, poisson, read_trace, simulate
 
 
 def make_scheduler(num_blocks=512, max_num_seqs=32, budget=512) -> Scheduler:

@@ -16,7 +16,7 @@ from nereid_backend.device_transfer import upload
 from nereid_backend.sampling.random_sampling import SamplingBatch, draw
 
 # Tokens in one tile, and warps in one program. No register spills with these
-# (loadtest/compile_kernels.py shows it).
+# (loadtest/gpu/compile_kernels.py shows it).
 _TILE, _NUM_WARPS = 4096, 16
 # The comparison at load: the number of rows, the size of the vocabulary, and the number of tokens
 # that rounding may change.

@@ -1,0 +1,1 @@
+"""Benchmarks of the engine, the parsers and the server."""

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention on this CPU: the native kernel, the torch reference, and the memory's speed.
+
+    python -m loadtest.bench.bench_attention --batch 1 16 --contexts 545 8192 --threads 1 2
+
+Prints, for float32 and bfloat16, milliseconds a layer and the rate at which keys and values were
+read, beside the rate at which this machine reads memory in the same run, and how many times as fast
+a cache of 8-bit integers is under a model of that dtype.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
+from nereid_backend.attention.int8_cache import CpuInt8KVCache
+from nereid_backend.attention.interface import PagedForward
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec
+from nereid_backend.core.request import Request
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.paths.step_batch import BatchBuilder
+
+BLOCK = 16
+FAR_BYTES = 2**26  # twice what the last-level cache of a large processor gives two cores
+
+
+def seconds(function: Callable[[], object], repeat: int) -> float:
+    """Median wall time of a call, after one to warm up."""
+    function()
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def read_rate(repeat: int) -> float:
+    """Bytes per second at which all threads together read memory: a sum over 512 MiB."""
+    data = torch.ones(2**27)
+    return data.numel() * 4 / seconds(data.sum, repeat)
+
+
+def decode_call(
+    cache_type: type[KVCache],
+    args: argparse.Namespace,
+    num_seqs: int,
+    context: int,
+    dtype: torch.dtype,
+) -> tuple[Callable[[], object], int]:
+    """A decode step of some layers over a cache of random keys and values.
+
+    As many layers as it takes that none finds its own part in the processor's cache again, as in a
+    step of a model, which reads all weights in between.
+    """
+    spec = LayerSpec(args.heads, args.kv_heads, args.dim, args.dim)
+    width = -(-context // BLOCK)
+    size = spec.bytes_per_token(1) * num_seqs * context
+    num_layers = -(-FAR_BYTES // size)
+    device = torch.device("cpu")
+    cache = cache_type(
+        [spec] * num_layers,
+        num_blocks=num_seqs * width,
+        block_size=BLOCK,
+        dtype=dtype,
+        device=device,
+    )
+    for tensor in cache.tensors():
+        if tensor.dtype == torch.int8:
+            tensor.random_(-127, 128)
+        else:
+            tensor.normal_()
+    builder = BatchBuilder(
+        max_num_seqs=num_seqs,
+        max_model_len=context,
+        block_size=BLOCK,
+        null_block=cache.null_block,
+    )
+    blocks = torch.randperm(num_seqs * width).tolist()
+    chunks = []
+    for row in range(num_seqs):
+        request = Request(str(row), [1] * context, SamplingParams(), max_total_tokens=context + 1)
+        request.row, request.block_table = row, blocks[row * width : (row + 1) * width]
+        chunks.append(Chunk(request, context - 1, 1, True, True, 1))
+    batch = builder.build(StepPlan(chunks, num_seqs), device)
+    query = torch.randn(1, args.heads, num_seqs, args.dim).to(dtype)
+    key = torch.randn(1, args.kv_heads, num_seqs, args.dim).to(dtype)
+    module = torch.nn.Module()
+
+    def step() -> None:
+        forward = PagedForward([spec] * num_layers, cache, batch.attention)
+        for _ in range(num_layers):
+            forward(module, query, key, key)
+
+    return step, num_layers
+
+
+def layer_seconds(
+    cache_type: type[KVCache],
+    args: argparse.Namespace,
+    num_seqs: int,
+    context: int,
+    dtype: torch.dtype,
+) -> float:
+    """Median wall time of one layer of a decode step."""
+    step, num_layers = decode_call(cache_type, args, num_seqs, context, dtype)
+    return seconds(step, args.repeat) / num_layers
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[545, 8192])
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--threads", type=int, nargs="+", default=[2])
+    parser.add_argument("--repeat", type=int, default=7)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        rate = read_rate(args.repeat)
+        print(f"{threads} threads read memory at {rate / 1e9:.0f} GB/s")
+        print(f"{args.heads}/{args.kv_heads} heads of {args.dim}, blocks of {BLOCK}\n")
+        print(
+            "| sequences | context | dtype | kernel ms | GB/s | share of memory | reference ms "
+            "| ratio | int8 ms | ratio |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|")
+        for num_seqs, context in itertools.product(args.batch, args.contexts):
+            for dtype in (torch.float32, torch.bfloat16):
+                print(row(args, num_seqs, context, dtype, rate), flush=True)
+        print()
+
+
+def row(
+    args: argparse.Namespace, num_seqs: int, context: int, dtype: torch.dtype, rate: float
+) -> str:
+    """Measure one shape: a row of the table."""
+    shape = (args, num_seqs, context, dtype)
+    size = 2 * num_seqs * context * args.kv_heads * args.dim * dtype.itemsize
+    ours, integers, reference = (
+        layer_seconds(kind, *shape) for kind in (CpuKVCache, CpuInt8KVCache, KVCache)
+    )
+    return (
+        f"| {num_seqs} | {context} | {str(dtype).removeprefix('torch.')} | {ours * 1e3:.3f} "
+        f"| {size / ours / 1e9:.0f} | {size / ours / rate:.0%} "
+        f"| {reference * 1e3:.2f} | {reference / ours:.1f} "
+        f"| {integers * 1e3:.3f} | {ours / integers:.2f} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Clients that load tests and benchmarks share."""

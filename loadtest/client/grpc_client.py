@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends asks over gRPC: tritonclient's bidirectional stream on the ensemble.
+
+tritonclient answers from a thread of its own. Under locust that thread is a greenlet, and gRPC
+itself must be told of gevent before its first call: `scenarios.user` does that.
+"""
+
+import json
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
+from tritonclient.utils import InferenceServerException
+
+from loadtest.client.reply import Reply
+from loadtest.load.load_requests import Ask
+
+_STATUS_OF = {"INVALID_ARGUMENT": 400, "NOT_FOUND": 404, "UNAVAILABLE": 503}
+
+
+class GrpcDoor:
+    """One Triton server's gRPC address.
+
+    A connection serves one stream at a time and is used again after it.
+
+    Args:
+        address: such as 127.0.0.1:8001.
+        limit_s: a request that takes longer hangs.
+    """
+
+    def __init__(self, address: str, limit_s: float = 60.0) -> None:
+        self._address = address
+        self._limit_s = limit_s
+        self._idle: list[InferenceServerClient] = []
+
+    def send(self, ask: Ask) -> Reply:
+        """The reply to an ask, read to its end or as far as its client stayed."""
+        reply = Reply()
+        client = self._idle.pop() if self._idle else InferenceServerClient(self._address)
+        try:
+            self._read(client, ask, reply)
+        except InferenceServerException as error:
+            reply.end, reply.error = "broken", str(error)
+        client.stop_stream(cancel_requests=reply.end != "whole")
+        reply.ended = time.monotonic()
+        if reply.end == "broken":
+            client.close()
+        else:
+            self._idle.append(client)
+        return reply
+
+    def close(self) -> None:
+        """Give up the connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _read(self, client: InferenceServerClient, ask: Ask, reply: Reply) -> None:
+        assert isinstance(ask.body, dict)
+        ends = reply.started + (ask.cancel_after_s or self._limit_s)
+        answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        client.start_stream(callback=_into(answers, ask.pause_s))
+        client.async_stream_infer(
+            ask.path,
+            _inputs(ask.body),
+            outputs=[InferRequestedOutput("delta")],
+            enable_empty_final_response=True,  # so that the end is a response of its own
+        )
+        while reply.end == "running":
+            try:
+                result, error = answers.get(timeout=max(0.0, ends - time.monotonic()))
+            except queue.Empty:
+                reply.end = "hung" if ask.cancel_after_s is None else "cancelled"
+                return
+            _take(result, error, reply)
+
+
+def _into(answers: queue.Queue[tuple[Any, Any]], pause_s: float) -> Callable[..., None]:
+    def take(result: object, error: object) -> None:
+        if pause_s:
+            time.sleep(pause_s)  # nothing more is read from the connection meanwhile
+        answers.put((result, error))
+
+    return take
+
+
+def _inputs(values: dict[str, str]) -> list[InferInput]:
+    made = [_tensor("stream", "BOOL", True)]
+    return made + [_tensor(name, "BYTES", value.encode()) for name, value in values.items()]
+
+
+def _tensor(name: str, datatype: str, value: object) -> InferInput:
+    made = InferInput(name, [1], datatype)
+    made.set_data_from_numpy(np.array([value], np.bool_ if datatype == "BOOL" else np.object_))
+    return made
+
+
+def _take(result: Any, error: Any, reply: Reply) -> None:  # noqa: ANN401 - tritonclient has no types
+    if error is not None:
+        reply.error = str(error)[:300]
+        known = (status for name, status in _STATUS_OF.items() if f"[{name}]" in reply.error)
+        reply.status = next(known, 500)
+        # An error that has a status of its own is the call's: the connection or the server ended.
+        reply.end = "whole" if error.status() is None else "broken"
+        return
+    reply.status = 200
+    deltas = result.as_numpy("delta")
+    for raw in deltas if deltas is not None else ():
+        delta = json.loads(raw)
+        reply.say_delta(delta)
+        if "finish_reason" in delta:
+            reply.finish_reasons.append(delta["finish_reason"])
+        if "usage" in delta:
+            reply.num_tokens = delta["usage"]["completion_tokens"]
+    if result.get_response().parameters["triton_final_response"].bool_param:
+        reply.end = "whole"

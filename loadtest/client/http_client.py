@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends asks over HTTP: to the OpenAI API, and to the Triton server's `generate_stream`.
+
+It is http.client on a connection of its own for each request, so that a client that goes away is a
+connection that is closed. Under locust its sockets are gevent's; in tests they are plain ones.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any
+from urllib.parse import urlsplit
+
+from loadtest.client.reply import Reply
+from loadtest.load.load_requests import Ask
+
+Json = dict[str, Any]
+
+# What the kernel keeps for a slow reader: little, so that the server feels it.
+_SLOW_BUFFER_BYTES = 4096
+_READ_BYTES = 65536
+
+
+class HttpDoor:
+    """One server's HTTP address.
+
+    Args:
+        url: such as http://127.0.0.1:9000, without a path.
+        limit_s: a request that takes longer hangs.
+    """
+
+    def __init__(self, url: str, limit_s: float = 60.0) -> None:
+        address = urlsplit(url)
+        self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
+        self._limit_s = limit_s
+
+    def send(self, ask: Ask) -> Reply:
+        """The reply to an ask, read to its end or as far as its client stayed."""
+        reply = Reply()
+        wire = _Wire(self._host, self._port, reply.started, ask, self._limit_s)
+        try:
+            _read(ask, reply, wire)
+        except TimeoutError:
+            reply.end = "hung" if ask.cancel_after_s is None else "cancelled"
+        except (OSError, HTTPException, ValueError) as error:
+            reply.end = "broken"
+            reply.error = reply.error or f"{type(error).__name__}: {error}"
+        finally:
+            wire.close()
+            reply.ended = time.monotonic()
+        return reply
+
+
+class _Wire:
+    """One connection that knows when its client will have had enough."""
+
+    def __init__(self, host: str, port: int, started: float, ask: Ask, limit_s: float) -> None:
+        self._ends = started + min(ask.cancel_after_s or limit_s, limit_s)
+        self._pause_s = ask.pause_s
+        self._connection = HTTPConnection(host, port)
+        self._ask = ask
+        self._socket: socket.socket | None = None
+
+    def post(self) -> HTTPResponse:
+        connection = self._connection
+        connection.timeout = self._left_s()
+        connection.connect()
+        self._socket = connection.sock
+        if self._pause_s:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SLOW_BUFFER_BYTES)
+        body = self._ask.body if isinstance(self._ask.body, str) else json.dumps(self._ask.body)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", self._ask.path, body.encode(), headers)
+        self._hurry()
+        return connection.getresponse()
+
+    def blocks(self, response: HTTPResponse) -> Iterator[bytes]:
+        """What comes, as it comes."""
+        size = _SLOW_BUFFER_BYTES // 4 if self._pause_s else _READ_BYTES
+        while True:
+            self._hurry()
+            block = response.read1(size)
+            if not block:
+                return
+            yield block
+            if self._pause_s:
+                time.sleep(self._pause_s)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _hurry(self) -> None:
+        assert self._socket is not None
+        self._socket.settimeout(self._left_s())
+
+    def _left_s(self) -> float:
+        left_s = self._ends - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        return left_s
+
+
+def _read(ask: Ask, reply: Reply, wire: _Wire) -> None:
+    response = wire.post()
+    reply.status = response.status
+    if response.status != 200 or not ask.is_stream:
+        body = b"".join(wire.blocks(response))
+        if response.status == 200:
+            _take_whole(json.loads(body), reply)
+        else:
+            reply.error = body.decode(errors="replace")[:300]
+        reply.end = "whole"
+        return
+    is_done = False
+    for event in _events(wire.blocks(response)):
+        if event is None:
+            is_done = True
+        elif "error" in event:
+            reply.error = json.dumps(event["error"])[:300]
+        elif ask.door == "triton":
+            _take_delta(event, reply)
+        else:
+            _take_chunk(event, reply)
+    # The OpenAI API says [DONE]; generate_stream ends with the body, which http.client checks.
+    reply.end = "whole" if is_done or ask.door == "triton" else "broken"
+
+
+def _events(blocks: Iterator[bytes]) -> Iterator[Json | None]:
+    """Server-sent events; None for [DONE]."""
+    rest = b""
+    for block in blocks:
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data:
+                yield None if data == b"[DONE]" else json.loads(data)
+
+
+def _take_chunk(chunk: Json, reply: Reply) -> None:
+    """One chunk of a chat completion or a completion."""
+    reply.ids.update([chunk["id"]] if "id" in chunk else [])
+    for choice in chunk["choices"]:
+        reply.say_delta(choice.get("delta", choice))
+        if choice.get("finish_reason"):
+            reply.finish_reasons.append(choice["finish_reason"])
+    if chunk.get("usage"):
+        reply.num_tokens = chunk["usage"]["completion_tokens"]
+
+
+def _take_delta(response: Json, reply: Reply) -> None:
+    """One response of generate_stream, see docs/contract.md."""
+    reply.say(response["text_output"])
+    delta = json.loads(response["delta"])
+    if "finish_reason" in delta:
+        reply.finish_reasons.append(delta["finish_reason"])
+    if "usage" in delta:
+        reply.num_tokens = delta["usage"]["completion_tokens"]
+
+
+def _take_whole(answer: Json, reply: Reply) -> None:
+    """An answer in one piece."""
+    if "data" in answer:
+        reply.numbers = [number for row in answer["data"] for number in row["embedding"]]
+    elif "results" in answer:
+        rows = sorted(answer["results"], key=lambda row: row["index"])
+        reply.numbers = [row["relevance_score"] for row in rows]
+    else:
+        choice = answer["choices"][0]
+        reply.say_delta(choice.get("message", choice))
+        reply.finish_reasons.append(choice["finish_reason"])
+        reply.num_tokens = answer["usage"]["completion_tokens"]

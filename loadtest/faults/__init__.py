@@ -1,0 +1,1 @@
+"""Faults, cancellations and long runs, and what clients see of them."""

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long after a client has gone its blocks are free, through every door and in every state.
+
+    python -m loadtest.faults.cancel_times [--repeats 5] [--states queued ...] [--doors WORD]
+
+Starts the demo model, with one sequence at a time and little prefill a step so that requests stay
+in each state for long enough. The clock stops when the server's metrics show the request gone and
+its blocks free; the metrics are published every 0.1 s, which is part of each figure.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import tritonclient.grpc.aio as grpcclient
+from tritonclient.grpc import InferInput
+
+from loadtest.server.processes import gauges
+from loadtest.server.served import Served
+
+Json = dict[str, Any]
+# Gives up a request; the result is when it was to end, if not now.
+Close = Callable[[], Awaitable[float | None]]
+
+_SETTINGS = {
+    "NEREID_MAX_NUM_SEQS": "1",
+    "NEREID_MAX_NUM_BATCHED_TOKENS": "4",
+    # The server's HTTP door sees only by writing that nobody reads.
+    "NEREID_KEEPALIVE_MS": "250",
+}
+
+_NAME = "demo"
+_PREFILL_S = 0.1
+_LIMIT_S = 20.0
+_TIMEOUT_S = 2.0
+_ENDLESS: Json = {"temperature": 0, "max_tokens": 3000, "ignore_eos": True}
+STATES = ("queued", "prefilling", "decoding", "constrained")
+
+
+def fields_of(state: str) -> Json:
+    """A request that stays in this state: prompt and sampling fields."""
+    name = f"{random.random()} "
+    if state == "prefilling":
+        return {"prompt": name + "again and " * 400, **_ENDLESS}
+    if state == "constrained":
+        return {"prompt": name, **_ENDLESS, "regex": "[a-z ]{2900,3000}"}
+    return {"prompt": name + "For ever and", **_ENDLESS}
+
+
+async def _http(port: int, path: str, body: Json) -> Close:
+    """Send a request whose connection is torn when it is closed."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    await writer.drain()
+
+    async def close() -> None:
+        writer.transport.abort()
+
+    return close
+
+
+def _tensor(name: str, value: str | bool) -> Any:  # noqa: ANN401 - untyped library
+    kind = ("BOOL", np.bool_) if isinstance(value, bool) else ("BYTES", np.object_)
+    made = InferInput(name, [1], kind[0])
+    made.set_data_from_numpy(
+        np.array([value if isinstance(value, bool) else value.encode()], kind[1])
+    )
+    return made
+
+
+async def open_grpc(url: str, fields: Json, stream: bool) -> tuple[Any, Any]:
+    """Send a request; the client, the call, and the task that reads it."""
+    body = dict(fields)
+    prompt = body.pop("prompt")
+    inputs = [
+        _tensor("text_input", prompt),
+        _tensor("stream", stream),
+        _tensor("sampling_parameters", json.dumps(body)),
+    ]
+
+    async def requests() -> AsyncIterator[Json]:
+        yield {"model_name": "llm", "inputs": inputs}
+
+    client = grpcclient.InferenceServerClient(url)
+    answers = client.stream_infer(requests())
+
+    async def read() -> None:
+        with contextlib.suppress(BaseException):  # however the call ends is the door's affair
+            async for _ in answers:
+                pass
+
+    task = asyncio.create_task(read())
+    return client, (answers, task)
+
+
+async def grpc_cancel(served: Served, fields: Json, stream: bool = True) -> Close:
+    """A gRPC stream that is cancelled."""
+    client, (answers, task) = await open_grpc(served.grpc_url, fields, stream)
+
+    async def close() -> None:
+        answers.cancel()
+        await task
+        await client.close()
+
+    return close
+
+
+async def grpc_whole_cancel(served: Served, fields: Json) -> Close:
+    """The same for one answer in one piece."""
+    return await grpc_cancel(served, fields, stream=False)
+
+
+async def grpc_loss(served: Served, fields: Json) -> Close:
+    """A gRPC client whose connection breaks without a word: a relay tears it."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", served.grpc_port)
+        writers.extend((writer, back))
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client, (_, task) = await open_grpc(f"127.0.0.1:{port}", fields, stream=True)
+
+    async def close() -> None:
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+        task.cancel()
+        asyncio.get_running_loop().call_later(3, lambda: asyncio.ensure_future(client.close()))
+
+    return close
+
+
+def _direct(fields: Json, *, stream: bool) -> Json:
+    body = dict(fields)
+    prompt = body.pop("prompt")
+    return {"text_input": prompt, "stream": stream, "sampling_parameters": json.dumps(body)}
+
+
+async def http_stream(served: Served, fields: Json) -> Close:
+    """The Triton server's generate_stream."""
+    path = "/v2/models/llm/generate_stream"
+    return await _http(served.http_port, path, _direct(fields, stream=True))
+
+
+async def http_whole(served: Served, fields: Json) -> Close:
+    """The Triton server's generate."""
+    path = "/v2/models/llm/generate"
+    return await _http(served.http_port, path, _direct(fields, stream=False))
+
+
+async def openai_stream(served: Served, fields: Json) -> Close:
+    """The OpenAI API, streaming."""
+    body = {"model": _NAME, "stream": True, **fields}
+    return await _http(served.openai_port, "/v1/completions", body)
+
+
+async def openai_whole(served: Served, fields: Json) -> Close:
+    """The OpenAI API, one answer."""
+    return await _http(served.openai_port, "/v1/completions", {"model": _NAME, **fields})
+
+
+async def openai_timeout(served: Served, fields: Json) -> Close:
+    """The OpenAI API, a request that has so long to be answered and no longer."""
+    headers = {"X-Request-Timeout": f"{_TIMEOUT_S:g}"}
+    url = f"{served.openai_url}/completions"
+    sent = time.monotonic()
+    client = httpx.AsyncClient(timeout=_LIMIT_S, trust_env=False, headers=headers)
+    task = asyncio.create_task(client.post(url, json={"model": _NAME, **fields}))
+
+    async def close() -> float:
+        if (response := await task).status_code != 504:
+            raise RuntimeError(f"no timeout: {response.status_code} {response.text[:200]}")
+        await client.aclose()
+        return sent + _TIMEOUT_S
+
+    return close
+
+
+async def responses_cancel(served: Served, fields: Json) -> Close:
+    """The Responses API: a background response that is cancelled."""
+    body = {"input" if name == "prompt" else name: value for name, value in fields.items()}
+    body["max_output_tokens"] = body.pop("max_tokens")
+    client = httpx.AsyncClient(timeout=_LIMIT_S, trust_env=False, base_url=served.openai_url)
+    made = await client.post("/responses", json={"model": _NAME, "background": True, **body})
+
+    async def close() -> None:
+        await client.post(f"/responses/{made.json()['id']}/cancel")
+        await client.aclose()
+
+    return close
+
+
+DOORS: dict[str, Callable[[Served, Json], Awaitable[Close]]] = {
+    "gRPC stream cancelled": grpc_cancel,
+    "gRPC cancelled, no stream": grpc_whole_cancel,
+    "gRPC connection lost": grpc_loss,
+    "HTTP generate_stream": http_stream,
+    "HTTP generate": http_whole,
+    "OpenAI stream": openai_stream,
+    "OpenAI, no stream": openai_whole,
+    "OpenAI, X-Request-Timeout": openai_timeout,
+    "Responses, cancelled": responses_cancel,
+}
+
+
+async def _until(served: Served, holds: Callable[[dict[str, float]], bool], what: str) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not holds(found := await asyncio.to_thread(gauges, served)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not {what} after {_LIMIT_S:g} s: {found}")
+        await asyncio.sleep(0.005)
+
+
+def _is_in(state: str, num_others: int) -> Callable[[dict[str, float]], bool]:
+    def holds(found: dict[str, float]) -> bool:
+        running = found.get("num_requests_running", 0)
+        waiting = found.get("num_requests_waiting", 0)
+        if found.get("num_requests") != num_others + 1:
+            return False
+        return waiting == 1 if state == "queued" else running == 1
+
+    return holds
+
+
+async def measure(served: Served, door: str, state: str) -> float:
+    """Seconds from the client's end to its blocks' being free."""
+    hog = None
+    if state == "queued":
+        hog = await grpc_cancel(served, fields_of("decoding"))
+        await _until(served, _is_in("decoding", 0), "busy")
+    num_others = int(hog is not None)
+    close = await DOORS[door](served, fields_of(state))
+    await _until(served, _is_in(state, num_others), state)
+    await asyncio.sleep(_PREFILL_S)
+    now = time.monotonic()
+    gone = await close() or now
+    await _until(
+        served,
+        lambda found: (
+            found.get("num_requests") == num_others
+            and found.get("num_requests_waiting") == 0
+            and found.get("num_requests_running") == num_others
+            and (bool(num_others) or found.get("kv_cache_blocks_used") == 0)
+        ),
+        "free",
+    )
+    elapsed_s = time.monotonic() - gone
+    if hog is not None:
+        await hog()
+        await _until(served, lambda found: found.get("num_requests") == 0, "idle")
+    await asyncio.sleep(0.15)  # until idle gauges have been told
+    return elapsed_s
+
+
+async def measure_all(
+    served: Served, repeats: int, states: Sequence[str], doors: Sequence[str]
+) -> dict[tuple[str, str], list[float]]:
+    """(door, state) -> seconds of each repetition."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for state in states:
+        for door in doors:
+            found[door, state] = [await measure(served, door, state) for _ in range(repeats)]
+            print(_row(door, state, found[door, state]), flush=True)
+    return found
+
+
+def _row(door: str, state: str, seconds: list[float]) -> str:
+    median, worst = statistics.median(seconds) * 1000, max(seconds) * 1000
+    return f"| {door} | {state} | {median:.0f} | {worst:.0f} |"
+
+
+def main() -> int:
+    """Print a table; 1 when anything took longer than a second."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--states", nargs="*", default=STATES, choices=STATES)
+    parser.add_argument("--doors", default="", metavar="WORD", help="those whose name has this")
+    args = parser.parse_args()
+    doors = [door for door in DOORS if args.doors in door]
+    with Served(
+        environment=_SETTINGS, arguments=["--log-level=warning", f"--served-model-name={_NAME}"]
+    ) as served:
+        print("| Door | State | median ms | worst ms |\n|---|---|---|---|", flush=True)
+        found = asyncio.run(measure_all(served, args.repeats, args.states, doors))
+    every = [seconds for row in found.values() for seconds in row]
+    median, worst = statistics.median(every) * 1000, max(every) * 1000
+    print(f"| all | all | {median:.0f} | {worst:.0f} |")
+    return int(max(every) > 1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measurements on a GPU, and the compilation of GPU kernels without one."""

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the kernels for GPUs, on a machine without one, and print what they take.
+
+    python -m loadtest.gpu.compile_kernels --capabilities 80 90 --specs 128
+
+One JSON object a line, a kernel each: shared memory, registers, bytes of registers that did not fit
+(stack_bytes), which matrix instructions it uses, and how many asynchronous copies. Launches are the
+ones that the GPU attention and the GPU sampler make. They are recorded instead of run.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from nereid_backend.attention.attention_batch import Prefill
+from nereid_backend.attention.gpu import gpu_attention, triton_decode, triton_prefill, triton_store
+from nereid_backend.attention.gpu.gpu_attention import Float8, Step
+from nereid_backend.attention.gpu.gpu_batch import DecodeRows, PrefillRows
+from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
+from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.sampling import gpu_sampling, triton_sampling
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+SPECS = {
+    "128": LayerSpec(32, 8, 128, 128),
+    "64-window-sinks": LayerSpec(64, 8, 64, 64, Span(window=128), None, True),
+    "80": LayerSpec(16, 16, 80, 80),
+    "96": LayerSpec(32, 32, 96, 96),
+    "256-softcap-window": LayerSpec(16, 8, 256, 256, Span(window=4096), 50.0),
+    "192-128": LayerSpec(16, 16, 192, 128),
+    "128-chunk": LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
+    "512": LayerSpec(8, 2, 512, 512),
+}
+# Caches of 8 bits stand for bfloat16 kept as integers, or as 8-bit floating point (in bytes).
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.uint8,
+}
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.float64: "*fp64",
+}
+_MODULES = (triton_store, triton_decode, triton_prefill, triton_sampling)
+# Beside the kinds of layer: the choice of tokens.
+_SAMPLING = "sampling"
+_VOCAB_SIZE = 151_936
+
+
+class Recorder:
+    """Stands for a kernel: keeps a launch's arguments instead of running it."""
+
+    def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - triton is untyped
+        self.kernel = kernel
+        self.launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:  # noqa: ANN401 - as above
+        def launch(*args: object, **named: object) -> None:
+            self.launches.append((args, named))
+
+        return launch
+
+
+def record(
+    case: str, dtype: torch.dtype, capability: int, tuning: Tuning | None = None
+) -> list[Recorder]:
+    """The launches of one layer of a step with decodes and a prefill, or of a choice of tokens.
+
+    Args:
+        case: name of the layer in SPECS, or "sampling".
+        dtype: of its cache, or of the logits.
+        capability: of the GPU, such as 90.
+        tuning: instead of that.
+    """
+    recorders = {
+        (module, name): Recorder(getattr(module, name))
+        for module in _MODULES
+        for name in kernel_names(module)
+    }
+    try:
+        for (module, name), recorder in recorders.items():
+            setattr(module, name, recorder)
+        device = Device({}, capability // 10)
+        if tuning is not None:
+            device = fixed(tuning, capability // 10)
+        if case == _SAMPLING:
+            run_sampling(dtype)
+        else:
+            float8 = Float8.DEVICE if capability >= 89 else Float8.BITS
+            run_layer(SPECS[case], dtype, device, float8)
+    finally:
+        for (module, name), recorder in recorders.items():
+            setattr(module, name, recorder.kernel)
+    return [recorder for recorder in recorders.values() if recorder.launches]
+
+
+def kernel_names(module: ModuleType) -> list[str]:
+    """The kernels that a module defines; what it imports are parts of kernels."""
+    return [name for name in vars(module) if name.endswith("_kernel")]
+
+
+def fixed(tuning: Tuning, generation: int) -> Device:
+    """A device on which every kernel has the same tuning."""
+    sizes = {dtype.itemsize for dtype in DTYPES.values()}
+    return Device({name: [Entry(2**16, s, tuning) for s in sizes] for name in KERNELS}, generation)
+
+
+def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float8) -> None:
+    """Call everything that gpu.attend calls, on tensors without memory."""
+    num_tokens, block_size = 80, 16
+    is_scaled = dtype.itemsize == 1
+    model_dtype = torch.bfloat16 if is_scaled else dtype
+
+    def empty(*shape: int, of: torch.dtype = model_dtype) -> Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    def packed(heads: int, dim: int) -> Tensor:
+        return empty(num_tokens, heads, dim).transpose(0, 1)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    scales = empty(65, spec.num_kv_heads, block_size, of=torch.float32)
+    step = Step(
+        spec,
+        empty(65, spec.num_kv_heads, block_size, spec.key_dim, of=dtype),
+        empty(65, spec.num_kv_heads, block_size, spec.value_dim, of=dtype),
+        spec.key_dim**-0.5,
+        empty(spec.num_heads) if spec.has_sinks else None,
+        (scales, scales) if is_scaled else None,
+        float8 if dtype == torch.uint8 else Float8.NONE,
+    )
+    query = packed(spec.num_heads, spec.key_dim)
+    out = empty(num_tokens, spec.num_heads, spec.value_dim)
+    new = packed(spec.num_kv_heads, spec.key_dim), packed(spec.num_kv_heads, spec.value_dim)
+    dim, itemsize = max(spec.key_dim, spec.value_dim), dtype.itemsize
+    gpu_attention.store(*new, step, numbers(num_tokens))
+    # A sequence so long that it is cut into parts.
+    decodes = DecodeRows(1, [(1, 2**20)], numbers(2**16), numbers(1), numbers(1), numbers(1))
+    gpu_attention.decode(query, step, decodes, out, device.tuning("decode", dim, itemsize))
+    prefills = PrefillRows([Prefill(16, 80, 1024, numbers(1, 68))], numbers(68), numbers(1, 4))
+    gpu_attention.prefill(query, step, prefills, out, device.tuning("prefill", dim, itemsize))
+
+
+def run_sampling(dtype: torch.dtype) -> None:
+    """Call what chooses tokens, on logits without memory."""
+    logits = torch.empty(64, _VOCAB_SIZE, dtype=dtype, device="meta")
+    gpu_sampling.sample(logits, logits, np.zeros((5, 64)))
+
+
+def compile_launch(
+    kernel: Any,  # noqa: ANN401 - triton is untyped
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+    capability: int,
+) -> dict[str, Any]:
+    """Machine code for a launch, and what it takes of a multiprocessor."""
+    options = {
+        name: named[name]
+        for name in ("num_warps", "num_stages", "enable_fp_fusion")
+        if name in named
+    }
+    constants = {name: value for name, value in named.items() if name not in options}
+    signature: dict[str, str] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if isinstance(arg, float):
+            signature[name] = "fp32"
+        elif kernel.params[index].do_not_specialize:
+            signature[name] = "i32"
+        elif isinstance(arg, int) and arg == 1:
+            signature[name], constants[name] = "constexpr", 1
+        else:
+            signature[name] = _POINTERS[arg.dtype] if isinstance(arg, Tensor) else "i32"
+            if isinstance(arg, Tensor) or arg % 16 == 0:
+                attributes[index,] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(named.keys() - options.keys(), "constexpr")
+    source = ASTSource(kernel, signature, constants, attributes)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    code = done.asm["ptx"]
+    return {
+        "shared_bytes": done.metadata.shared,
+        **resources(done.asm["cubin"]),
+        "products": sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync", code))),
+        "num_async_copies": len(re.findall(r"cp\.async\.c[ag]", code)),
+    }
+
+
+def resources(binary: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of those that did not fit."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", text)}
+    return {"registers": found["REG"], "stack_bytes": found["STACK"]}
+
+
+def main() -> None:
+    """Compile what the command line names, and print a line for each kernel."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90])
+    specs = [*SPECS, _SAMPLING]
+    parser.add_argument("--specs", nargs="+", choices=specs, default=specs)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
+    parser.add_argument(
+        "--tuning",
+        type=int,
+        nargs=4,
+        metavar=("ROWS", "TILE", "WARPS", "STAGES"),
+        help="instead of the defaults",
+    )
+    args = parser.parse_args()
+    tuning = Tuning(*args.tuning) if args.tuning else None
+    warnings.simplefilter("ignore")
+    for name in args.specs:
+        for dtype in args.dtypes:
+            if name == _SAMPLING and DTYPES[dtype].itemsize == 1:
+                continue
+            for capability in args.capabilities:
+                for recorder in record(name, DTYPES[dtype], capability, tuning):
+                    line = {"kernel": recorder.kernel.__name__, "spec": name, "dtype": dtype}
+                    for launch in recorder.launches:
+                        facts = compile_launch(recorder.kernel, *launch, capability)
+                        print(json.dumps({**line, "capability": capability, **facts}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

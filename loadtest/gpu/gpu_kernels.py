@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention kernels alone, for bench_gpu.py: are they right, how fast, which cut is best.
+
+Every step runs through `gpu.attend`, as a model's layer does.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nereid_backend.attention import reference
+from nereid_backend.attention.float8_cache import Float8KVCache
+from nereid_backend.attention.gpu import gpu_attention
+from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
+from nereid_backend.attention.gpu.tuning import Entry, Table, Tuning
+from nereid_backend.attention.kv_cache import KVCache
+from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.scaled_cache import ScaledKVCache
+from nereid_backend.core.request import Request
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.paths.step_batch import BatchBuilder
+from torch import Tensor
+from torch.nn import functional
+
+from loadtest.gpu.gpu_report import BenchError
+
+BLOCK = 16
+# Times one plus the value; the twin computes in float32. In float32 what differs is the exponential
+# of the hardware, and a softcap's difference of two numbers near one.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}
+
+Shapes = list[tuple[int, int]]
+
+REAL_SPECS = {
+    "32/8 heads of 128": LayerSpec(32, 8, 128, 128),
+    "64/8 heads of 64, window 128, sinks": LayerSpec(64, 8, 64, 64, Span(window=128), None, True),
+    "64/8 heads of 64, sinks": LayerSpec(64, 8, 64, 64, has_sinks=True),
+    "16/8 heads of 256, window 4096, softcap": LayerSpec(16, 8, 256, 256, Span(window=4096), 50.0),
+    "16/16 heads, keys 192, values 128": LayerSpec(16, 16, 192, 128),
+    "32/32 heads of 80": LayerSpec(32, 32, 80, 80),
+    "32/32 heads of 96": LayerSpec(32, 32, 96, 96),
+    "40/8 heads of 128, chunks of 8192": LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
+    "71/1 heads of 64": LayerSpec(71, 1, 64, 64),
+}
+# (cached, new) tokens: decodes of all lengths, prompts whole, continued and tiny, in one step.
+REAL_SHAPES: Shapes = [
+    *[(9000, 1), (20000, 1), (17, 1), (0, 1)],
+    *[(131 * i, 1) for i in range(20)],
+    *[(0, 2000), (5000, 300), (0, 17), (12000, 5)],
+]
+TINY_SPECS = {
+    "4/2 heads of 16, window 21, sinks": LayerSpec(4, 2, 16, 16, Span(window=21), None, True),
+    "2/1 heads of 24 and 10": LayerSpec(2, 1, 24, 10),
+}
+TINY_SHAPES: Shapes = [(40, 1), (0, 1), (0, 9), (20, 3)]
+
+# The cut of each kernel that a search tries, for heads of two bytes a number.
+CANDIDATES = {
+    "decode": [
+        Tuning(16, tile, warps, stages)
+        for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 5))
+    ],
+    "prefill": [
+        Tuning(rows, tile, warps, stages)
+        for rows, tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))
+    ],
+}
+TUNED_DIMS = (64, 128, 256)
+
+
+class KernelError(BenchError):
+    """A kernel and its twin differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One line of the report: a rate beside the one that it is compared with."""
+
+    name: str
+    milliseconds: float
+    rate: float
+    limit: float
+
+    @property
+    def share(self) -> float:
+        """Of the limit."""
+        return self.rate / self.limit
+
+
+class LayerStep:
+    """One layer of one packed step over a cache of random numbers."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        shapes: Shapes,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: type[GpuKVCache] = GpuKVCache,
+    ) -> None:
+        """Lay out sequences, given as (cached, new) tokens, in blocks in random order."""
+        self.spec, self.shapes, self.dtype, self.device = spec, shapes, dtype, device
+        self.shapes = sorted(shapes, key=lambda shape: shape[1] > 1)
+        counts = [-(-(cached + new) // BLOCK) for cached, new in self.shapes]
+        self.cache = self._make_cache(kind, sum(counts), dtype)
+        self._fill()
+        free = iter(torch.randperm(sum(counts)).tolist())
+        builder = BatchBuilder(
+            max_num_seqs=len(self.shapes),
+            max_model_len=max(counts) * BLOCK,
+            block_size=BLOCK,
+            null_block=self.cache.null_block,
+        )
+        chunks = []
+        for row, ((cached, new), count) in enumerate(zip(self.shapes, counts, strict=True)):
+            request = Request(
+                str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=2**40
+            )
+            request.row, request.block_table = row, list(itertools.islice(free, count))
+            chunks.append(Chunk(request, cached, new, True, True, 1))
+        num_tokens = sum(new for _, new in self.shapes)
+        self.batch = builder.build(StepPlan(chunks, num_tokens), device).attention
+        self.inputs = tuple(
+            torch.randn(num_tokens, heads, dim, dtype=dtype, device=device).transpose(0, 1)
+            for heads, dim in (
+                (spec.num_heads, spec.key_dim),
+                (spec.num_kv_heads, spec.key_dim),
+                (spec.num_kv_heads, spec.value_dim),
+            )
+        )
+        self.sinks = torch.randn(spec.num_heads, device=device) if spec.has_sinks else None
+        self.scale = spec.key_dim**-0.5
+
+    def attend(self) -> Tensor:
+        """The kernels' answer, [num_tokens, num_heads, value_dim]."""
+        query, key, value = self.inputs
+        return gpu_attention.attend(
+            (query, key, value),
+            (0, self.spec),
+            self.cache,
+            self.batch,
+            scale=self.scale,
+            sinks=self.sinks,
+        )
+
+    def expected(self) -> tuple[Tensor, KVCache]:
+        """The twin's answer in float32, and the cache that it read, both with the step's keys.
+
+        Before the kernels have run; over a cache of 8 bits, after: it reads what they wrote.
+        """
+        cache = self._make_cache(KVCache, self.cache.null_block, torch.float32)
+        query, key, value = (tensor.float() for tensor in self.inputs)
+        rows = self.batch.store_rows(self.spec.num_kv_heads)
+        if isinstance(self.cache, ScaledKVCache):
+            key, value = self._restore(self.cache, cache, rows)
+        else:
+            cache.keys[0].copy_(self.cache.keys[0])
+            cache.values[0].copy_(self.cache.values[0])
+            cache.store(0, key.transpose(0, 1), value.transpose(0, 1), rows)
+        out = reference.attend(
+            (query, key, value),
+            (0, self.spec),
+            cache,
+            self.batch,
+            scale=self.scale,
+            sinks=self.sinks,
+        )
+        return out, cache
+
+    @property
+    def decode_bytes(self) -> int:
+        """Keys and values that the decodes read."""
+        lens = [cached + 1 for cached, new in self.shapes if new == 1]
+        if isinstance(self.cache, ScaledKVCache):
+            return sum(lens) * self.spec.bytes_per_token(1, torch.float32.itemsize)
+        return sum(lens) * self.spec.bytes_per_token(self.dtype.itemsize)
+
+    @property
+    def prefill_flops(self) -> int:
+        """Operations of the prompts' products, what causality hides left out."""
+        pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in self.shapes if new > 1)
+        return 2 * pairs * self.spec.num_heads * (self.spec.key_dim + self.spec.value_dim)
+
+    def _restore(self, cache: ScaledKVCache, twin: KVCache, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill a plain cache from one of 8 bits; returns the step's own keys and values as inputs.
+
+        Raises:
+            KernelError: what the step wrote is off by more than the rounding.
+        """
+        found = []
+        pairs = (
+            (twin.keys[0], cache.keys[0], cache.key_scales[0], self.inputs[1]),
+            (twin.values[0], cache.values[0], cache.value_scales[0], self.inputs[2]),
+        )
+        for target, kept, scales, given in pairs:
+            for part in _slices(len(kept)):
+                target[part] = cache.restored(kept[part], scales[part])
+            stored = target.view(-1, target.shape[3])[rows].view(
+                given.shape[1], -1, target.shape[3]
+            )
+            stored, wanted = stored.transpose(0, 1), given.float()
+            largest = wanted.abs().amax(-1, keepdim=True)
+            if isinstance(cache, Float8KVCache):
+                allowed = wanted.abs() * (1.01 / 16) + largest * 2.0**-17
+            else:
+                # Half a step of the integers, and some for numbers halfway between two.
+                allowed = largest * (0.51 / 127)
+            if not bool(((stored - wanted).abs() <= allowed).all()):
+                raise KernelError("the write of 8 bits is off by more than their rounding")
+            found.append(stored)
+        return found[0], found[1]
+
+    def _fill(self) -> None:
+        """Random keys and values, but for the null block."""
+        cache = self.cache
+        for name in ("key", "value"):
+            tensor = getattr(cache, f"{name}s")[0]
+            if not isinstance(cache, ScaledKVCache):
+                tensor[:-1].normal_()
+                continue
+            scales = getattr(cache, f"{name}_scales")[0]
+            for part in _slices(len(tensor) - 1):
+                drawn = torch.randn(tensor[part].shape, device=self.device)
+                tensor[part], scales[part] = cache.rounded(drawn)
+
+    def _make_cache(self, kind: type[Any], num_blocks: int, dtype: torch.dtype) -> Any:  # noqa: ANN401
+        return kind(
+            [self.spec], num_blocks=num_blocks, block_size=BLOCK, dtype=dtype, device=self.device
+        )
+
+
+def _slices(count: int) -> list[slice]:
+    """Some blocks at a time: numbers of 32 bits for all of them take too much memory."""
+    return [slice(i, min(i + 4096, count)) for i in range(0, count, 4096)]
+
+
+def check(
+    name: str,
+    spec: LayerSpec,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: type[GpuKVCache] = GpuKVCache,
+) -> float:
+    """The greatest difference of a step from its twin.
+
+    Raises:
+        KernelError: it is more than rounding explains.
+    """
+    step = LayerStep(spec, shapes, dtype, device, kind)
+    if kind is GpuKVCache:
+        expected, cache = step.expected()
+        found = step.attend()
+        for ours, theirs in ((step.cache.keys, cache.keys), (step.cache.values, cache.values)):
+            if not torch.equal(ours[0].float(), theirs[0]):
+                raise KernelError(f"{name}, {dtype}: the cache write differs from its twin")
+    else:
+        found = step.attend()
+        expected, _ = step.expected()
+    difference = (found.float() - expected).abs()
+    allowed = TOLERANCE[dtype] * (1 + expected.abs())
+    if not bool((difference <= allowed).all()):
+        worst = difference.nan_to_num(float("inf")).max().item()
+        raise KernelError(f"{name}, {dtype}: attention differs from its twin by {worst:.3g}")
+    return float(difference.max())
+
+
+def milliseconds(work: Callable[[], object], device: torch.device, repeat: int = 10) -> float:
+    """Median time of a call on the device; calls are queued, so launching them is hidden."""
+    for _ in range(2):
+        work()
+    if device.type != "cuda":
+        started = time.perf_counter()
+        work()
+        return (time.perf_counter() - started) * 1e3
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+
+
+def copy_rate(device: torch.device, num_bytes: int) -> float:
+    """Bytes per second, read and written, of torch's copy of a large tensor."""
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / (milliseconds(lambda: target.copy_(source), device) / 1e3)
+
+
+def decode_rate(
+    name: str,
+    spec: LayerSpec,
+    shapes: Shapes,
+    device: torch.device,
+    limit: float,
+    kind: type[GpuKVCache] = GpuKVCache,
+) -> Measured:
+    """Bytes per second of a decode step, the cache write and the reduction included."""
+    step = LayerStep(spec, shapes, torch.bfloat16, device, kind)
+    spent = milliseconds(step.attend, device)
+    return Measured(name, spent, step.decode_bytes / (spent / 1e3), limit)
+
+
+def prefill_rate(name: str, spec: LayerSpec, shapes: Shapes, device: torch.device) -> Measured:
+    """Operations per second of a prefill step, and those of torch's fused attention.
+
+    Torch gets each sequence alone, keys and values contiguous and repeated for all query heads
+    beforehand, which it is not charged for; a cached part is left out, as it cannot take one.
+    """
+    step = LayerStep(spec, shapes, torch.bfloat16, device)
+    spent = milliseconds(step.attend, device)
+    new = [n for _, n in step.shapes]
+
+    def inputs(length: int) -> list[Tensor]:
+        return [
+            torch.randn(1, spec.num_heads, length, dim, dtype=torch.bfloat16, device=device)
+            for dim in (spec.key_dim, spec.key_dim, spec.value_dim)
+        ]
+
+    made = {length: inputs(length) for length in set(new)}
+
+    def fused() -> None:
+        for length in new:
+            functional.scaled_dot_product_attention(*made[length], is_causal=True)
+
+    pairs = sum(n * (n + 1) // 2 for n in new)
+    flops = 2 * pairs * spec.num_heads * (spec.key_dim + spec.value_dim)
+    theirs = flops / (milliseconds(fused, device) / 1e3)
+    return Measured(name, spent, step.prefill_flops / (spent / 1e3), theirs)
+
+
+def tune(
+    device: torch.device,
+    dims: tuple[int, ...],
+    candidates: dict[str, list[Tuning]],
+    shapes: dict[str, Shapes],
+) -> Table:
+    """The quickest right cut of each kernel for each head size, of some candidates."""
+    table: Table = {}
+    for kernel, tunings in candidates.items():
+        lines = []
+        for dim in dims:
+            step = LayerStep(LayerSpec(32, 8, dim, dim), shapes[kernel], torch.bfloat16, device)
+            best = fastest(kernel, step, tunings)
+            print(f"{kernel}, heads of {dim}: {best}", flush=True)
+            lines.append(Entry(dim, 2, best))
+        table[kernel] = lines
+    return table
+
+
+def fastest(kernel: str, step: LayerStep, tunings: list[Tuning]) -> Tuning:
+    """The quickest of some cuts of a kernel; those that the device cannot run are passed over."""
+    expected = step.attend()
+    rows = gpu_attention.gpu_batch(step.batch)
+    call = gpu_attention.Step(
+        step.spec, step.cache.keys[0], step.cache.values[0], step.scale, step.sinks
+    )
+    found = torch.empty_like(expected)
+
+    def run(tuning: Tuning) -> None:
+        if kernel == "decode" and rows.decodes is not None:
+            gpu_attention.decode(step.inputs[0], call, rows.decodes, found, tuning)
+        elif kernel == "prefill" and rows.prefills is not None:
+            gpu_attention.prefill(step.inputs[0], call, rows.prefills, found, tuning)
+
+    times: dict[Tuning, float] = {}
+    for tuning in tunings:
+        found.zero_()
+        try:
+            run(tuning)
+            if torch.allclose(found, expected, atol=TOLERANCE[step.dtype], rtol=1e-2):
+                times[tuning] = milliseconds(lambda tuning=tuning: run(tuning), step.device)
+        except Exception as error:  # noqa: BLE001 - too much shared memory, among others
+            print(f"{kernel} {tuning}: {type(error).__name__}", flush=True)
+    if not times:
+        raise KernelError(f"{kernel}, heads of {step.spec.key_dim}: no cut runs and is right")
+    return min(times, key=lambda tuning: times[tuning])

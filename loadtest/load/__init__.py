@@ -1,0 +1,1 @@
+"""Load tests: users, scenarios, checks and reports."""

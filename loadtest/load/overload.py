@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens beyond capacity: first-token times of what is accepted, throughput, refusals.
+
+    python -m loadtest.load.overload [--factor 10] [--seconds 20]
+
+The real server runs on a scripted engine of a known capacity (so many sequences at once, each of so
+many steps of so many milliseconds), so that the figures are those of queue, server and frontend and
+not of a model. Requests go to the OpenAI API and arrive at random times, whatever became of the
+earlier ones (open loop). The client is a light one, on connections of its own for each request: one
+that falls behind on the machine that it shares with the server would measure itself, so how late it
+was is told, too.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loadtest.client.light_client import Answer, posted
+from loadtest.server.served import ALONE, Served
+
+_NAME = "scripted"
+_NUM_SEQS = 8
+_NUM_STEPS = 10
+_STEP_MS = 50.0
+CAPACITY_PER_S = _NUM_SEQS / (_NUM_STEPS * _STEP_MS / 1000)
+QUEUE_TIMEOUT_S = 1.0
+"""What a request may wait for its turn: the bound of the design."""
+_USAGE = {"stream_options": {"include_usage": True}}
+_SCRIPT = [{"when": "", "token_ids": [10], "delay_ms": _STEP_MS, "ends": False}]
+
+
+@dataclass
+class Phase:
+    """What became of the requests of one phase.
+
+    Attributes:
+        offered_per_s: arrivals.
+        seconds: how long they came.
+        first_s: time to first token of each finished request.
+        refused: refusals by status.
+        refused_s: how long each refusal took.
+        retry_after: what they said about when to come back.
+        wrong: answers that were cut short or otherwise not as scripted.
+        finished_in_time: answers that ended while requests came.
+        late_s: how long after its time a request was sent at worst.
+    """
+
+    offered_per_s: float
+    seconds: float
+    first_s: list[float] = field(default_factory=list)
+    refused: Counter[int] = field(default_factory=Counter)
+    refused_s: list[float] = field(default_factory=list)
+    retry_after: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    finished_in_time: int = 0
+    late_s: float = 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Finished answers a second."""
+        return self.finished_in_time / self.seconds
+
+    def row(self, name: str) -> str:
+        """As a line of a table."""
+        first = sorted(self.first_s) or [0.0]
+        refusals = sorted(self.refused_s) or [0.0]
+        cells = (
+            name,
+            f"{self.offered_per_s:.0f}",
+            f"{self.throughput:.1f}",
+            f"{statistics.median(first) * 1000:.0f}",
+            f"{at_share(first, 0.99) * 1000:.0f}",
+            f"{sum(self.refused.values())}",
+            f"{at_share(refusals, 0.99) * 1000:.0f}",
+            ", ".join(f"{s} s" for s in sorted(self.retry_after)) or "-",
+            f"{self.late_s * 1000:.0f}",
+        )
+        return f"| {' | '.join(cells)} |"
+
+
+HEAD = (
+    "| Phase | Offered/s | Finished/s | TTFT median ms | TTFT p99 ms | Refused | Refusal p99 ms "
+    "| Retry-After | Client late by ms |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def at_share(ordered: list[float], share: float) -> float:
+    """The value below which this share of sorted values lies."""
+    return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
+
+
+def serve(folder: Path) -> Served:
+    """The server, not yet started; `folder` holds the script."""
+    path = folder / "script.json"
+    path.write_text(json.dumps(_SCRIPT))
+    environment = {
+        "NEREID_ENGINE": "scripted",
+        "NEREID_SCRIPT": str(path),
+        "NEREID_MAX_NUM_SEQS": str(_NUM_SEQS),
+        "NEREID_DEFAULT_QUEUE_TIMEOUT_S": str(QUEUE_TIMEOUT_S),
+    }
+    flags = ["--log-level=warning", f"--served-model-name={_NAME}", *ALONE]
+    return Served(environment=environment, arguments=flags)
+
+
+async def offer(served: Served, per_second: float, seconds: float, seed: int = 0) -> Phase:
+    """Let requests arrive at random, so many a second on average."""
+    rng = random.Random(seed)
+    phase = Phase(per_second, seconds)
+    ends = time.monotonic() + seconds
+    running = []
+    due = time.monotonic()
+    while due < ends:
+        await asyncio.sleep(max(due - time.monotonic(), 0.0))
+        phase.late_s = max(phase.late_s, time.monotonic() - due)
+        running.append(asyncio.create_task(_ask(served, phase, ends)))
+        due += rng.expovariate(per_second)
+    await asyncio.gather(*running)
+    return phase
+
+
+async def _ask(served: Served, phase: Phase, ends: float) -> None:
+    body = {"model": _NAME, "prompt": "Go", "max_tokens": _NUM_STEPS, "stream": True}
+    started, first, num_tokens = time.monotonic(), None, 0
+    async with (
+        asyncio.timeout(60),
+        posted(served.openai_port, "/v1/completions", body | _USAGE) as answer,
+    ):
+        if answer.status != 200:
+            _note_refusal(phase, answer, await answer.text(), started)
+            return
+        async for event in answer.events():
+            if "error" in event:
+                phase.wrong.append(str(event["error"]))
+                return
+            first = first or time.monotonic()
+            num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+    if num_tokens != _NUM_STEPS or first is None:
+        phase.wrong.append(f"{num_tokens} tokens of {_NUM_STEPS}")
+        return
+    phase.first_s.append(first - started)
+    phase.finished_in_time += time.monotonic() <= ends
+
+
+def _note_refusal(phase: Phase, answer: Answer, text: str, started: float) -> None:
+    retry_after = answer.headers.get("retry-after")
+    phase.refused[answer.status] += 1
+    phase.refused_s.append(time.monotonic() - started)
+    if answer.status not in (429, 503) or retry_after is None:
+        phase.wrong.append(f"{answer.status} {text}")
+    else:
+        phase.retry_after[retry_after] += 1
+
+
+async def measure(served: Served, factor: float, seconds: float) -> dict[str, Phase]:
+    """Half of capacity, just above it (the peak of throughput), and far beyond."""
+    phases = {}
+    for name, share in (("half", 0.5), ("peak", 1.3), ("overload", factor)):
+        phases[name] = await offer(served, CAPACITY_PER_S * share, seconds)
+        print(phases[name].row(f"{share:g} x capacity"), flush=True)
+        await asyncio.sleep(2.0)
+    return phases
+
+
+def judge(phases: dict[str, Phase], least_share: float = 0.9, slack: float = 2.0) -> list[str]:
+    """What is wrong with the figures.
+
+    Args:
+        phases: `peak` and `overload` among them.
+        least_share: of the peak's throughput that overload must leave.
+        slack: the first token may take so many times what a request may wait.
+    """
+    peak, overload = phases["peak"], phases["overload"]
+    found = [f"{name}: {line}" for name, phase in phases.items() for line in phase.wrong[:3]]
+    if overload.throughput < least_share * peak.throughput:
+        found.append(f"throughput fell from {peak.throughput:.1f} to {overload.throughput:.1f}/s")
+    limit_s = slack * QUEUE_TIMEOUT_S
+    slowest_s = at_share(sorted(overload.first_s) or [0.0], 0.99)
+    if slowest_s > limit_s:
+        found.append(f"p99 of the first token is {slowest_s:.2f} s, above {limit_s:g} s")
+    if not overload.refused:
+        found.append("nothing was refused: this was no overload")
+    return found
+
+
+def main() -> int:
+    """Print a table; 1 when overload costs throughput or accepted requests their times."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--factor", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, serve(Path(folder)) as served:
+        print(f"capacity {CAPACITY_PER_S:g} requests/s, queue_timeout {QUEUE_TIMEOUT_S:g} s\n")
+        print(HEAD, flush=True)
+        phases = asyncio.run(measure(served, args.factor, args.seconds))
+    problems = judge(phases)
+    print("\n".join(problems) or "within limits")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

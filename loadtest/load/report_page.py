@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load test as one HTML file that needs no other: tables, and plots drawn into it."""
+
+import base64
+import html
+import io
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from loadtest.load.records import Record
+from loadtest.load.report_tables import COLUMNS, LEGEND, Phase, gauge_rows, outcomes, rows
+from loadtest.server.gauges import rates
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto;
+       padding: 0 1rem; color: #1b1f24; }
+h1 { font-size: 1.6rem; }
+h2 { margin-top: 2.5rem; border-top: 1px solid #d0d7de; padding-top: 1rem; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+td, th { padding: 3px 9px; text-align: right; border-bottom: 1px solid #e4e8ec;
+         white-space: nowrap; }
+td:first-child, th:first-child { text-align: left; }
+tr:last-child td { font-weight: 600; }
+.verdict { padding: .6rem 1rem; border-radius: 6px; font-weight: 600; }
+.good { background: #dafbe1; } .bad { background: #ffebe9; }
+img { width: 100%; } .wide { overflow-x: auto; } .legend { color: #57606a; font-size: 13px; }
+li { font-family: ui-monospace, monospace; font-size: 13px; }
+"""
+_LEGEND = re.sub("`(.+?)`", r"<code>\1</code>", html.escape(LEGEND))
+_MAX_FAILURES = 100
+# Counters are published every second; over less than two, a rate is a matter of luck.
+_RATE_WINDOW_S = 2.0
+# Okabe and Ito's colours, which most people can tell apart.
+_COLOURS = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#B8A800",
+    "#7F3C8D", "#8C564B", "#888888",
+)  # fmt: skip
+
+
+def page(phases: Sequence[Phase], title: str, facts: Sequence[str]) -> str:
+    """The file's text.
+
+    Args:
+        phases: what to show.
+        title: its heading.
+        facts: lines below it: the machine, the command.
+    """
+    failures = [failure for phase in phases for failure in phase.failures]
+    verdict = f"{len(failures)} failures" if failures else "Nothing was wrong."
+    shown = "".join(f"<li>{html.escape(failure)}</li>" for failure in failures[:_MAX_FAILURES])
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        *(f"<p class=legend>{html.escape(fact)}</p>" for fact in facts),
+        f"<p class='verdict {'bad' if failures else 'good'}'>{verdict}</p>",
+        f"<ul>{shown}</ul>" if failures else "",
+        *(_section(phase, _colours(phases)) for phase in phases),
+    ]
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
+        f"<style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _colours(phases: Sequence[Phase]) -> dict[str, str]:
+    """Scenario -> its colour, the same in all phases."""
+    names = sorted({one.scenario for phase in phases for one in phase.records})
+    return dict(zip(names, itertools.cycle(_COLOURS), strict=False))
+
+
+def _section(phase: Phase, colours: dict[str, str]) -> str:
+    told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(phase))
+    image = base64.b64encode(picture(phase, colours)).decode()
+    return (
+        f"<h2>{html.escape(phase.name)}: {html.escape(phase.told)}</h2><p>{html.escape(told)}</p>"
+        f"<div class=wide>{_table(COLUMNS, rows(phase))}</div><p class=legend>{_LEGEND}</p>"
+        f"<img alt='plots of {html.escape(phase.name)}' src='data:image/png;base64,{image}'>"
+        f"<details><summary>The server's own numbers along the run</summary>"
+        f"{_table(('nereid:', 'mean, or increase', ''), gauge_rows(phase))}</details>"
+    )
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(cells, 'td') for cells in body)}</table>"
+
+
+def picture(phase: Phase, colours: dict[str, str]) -> bytes:
+    """Eight plots of a phase, as PNG; `colours` names its scenarios and others."""
+    colours = {name: colour for name, colour in colours.items() if name in _scenarios(phase)}
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(13, 14), layout="constrained")
+        axes = figure.subplots(4, 2)
+        _throughput(axes[0, 0], phase)
+        _gauges(axes[0, 1], phase)
+        _firsts(axes[1, 0], phase, colours)
+        _ends(axes[1, 1], phase, colours)
+        _firsts_shares(axes[2, 0], phase, colours)
+        _gaps_shares(axes[2, 1], phase, colours)
+        _cache(axes[3, 0], phase)
+        _merging(axes[3, 1], phase)
+        handles, labels = axes[1, 0].get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=6, frameon=False, markerscale=2.5
+        )
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=110)
+    return file.getvalue()
+
+
+def _throughput(axes: Axes, phase: Phase) -> None:
+    zero = _zero(phase)
+    ends = [one.started + one.e2e_s - zero for one in phase.records if one.is_fine]
+    counts = [0.0] * (int(max(ends, default=0.0)) + 1)
+    for end in ends:
+        counts[max(0, int(end))] += 1
+    axes.step(range(len(counts)), counts, where="post", color=_COLOURS[0], label="answers/s")
+    failed = [one.started + one.e2e_s - zero for one in phase.records if not one.is_fine]
+    axes.plot(failed, [0.0] * len(failed), "x", color="#D55E00", label="failures")
+    axes.set(title="throughput", xlabel="s", ylabel="answers/s")
+    at, tokens = rates(phase.samples, "generation_tokens_total", _RATE_WINDOW_S)
+    twin = axes.twinx()
+    twin.spines["right"].set_visible(True)
+    twin.plot([t - zero for t in at], tokens, color=_COLOURS[2], lw=1, label="tokens/s (server)")
+    twin.set_ylabel("tokens/s")
+    _from_zero(twin)
+    lines = [*axes.get_legend_handles_labels()[0], *twin.get_legend_handles_labels()[0]]
+    _from_zero(axes, handles=lines)
+
+
+def _gauges(axes: Axes, phase: Phase) -> None:
+    for colour, name in zip(_COLOURS, ("in the executor", "running", "waiting"), strict=False):
+        gauge = "num_requests" if name == "in the executor" else f"num_requests_{name}"
+        _line(axes, phase, gauge, name, colour)
+    axes.set(title="requests in the server", xlabel="s")
+    _from_zero(axes)
+
+
+def _firsts(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
+    for name, colour in colours.items():
+        of_one = [
+            (r.started - _zero(phase), r.ttft_s)
+            for r in phase.records
+            if r.scenario == name and r.is_stream and r.ttft_s is not None
+        ]
+        at, values = zip(*of_one, strict=True) if of_one else ((), ())
+        axes.plot(at, values, ".", ms=4, color=colour, label=name)
+    axes.set(title="time to first token, by when it was asked", xlabel="s", ylabel="s")
+    axes.set_yscale("log")
+
+
+def _ends(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
+    for name, colour in colours.items():
+        values = sorted(r.e2e_s for r in phase.records if r.scenario == name and r.outcome == "ok")
+        _curve(axes, values, colour)
+    axes.set(title="end to end, whole answers", xlabel="s", ylabel="share of requests")
+    axes.set_xscale("log")
+
+
+def _firsts_shares(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
+    for name, colour in colours.items():
+        streams = _streams(phase, name)
+        _curve(axes, sorted(r.ttft_s for r in streams if r.ttft_s is not None), colour)
+    axes.set(title="time to first token", xlabel="s", ylabel="share of streams")
+    axes.set_xscale("log")
+
+
+def _gaps_shares(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
+    for name, colour in colours.items():
+        _curve(axes, sorted(gap for r in _streams(phase, name) for gap in r.gaps_s), colour)
+    axes.set(title="inter-token latency", xlabel="s", ylabel="share of gaps")
+    axes.set_xscale("log")
+    # Pieces that were read together are no time apart; that is no news.
+    axes.set_xlim(left=max(1e-4, axes.get_xlim()[0]))
+
+
+def _streams(phase: Phase, scenario: str) -> list[Record]:
+    return [r for r in phase.records if r.scenario == scenario and r.is_stream and r.is_fine]
+
+
+def _cache(axes: Axes, phase: Phase) -> None:
+    _line(axes, phase, "kv_cache_blocks_used", "blocks that requests hold", _COLOURS[0])
+    axes.set(title="KV cache", xlabel="s", ylabel="blocks")
+    _from_zero(axes)
+
+
+def _merging(axes: Axes, phase: Phase) -> None:
+    names = {
+        "merged_responses_total": "updates sent together with others",
+        "heartbeats_total": "heartbeats",
+        "requests_disconnected_total": "clients gone",
+    }
+    for colour, (name, label) in zip(_COLOURS, names.items(), strict=False):
+        at, values = rates(phase.samples, name, _RATE_WINDOW_S)
+        axes.plot([t - _zero(phase) for t in at], values, lw=1, color=colour, label=label)
+    axes.set(title="responses", xlabel="s", ylabel="a second")
+    _from_zero(axes)
+
+
+def _from_zero(axes: Axes, handles: Sequence[Artist] | None = None) -> None:
+    """Begin at 0, and leave room for a legend above the lines."""
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]) * 1.2)
+    if handles is None:
+        handles = axes.get_legend_handles_labels()[0]
+    if axes.get_title():
+        axes.legend(handles=handles, frameon=False, loc="upper left", ncols=4)
+
+
+def _line(axes: Axes, phase: Phase, name: str, label: str, colour: str) -> None:
+    zero = _zero(phase)
+    at = [sample.at - zero for sample in phase.samples]
+    values = [sample.gauges.get(name, 0.0) for sample in phase.samples]
+    axes.plot(at, values, lw=1.2, color=colour, label=label)
+
+
+def _curve(axes: Axes, values: Sequence[float], colour: str) -> None:
+    """The share of all values that are no larger."""
+    shares = [(n + 1) / len(values) for n in range(len(values))]
+    axes.step(values, shares, where="post", lw=1.2, color=colour)
+
+
+def _scenarios(phase: Phase) -> set[str]:
+    return {one.scenario for one in phase.records}
+
+
+def _zero(phase: Phase) -> float:
+    return min((one.started for one in phase.records), default=0.0)
+
+
+def write(path: Path, phases: Sequence[Phase], title: str, facts: Sequence[str]) -> None:
+    """Write the file."""
+    path.write_text(page(phases, title, facts), encoding="utf-8")

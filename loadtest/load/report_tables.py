@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a load test: tables for the console, and CSV files."""
+
+import collections
+import csv
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loadtest.load.records import Record
+from loadtest.server.gauges import Sample
+
+COLUMNS = (
+    "scenario", "requests", "req/s", "tokens/s", "TTFT p50", "p95", "p99", "ITL p50", "p95", "p99",
+    "a token", "e2e p50", "p95", "p99", "cancelled", "failed",
+)  # fmt: skip
+LEGEND = (
+    "Times in ms. TTFT: to the first piece of a stream that says something. ITL: between two such "
+    "pieces, which may carry several tokens; `a token`: mean time of one, median over requests. "
+    "e2e: from sending to the last byte of whole answers. Tokens/s: of answers, as the server "
+    "counted them. Failed requests have no times."
+)
+
+
+@dataclass
+class Phase:
+    """One part of a load test.
+
+    Attributes:
+        name: for the tables.
+        told: what was served, in words.
+        seconds: how long requests arrived.
+        records: of all requests.
+        samples: the server's gauges along the run.
+        broken: what else is wrong: a leak, a process that stayed, a load generator that failed.
+    """
+
+    name: str
+    told: str
+    seconds: float
+    records: list[Record] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[str]:
+        """Everything that should not have been, in words."""
+        of_requests = [
+            f"{one.scenario} over {one.door}: {fault}"
+            for one in self.records
+            for fault in one.faults
+        ]
+        return [f"{self.name}: {what}" for what in (*self.broken, *of_requests)]
+
+
+def at_share(values: Sequence[float], share: float) -> float | None:
+    """The value below which this share of all lies; None for no values."""
+    if len(values) < 2:
+        return values[0] if values else None
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return cuts[min(98, max(0, round(share * 100) - 1))]
+
+
+def row(name: str, records: Sequence[Record], seconds: float) -> list[str]:
+    """The figures of some requests, under COLUMNS."""
+    fine = [one for one in records if one.is_fine]
+    streams = [one for one in fine if one.is_stream]
+    firsts = [one.ttft_s for one in streams if one.ttft_s is not None]
+    gaps = [gap for one in streams for gap in one.gaps_s]
+    whole = [one.e2e_s for one in fine if one.outcome == "ok"]
+    each = [one.token_gap_s for one in streams if one.token_gap_s is not None]
+    outcomes = collections.Counter(one.outcome for one in records)
+    return [
+        name,
+        str(len(records)),
+        f"{len(records) / seconds:.1f}",
+        f"{sum(one.num_tokens for one in fine) / seconds:.0f}",
+        *_quantiles(firsts),
+        *_quantiles(gaps),
+        _ms(at_share(each, 0.5)),
+        *_quantiles(whole),
+        str(outcomes["cancelled"]),
+        str(len(records) - len(fine)),
+    ]
+
+
+def rows(phase: Phase) -> list[list[str]]:
+    """A row a scenario, and one of them all."""
+    found = [
+        row(name, list(records), phase.seconds)
+        for name, records in sorted(_by(phase.records, lambda one: one.scenario).items())
+    ]
+    return [*found, row("all", phase.records, phase.seconds)]
+
+
+def outcomes(phase: Phase) -> list[tuple[str, int]]:
+    """How requests ended -> how many; the fine ones first."""
+    counted = collections.Counter(one.outcome for one in phase.records)
+    good = ("ok", "cancelled", "rejected")
+    return sorted(counted.items(), key=lambda item: (item[0] not in good, -item[1]))
+
+
+def gauge_rows(phase: Phase) -> list[list[str]]:
+    """Each gauge with its mean and highest value, each counter with its increase."""
+    found = []
+    for name in sorted(phase.samples[-1].gauges) if phase.samples else ():
+        values = [sample.gauges.get(name, 0.0) for sample in phase.samples]
+        if name.endswith(("_total", "_sum", "_count")):
+            grown = values[-1] - values[0]
+            spent = phase.samples[-1].at - phase.samples[0].at
+            found.append([name, f"+{grown:g}", f"{grown / max(spent, 0.001):.3g} a second"])
+        else:
+            found.append([name, f"{statistics.fmean(values):.3g}", f"at most {max(values):.3g}"])
+    return found
+
+
+def text(phases: Iterable[Phase]) -> str:
+    """For the console; Markdown, so that it can be kept."""
+    parts = []
+    for phase in phases:
+        told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(phase))
+        late = at_share([one.late_s for one in phase.records], 0.99) or 0.0
+        parts += [
+            f"## {phase.name}: {phase.told}, {phase.seconds:.0f} s",
+            f"{told}. The load generator was late by {late * 1000:.0f} ms (p99).",
+            table(COLUMNS, rows(phase)),
+        ]
+    return "\n\n".join([*parts, LEGEND])
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of which the columns line up."""
+    lines = [list(head), *(list(line) for line in body)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
+    cells = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
+    return "\n".join([cells[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *cells[1:]])
+
+
+def write_csv(folder: Path, phases: Sequence[Phase]) -> None:
+    """requests.csv, scenarios.csv and gauges.csv."""
+    with (folder / "scenarios.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["phase", *unique_columns()])
+        writer.writerows([phase.name, *line] for phase in phases for line in rows(phase))
+    with (folder / "requests.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([
+            "phase", "scenario", "door", "started", "late_ms", "ttft_ms", "token_ms",
+            "longest_gap_ms", "e2e_ms", "tokens", "pieces", "outcome", "faults",
+        ])  # fmt: skip
+        writer.writerows(_request(phase, one) for phase in phases for one in phase.records)
+    names = sorted({name for p in phases for sample in p.samples for name in sample.gauges})
+    with (folder / "gauges.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["phase", "at", *names])
+        for phase in phases:
+            for sample in phase.samples:
+                values = [sample.gauges.get(name, "") for name in names]
+                writer.writerow([phase.name, f"{sample.at:.3f}", *values])
+
+
+def unique_columns() -> list[str]:
+    """COLUMNS, each percentile with the name of what it is of."""
+    found, last = [], ""
+    for column in COLUMNS:
+        last = column.split()[0] if " p50" in column else last
+        found.append(f"{last} {column}" if column in ("p95", "p99") else column)
+    return found
+
+
+def _request(phase: Phase, one: Record) -> list[str]:
+    return [
+        phase.name,
+        one.scenario,
+        one.door,
+        f"{one.started:.3f}",
+        _ms(one.late_s),
+        _ms(one.ttft_s),
+        _ms(one.token_gap_s),
+        _ms(max(one.gaps_s, default=None)),
+        _ms(one.e2e_s),
+        str(one.num_tokens),
+        str(len(one.gaps_s) + (one.ttft_s is not None)),
+        one.outcome,
+        "; ".join(one.faults),
+    ]
+
+
+def _by(records: Iterable[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = collections.defaultdict(list)
+    for one in records:
+        found[key(one)].append(one)
+    return found
+
+
+def _quantiles(values: Sequence[float]) -> list[str]:
+    return [_ms(at_share(values, share)) for share in (0.5, 0.95, 0.99)]
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.1f}" if seconds < 0.01 else f"{seconds * 1000:.0f}"

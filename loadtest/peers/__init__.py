@@ -1,0 +1,1 @@
+"""Programs that run the same workload on other engines."""

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nereid's engine, in process."""
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+from nereid_backend import Engine, EngineConfig, SamplingParams
+from nereid_backend.device_transfer import HostCopy
+
+from loadtest.peers.workload import main, summary
+
+
+class StepTimes:
+    """Where the time of steps of decodes goes, by how many sequences they have.
+
+    Attributes:
+        spent: seconds of each step, of which to make its forward pass, and to wait for the device.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Measure an engine's steps from now on."""
+        self.spent: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
+        self._forward_s = self._wait_s = 0.0
+        self._rows: set[int] = set()
+        path: Any = engine._runner._path
+        step, forward, wait = engine.step, path.forward, HostCopy.wait
+
+        def timed_forward(plan: Any, *rest: Any) -> Any:  # noqa: ANN401 - as the path's
+            started = time.perf_counter()
+            logits = forward(plan, *rest)
+            self._forward_s += time.perf_counter() - started
+            is_decode = all(chunk.num_tokens == 1 for chunk in plan.chunks)
+            self._rows.add(len(plan.chunks) if is_decode else 0)
+            return logits
+
+        def timed_wait(copy: HostCopy) -> Any:  # noqa: ANN401 - as HostCopy's
+            started = time.perf_counter()
+            tensors = wait(copy)
+            self._wait_s += time.perf_counter() - started
+            return tensors
+
+        def timed_step() -> Any:  # noqa: ANN401 - as the engine's
+            self._forward_s = self._wait_s = 0.0
+            self._rows.clear()
+            started = time.perf_counter()
+            updates = step()
+            spent = time.perf_counter() - started
+            # Where steps overlap, it is the next one's pass that was made meanwhile.
+            if len(self._rows) == 1 and 0 not in self._rows:
+                self.spent[self._rows.pop()].append((spent, self._forward_s, self._wait_s))
+            return updates
+
+        setattr(path, "forward", timed_forward)  # noqa: B010 - objects are typed otherwise
+        setattr(engine, "step", timed_step)  # noqa: B010
+        setattr(HostCopy, "wait", timed_wait)  # noqa: B010
+
+    def summary(self, batches: list[int]) -> dict[str, dict[str, float]]:
+        """Medians in milliseconds; "host" is what is not waiting."""
+        found = {}
+        for batch in batches:
+            if times := self.spent.get(batch):
+                step, forward, wait = (
+                    statistics.median(column) for column in zip(*times, strict=True)
+                )
+                found[str(batch)] = {
+                    "step_ms": step * 1e3,
+                    "forward_ms": forward * 1e3,
+                    "host_ms": (step - wait) * 1e3,
+                }
+        return found
+
+
+class Nereid:
+    """One engine; a prompt's cached prefix never helps, because every prompt is random."""
+
+    def __init__(self, path: str, workload: dict[str, Any]) -> None:
+        options: dict[str, Any] = json_options()
+        self._engine = Engine(
+            EngineConfig(path, dtype=workload["dtype"], num_threads=workload["threads"], **options)
+        )
+        self._batches = workload["decode"]
+        self._times = StepTimes(self._engine)
+
+    def start(self, prompts: list[list[int]]) -> None:
+        """See `Contestant`."""
+        self.generate(prompts, 1)
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+        """See `Contestant`."""
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        outputs = self._engine.generate(prompts, params)
+        assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
+
+    def facts(self) -> dict[str, Any]:
+        """Medians of steps, and how many of them were replays of captured ones."""
+        graphs = getattr(self._engine._runner._path, "graphs", None)
+        return {
+            "steps": self._times.summary(self._batches),
+            "replays": 0 if graphs is None else graphs.num_replays,
+        }
+
+    def mixed(self, plan: list[tuple[float, list[int], int]]) -> dict[str, Any]:
+        """Requests at their times; seconds to first tokens and the rate."""
+        engine, started, first, total = self._engine, time.perf_counter(), {}, 0
+        waiting = list(enumerate(plan))
+        while waiting or engine.has_work():
+            now = time.perf_counter() - started
+            while waiting and waiting[0][1][0] <= now:
+                number, (_, prompt, num_tokens) = waiting.pop(0)
+                params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+                engine.add_request(str(number), prompt, params)
+            for update in engine.step():
+                first.setdefault(update.request_id, time.perf_counter() - started)
+                total += len(update.new_token_ids)
+            if not engine.has_work() and waiting:
+                time.sleep(max(0.0, waiting[0][1][0] - (time.perf_counter() - started)))
+        waits = [first[str(number)] - at for number, (at, _, _) in enumerate(plan)]
+        return summary(waits, total, time.perf_counter() - started)
+
+
+def json_options() -> dict[str, Any]:
+    """Engine settings to compare, as JSON in BENCH_ENGINE."""
+    import json
+
+    options: dict[str, Any] = json.loads(os.environ.get("BENCH_ENGINE", "{}"))
+    return options
+
+
+if __name__ == "__main__":
+    main(Nereid)

@@ -1,0 +1,1 @@
+"""A server for tests, its processes and its metrics."""

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole server for a test or a benchmark: `nereid serve` on free ports, stopped at the end."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_START_TIMEOUT_S = 480.0  # less than a test may take, so that its output is seen
+_PR_SET_PDEATHSIG = 1
+# Flags of a server with the chat model alone: it starts in half the time.
+ALONE = ("--embedding-model=none", "--rerank-model=none")
+_LIBC = ctypes.CDLL(None)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of 127.0.0.1 that nobody listened on a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
+    return ports
+
+
+class Served:
+    """`nereid serve` as a context manager.
+
+    Args:
+        model: checkpoint; None serves the demo.
+        environment: NEREID_* settings.
+        arguments: more flags of `nereid serve`.
+
+    Attributes:
+        http_port, grpc_port, metrics_port, openai_port: where it listens on 127.0.0.1.
+        output: what it has printed so far.
+        process: the supervisor's process.
+    """
+
+    def __init__(
+        self,
+        model: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        ports = free_ports(4)
+        self.http_port, self.grpc_port, self.metrics_port, self.openai_port = ports
+        descriptor, name = tempfile.mkstemp(prefix="nereid-served-", suffix=".log")
+        os.close(descriptor)
+        self._log = Path(name)
+        self._server_log = self._log.with_suffix(".server")
+        names = ("http", "grpc", "metrics", "openai")
+        flags = [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
+        self._command = [
+            str(Path(sys.executable).parent / "nereid"),
+            "serve",
+            *([f"--model={model}"] if model else []),
+            *flags,
+            f"--log-file={self._server_log}",
+            *arguments,
+        ]
+        self._environment = {**os.environ, **(environment or {})}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def output(self) -> str:
+        """Everything printed so far."""
+        return self._log.read_text(encoding="utf-8")
+
+    @property
+    def server_log(self) -> str:
+        """What the Triton server and the frontend have written so far."""
+        return self._server_log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def openai_url(self) -> str:
+        """Base URL of the OpenAI API."""
+        return f"http://127.0.0.1:{self.openai_port}/v1"
+
+    @property
+    def http_url(self) -> str:
+        """Base URL of the Triton server's HTTP door."""
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """Address of the Triton server's gRPC door."""
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:  # a test's time may be over meanwhile
+            self.stop()
+            self._remove_logs()
+            raise
+        return self
+
+    def _start(self) -> None:
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._environment,
+                cwd=_REPOSITORY,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while "nereid: ready" not in self.output:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"nereid serve did not become ready:\n{self._last_words()}")
+            time.sleep(0.1)
+
+    def _last_words(self) -> str:
+        self.stop()
+        return self.output
+
+    def stop(self) -> int:
+        """Ask it to stop as a service manager would; its exit code."""
+        if self.process is None:
+            return 0
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(120)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        self._remove_logs()
+
+    def _remove_logs(self) -> None:
+        for log in (self._log, self._server_log):
+            log.unlink(missing_ok=True)
+
+
+def _end_with_parent() -> None:
+    """In the child: a test or a benchmark that is killed takes its server along."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

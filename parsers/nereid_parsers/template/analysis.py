@@ -26,7 +26,7 @@ The comparisons, what they show for this template, and the modules that make the
     |   |-- T1, T2  content / one call / two calls      + <tool_call>CALL</tool_call>
     |   |-- T3..T7  other names and arguments           inside CALL: names, keys, values
     |   |-- T8      call / content and call             + CONTENT                    both possible
-    |   `-- call_forms.py: one reader for each form of calls; the first that matches is used
+    |   `-- calls/: one reader for each form of calls; the first that matches is used
     |
     `-- proof.py: the renderings are parsed with the format, and must give the messages again
 

@@ -48,7 +48,7 @@ _RESET = "\x1b[0m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to `parser`, and set the default of `run` to `run`."""
+    """Add the command's arguments to `parser`, and store the function `run` as `options.run`."""
     parser.description = _DESCRIPTION
     parser.add_argument(
         "words",

@@ -28,7 +28,7 @@ _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}
 def compare_content(
     frame: TurnFrame, reasoning: Reasoning | None, wrapper_of_reasoning: Wrapper | None
 ) -> tuple[Wrapper | None, list[Comparison]]:
-    """Comparison C1: a conversation that ends with the question, and one that ends with an answer.
+    """Compare a conversation that ends with the question and one that ends with an answer (C1).
 
     Sets `frame.end_markers`. Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the
     wrapper `<answer>`, `</answer>` and the end marker `<|im_end|>`.
@@ -73,7 +73,7 @@ def compare_content(
 def compare_content_with_call(
     frame: TurnFrame, reasoning: Reasoning | None
 ) -> tuple[Wrapper | None, list[Comparison]]:
-    """Comparison C2: a call without content, and a call with content before it.
+    """Compare a call without content and a call with content before it (C2).
 
     Some templates write markers around content only in messages with calls. Such a template also
     writes the markers if there is no content. Example: "<say></say><call>.." without content and
@@ -197,6 +197,7 @@ def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
     if not following or following[0] == EOS_TOKEN:
         return ""
     marker = following[0]
-    # A marker that also follows user messages ends the turn, unless it is spelled as a closing.
+    # A marker that also follows user messages ends the turn, unless its spelling shows that it
+    # closes the content.
     is_closing = marker in closing_spellings(opening) or marker not in frame.trailing_text
     return marker if is_closing else ""

@@ -93,7 +93,7 @@ NO_SWITCHES = Switches()
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A probe conversation, and how to render it.
+    """A short conversation that the analysis renders, with the options for rendering it.
 
     The messages are: the system message of `switches`, the user's question, a tool call with its
     result (if `after_tool_result`), the assistant's `answer`, and the user's reply (if

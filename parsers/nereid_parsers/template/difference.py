@@ -32,7 +32,7 @@ _OPEN_CLOSE_WORDS = (
 
 
 class Difference(NamedTuple):
-    """Two texts, split into their common prefix, what only one of them has, and their suffix."""
+    """Two texts, split into their common prefix, the parts that differ, and their common suffix."""
 
     prefix: str
     left: str
@@ -127,7 +127,7 @@ def common_suffix(one: str, other: str) -> str:
 
 
 def _common_length(one: Iterable[str], other: Iterable[str]) -> int:
-    """Return how many characters the tokens have that both sequences start with."""
+    """Return the number of characters in the tokens that both sequences start with."""
     length = 0
     for token, other_token in zip(one, other, strict=False):
         if token != other_token:
@@ -205,7 +205,7 @@ def list_markup(before: str, between: str, after: str) -> ListMarkup:
 
 
 def closing_spellings(marker: str) -> list[str]:
-    """Return the spellings that the closing marker of the opening `marker` may have.
+    """Return the possible spellings of the marker that closes the block which `marker` opens.
 
     >>> closing_spellings("<think>")
     ['</think>']
@@ -231,7 +231,7 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def opening_spellings(marker: str) -> list[str]:
-    """Return the spellings that the opening marker of the closing `marker` may have.
+    """Return the possible spellings of the marker that opens the block which `marker` closes.
 
     >>> opening_spellings("</think>")
     ['<think>']

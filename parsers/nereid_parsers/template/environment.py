@@ -47,7 +47,7 @@ _CURRENT_BUDGET: ContextVar[Budget] = ContextVar("nereid_template_budget")
 
 
 class RenderRefused(Exception):
-    """The template refused to render this conversation. The message is the template's own."""
+    """Raised if a template fails to render a conversation. The message is the template's error."""
 
 
 def _budget() -> Budget:
@@ -78,7 +78,7 @@ class _SafeNamespace(Namespace):
     def __setitem__(self, name: str, value: object) -> None:
         if str(name).startswith("_"):
             raise jinja2.exceptions.SecurityError(
-                f"the name {name!r} in a namespace must not start with an underscore"
+                f"a name in a namespace must not start with an underscore, but {name!r} does"
             )
         super().__setitem__(name, value)
 
@@ -105,7 +105,7 @@ class _AddCounting(NodeTransformer):
         self.generic_visit(node, *args)
         node.iter = _apply_filter(node.iter, "_count_items")
         if node.recursive:
-            # The items that a recursive loop passes to loop() do not pass the filter.
+            # A recursive loop passes items to loop(), and the filter does not see these items.
             step = _apply_filter(nodes.Const(0, lineno=node.lineno), "_count_step")
             node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return node
@@ -157,7 +157,7 @@ def _apply_filter(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401  # any 
 
 
 def _constants(node: nodes.Expr) -> list[nodes.Const]:
-    """Return the constants of a side of a comparison: the node, or the items of a list."""
+    """Return the constants on one side of a comparison: `node` itself, or the items of a list."""
     if isinstance(node, nodes.Const):
         return [node]
     if isinstance(node, nodes.List | nodes.Tuple):
@@ -169,7 +169,7 @@ def _constants(node: nodes.Expr) -> list[nodes.Const]:
 
 
 def _count_items(items: Iterable[Any]) -> Iterable[Any]:
-    """Return the items of a loop so that each item that the loop takes is counted.
+    """Wrap the items of a loop, so that each item is counted when the loop reads it.
 
     The result has a length if `items` has one, because the loop variable `loop.last` needs it.
     """
@@ -185,7 +185,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 class _CountedItems:
-    """Items with a length, which are counted while a loop takes them."""
+    """A sequence whose items are counted when a loop reads them."""
 
     def __init__(self, items: list[Any] | tuple[Any, ...] | str | dict[Any, Any] | range) -> None:
         self._items = items
@@ -287,12 +287,13 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         raise LimitError(f"the template accesses {name}, which the sandbox does not allow")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
-        """Return the result of a binary operator. Reject it before it makes something too large."""
+        """Return the result of a binary operation, unless the result would be too large."""
         budget = _budget()
         foresee_operator(budget, operator, left, right)
         return budget.check(super().call_binop(context, operator, left, right))
 
-    # The names are those of the base class. They leave all keywords to the template's arguments.
+    # The parameters have the names of the base class. The underscores avoid collisions with keyword
+    # arguments that a template passes.
     def call(
         __self,
         __context: Context,
@@ -300,7 +301,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """Return the result of a call. Reject it before it makes something too large."""
+        """Return the result of a call, unless the result would be too large."""
         budget = _budget()
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
         budget.step(budget.literal_size if is_macro else 0)
@@ -314,7 +315,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _counted_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the filter `inner`, counted, and rejected if it would make something too large."""
+    """Return a filter that calls `inner`. Each call is counted, and rejected if it is too large."""
     pass_arg = getattr(inner, "jinja_pass_arg", None)
     value_at = 0 if pass_arg is None else 1  # jinja2 passes its own object first to such a filter
 
@@ -423,7 +424,9 @@ class CompiledTemplate:
         except LimitError:
             raise
         except (RecursionError, MemoryError) as error:
-            raise LimitError("the template calls its macros or loops too deeply") from error
+            raise LimitError(
+                "the macros or loops of the template call themselves too deeply"
+            ) from error
         except jinja2.exceptions.SecurityError as error:
             raise RenderRefused(f"the sandbox does not allow this: {error}") from error
         except Exception as error:  # a template may fail like any other program

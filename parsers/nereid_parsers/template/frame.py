@@ -1,4 +1,4 @@
-r"""Determine how the model's turn opens, by comparing prompts with and without generation prompt.
+r"""Determine how the model's turn opens, by rendering with and without the generation prompt.
 
 Example: the generation prompt `<|im_start|>assistant\n<think>\n` consists of the turn's header
 `<|im_start|>assistant\n`, which every assistant message has, and of `<think>\n`, which belongs to
@@ -159,7 +159,7 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def compare_generation_prompt(prober: Prober) -> tuple[TurnFrame, Comparison]:
-    r"""Comparison G: without and with the generation prompt.
+    r"""Compare a conversation without and with the generation prompt (G).
 
     The text that the generation prompt adds opens the model's turn. Example: the difference
     "<|im_start|>assistant\n<think>\n" gives the header "<|im_start|>assistant\n", because messages
@@ -253,10 +253,10 @@ def _shortest_prefix(text: str, renderings: list[str]) -> str:
 
 
 def _drop_thinking_block(header: str, answers: list[str]) -> str:
-    r"""Return `header` without a block of reasoning that starts at its end.
+    r"""Cut an empty block of reasoning, or its opening marker, off the end of `header`.
 
-    Such a block is empty in all prompts and answers, so that they show it as a part of the header.
-    It is closed within the header, or directly after it.
+    The block is empty in all prompts and answers, so the header seems to contain the block. The
+    closing marker is in the header, or directly after the header.
 
     >>> _drop_thinking_block("<|assistant|><think></think>", [])
     '<|assistant|>'
@@ -294,7 +294,7 @@ def _is_closed_in_answers(header: str, opening: str, answers: list[str]) -> bool
 
 
 def _drop_text_after_role(header: str, without_prompt: str) -> str:
-    r"""Return `header` without what follows the part that is built like the user's header.
+    r"""Cut `header` after the part that has the same structure as the header of a user's message.
 
     Example: the rendering "<|im_start|>user\nQuokka asks .." shows that the user's header is
     `<|im_start|>`, a word and a line break. So the header "<|im_start|>assistant\n<think>\n" is cut
@@ -323,7 +323,7 @@ def _drop_text_after_role(header: str, without_prompt: str) -> str:
 
 
 def headers_after_results(frame: TurnFrame) -> tuple[str, ...]:
-    """Return the header in a tuple if, after a tool's result, the model writes the header itself.
+    """Return the header, in a tuple, if the model itself writes the header after a tool's result.
 
     That is so if answers have the header there, but the generation prompt does not.
     """
@@ -341,7 +341,7 @@ def headers_after_results(frame: TurnFrame) -> tuple[str, ...]:
 
 
 def turn_markers(frame: TurnFrame, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
-    r"""Return the texts that open the model's turn: one of them occurs in every prompt.
+    r"""Return the texts that can open the model's turn. Every prompt contains one of them.
 
     The first one is the header. Some templates write another marker instead of the header after a
     tool's result; it is the second one. The result is empty if the header has no marker, or if

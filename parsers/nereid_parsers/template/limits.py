@@ -38,7 +38,9 @@ class LimitError(TemplateError):
 
 
 class Budget:
-    """What the renderings of one analysis may still use. Only one thread may use a budget.
+    """The steps, characters and seconds that one analysis may still use.
+
+    Only one thread may use a budget.
 
     Attributes:
         literal_size: The characters of literal text in the template that runs. One loop item or one
@@ -73,17 +75,19 @@ class Budget:
         self.make(literal_size)
 
     def make(self, size: int) -> None:
-        """Count a value of this size that was made, or will be made.
+        """Count a value of this size against the limit for all renderings.
 
         Raises:
             LimitError: The template makes too much.
         """
         self._made -= size
         if self._made < 0:
-            raise LimitError(f"the template makes more than {MAX_MADE} characters in all")
+            raise LimitError(
+                f"the template makes more than {MAX_MADE} characters in all its renderings together"
+            )
 
     def check(self, value: Any) -> Any:  # noqa: ANN401  # a template may make any value
-        """Count a value that was made, and return the value.
+        """Check and count a value that the template made, and return the value.
 
         Raises:
             LimitError: The value is too large, or the template makes too much.
@@ -104,7 +108,7 @@ class Budget:
         return value
 
     def foresee(self, size: int) -> None:
-        """Reject an operation that would make a value of this size, if that is too large.
+        """Reject an operation if a result of this size would be too large.
 
         Raises:
             LimitError: The value would be too large.
@@ -148,7 +152,7 @@ def size_of(value: object, depth: int = 0) -> int:
 
 
 def check_numbers(values: list[object]) -> None:
-    """Reject numbers that an operation could use as a length, if they are too large.
+    """Reject arguments that an operation may use as a length, if they are too large.
 
     Raises:
         LimitError: A number is too large. Example: `'%*d' % (99999, 1)` would write 99999 blanks.
@@ -186,7 +190,7 @@ def check_format(text: object) -> None:
 
 
 def foresee_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
-    """Reject a binary operator that would make something too large.
+    """Reject a binary operation if its result would be too large.
 
     Raises:
         LimitError: The result would be too large.
@@ -202,7 +206,9 @@ def foresee_operator(budget: Budget, operator: str, left: Any, right: Any) -> No
 
 
 def foresee_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
-    """Reject a method `owner.name(*args)` of a string or number that would make too much.
+    """Reject the method call `owner.name(*args)` if its result would be too large.
+
+    The owner is a string or a number.
 
     Raises:
         LimitError: The result would be too large.
@@ -225,7 +231,7 @@ def foresee_filter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Reject a filter `value | name(*args, **kwargs)` that would make something too large.
+    """Reject the filter call `value | name(*args, **kwargs)` if its result would be too large.
 
     Raises:
         LimitError: The result would be too large.

@@ -177,7 +177,7 @@ class Prober:
         return _mask_call_ids(text, self.call_form)
 
     def _fill_undefined_variable(self, refusal: str) -> bool:
-        """Set the variable that a refusal calls undefined to "", and return whether there is one.
+        """Set the undefined variable that caused a refusal to "". Return False if there is none.
 
         Some templates read variables that only the model's own code sets.
         """
@@ -255,7 +255,7 @@ class Prober:
     # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> bool:
-        """Find how to give plain content so that the template renders it, and use it from now on.
+        """Find a form of plain content that the template renders, and use this form from now on.
 
         Sets `sends_parts` and `needs_tools`. Returns False if no form is rendered.
         """
@@ -286,15 +286,18 @@ class Prober:
         self.call_form = CallInputForm()
 
     def _text_of_answer(self, text: str) -> str:
-        """Return what the answer adds to a rendering, without tools that are listed after it."""
+        """Return the text that the answer adds to a rendering.
+
+        Some templates list the tools at the end of the conversation. The list is left out.
+        """
         without_answer = self.render(Conversation(tools=True)) or ""
         after_question = text_after_last(without_answer, USER_TEXT)
         return drop_common_suffix(text_after_last(text, USER_TEXT), after_question)
 
     def thinking_switches(self) -> list[Switches]:
-        """Return the settings of the template's thinking switches; first, no setting at all.
+        """Return the settings of the thinking switches to try. The first one sets no switch.
 
-        A switch is a template variable whose name speaks of thinking, or "/think" or "/no_think"
+        A switch is a template variable whose name refers to thinking, or "/think" or "/no_think"
         in the system message. Example: for a template that reads `enable_thinking`, the settings
         are none, enable_thinking=True and enable_thinking=False.
         """
@@ -312,7 +315,7 @@ class Prober:
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:
-        """Return values for a switch: the constants that the template compares with it, first."""
+        """Return the values to try for a switch, first those that the template compares it with."""
         constants = self.template.compared.get(name, ())
         values: list[Any] = [value for value in constants if isinstance(value, str | int)]
         if "effort" in name or "mode" in name:

@@ -118,7 +118,8 @@ def _prompt_and_output(
         text = text.lstrip().removeprefix(closing)
     is_open = in_prompt.endswith(opening) and closing not in in_prompt
     if is_open and closing not in text:
-        # The prompt opens reasoning, but the message has none: the model closes it at once.
+        # The prompt opens reasoning, but the message has no reasoning. So a model would write
+        # the closing marker first.
         text = reasoning.close + text
     return prompt, text
 
@@ -137,7 +138,8 @@ def _prompt_and_output_after_result(
     text = frame.without_end_markers(text)
     is_open = reasoning is not None and prompt.rstrip().endswith(reasoning.open.strip())
     if reasoning is not None and is_open and reasoning.close.strip() not in text:
-        # The prompt opens reasoning, but the message has none: the model closes it at once.
+        # The prompt opens reasoning, but the message has no reasoning. So a model would write
+        # the closing marker first.
         text = reasoning.close + text
     return unmask_call_ids(prompt), unmask_call_ids(text)
 

@@ -4,7 +4,7 @@ R1  a message without and with reasoning    the markers around the reasoning
 R2  a thinking switch on and off            the markers that the generation prompt contains
 R3  a thinking switch on and off            pairs of tags that the instructions mention
 R4  a message without reasoning             an empty pair of tags before the content
-R5  the string constants of the template    markers whose names speak of thinking
+R5  the string constants of the template    markers whose names refer to thinking
 R6  a call without and with reasoning       markers that end reasoning without a closing marker
 
 The first of R1 to R5 that finds markers is used. R6 then adds to its result.
@@ -200,7 +200,7 @@ def _rendered_fields(frame: TurnFrame, conversation: Conversation) -> tuple[str,
 
 
 def _effects_of_switches(frame: TurnFrame) -> dict[str, str]:
-    """Return what each switch makes the generation prompt contain after the header.
+    """Return the text that each switch puts after the header in the generation prompt.
 
     Settings without an effect are left out. So is a setting of several switches if some of these
     switches alone have the same effect. Example: {"enable_thinking=False": "<think></think>"}.

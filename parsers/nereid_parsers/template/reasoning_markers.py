@@ -20,7 +20,7 @@ _THINKING_WORDS = ("think", "thought", "reason", "inner")
 
 
 def is_thinking_marker(marker: str) -> bool:
-    """Return whether the name of a marker speaks of thinking.
+    """Return whether the name of a marker refers to thinking.
 
     >>> is_thinking_marker("<|START_THINKING|>"), is_thinking_marker("<response>")
     (True, False)
@@ -50,7 +50,7 @@ def last_opening(before: str) -> str:
         start = last.end()
     else:
         last_word = before[: last.end()].split()[-1]
-        # If the marker itself contains a space, then the marker is longer than the last word.
+        # A marker that contains a space is longer than the last word. Use the longer of the two.
         start = last.end() - max(len(last_word), len(last.group()))
     return before[len(before[:start].rstrip()) :]
 

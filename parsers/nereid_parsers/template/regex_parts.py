@@ -31,7 +31,10 @@ class Blank:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A named group, or, with the name "", other characters that are not literal: `[^>]+`."""
+    r"""A part of an expression that matches varying text.
+
+    Examples: `(?P<key>\w+)` is a field with the name "key", and `[^>]+` is one with the name "".
+    """
 
     name: str
 
@@ -53,7 +56,7 @@ def alternatives(regex: str) -> list[Pieces]:
     reader = _Reader(regex)
     found = reader.read_alternatives()
     if reader.position != len(regex):
-        raise reader.error(f"the character at index {reader.position} closes no group")
+        raise reader.error(f"the parenthesis at index {reader.position} closes no group")
     return [_join_literals(pieces) for pieces in found]
 
 
@@ -102,7 +105,7 @@ class _Reader:
             found = [before + after for before, after in product(found, element)]
             if len(found) > _MAX_ALTERNATIVES:
                 raise self.error(
-                    f"it has too many alternatives, more than the limit of {_MAX_ALTERNATIVES}"
+                    f"the expression has too many alternatives; the limit is {_MAX_ALTERNATIVES}"
                 )
         return found
 
@@ -134,7 +137,7 @@ class _Reader:
             return element
         if quantifier.group().startswith("?"):
             return [*element, ()]
-        raise self.error(f"the quantifier {quantifier.group()} repeats a literal")
+        raise self.error(f"the quantifier {quantifier.group()} must not repeat a literal")
 
     def read_group(self) -> list[Pieces]:
         """Read a named group as a field, and any other group as its alternatives."""
@@ -145,7 +148,9 @@ class _Reader:
         if self.regex.startswith("(?:", self.position):
             self.position += len("(?:")
         elif self.regex.startswith("(?", self.position):
-            raise self.error("it has a group that looks ahead or behind, or sets flags")
+            raise self.error(
+                "a group that looks ahead or behind, or that sets flags, is not supported"
+            )
         else:
             self.position += len("(")
         found = self.read_alternatives()

@@ -38,7 +38,7 @@ def no_colour(kind: str, text: str) -> str:  # noqa: ARG001
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A rendered message, split as the parser understands it.
+    """A rendered message, split into the parts that the parser recognised.
 
     Attributes:
         name: The kind of message, such as "content and a call".
@@ -82,7 +82,7 @@ def report_of(title: str, why: str, fmt: Format, analysis: AnalysisResult | None
 
 
 def _sample(fmt: Format, proof: Proof) -> Sample:
-    """Return the text of a proof, split by the parser."""
+    """Parse the text of a proof, and return the text with the kind of each part."""
     spans: list[tuple[str, str]] = []
 
     def record(kind: str, text: str) -> None:
@@ -189,7 +189,7 @@ def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
 
 
 def difference_lines(comparison: Comparison, paint: Paint = no_colour) -> Iterator[str]:
-    """Yield two lines that show where two renderings differ, with a part of what they share.
+    """Yield two lines that show where two renderings differ, with some text before and after.
 
     Yields nothing if the renderings are equal.
 
@@ -233,7 +233,7 @@ def _value_text(value: object) -> str:
 
 
 def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  # any dataclass
-    """Yield the lines that show a part of a format, one for each field without its default value.
+    """Yield lines that show a part of a format, one for each field that differs from its default.
 
     Example: `Reasoning("<think>", "</think>")` gives the lines "Reasoning", "  open: '<think>'"
     and "  close: '</think>'".

@@ -33,19 +33,19 @@ from nereid_parsers.format import (
     ToolSection,
     Wrapper,
 )
-from nereid_parsers.template.call_texts import escape_braces
+from nereid_parsers.template.calls.call_texts import escape_braces
 from nereid_parsers.template.probe import REASONING_FIELDS
 from nereid_parsers.template.regex_parts import Blank, Field, Piece, Pieces, alternatives
 
 _VERSION = 1
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _KNOWN_FIELDS = {*REASONING_FIELDS, "content", "tool_calls"}
-# Named groups of regular expressions that are fields of a pattern. Others are any word.
+# The fields of a pattern for the named groups of an expression. Other groups become {word}.
 _PATTERN_FIELDS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
 class _CallStart(NamedTuple):
-    """How a call starts: a marker, then the pattern of the head, which may be ""."""
+    """The start of a call: a marker and the pattern of the head. Each of the two may be empty."""
 
     marker: str
     head: str
@@ -63,13 +63,15 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
             express.
     """
     if not isinstance(spec, Mapping):
-        raise _error(f"the declaration must be an object, but is {spec!r}")
+        raise _error(f"the declaration must be a JSON object, but it is {spec!r}")
     version = spec.get("version", _VERSION)
     if version != _VERSION:
         raise _error(f"only version {_VERSION} is supported, but the version is {version!r}")
     fields = spec.get("fields")
     if not isinstance(fields, Mapping) or not fields:
-        raise _error(f"`fields` must be a dict of fields that is not empty, but is {fields!r}")
+        raise _error(
+            f"`fields` must be a dict of fields with at least one field, but it is {fields!r}"
+        )
     unknown = sorted(set(fields) - _KNOWN_FIELDS)
     if unknown:
         raise _error(
@@ -127,7 +129,7 @@ def _reasoning(field: Mapping[str, Any]) -> Reasoning:
     opens = _literals(field, "open")
     closes = _literals(field, "close")
     if not opens or not closes:
-        raise _error("the reasoning field needs a marker at either end, `open` and `close`")
+        raise _error("the field of reasoning needs a marker at either end: `open` and `close`")
     return Reasoning(opens[0], closes[0], also_open=opens[1:], also_close=closes[1:])
 
 
@@ -148,7 +150,7 @@ def _content(field: Mapping[str, Any]) -> tuple[Wrapper | None, tuple[str, ...]]
 
 
 def _tool_section(field: Mapping[str, Any]) -> ToolSection:
-    """Return the section for the declaration of the field `tool_calls`.
+    """Convert the declaration of the field `tool_calls` into a tool section.
 
     The field contains all calls in one array if it declares `transform_each`, or if it neither
     repeats nor declares a `transform`. Otherwise it contains one call.
@@ -161,12 +163,12 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    """Return the ways to start a call, from `open` or `open_pattern`."""
+    """Return each marker and head with which a call can start, from `open` or `open_pattern`."""
     if "open_pattern" in field:
         return [_call_start(pieces) for pieces in alternatives(field["open_pattern"])]
     opens = _literals(field, "open")
     if not opens:
-        raise _error("the field tool_calls needs an open marker, `open` or `open_pattern`")
+        raise _error("the field `tool_calls` needs an open marker: `open` or `open_pattern`")
     return [_CallStart(marker, "") for marker in opens]
 
 
@@ -203,7 +205,7 @@ def _without_leading_blanks(pieces: Pieces) -> Pieces:
 
 
 def _pattern(pieces: Pieces) -> str:
-    r"""Return the pattern that writes the pieces. White space is written as a line break.
+    r"""Convert the pieces of a regular expression into a pattern. White space becomes a line break.
 
     >>> _pattern(("<f{x} ", Field("name"), Blank()))
     '<f{{x}} {name}\n'
@@ -233,15 +235,15 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: boo
         return Call(body, open=start.marker, head=start.head, close=close)
     if content != "json":
         raise _error(
-            f"the content of tool_calls is {content!r}, but a format supports only 'json' and "
-            "'xml-inline'"
+            f"the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is {content!r}"
         )
     delimiters = arguments.get("string_delims") or []
     if arguments.get("unquoted_keys") and delimiters:
         opening, closing = delimiters[0][0], delimiters[0][1]
         if opening != closing:
             raise _error(
-                f"`string_delims` must be the same text twice, but are {opening!r} and {closing!r}"
+                "the two texts of `string_delims` must be equal, but they are "
+                f"{opening!r} and {closing!r}"
             )
         return Call(BareKeyArguments(opening), open=start.marker, head=start.head, close=close)
     if "{name}" in start.head:
@@ -277,7 +279,7 @@ def _keys(transform: object) -> Keys:
         return Keys(".".join((*path, "name")), ".".join((*path, "arguments")))
     if not isinstance(function, Mapping):
         raise _error(
-            f"the transform {transform!r} makes no call, because its function is not an object"
+            f"the transform {transform!r} makes no call, because `function` is not an object"
         )
     name = _path(function.get("name"))
     arguments = _path(function.get("arguments"))

@@ -10,7 +10,7 @@ T7  a string, and a number               how the type of a value is shown
 T7b a plain string, and one with markup  whether such strings are quoted
 T8  a call, and content before the call  what ends the content
 
-T1 and T2 also give the texts that the readers in `call_forms.py` turn into a format. T3 to T7b only
+T1 and T2 also give the texts that the readers in `calls/` turn into a format. T3 to T7b only
 explain that format in the report.
 """
 
@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
-from nereid_parsers.template.call_forms import READERS
-from nereid_parsers.template.call_texts import CallFormat, CallTexts
+from nereid_parsers.template.calls.call_forms import READERS
+from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts
 from nereid_parsers.template.content import strip_reasoning_markers
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
@@ -96,7 +96,7 @@ class CallRenderer:
     wrapper: Wrapper | None = None
 
     def rendering(self, *calls: ProbeCall, content: str = "") -> str:
-        """Return the whole conversation that ends with these calls, or "" if it is refused."""
+        """Return the rendered conversation with these calls, or "" if the template refuses it."""
         return self.frame.prober.render(conversation_with_calls(calls, content)) or ""
 
     def text_of_calls(self, *calls: ProbeCall) -> str:
@@ -341,7 +341,10 @@ def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | No
 
 
 def _tool_section(calls: CallFormat, undecided: list[str]) -> ToolSection | None:
-    """Return the section with these calls; None, with a sentence in `undecided`, if invalid."""
+    """Return the tool section with these calls, or None if the section is invalid.
+
+    The reason why the section is invalid is added to `undecided`.
+    """
     opening = calls.markup.open
     closing, _ = _split_section_close(calls)
     if not opening.strip():
@@ -437,9 +440,10 @@ def _number_distances(two_calls: str) -> tuple[int, int]:
 
 
 def _distance_to_number(first: str, second: str) -> int:
-    """Return the position, from 1, of the digit that is one higher in the second text.
+    """Return the position of a digit that is one higher in `second` than in `first`.
 
-    The result is 0 if the texts first differ in anything else.
+    The digit must be the first difference between the texts. Positions count from 1. The result is
+    0 if there is no such digit.
 
     >>> _distance_to_number(" index=0>", " index=1>")
     8

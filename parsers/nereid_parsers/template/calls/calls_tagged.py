@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nereid_parsers.format import NestedTags, TaggedArguments
-from nereid_parsers.template.call_texts import (
+from nereid_parsers.template.calls.call_texts import (
     CallFormat,
     CallTexts,
     appear_in_order,
@@ -39,7 +39,7 @@ _NUMBER_TEXT = str(NUMBER_VALUE)
 
 
 def read_tagged(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of calls in which tags show the key of each argument.
+    """Infer the format of calls whose arguments are written between tags that contain the key.
 
     Returns None if key and value do not follow each other. Example:
     `<call f><arg key="a">1</arg></call>` has the head `<call {name}>` and arguments between
@@ -68,7 +68,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 
 
 def _around_two_arguments(texts: CallTexts) -> tuple[str, str, str, str, str]:
-    """Return the pieces around name, keys and values of a call with two arguments.
+    """Return the pieces of text between the name, the keys and the values of a call.
 
     Example: `<f><k>a</k>1<k>b</k>2</f>` has the pieces `<`, `><k>`, `</k>`, `<k>` and `</f>`, if
     the name is `f`, the keys are `a` and `b`, and the values are `1` and `2`.
@@ -133,7 +133,7 @@ def _infer_value_tags(
 
 
 def _text_after_string(texts: CallTexts) -> str:
-    """Return what follows the string value in the call with one argument."""
+    """Return the text after the value in the rendering of one call with a string."""
     _, _, after = split_at_words(texts.one_call, FIRST_KEY, FIRST_VALUE)
     return after
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nereid_parsers.format import Call, JsonArguments, JsonArray, JsonObject, Keys, NameIsKey
-from nereid_parsers.template.call_texts import CallFormat, CallTexts, calls_with_head
+from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts, calls_with_head
 from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL, SECOND_KEY, SECOND_TOOL
 from nereid_parsers.template.difference import ListMarkup, list_markup
 from nereid_parsers.template.probe import ID_MARK
@@ -76,7 +76,7 @@ def _read_object_or_array(
     opening = texts.one_call[: single.start]
     closing = texts.one_call[single.end :]
     if found.markup.open.strip() == opening.strip():
-        # The markers are those of the section around all calls.
+        # The markers surround all calls together, so a single call has no markers of its own.
         opening = ""
         closing = ""
     object_call = Call(JsonObject(keys), open=opening, close=closing)
@@ -142,7 +142,7 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
 
 
 def _is_call(member: object, name: str) -> bool:
-    """Return whether a JSON value is a call of `name`: as a string in it, or as its key."""
+    """Return whether a JSON value is an object that contains `name` as a string or as a key."""
     if not isinstance(member, dict):
         return False
     if isinstance(member.get(name), dict):
@@ -199,7 +199,10 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
 
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the path of the call's id: where the probe's id is, or a key such as `call_id`."""
+    """Return the keys that lead to the call's id, or None if the object has no id.
+
+    The value is the id of the probe call, or the key has a name such as `call_id`.
+    """
     path = _find_path(call, lambda value: isinstance(value, str) and ID_MARK in value)
     if path is not None:
         return path
@@ -210,7 +213,7 @@ def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str
 
 
 def _has_first_argument(value: object) -> bool:
-    """Return whether a value is the arguments: an object, or JSON in a string."""
+    """Return whether a value contains the first argument: in an object, or in a JSON string."""
     return isinstance(value, str | dict) and FIRST_KEY in value
 
 

@@ -1,4 +1,4 @@
-"""Infer the format of calls that are written like program text.
+"""Infer the format of calls that are written like source code.
 
 The forms are Python calls, `f(a="x")`, and objects with unquoted keys, `f{a:<q>x<q>}`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from nereid_parsers.format import BareKeyArguments, Call, PythonCalls
-from nereid_parsers.template.call_texts import (
+from nereid_parsers.template.calls.call_texts import (
     CallFormat,
     CallTexts,
     calls_with_head,

@@ -1,4 +1,4 @@
-"""The input, the result and the helper functions of the readers of tool calls (`call_forms.py`)."""
+"""Define the input and the result of the readers of tool calls, and their helper functions."""
 
 from __future__ import annotations
 

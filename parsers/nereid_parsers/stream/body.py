@@ -52,11 +52,6 @@ class BodyReader:
         self.last_call_end: int | None = None
         self.is_final = False
 
-    def prepare(self, is_final: bool) -> None:
-        """Prepare the reader for the next `read`. `is_final` says whether no more text follows."""
-        self.is_final = is_final
-        self.last_call_end = None
-
     def read(self, text: str, pos: int) -> int:
         """Read `text` from `pos` on and set `status`.
 

@@ -209,11 +209,12 @@ class CallReader:
         writer = self._writer
         buffer = self._buffer
         was_open = writer.is_open
-        body.prepare(buffer.is_final)
+        if buffer.is_final:
+            body.is_final = True
         start = buffer.pos
         buffer.pos = body.read(buffer.text, start)
         if writer.is_open:
-            if self._text.has_tentative():
+            if self._text.tentative:
                 self._text.accept_tentative()
             self._text.write_call(buffer.text[start : buffer.pos], writer.keeps_arguments)
         elif body.last_call_end is not None:
@@ -240,7 +241,7 @@ class CallReader:
             if body.abandon():
                 return self._end_body(self._call)
             return self._recover(self._call)
-        if self._text.has_tentative():
+        if self._text.tentative:
             self._text.accept_tentative()
         return self._end_body(self._call)
 
@@ -275,7 +276,7 @@ class CallReader:
     def read_broken(self) -> State | None:
         """Pass on arguments that are not valid JSON, up to the next marker."""
         assert self._call is not None
-        start, marker = self._buffer.find(self._call.end_of_broken)
+        start, marker = self._call.end_of_broken.find(self._buffer)
         if start > self._buffer.pos:
             piece = self._buffer.take_until(start)
             self._writer.write(piece)
@@ -346,7 +347,7 @@ class CallReader:
         if self._is_in_section and close:
             if buffer.starts_with(close):
                 return self._end_section(close)
-            is_empty_section = buffer.is_final and self._text.has_tentative()
+            is_empty_section = buffer.is_final and bool(self._text.tentative)
             if buffer.is_prefix_of(close) and not is_empty_section:
                 return self._wait_or_drop(buffer.pos)
         separator = tools.separator.strip()
@@ -362,7 +363,7 @@ class CallReader:
     def _end_section(self, close: str) -> State:
         """Leave the section. A section without a call is content."""
         self._is_in_section = False
-        if self._text.has_tentative():
+        if self._text.tentative:
             return self.reject(len(close), _EMPTY_SECTION)
         self._text.write_markup(self._buffer.take(len(close)))
         return State.CONTENT
@@ -402,7 +403,7 @@ class CallReader:
             self._text.end_call()
             self._text.accept_tentative()
             return State.CONTENT
-        if is_incomplete and self._text.has_tentative() and not self._is_closed_in_tentative():
+        if is_incomplete and self._text.tentative and not self._is_closed_in_tentative():
             return self._drop_or_reject(0, _NO_CALL)
         return self.reject(0, _NO_CALL)
 
@@ -426,5 +427,5 @@ class CallReader:
 
     def finish_empty_section(self) -> None:
         """Handle a section, without a call, in which the text has ended."""
-        if self._text.has_tentative():
+        if self._text.tentative:
             self._drop_or_reject(0, _EMPTY_SECTION)

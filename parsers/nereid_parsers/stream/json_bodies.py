@@ -353,6 +353,7 @@ class ArrayReader(BodyReader):
 
     def read(self, text: str, pos: int) -> int:
         """Read the array in `text`, see `BodyReader.read`."""
+        self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
             if self._member is None:

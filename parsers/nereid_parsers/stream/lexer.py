@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from nereid_parsers.stream.text_buffer import TextBuffer
+
 
 def marker_prefix_regex(marker: str) -> str:
     r"""Return a regex that matches any proper prefix of `marker` at the end of the text.
@@ -50,23 +52,21 @@ class Lexer:
             self._find_complete = re.compile(f"{start}(?:{'|'.join(complete)})").search
             self._find_possible = re.compile(f"{start}(?:{'|'.join(possible)})").search
 
-    def find(self, text: str, pos: int, is_final: bool) -> tuple[int, str]:
-        """Find the end of the plain text that starts at `pos`, and the marker there.
+    def find(self, buffer: TextBuffer) -> tuple[int, str]:
+        """Find the end of the plain text with which the unread text starts, and the marker there.
 
         Example: a lexer for `<a>` returns `(1, "<a>")` for the text `"x<a>y"`, `(1, "")` for `"x<"`
         and `(2, "")` for `"xy"`.
 
-        Args:
-            text: The text.
-            pos: The position at which the search starts.
-            is_final: Whether no more text follows, so that a prefix of a marker is plain text.
-
         Returns:
             The end of the plain text, and the marker that starts there. The marker is "" if the
-            plain text ends with `text`, or with a prefix of a marker at the end of `text`.
+            plain text extends to the end of the text, or to a prefix of a marker at the end. If no
+            more text follows, such a prefix is plain text.
         """
+        text = buffer.text
+        is_final = buffer.is_final
         search = self._find_complete if is_final else self._find_possible
-        match = search(text, pos) if search is not None else None
+        match = search(text, buffer.pos) if search is not None else None
         if match is None:
             return len(text), ""
         marker = match.group()

@@ -74,18 +74,16 @@ class Machine:
         if start.stage is None:
             self._enter(State.HEADER)
         elif start.prefill:
-            self.feed(start.prefill)
-            self._forget_prompt()
+            self._forget_prompt(self.feed(start.prefill))
         elif not start.is_prompt_known and self._reader.may_be_undecided():
             self._reader.is_reasoning_by_default = start.stage is Stage.REASONING
             self._enter(State.UNDECIDED)
         elif start.stage is Stage.REASONING:
             self._enter(self._reader.start_reasoning())
 
-    def _forget_prompt(self) -> None:
-        """Treat the text so far as the prompt's. Only the call that it leaves open has events."""
-        open_call_events = self._call_writer.restart_numbering(self._events)
-        self._events.clear()
+    def _forget_prompt(self, events: list[Event]) -> None:
+        """Treat the text so far as a part of the prompt. Only an open call keeps its events."""
+        open_call_events = self._call_writer.restart_numbering(events)
         self._text.forget_prompt(len(self._buffer.unread()))
         if self._state is State.INLINE_REASONING:
             self._reader.repeat_opening_marker()
@@ -95,10 +93,11 @@ class Machine:
         """Classify the text that follows for `trace`."""
         self._text.set_trace(trace)
 
-    def feed(self, text: str) -> None:
-        """Read `text`, as far as its meaning can be decided."""
+    def feed(self, text: str) -> list[Event]:
+        """Read `text`, as far as its meaning can be decided, and return its events."""
         self._buffer.append(text)
         self._run()
+        return self._take_events() if self._events else []
 
     def _run(self) -> None:
         """Read text until it is exhausted, or until more text must decide about its meaning."""
@@ -110,8 +109,8 @@ class Machine:
             if state is not self._state:
                 self._enter(state)
 
-    def finish(self) -> None:
-        """Decide about all text that has been held back, because the text has ended."""
+    def finish(self) -> list[Event]:
+        """Decide about all text that has been held back, and return its events."""
         self._buffer.is_final = True
         if self._state is State.UNDECIDED:
             self._enter(self._reader.finish_undecided())
@@ -128,8 +127,9 @@ class Machine:
         elif self._state in (State.CALL_START, State.BETWEEN_CALLS):
             self._calls.finish_empty_section()
         self._text.flush_blanks(self._state is State.REASONING, self._calls.has_calls())
+        return self._take_events()
 
-    def take_events(self) -> list[Event]:
+    def _take_events(self) -> list[Event]:
         """Return the events since the last call of this method."""
         events = self._events[:]
         self._events.clear()

@@ -57,16 +57,14 @@ class StreamParser:
         """
         if self._is_finished:
             raise ValueError("feed was called after finish, but a parser reads only one message")
-        self._machine.feed(text)
-        return self._machine.take_events()
+        return self._machine.feed(text)
 
     def finish(self) -> list[Event]:
         """End the text and return the events that were held back. A second call returns []."""
         if self._is_finished:
             return []
         self._is_finished = True
-        self._machine.finish()
-        return self._machine.take_events()
+        return self._machine.finish()
 
     @property
     def stage(self) -> Stage:

@@ -37,6 +37,7 @@ class PythonCallsReader(BodyReader):
 
     def read(self, text: str, pos: int) -> int:
         """Read the calls in `text`, see `BodyReader.read`."""
+        self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
             if text[pos].isspace() and self._step != self._read_value:

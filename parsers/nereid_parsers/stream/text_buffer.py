@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from nereid_parsers.stream.lexer import Lexer
-
 
 class TextBuffer:
     """The text that is being read.
@@ -52,10 +50,6 @@ class TextBuffer:
     def take_unread(self) -> str:
         """Return all text that has not been read, and mark it as read."""
         return self.take_until(len(self.text))
-
-    def find(self, markers: Lexer) -> tuple[int, str]:
-        """Return the end of the plain text, and the marker there or "". See `Lexer.find`."""
-        return markers.find(self.text, self.pos, self.is_final)
 
     def starts_with(self, text: str) -> bool:
         """Return whether the unread text starts with `text`."""

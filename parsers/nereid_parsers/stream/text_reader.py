@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nereid_parsers.events import ContentDelta, ReasoningDelta
 from nereid_parsers.format import Policy, Shown, Stage, StrayClose, TextRule
 from nereid_parsers.stream.call_plan import Head
 from nereid_parsers.stream.call_reader import CallReader
@@ -93,7 +94,7 @@ class TextReader:
 
     def read_undecided(self) -> State | None:
         """Hold text back until a marker, such as a closing one, shows whether it is reasoning."""
-        start, marker = self._buffer.find(self._plan.content_markers)
+        start, marker = self._plan.content_markers.find(self._buffer)
         self._undecided_text.append(self._buffer.take_until(start))
         if not marker:
             return None
@@ -111,9 +112,9 @@ class TextReader:
 
     def read_reasoning(self) -> State | None:
         """Read reasoning up to a marker."""
-        start, marker = self._buffer.find(self._plan.reasoning_markers)
+        start, marker = self._plan.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
-            self._text.write_reasoning(self._buffer.take_until(start))
+            self._text.write(self._buffer.take_until(start), ReasoningDelta)
         if not marker:
             return None
         kind = self._plan.reasoning_kinds[marker]
@@ -123,7 +124,7 @@ class TextReader:
             return self._start_header(marker)
         if kind is MarkerKind.OPEN_REASONING:
             if self._text.has_text:
-                self._text.write_reasoning(self._buffer.take(len(marker)))
+                self._text.write(self._buffer.take(len(marker)), ReasoningDelta)
             else:
                 self._text.write_markup(self._buffer.take(len(marker)))
             return State.REASONING
@@ -142,7 +143,7 @@ class TextReader:
         if match == NEED_MORE:
             return None
         if match == NO_MATCH:
-            self._text.write_reasoning(self._buffer.take(len(marker)))
+            self._text.write(self._buffer.take(len(marker)), ReasoningDelta)
             return State.REASONING
         self._text.drop_blanks()
         self._text.is_after_marker = True
@@ -165,7 +166,7 @@ class TextReader:
 
     def read_inline_reasoning(self) -> State | None:
         """Read reasoning that is returned as content, together with its markers."""
-        start, marker = self._buffer.find(self._plan.reasoning_markers)
+        start, marker = self._plan.reasoning_markers.find(self._buffer)
         end = start + len(marker)
         if end > self._buffer.pos:
             self._text.write_content_exactly(self._buffer.take_until(end))
@@ -180,9 +181,9 @@ class TextReader:
 
     def read_content(self) -> State | None:
         """Read content up to a marker."""
-        start, marker = self._buffer.find(self._plan.content_markers)
+        start, marker = self._plan.content_markers.find(self._buffer)
         if start > self._buffer.pos:
-            self._text.write_content(self._buffer.take_until(start))
+            self._text.write(self._buffer.take_until(start), ContentDelta)
             if self._calls_first and self._text.has_content:
                 return State.CONTENT_ONLY
         if not marker:
@@ -205,9 +206,9 @@ class TextReader:
 
     def read_content_only(self) -> State | None:
         """Read content in which only the outer markers are still markup."""
-        start, marker = self._buffer.find(self._plan.outer_markers)
+        start, marker = self._plan.outer_markers.find(self._buffer)
         if start > self._buffer.pos:
-            self._text.write_content(self._buffer.take_until(start))
+            self._text.write(self._buffer.take_until(start), ContentDelta)
         if not marker:
             return None
         self._text.write_markup(self._buffer.take(len(marker)))
@@ -215,7 +216,7 @@ class TextReader:
 
     def _write_as_content(self, marker: str) -> State:
         """Write a marker that has no meaning at this place as content."""
-        self._text.write_content(self._buffer.take(len(marker)))
+        self._text.write(self._buffer.take(len(marker)), ContentDelta)
         return State.CONTENT_ONLY if self._calls_first else State.CONTENT
 
     def _read_reasoning_marker(self, marker: str, kind: MarkerKind) -> State:
@@ -256,7 +257,7 @@ class TextReader:
     def read_header(self) -> State | None:
         """Read the header of a message, and enter the stage of its body."""
         buffer = self._buffer
-        if not self._text.has_tentative():
+        if not self._text.tentative:
             # At the start of the output, the prompt may or may not contain the marker.
             message_start = self._plan.message_start
             if buffer.starts_with(message_start):
@@ -307,5 +308,5 @@ class TextReader:
 
     def finish_header(self) -> None:
         """Drop the marker that starts a message, if the text ends after it."""
-        if self._text.has_tentative():
+        if self._text.tentative:
             self._text.accept_tentative()

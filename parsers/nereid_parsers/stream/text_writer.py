@@ -27,8 +27,8 @@ class TextWriter:
     - The text of a call, while a part of it may have to be read again. It is held back only from
       the trace.
 
-    Example: `write_content("Hi\n")` appends `ContentDelta("Hi")`. If `write_markup("<call>")`
-    follows, `"\n"` is markup. If `write_content("you")` follows instead, it appends
+    Example: `write("Hi\n", ContentDelta)` appends `ContentDelta("Hi")`. If `write_markup("<call>")`
+    follows, `"\n"` is markup. If `write("you", ContentDelta)` follows instead, it appends
     `ContentDelta("\nyou")`.
 
     Attributes:
@@ -36,21 +36,22 @@ class TextWriter:
         is_after_marker: Whether a marker directly precedes the next text. Then blank lines at the
             start of that text belong to the marker.
         has_text: Whether text other than white space has been written since the last marker.
+        tentative: The pieces of the tentative text.
     """
 
     __slots__ = (
-        "_blanks", "_call_text", "_events", "_num_prompt_chars", "_tentative", "_trace",
-        "has_content", "has_text", "is_after_marker",
+        "_blanks", "_call_text", "_events", "_num_prompt_chars", "_trace", "has_content",
+        "has_text", "is_after_marker", "tentative",
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
         self.has_content = False
         self.is_after_marker = False
         self.has_text = False
+        self.tentative: list[str] = []
         self._events = events
         self._trace: Trace | None = None
         self._blanks: list[str] = []
-        self._tentative: list[str] = []
         self._call_text: list[str] = []
         # The number of characters, at the start of the text that follows, that the prompt contains.
         self._num_prompt_chars = 0
@@ -68,14 +69,6 @@ class TextWriter:
 
     # ---- reasoning, content and markers ----------------------------------------------------------
 
-    def write_reasoning(self, text: str) -> None:
-        """Write reasoning. White space at its end is held back."""
-        self._write(text, ReasoningDelta)
-
-    def write_content(self, text: str) -> None:
-        """Write content. White space at its end is held back."""
-        self._write(text, ContentDelta)
-
     def write_content_exactly(self, text: str) -> None:
         """Write content together with its markers and white space."""
         self._classify(CONTENT, text)
@@ -85,8 +78,8 @@ class TextWriter:
         """Write content that is not a part of the text, so that it has no classification."""
         self._events.append(ContentDelta(text))
 
-    def _write(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
-        """Append an event for `text` without the white space at its end."""
+    def write(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
+        """Append an event of the given type for `text`. White space at its end is held back."""
         if self._num_prompt_chars:
             text = self._without_prompt(text)
         body = text.rstrip()
@@ -140,7 +133,7 @@ class TextWriter:
     def hold_blanks(self, blanks: str) -> None:
         """Hold back white space between two markers, as a part of the tentative text if any."""
         if blanks:
-            (self._tentative or self._blanks).append(blanks)
+            (self.tentative or self._blanks).append(blanks)
 
     def drop_blanks(self) -> None:
         """Classify the white space that was held back as markup, because a marker follows."""
@@ -174,26 +167,22 @@ class TextWriter:
     @property
     def tentative_text(self) -> str:
         """The text that is markup if a call or message follows, otherwise content."""
-        return "".join(self._tentative)
-
-    def has_tentative(self) -> bool:
-        """Return whether there is tentative text."""
-        return bool(self._tentative)
+        return "".join(self.tentative)
 
     def hold_tentative(self, text: str) -> None:
         """Add text to the tentative text."""
-        self._tentative.append(text)
+        self.tentative.append(text)
 
     def accept_tentative(self) -> None:
         """Classify the tentative text, and the white space before it, as markup."""
         self.drop_blanks()
         self._classify(MARKUP, self.tentative_text)
-        self._tentative = []
+        self.tentative = []
 
     def reject_tentative(self, text: str, fault: str) -> None:
         """Write the tentative text and `text` as content. `fault` is the reason in the event."""
         text = self._without_prompt(self.tentative_text + text)
-        self._tentative = []
+        self.tentative = []
         if not text:
             return
         if not text.strip():

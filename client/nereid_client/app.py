@@ -1,8 +1,13 @@
-"""The OpenAI-compatible frontend: START HERE. This file reads as a table of contents.
+"""The OpenAI-compatible frontend. START HERE: `create_app` lists all parts of the application.
 
-A request goes: middleware.py, admission.py and deadlines.py -> routes/chat.py (decode) ->
-backends.py (call the ensemble over gRPC) -> deltas.py (merge what queues up) -> chat_stream.py
-(encode) -> sse.py (send).
+A chat completion passes through these modules:
+
+1. middleware/                 limits, API key, request id
+2. routes/chat.py              validates the body and calls the backend
+3. triton_backend.py           calls the ensemble on the Triton server over gRPC
+4. streaming/deltas.py         merges the deltas that arrive while the client is slow
+5. streaming/chat_stream.py    converts deltas to OpenAI chunks, or to one whole response
+6. streaming/sse.py            sends the chunks as server-sent events
 """
 
 import logging
@@ -14,26 +19,59 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import nereid_client
-from nereid_client.errors import ApiError, FrontendError, to_api_error
-from nereid_client.middleware import body_limit as middleware
-from nereid_client.middleware.admission_control import Admission, Gate
-from nereid_client.middleware.timeouts import Deadlines
+from nereid_client.embeddings.model_choice import pooling_lifespan
+from nereid_client.errors import ApiError, FrontendError, error_response, to_api_error
+from nereid_client.middleware.admission_control import AdmissionControl, Gate
+from nereid_client.middleware.api_key import ApiKey
+from nereid_client.middleware.body_limit import BodyLimit
+from nereid_client.middleware.request_ids import RequestIds
+from nereid_client.middleware.request_metrics import CountRequests, RequestMetrics
+from nereid_client.middleware.timeouts import Timeouts
 from nereid_client.request_context import Context
 from nereid_client.responses.background_responses import Responses
 from nereid_client.responses.response_store import Limits
-from nereid_client.routes import chat, completions, health, models, pooling, responses, tokenize
+from nereid_client.routes import (
+    chat,
+    classify,
+    completions,
+    embeddings,
+    health,
+    metrics,
+    models,
+    pooling,
+    rerank,
+    responses,
+    score,
+    tokenize,
+)
 from nereid_client.settings import Settings
 from nereid_client.triton_backend import Backend, TritonBackend
+
+_DESCRIPTION = """\
+The OpenAI API for a language model, an embedding model and a reranker on a Triton server, with the
+extensions of vLLM and SGLang. Each error has OpenAI's format: `{"error": {"message", "type",
+"param", "code"}}`.
+"""
+
+_ROUTERS = [
+    module.router
+    for module in (
+        *(chat, completions, responses, tokenize),
+        *(embeddings, pooling, rerank, score, classify),
+        *(models, health, metrics),
+    )
+]
 
 _log = logging.getLogger(__name__)
 
 
 def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = None) -> FastAPI:
-    """The ASGI application.
+    """Create the ASGI application.
 
     Args:
-        settings: see `Settings`.
-        make_backend: called once the event loop runs; the Triton server's by default.
+        settings: the settings of the frontend.
+        make_backend: creates the backend once the event loop runs. By default, the backend is the
+            Triton server at `settings.grpc_url`.
     """
 
     @asynccontextmanager
@@ -50,27 +88,43 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
             ),
             app.state.gate,
             settings.request_timeout_s,
+            app.state.metrics,
         )
-        yield
+        async with pooling_lifespan(app):
+            yield
         await app.state.responses.close()
         await backend.close()
 
-    app = FastAPI(title="Nereid", version=nereid_client.__version__, lifespan=lifespan)
-    app.state.gate = Gate(settings.max_concurrent_requests)
-    for route in (chat, completions, responses, pooling, tokenize, models, health):
-        app.include_router(route.router)
+    app = FastAPI(
+        title="Nereid",
+        version=nereid_client.__version__,
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+    )
+    gate = app.state.gate = Gate(settings.max_concurrent_requests)
+    app.state.metrics = RequestMetrics(num_running=lambda: gate.num_requests)
+    for router in _ROUTERS:
+        app.include_router(router)
     app.add_exception_handler(FrontendError, _on_frontend_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_bug)
+    app.add_exception_handler(Exception, _on_unexpected_error)
+    _add_middleware(app, settings)
+    return app
 
-    # The last one added sees a request first.
-    app.add_middleware(middleware.BodyLimit, max_bytes=settings.max_body_bytes)
+
+def _add_middleware(app: FastAPI, settings: Settings) -> None:
+    """Add the middleware to the application, innermost first: the last one added runs first."""
+    metrics = app.state.metrics
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, metrics=metrics)
     app.add_middleware(
-        Deadlines, limit_s=settings.request_timeout_s, unread_s=settings.unread_timeout_s
+        Timeouts,
+        limit_s=settings.request_timeout_s,
+        unread_s=settings.unread_timeout_s,
+        metrics=metrics,
     )
-    app.add_middleware(Admission, gate=app.state.gate)
+    app.add_middleware(AdmissionControl, gate=app.state.gate, metrics=metrics)
     if settings.api_key:
-        app.add_middleware(middleware.ApiKey, key=settings.api_key)
+        app.add_middleware(ApiKey, key=settings.api_key, metrics=metrics)
     if settings.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -79,31 +133,45 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(middleware.RequestIds)
-    return app
+    app.add_middleware(RequestIds)
+    routes = [route for router in _ROUTERS for route in router.routes]
+    app.add_middleware(CountRequests, metrics=metrics, routes=routes)
 
 
 async def _on_frontend_error(request: Request, error: Exception) -> Response:
+    """Return the response for an error that the frontend raised on purpose."""
     if not isinstance(error, FrontendError):
         raise error
-    answer = to_api_error(error)
-    if answer.status >= 500:
-        _log.warning("request %s failed: %s", request.state.request_id, error)
-    return middleware.error_response(answer)
+    api_error = to_api_error(error)
+    request.app.state.metrics.count_refusal(api_error)
+    if api_error.status >= 500:
+        _log.warning(
+            "request %s failed with status %d: %s",
+            request.state.request_id,
+            api_error.status,
+            error,
+        )
+    return error_response(api_error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: no such path, wrong method."""
+    """Return the response for an error of Starlette: an unknown path or a wrong method."""
     if not isinstance(error, HTTPException):
         raise error
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return middleware.error_response(
-        ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    )
+    where = f"{request.method} {request.url.path}"
+    messages = {
+        404: f"{where} is not a route of this server. GET /openapi.json lists all routes.",
+        405: f"{where} is not allowed: the path exists, but not for the method {request.method}",
+    }
+    message = messages.get(error.status_code, f"{where} failed: {error.detail}")
+    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
-async def _on_bug(request: Request, error: Exception) -> Response:
-    """Anything else is our mistake; Starlette logs the traceback after this answer."""
+async def _on_unexpected_error(request: Request, error: Exception) -> Response:
+    """Return a 500 for a bug. Starlette logs the traceback after this response."""
     request_id = getattr(request.state, "request_id", "unknown")
-    message = f"internal error ({type(error).__name__}); request id {request_id}"
-    return middleware.error_response(ApiError(500, message, code="internal_error"))
+    message = (
+        f"The server has a bug: it failed with an unexpected {type(error).__name__}. The log of "
+        f"the frontend has the traceback. The id of this request is {request_id}."
+    )
+    return error_response(ApiError(500, message, code="internal_error"))

@@ -1,9 +1,12 @@
-"""What can go wrong, and how it looks to an OpenAI client.
+"""The exceptions of the frontend, and the error bodies that an OpenAI client receives for them.
 
 FrontendError
-|- ApiError          an answer other than 200, ready to be sent
-|  '- Disconnected   the client has gone; nobody reads the answer
-'- BackendError      the Triton server's: a gRPC status code and a message
+|- ApiError          an HTTP error response: status, message, `param` and `code`
+|  '- Disconnected   the client has closed the connection, so nobody reads the response
+'- BackendError      an error of the Triton server: a gRPC status code and a message
+
+FieldError is a ValueError, because pydantic turns only ValueErrors of validators into its own
+ValidationError. `from_validation` converts a ValidationError into an ApiError.
 """
 
 import json
@@ -13,14 +16,25 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from starlette.responses import JSONResponse
 
 
 class FrontendError(Exception):
-    """The root: everything the frontend raises on purpose."""
+    """The base class of all exceptions that the frontend raises on purpose."""
 
 
 class ApiError(FrontendError):
-    """An answer other than 200 in OpenAI's shape."""
+    """An HTTP error response in the format of the OpenAI API.
+
+    Args:
+        status: the HTTP status code.
+        message: the text that the user reads.
+        param: the name of the request field that caused the error.
+        code: the machine-readable reason, such as "model_not_found".
+        headers: additional response headers.
+        limit: the name of the setting that refused the request, such as "max_body_bytes". It is
+            the label of a metric and does not appear in the response.
+    """
 
     def __init__(
         self,
@@ -30,6 +44,7 @@ class ApiError(FrontendError):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        limit: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -37,14 +52,15 @@ class ApiError(FrontendError):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.limit = limit
 
     def body(self) -> dict[str, Any]:
-        """The JSON body: `{"error": {message, type, param, code}}`."""
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else _CALLER)
+        """Return the JSON body: `{"error": {"message", "type", "param", "code"}}`."""
+        default_type = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
                 "message": self.message,
-                "type": kind,
+                "type": _ERROR_TYPES.get(self.status, default_type),
                 "param": self.param,
                 "code": self.code,
             }
@@ -52,18 +68,21 @@ class ApiError(FrontendError):
 
 
 class Disconnected(ApiError):
-    """The client closed its connection before the answer was complete."""
+    """The client closed the connection before it received the complete response."""
 
     def __init__(self) -> None:
-        super().__init__(499, "the client closed the connection", code="cancelled")
+        super().__init__(
+            499, "The client closed the connection before the response ended", code="cancelled"
+        )
 
 
 class BackendError(FrontendError):
-    """The backend refused or failed a request.
+    """The Triton server rejected a request or failed to process it.
 
     Args:
-        code: name of a gRPC status code, such as `INVALID_ARGUMENT`.
-        message: what the server said; `"temperature: must be ..."` blames one field.
+        code: the name of a gRPC status code, such as `INVALID_ARGUMENT`.
+        message: the server's message. If it starts with the name of a request field, as in
+            "temperature: must be at least 0, got -1", the name becomes the error's `param`.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -72,81 +91,180 @@ class BackendError(FrontendError):
         self.message = message
 
 
-_CALLER = "invalid_request_error"
-_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
+class FieldError(ValueError):
+    """A field of a request body has a value that the frontend does not accept.
 
-_STATUS = {
+    Args:
+        field: the path of the field in the body, such as "tools[0].name".
+        message: a sentence that names the field, the value and the remedy.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+_HTTP_STATUS_AND_CODE = {
     "INVALID_ARGUMENT": (400, None),
     "UNAVAILABLE": (503, "unavailable"),
     "RESOURCE_EXHAUSTED": (429, "rate_limit_exceeded"),
     "CANCELLED": (499, "cancelled"),
     "DEADLINE_EXCEEDED": (504, "timeout"),
 }
-"""gRPC status -> HTTP status and OpenAI error code; every other status is a 500."""
+"""Maps a gRPC status code to an HTTP status and OpenAI's error code. Other codes become a 500."""
 
-_RETRY_AFTER = re.compile(r"try again in (\d+) s\b")  # the executor's guess, docs/overload.md
-_UNION_MEMBERS = {"str", "list[str]", "list[dict[str,any]]", "dict[str,any]"}  # pydantic's words
-_OPENING = re.compile(r"^(Input|String) should ")  # of pydantic's messages
-_TENSOR_NAME = re.compile(r"^(text_input|input_ids): ")  # the ensemble's names of `prompt`
-_TOO_LONG = re.compile(r"the limit is \d+ \(max_model_len\)")
-_BLAMED_FIELD = re.compile(r"^([a-z_][A-Za-z0-9_.\[\]]*): ")
+_RETRY_AFTER = re.compile(r"again in (\d+) s\b")  # the executor's estimate of the waiting time
+_TOO_MANY_TOKENS = re.compile(
+    r"\b(\d+) tokens\b.*?(?:(\d+) \(max_model_len\)|max_model_len\D{0,10}(\d+))"
+)
+_TENSOR_NAME = re.compile(r"^(text_input|input_ids)(?=:| )")
+# "temperature: must ..." or, in a plain sentence, "max_tokens must ...".
+_FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
+_FIELD_AND_COLON = re.compile(rf"^({_FIELD_PATH.pattern}): ")
+_FIELD_IN_SENTENCE = re.compile(
+    r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
+    r" (?=(?:must|requires|is|can|cannot|does)\b)"
+)
+_VERB = re.compile(r"(?:must|requires|is|are|has|have|can|cannot|does|needs|takes|accepts)\b")
+
+# Pydantic's error types, as the end of the sentence "FIELD must be ...".
+_REQUIREMENTS = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "int_parsing_size": "an integer with fewer digits",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "literal_error": "{expected}",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "string_too_short": "a string with at least {min_length} character",
+}
+_UNION_MEMBERS = {"str", "list[str]", "list[dict[str,any]]", "dict[str,any]"}  # in pydantic's paths
 
 
 def to_api_error(error: FrontendError) -> ApiError:
-    """The answer for any of our errors: the table above, applied."""
+    """Return the HTTP error response for an exception of the frontend.
+
+    Example: `BackendError("INVALID_ARGUMENT", "temperature: must be at least 0, got -1")` becomes
+    a 400 with the message "temperature must be at least 0, got -1" and the param "temperature".
+    """
     if isinstance(error, ApiError):
         return error
     if not isinstance(error, BackendError):
         return ApiError(500, str(error), code="internal_error")
-    status, code = _STATUS.get(error.code, (500, "internal_error"))
-    message = _TENSOR_NAME.sub("prompt: ", error.message)
-    blamed = _BLAMED_FIELD.match(message) if status == 400 else None
-    if status == 400 and _TOO_LONG.search(message):
-        # OpenAI's words besides its code: many clients know the case by either alone.
-        code = "context_length_exceeded"
-        message = f"{message}. Input tokens exceed the configured limit."
-    return ApiError(
-        status,
-        message,
-        param=blamed[1] if blamed else None,
-        code=code,
-        headers=_retry_after(message) if status in (429, 503) else None,
-    )
+    status, code = _HTTP_STATUS_AND_CODE.get(error.code, (500, "internal_error"))
+    message = _TENSOR_NAME.sub("prompt", error.message)
+    if status == 400:
+        param, message = _split_field(message)
+        if tokens_and_limit(message) is not None:
+            # Many clients detect this case by OpenAI's code or by the words of OpenAI's message.
+            code = "context_length_exceeded"
+            message = f"{message}. Input tokens exceed the configured limit."
+        return ApiError(400, message, param=param, code=code)
+    headers = _retry_after(message) if status in (429, 503) else None
+    return ApiError(status, message, code=code, headers=headers)
 
 
-def _retry_after(message: str) -> dict[str, str]:
-    """When to come back: as the message says, else soon."""
-    told = _RETRY_AFTER.search(message)
-    return {"Retry-After": told[1] if told else "1"}
+def tokens_and_limit(message: str) -> tuple[int, int] | None:
+    """Return the number of tokens and the limit if a message says that an input is too long.
+
+    Example: "prompt has 9000 tokens; the limit is 4096 (max_model_len)" returns (9000, 4096).
+    """
+    match = _TOO_MANY_TOKENS.search(message)
+    return None if match is None else (int(match[1]), int(match[2] or match[3]))
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """A 400 that names the first wrong field, its value and the limit."""
+    """Return a 400 that describes the first wrong field of a request body.
+
+    Example: the message is "temperature must be at most 2, but the request has 2.5" and the param
+    is "temperature".
+    """
     details = error.errors(include_url=False)
     first = details[0]
     path = _path(first)
-    if first["type"] == "missing":
-        message = "is required"
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, FieldError):
+        return ApiError(400, str(cause), param=cause.field)
+    if first["type"] == "value_error":  # a ValueError of our validators, without a field
+        message = f"{path} {cause}".strip()
+    elif first["type"] == "missing":
+        message = f"{path} is required, but the request does not contain it"
     elif first["type"] == "too_short":
-        message = f"must have at least {first['ctx']['min_length']} item, got 0"
-    elif first["type"] == "value_error":  # our own validators name the value themselves
-        message = first["msg"].removeprefix("Value error, ")
-    else:  # a field of several types has an error for each of them
-        reasons = [detail["msg"] for detail in details if _path(detail) == path]
-        message = " or ".join(_OPENING.sub("", reason) for reason in reasons)
-        message = f"must {message[:1].lower()}{message[1:]}, got {shown(first['input'])}"
-    text = f"{path}: {message}" if path else message
-    blamed = _BLAMED_FIELD.match(text)
-    return ApiError(400, text, param=blamed[1] if blamed else None)
+        least = first["ctx"]["min_length"]
+        message = f"{path} must have at least {least} item, but the request has an empty list"
+    elif first["type"] == "string_pattern_mismatch":
+        message = (
+            f"{path} must match the pattern {first['ctx']['pattern']}, "
+            f"but the request has {shown(first['input'])}"
+        )
+    else:
+        # Pydantic reports one error for each type that a field of several types accepts.
+        reasons = [_requirement(detail) for detail in details if _path(detail) == path]
+        wanted = " or ".join(dict.fromkeys(reasons))
+        message = f"{path} must be {wanted}, but the request has {shown(first['input'])}"
+    return ApiError(400, message, param=path if _FIELD_PATH.fullmatch(path) else None)
 
 
-def _path(detail: ErrorDetails) -> str:
-    """Where in the body: `messages[0].role`."""
-    parts = [part for part in detail["loc"] if part not in _UNION_MEMBERS]
-    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")
+def error_response(error: ApiError) -> JSONResponse:
+    """Return the HTTP response for an error."""
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value as JSON for an error message, cut when it is long."""
+    """Return a value as JSON for an error message, cut to `limit` characters.
+
+    Example: `shown(["a"] * 99)` returns '["a", "a", ... "a", ...', 80 characters in all.
+    """
     text = json.dumps(value, default=repr)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _split_field(message: str) -> tuple[str | None, str]:
+    """Return the field that a message of the backend names, and the message as a sentence.
+
+    Examples:
+        "seed: must be an integer"  -> ("seed", "seed must be an integer")
+        "seed: unexpected value"    -> ("seed", "seed: unexpected value")
+        "seed must be an integer"   -> ("seed", "seed must be an integer")
+        "the queue is full"         -> (None, "the queue is full")
+    """
+    match = _FIELD_AND_COLON.match(message)
+    if match is None:
+        match = _FIELD_IN_SENTENCE.match(message)
+        return (match[1] if match else None), message
+    rest = message[match.end() :]
+    return match[1], f"{match[1]} {rest}" if _VERB.match(rest) else message
+
+
+def _retry_after(message: str) -> dict[str, str]:
+    """Return the header Retry-After: the seconds that the message gives, else one second."""
+    match = _RETRY_AFTER.search(message)
+    return {"Retry-After": match[1] if match else "1"}
+
+
+def _requirement(detail: ErrorDetails) -> str:
+    """Return what pydantic requires of a value, as the end of "FIELD must be ..."."""
+    requirement = _REQUIREMENTS.get(detail["type"])
+    if requirement is None:
+        return re.sub(r"^(Input|String|Value) should (be )?", "", detail["msg"])
+    return requirement.format(**detail.get("ctx", {}))
+
+
+def _path(detail: ErrorDetails) -> str:
+    """Return the path of a wrong field in the request body, such as `messages[0].role`."""
+    parts = [part for part in detail["loc"] if part not in _UNION_MEMBERS]
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")

@@ -1,11 +1,11 @@
-"""Calls of a Triton server over gRPC that can be given up without leaving memory behind.
+"""gRPC calls of a Triton server that can be cancelled without a memory leak.
 
-grpc.aio frees what an operation took, the response included, only when the task that awaits the
-operation sees its end (its issue 43360). So none of its tasks may be cancelled: not by a cancelled
-task of ours, hence the shields, and not by a call's own method `cancel`, which cancels them too.
-Here the call alone is cancelled, and what awaits it then comes to its end by itself. An operation
-that fails is not freed either: a stream that is given up before its first response still leaves
-one of 100 bytes.
+grpc.aio frees the memory of an operation, its response included, only if the task that awaits the
+operation runs to its end (issue 43360 of gRPC). Therefore no such task may be cancelled, neither by
+the cancellation of our own task (hence the shields below) nor by the method `cancel` of a call,
+which cancels its tasks too. This module cancels only the underlying call; the tasks that await it
+then end by themselves. A failed operation is not freed either, so a stream that is cancelled before
+its first response still leaks about 100 bytes.
 """
 
 import asyncio
@@ -17,29 +17,28 @@ from typing import Any
 
 import grpc
 import numpy as np
-from grpc.aio._call import Call  # nothing public cancels a call and not its tasks
+from grpc.aio._call import Call  # no public method cancels a call without cancelling its tasks
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from nereid_client.errors import BackendError
 
-_RECONNECT_MS = 1000  # at most so long after one attempt comes the next
+_RECONNECT_MS = 1000  # the longest time between two attempts to connect
 _HEALTH_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
 _DTYPES: dict[str, Any] = {"BOOL": np.bool_, "INT32": np.int32}
 
 
 class TritonCalls:
-    """A channel to a Triton server that finds it soon after it has come back.
+    """A gRPC channel to a Triton server that reconnects within a second after a restart.
 
-    gRPC's own wait between two attempts grows to two minutes.
+    By default, the time between gRPC's attempts to connect grows to two minutes. The object must
+    be created in a running event loop. The first call opens the connection.
+
+    Args:
+        url: host:port of the server's gRPC endpoint.
     """
 
     def __init__(self, url: str) -> None:
-        """Nothing is connected yet; must be called in a running event loop.
-
-        Args:
-            url: host:port of the server's gRPC door.
-        """
         options = [
             ("grpc.max_send_message_length", -1),
             ("grpc.max_receive_message_length", -1),
@@ -49,115 +48,129 @@ class TritonCalls:
         ]
         self._channel = grpc.aio.insecure_channel(url, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._ending: set[asyncio.Task[None]] = set()
+        self._detached: set[asyncio.Task[None]] = set()
 
     async def infer(self, request: Any) -> Any:  # noqa: ANN401 - protobuf messages
-        """The ModelInferResponse to a ModelInferRequest; cancelling the task cancels the call.
+        """Send a ModelInferRequest and return the ModelInferResponse.
 
-        Raises: grpc.RpcError; BackendError when the call alone was cancelled.
+        Cancelling the task cancels the call.
+
+        Raises:
+            grpc.RpcError: the call failed.
+            BackendError: the call was cancelled, but not the task.
         """
-        return await self._answer(self._stub.ModelInfer(request))
+        return await self._response(self._stub.ModelInfer(request))
 
     def stream(self, request: Any) -> "Stream":  # noqa: ANN401 - a protobuf message
-        """The call that answers one ModelInferRequest with responses."""
+        """Send a ModelInferRequest that is answered with several responses."""
 
-        async def once() -> Any:  # noqa: ANN401
+        async def request_once() -> Any:  # noqa: ANN401
             yield request
 
-        return Stream(self._stub.ModelStreamInfer(once()), self._outlive)
+        return Stream(self._stub.ModelStreamInfer(request_once()), self._run_detached)
 
     async def is_live(self) -> bool:
-        """Whether the server answers at all."""
+        """Return whether the server answers."""
         call = self._stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=_HEALTH_TIMEOUT_S)
         try:
-            return bool((await self._answer(call)).live)
+            return bool((await self._response(call)).live)
         except grpc.RpcError:
             return False
 
     async def is_model_ready(self, model: str) -> bool:
-        """Whether a model can take requests."""
+        """Return whether a model accepts requests."""
         request = service_pb2.ModelReadyRequest(name=model)
         call = self._stub.ModelReady(request, timeout=_HEALTH_TIMEOUT_S)
         try:
-            return bool((await self._answer(call)).ready)
+            return bool((await self._response(call)).ready)
         except grpc.RpcError:
             return False
 
     async def close(self) -> None:
-        """Give up the connection."""
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        """Wait for cancelled calls to end, then close the connection."""
+        await asyncio.gather(*self._detached, return_exceptions=True)
         await self._channel.close()
 
-    async def _answer(self, call: Any) -> Any:  # noqa: ANN401 - untyped library
-        reading = asyncio.ensure_future(_answer_of(call))
+    async def _response(self, call: Any) -> Any:  # noqa: ANN401 - untyped library
+        """Return the response of a unary call. Cancel the call if our own task is cancelled."""
+        reading = asyncio.ensure_future(_await(call))
         try:
             return await _shielded(reading)
         except asyncio.CancelledError:
             Call.cancel(call)
-            self._outlive(_end_of(reading))
+            self._run_detached(_wait_for_end(reading))
             raise
 
-    def _outlive(self, ending: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(ending)
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+    def _run_detached(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work to its end, even if nothing awaits it. `close` waits for it."""
+        task = asyncio.create_task(work)
+        self._detached.add(task)
+        task.add_done_callback(self._detached.discard)
 
 
 class Stream:
-    """One request and its responses. Ends with `leave` or `give_up`, whatever happened before.
+    """One request and its responses. The user of a stream must call `leave` or `cancel`.
 
-    One task reads all of it and is never cancelled; who waits for a response waits for what that
-    task has read.
+    A task of its own reads all responses, because it must never be cancelled. `read` returns what
+    this task has read.
 
     Args:
-        call: of grpc.aio.
-        outlive: takes what must still run when nobody waits for it any more.
+        call: the stream call of grpc.aio.
+        run_detached: runs work to its end, even if nothing awaits it.
     """
 
-    def __init__(self, call: Any, outlive: Callable[[Coroutine[Any, Any, None]], None]) -> None:  # noqa: ANN401 - untyped library
+    def __init__(
+        self,
+        call: Any,  # noqa: ANN401 - untyped library
+        run_detached: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
         self._call = call
-        self._outlive = outlive
+        self._run_detached = run_detached
         self._responses: collections.deque[Any] = collections.deque()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._reading = asyncio.create_task(self._read_all())
 
     async def read(self) -> Any:  # noqa: ANN401 - a protobuf message
-        """The next ModelStreamInferResponse; None at the end.
+        """Return the next ModelStreamInferResponse, None at the end of the stream.
 
-        Raises: grpc.RpcError; BackendError when the call alone was cancelled.
+        Raises:
+            grpc.RpcError: the call failed.
+            BackendError: the call was cancelled, but not the task.
         """
         while not self._responses:
             if self._reading.done():
                 return await self._reading
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         return self._responses.popleft()
 
     def leave(self) -> None:
-        """Read no more; the server is at its end, or near."""
-        self._outlive(self._end())
+        """Stop reading a stream that the server has ended or is about to end."""
+        self._run_detached(self._finish())
 
-    def give_up(self) -> None:
-        """Cancel the call."""
-        Call.cancel(self._call)  # one that has ended takes no notice
-        self._outlive(self._end())
+    def cancel(self) -> None:
+        """Cancel the call. A call that has ended is not affected."""
+        Call.cancel(self._call)
+        self._run_detached(self._finish())
 
-    async def _end(self) -> None:
+    async def _finish(self) -> None:
+        """Wait for the end of the stream, and cancel the call if it takes too long."""
         await asyncio.wait([self._reading], timeout=_END_TIMEOUT_S)
         Call.cancel(self._call)
-        await _end_of(self._reading)
+        await _wait_for_end(self._reading)
 
     async def _read_all(self) -> None:
         try:
-            # A read that waits for this, too, is one more operation that can fail.
+            # The metadata is awaited first: otherwise the first read would start a second
+            # operation that waits for it, and each operation that fails leaks memory.
             await self._call.initial_metadata()
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 self._responses.append(response)
-                self._news.set()
+                self._changed.set()
         except asyncio.CancelledError:
-            raise _cancelled() from None
+            raise _cancellation() from None
         finally:
-            self._news.set()
+            self._changed.set()
 
 
 def infer_request(
@@ -166,13 +179,14 @@ def infer_request(
     inputs: Iterable[tuple[str, str, Sequence[Any] | np.ndarray[Any, Any]]],
     outputs: Iterable[str] = (),
 ) -> Any:  # noqa: ANN401 - a protobuf message
-    """A ModelInferRequest.
+    """Return a ModelInferRequest.
 
     Args:
-        model: its name in the repository.
-        request_id: shows up in the server's logs.
-        inputs: name, datatype (BOOL, INT32 or BYTES) and values of each; shape [num_values].
-        outputs: what to answer with; nothing means everything.
+        model: the name of the model in the model repository.
+        request_id: the id of the request in the logs of the server.
+        inputs: for each input its name, its data type (BOOL, INT32 or BYTES) and its values. The
+            shape is [num_values].
+        outputs: the names of the outputs to return. If empty, the server returns all.
     """
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     for name, datatype, values in inputs:
@@ -188,12 +202,15 @@ def infer_request(
 
 
 def encode_strings(strings: Iterable[bytes]) -> bytes:
-    """The content of a BYTES tensor: of each a little-endian uint32 length and so many bytes."""
+    r"""Return the content of a BYTES tensor: each string after its length, a little-endian uint32.
+
+    Example: [b"ab"] returns b"\x02\x00\x00\x00ab".
+    """
     return b"".join(struct.pack("<I", len(string)) + string for string in strings)
 
 
 def decode_strings(raw: bytes) -> list[bytes]:
-    """The strings of a BYTES tensor; the other way of `encode_strings`."""
+    """Return the strings in the content of a BYTES tensor. The inverse of `encode_strings`."""
     strings = []
     position = 0
     while position < len(raw):
@@ -204,26 +221,30 @@ def decode_strings(raw: bytes) -> list[bytes]:
 
 
 async def _shielded(reading: asyncio.Future[Any]) -> Any:  # noqa: ANN401 - untyped library
-    """Its result; it goes on when our task is cancelled."""
+    """Return the result of a task. The task goes on if our own task is cancelled."""
     try:
         return await asyncio.shield(reading)
     except asyncio.CancelledError:
-        raise _cancelled() from None
+        raise _cancellation() from None
 
 
-def _cancelled() -> BaseException:
-    """What a CancelledError means: grpc raises it of a call that was cancelled, too."""
+def _cancellation() -> BaseException:
+    """Return the exception to raise for a CancelledError.
+
+    grpc raises a CancelledError also if only the call was cancelled, and not our own task. Only
+    the second case may cancel the task.
+    """
     task = asyncio.current_task()
     if task is None or not task.cancelling():
-        return BackendError("CANCELLED", "the call was cancelled")
+        return BackendError("CANCELLED", "The Triton server cancelled the request")
     return asyncio.CancelledError()
 
 
-async def _answer_of(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library
+async def _await(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library
     return await call
 
 
-async def _end_of(reading: asyncio.Future[Any]) -> None:
-    """Wait for it; nobody needs to know how it ended."""
+async def _wait_for_end(reading: asyncio.Future[Any]) -> None:
+    """Wait for the end of a task and ignore its result."""
     with suppress(grpc.RpcError, BackendError, asyncio.CancelledError):
         await reading

@@ -1,4 +1,4 @@
-"""What every route needs: settings, the backend, and the request at hand."""
+"""Functions that the routes share: read and validate a body, and identify a request."""
 
 import json
 import math
@@ -14,62 +14,71 @@ from starlette.requests import ClientDisconnect
 from nereid_client.errors import ApiError, Disconnected, from_validation
 from nereid_client.protocol.generation_requests import GenerationRequest
 from nereid_client.settings import Settings
-from nereid_client.streaming.completion_frame import Reply
+from nereid_client.streaming.completion_frame import CompletionFrame
 from nereid_client.triton_backend import Backend
 
 R = TypeVar("R", bound=BaseModel)
 
+_TOO_DEEP = "The request body is nested too deeply"
+
 
 @dataclass(frozen=True)
 class Context:
-    """What lives as long as the application."""
+    """The settings and the backend of an application.
+
+    Attributes:
+        created: the Unix time at which the application started, in seconds.
+    """
 
     settings: Settings
     backend: Backend
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
-        """Accept the served model's name, or none at all.
+        """Check that a request names the served model, or no model.
 
-        Raises: ApiError 404 that names what is served.
+        Raises: ApiError 404 that names the served model.
         """
         served = self.settings.model_name
         if name not in (None, served):
             raise ApiError(
                 404,
-                f"model: {name!r} does not exist; the model served here is {served!r}",
+                f"The model {name!r} does not exist. This server serves {served!r}.",
                 param="model",
                 code="model_not_found",
             )
 
 
 def context_of(request: Request) -> Context:
-    """The application's context."""
+    """Return the context of the application that handles a request."""
     context: Context = request.app.state.context
     return context
 
 
 def request_id_of(request: Request) -> str:
-    """The caller's X-Request-Id, or the one made for this request."""
+    """Return the id of a request: the client's X-Request-Id, or a random one."""
     request_id: str = request.state.request_id
     return request_id
 
 
-def engine_request_id(request: Request) -> str:
-    """A name for the backend's logs: callers may repeat theirs, so it ends in something unique."""
+def unique_request_id(request: Request) -> str:
+    """Return an id for the backend: the id of the request, with a random end.
+
+    Clients may send the same X-Request-Id twice, but the backend needs unique ids.
+    """
     return f"{request_id_of(request)}-{secrets.token_hex(4)}"
 
 
-def reply_of(request: Request, body: GenerationRequest, kind: str) -> Reply:
-    """What the answer to a request repeats.
+def frame_for(request: Request, body: GenerationRequest, prefix: str) -> CompletionFrame:
+    """Return the fields that all chunks of a completion have in common.
 
     Args:
-        request: the request, which has an id.
-        body: what it says.
-        kind: what the answer's id begins with.
+        request: the HTTP request.
+        body: its validated body.
+        prefix: the beginning of the completion's id, such as "chatcmpl".
     """
-    return Reply(
-        id=f"{kind}-{body.given_id or request_id_of(request)}",
+    return CompletionFrame(
+        id=f"{prefix}-{body.given_id or request_id_of(request)}",
         model=context_of(request).settings.model_name,
         created=int(time.time()),
         num_choices=body.num_choices,
@@ -81,34 +90,48 @@ def reply_of(request: Request, body: GenerationRequest, kind: str) -> Reply:
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """The request's JSON object, as sent.
+    """Read the JSON object in the body of a request.
 
-    Raises: ApiError 400 that says where the JSON is broken; 413 when it is too large; Disconnected.
+    Raises:
+        ApiError: 400 if the body is not a JSON object, 413 if it is too large.
+        Disconnected: the client closed the connection.
     """
     try:
         raw = await request.body()
     except ClientDisconnect:
         raise Disconnected from None
     try:
-        body = json.loads(raw, parse_constant=_no_constant, parse_float=_finite)
+        body = json.loads(raw, parse_constant=_reject_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise ApiError(400, f"the body is not valid JSON: {error.msg} at {where}") from None
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ApiError(400, f"The request body is not valid JSON at {place}: {error.msg}") from None
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}") from None
+        raise ApiError(400, f"The request body is not valid UTF-8 at byte {error.start}") from None
     except RecursionError:
-        raise ApiError(400, "the body is not usable JSON: it is nested too deeply") from None
-    except ValueError as error:  # NaN, 1e999, integers of thousands of digits
-        raise ApiError(400, f"the body is not usable JSON: {error}") from None
+        raise ApiError(400, _TOO_DEEP) from None
+    except ValueError as error:  # NaN, 1e999, an integer with thousands of digits
+        raise ApiError(400, f"The request body has an invalid number: {error}") from None
     if not isinstance(body, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {type(body).__name__}")
+        raise ApiError(
+            400, f"The request body must be a JSON object, but it is a {_JSON_TYPES[type(body)]}"
+        )
     return body
 
 
-def validate(kind: type[R], body: dict[str, Any]) -> R:
-    """The body as a checked request.
+_JSON_TYPES = {
+    list: "list",
+    str: "string",
+    int: "number",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+}
 
-    Raises: ApiError 400 naming the field, its value and the limit.
+
+def validate(kind: type[R], body: dict[str, Any]) -> R:
+    """Return a body as an object of its type.
+
+    Raises: ApiError 400 that names the first wrong field, its value and the limit.
     """
     try:
         return kind.model_validate(body)
@@ -116,21 +139,24 @@ def validate(kind: type[R], body: dict[str, Any]) -> R:
         raise from_validation(error) from None
 
 
-def dump(value: object) -> str:
-    """JSON for the backend, readable in its logs.
+def to_json(value: object) -> str:
+    """Return a value as JSON for the backend. Text is not escaped, so that logs are readable.
 
-    Raises: ApiError 400 for half a surrogate pair, which no tokenizer takes, and for deep nesting.
+    Raises: ApiError 400 for text that is not Unicode, or for nesting that is too deep.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except RecursionError:
-        raise ApiError(400, "the body is not usable JSON: it is nested too deeply") from None
+        raise ApiError(400, _TOO_DEEP) from None
     check_unicode(text)
     return text
 
 
 def check_unicode(text: str) -> None:
-    r"""Refuse text that is no Unicode, such as JSON's "\ud800".
+    r"""Check that a text is valid Unicode.
+
+    JSON can express text that is not, such as "\ud800", half of a surrogate pair. No tokenizer
+    accepts it.
 
     Raises: ApiError 400.
     """
@@ -139,16 +165,19 @@ def check_unicode(text: str) -> None:
     except UnicodeEncodeError as error:
         character = ascii(text[error.start])
         raise ApiError(
-            400, f"the body holds half a surrogate pair, {character}, which is no character"
+            400,
+            f"The request body contains {character}, which is half of a surrogate pair and no "
+            "Unicode character",
         ) from None
 
 
-def _no_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
+    """Reject NaN and Infinity, which Python's parser accepts although JSON does not have them."""
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _finite(text: str) -> float:
+def _finite_float(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"{text} is too large for a number")
+        raise ValueError(f"{text} is too large")
     return number

@@ -1,4 +1,4 @@
-"""The way to the language model: the `Backend` protocol and its Triton gRPC implementation."""
+"""The `Backend` protocol for the language model, and its implementation over gRPC."""
 
 import json
 import re
@@ -13,30 +13,31 @@ from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
 from nereid_client.streaming.deltas import Delta
 
-# The ensemble's first step, by its name in the repository, and what it makes of a request.
-_TOKENIZER = "tokenizer"
+# The first model of the ensemble, and its output with the token ids of the prompt.
+_TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
-_UNREACHABLE = "the Triton server at {} can't be reached; is it running?"
-_LOST = "the connection to the Triton server was lost ({}); try again"
-_SICK = "is not healthy"  # of a stub that died; only a new server helps
+# Parts of messages of the Triton server.
+_STUB_DIED = "is not healthy"  # only a restart of the server helps
 _STOPPING = "Server is stopping"
-# Put in front by the Triton server, and by the ensemble's steps.
-_PLACE = re.compile(r"^(\[request id: [^\]]*\] )?(in ensemble '[^']*', )?")
-_TAG = re.compile(r"^\[([A-Z_]+)\] ")
+# The Triton server puts these prefixes before the messages of the models. Example:
+# "[request id: a] in ensemble 'llm', [INVALID_ARGUMENT] seed: must be an integer".
+_PLACE_PREFIX = re.compile(r"^(\[request id: [^\]]*\] )?(in ensemble '[^']*', )?")
+_CODE_PREFIX = re.compile(r"^\[([A-Z_]+)\] ")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One call of the ensemble: a request id, exactly one kind of prompt, and how to sample.
+    """The inputs of one call of the ensemble. A call has exactly one kind of prompt.
 
     Attributes:
-        request_id: shows up in the server's logs; unique among requests that run.
-        text_input: a prompt as text.
-        input_ids: a prompt as token ids.
-        chat_request: the JSON body of a chat completion.
-        sampling_parameters: a JSON object, for the first two kinds.
-        with_text: whether deltas carry `text`, the raw text.
-        num_choices: how many answers were asked for; the last one's end is the stream's.
+        request_id: the id of the request in the logs of the server. It must be unique among the
+            requests that run.
+        text_input: the prompt as text.
+        input_ids: the prompt as token ids.
+        chat_request: the prompt as the JSON body of a chat completion.
+        sampling_parameters: a JSON object, for `text_input` and `input_ids`.
+        with_text: whether deltas contain the unparsed text, as `text`.
+        num_choices: the number of choices. The stream ends when all of them have ended.
     """
 
     request_id: str
@@ -49,142 +50,162 @@ class Generation:
 
 
 class Backend(Protocol):
-    """Something that generates."""
+    """A backend that generates text."""
 
     def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
-        """The deltas of all choices as they come; closing the generator aborts the request.
+        """Yield the deltas of all choices as they arrive. Closing the generator aborts the request.
 
         Raises: BackendError.
         """
         ...
 
     async def tokenize(self, generation: Generation) -> list[int]:
-        """The token ids of its prompt; nothing is generated.
+        """Return the token ids of the prompt without generating anything.
 
         Raises: BackendError.
         """
         ...
 
     async def is_live(self) -> bool:
-        """Whether the server answers at all."""
+        """Return whether the server answers."""
         ...
 
     async def is_ready(self) -> bool:
-        """Whether the model can take requests."""
+        """Return whether the language model accepts requests."""
         ...
 
     async def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
         ...
 
 
 class TritonBackend:
-    """The ensemble on a Triton server: one gRPC stream per request, one channel for all."""
+    """The ensemble on a Triton server. Each request has a gRPC stream; all share one channel.
+
+    It must be created in a running event loop. The first call opens the connection.
+
+    Args:
+        url: host:port of the server's gRPC endpoint.
+        ensemble: the name of the ensemble in the model repository.
+    """
 
     def __init__(self, url: str, ensemble: str) -> None:
-        """Nothing is connected yet; must be called in a running event loop.
-
-        Args:
-            url: host:port of the server's gRPC door.
-            ensemble: the model's name in the repository.
-        """
         self._url = url
         self._ensemble = ensemble
         self._calls = TritonCalls(url)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
-        """See `Backend.generate`.
+        """Yield the deltas of all choices. See `Backend.generate`.
 
-        Closing it before the last response cancels the gRPC stream; after that, or after an error,
-        the stream is left to end by itself. Server 2.51 can crash when a cancel meets the end of a
-        stream (its issues 7368 and 8034), and many clients hang up at the sight of a finish reason.
+        Closing the generator before the last response cancels the gRPC stream. After the last
+        response, or after an error, the stream is not cancelled but left to end by itself: Triton
+        server 2.51 can crash if a stream is cancelled while it ends (its issues 7368 and 8034),
+        and many clients disconnect as soon as they receive a finish reason.
         """
         outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
-        # Not with the header `triton_grpc_error`, which turns an error's code into the stream's
-        # status: server 2.51 then takes each error for a cancel, and sooner or later crashes.
+        # The header `triton_grpc_error` would turn the code of an error into the status of the
+        # stream. It is not sent, because Triton server 2.51 then treats each error as a
+        # cancellation and crashes after a while.
         stream = self._calls.stream(self._request(self._ensemble, generation, outputs))
-        is_over = False
-        running = generation.num_choices
+        has_ended = False
+        num_running = generation.num_choices
         try:
             while (message := await stream.read()) is not None:
                 if message.error_message:
-                    is_over = True
+                    has_ended = True
                     raise read_error(message.error_message)
                 deltas = _decode_response(message.infer_response, generation.with_text)
-                running -= sum("finish_reason" in delta for delta in deltas)
-                is_over = running <= 0
+                num_running -= sum("finish_reason" in delta for delta in deltas)
+                has_ended = num_running <= 0
                 for delta in deltas:
                     yield delta
-                if is_over:
+                if has_ended:
                     return
         except grpc.RpcError as error:
             raise self._stream_error(error) from None
         finally:
-            if is_over:
+            if has_ended:
                 stream.leave()
             else:
-                stream.give_up()
+                stream.cancel()
 
     async def tokenize(self, generation: Generation) -> list[int]:
-        """See `Backend.tokenize`: a call of the ensemble's first step alone."""
-        request = self._request(_TOKENIZER, generation, [_PROMPT_TOKEN_IDS])
+        """Call only the tokenizer, the first model of the ensemble. See `Backend.tokenize`."""
+        request = self._request(_TOKENIZER_MODEL, generation, [_PROMPT_TOKEN_IDS])
         try:
             response = await self._calls.infer(request)
         except grpc.RpcError as error:
             raise self._call_error(error) from None
-        (raw,) = response.raw_output_contents  # of the one output that was asked for
+        (raw,) = response.raw_output_contents  # the only output that was requested
         return [int(token_id) for token_id in np.frombuffer(raw, np.int32)]
 
     async def is_live(self) -> bool:
-        """See `Backend.is_live`."""
+        """Return whether the server answers."""
         return await self._calls.is_live()
 
     async def is_ready(self) -> bool:
-        """See `Backend.is_ready`."""
+        """Return whether the ensemble accepts requests."""
         return await self._calls.is_model_ready(self._ensemble)
 
     async def close(self) -> None:
-        """See `Backend.close`."""
+        """Close the connection."""
         await self._calls.close()
 
     def _request(self, model: str, generation: Generation, outputs: list[str]) -> Any:
         return infer_request(model, generation.request_id, _inputs(generation), outputs)
 
     def _call_error(self, error: grpc.RpcError) -> BackendError:
+        """Return the error of a unary call, whose message has the code of the model's error."""
         code: str = error.code().name
-        told = read_error(error.details() or code)
+        model_error = read_error(error.details() or code)
         if code == "UNAVAILABLE":
-            return BackendError(code, self._outage(told.message))
-        return BackendError(told.code if code == "INTERNAL" else code, told.message)
+            return BackendError(code, self._outage_message(model_error.message))
+        return BackendError(model_error.code if code == "INTERNAL" else code, model_error.message)
 
     def _stream_error(self, error: grpc.RpcError) -> BackendError:
+        """Return the error of a stream that ended because the connection failed."""
         code: str = error.code().name
         details: str = error.details() or code
-        return BackendError(code, self._outage(details) if code == "UNAVAILABLE" else details)
+        message = self._outage_message(details) if code == "UNAVAILABLE" else details
+        return BackendError(code, message)
 
-    def _outage(self, details: str) -> str:
+    def _outage_message(self, details: str) -> str:
         if "failed to connect" in details:
-            return _UNREACHABLE.format(self._url)
-        return _LOST.format(details)
+            return unreachable_message(self._url)
+        return f"The frontend lost the connection to the Triton server ({details}). Try again."
+
+
+def unreachable_message(url: str) -> str:
+    """Return the error message for a Triton server to which no connection can be made."""
+    return (
+        f"The frontend cannot connect to the Triton server at {url} (grpc_url). Check that the "
+        "server is running."
+    )
 
 
 def read_error(text: str) -> BackendError:
-    """The error that a message in the stream stands for; see docs/contract.md for its form."""
-    text = _PLACE.sub("", text)
-    tagged = _TAG.match(text)
-    if tagged is not None:
-        return BackendError(tagged[1], text[tagged.end() :])
+    """Return the error for a message of the Triton server, without the server's prefixes.
+
+    Example: "in ensemble 'llm', [INVALID_ARGUMENT] seed: must be an integer" returns
+    BackendError("INVALID_ARGUMENT", "seed: must be an integer"). docs/reference/tensors.md
+    describes the format.
+    """
+    text = _PLACE_PREFIX.sub("", text)
+    match = _CODE_PREFIX.match(text)
+    if match is not None:
+        return BackendError(match[1], text[match.end() :])
     if text.startswith("Request for unknown model") or is_outage(text):
         return BackendError("UNAVAILABLE", text)
     return BackendError("INTERNAL", text)
 
 
 def is_outage(text: str) -> bool:
-    """Whether a message of the server's own says that it must be started again, or is stopping."""
-    return _SICK in text or _STOPPING in text
+    """Return whether a message of the Triton server means that it must restart, or is stopping."""
+    return _STUB_DIED in text or _STOPPING in text
 
 
 def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
+    """Return name, Triton data type and values of each input tensor."""
     inputs: list[tuple[str, str, Sequence[Any]]] = [("stream", "BOOL", [True])]
     for name in ("text_input", "chat_request", "sampling_parameters"):
         text = getattr(generation, name)
@@ -196,7 +217,10 @@ def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
 
 
 def _decode_response(response: Any, with_text: bool) -> list[Delta]:
-    """The deltas of one ModelInferResponse, one a choice; the last response may have none."""
+    """Return the deltas of one response, one for each choice that has new text.
+
+    The last response of a stream may have no delta.
+    """
     deltas: list[Delta] = []
     texts: list[bytes] = []
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=False):

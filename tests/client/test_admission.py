@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_client.app import create_app
 from nereid_client.middleware import admission_control as admission
-from nereid_client.middleware.admission_control import Admission, Gate, Throttle
-from nereid_client.middleware.timeouts import Deadlines
+from nereid_client.middleware.admission_control import AdmissionControl, Gate, Throttle
+from nereid_client.middleware.request_metrics import RequestMetrics
+from nereid_client.middleware.timeouts import Timeouts
 from nereid_client.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
+REFUSED = 'nereid_frontend_refused_requests_total{limit="%s",status="%s"} 1.0'
 SLOW = "a " + "<pause 0.02>b " * 1500
 
 
@@ -54,7 +56,7 @@ async def test_one_request_too_many_is_a_429_at_once(gated):
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["type"] == "rate_limit_error"
-    assert "the limit is 2 (max_concurrent_requests)" in answer.json()["error"]["message"]
+    assert "but the limit is 2 (max_concurrent_requests)" in answer.json()["error"]["message"]
 
 
 async def test_pages_are_still_shown_at_the_limit(gated):
@@ -119,7 +121,7 @@ async def test_an_unusable_timeout_is_a_400(connect, value):
         headers = {"X-Request-Timeout": value}
         answer = await client.post("/v1/chat/completions", json=body("hi"), headers=headers)
     assert answer.status_code == 400
-    assert f"got {value}" in answer.json()["error"]["message"]
+    assert f"the request has '{value}'" in answer.json()["error"]["message"]
 
 
 async def test_a_client_that_reads_nothing_is_given_up():
@@ -139,11 +141,13 @@ async def test_a_client_that_reads_nothing_is_given_up():
             await asyncio.Event().wait()
 
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
-    app = Deadlines(endless, limit_s=0, unread_s=0.1)
+    metrics = RequestMetrics(lambda: 0)
+    app = Timeouts(endless, limit_s=0, unread_s=0.1, metrics=metrics)
     started = time.monotonic()
     await app(scope, None, unread)
     assert time.monotonic() - started < 30
     assert ended == [True]
+    assert REFUSED % ("unread_timeout_s", 499) in metrics.as_text().decode()
 
 
 async def test_a_late_stream_nobody_reads_does_not_wait_for_its_last_word():
@@ -159,7 +163,8 @@ async def test_a_late_stream_nobody_reads_does_not_wait_for_its_last_word():
 
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
     started = time.monotonic()
-    await Deadlines(silent, limit_s=0.05, unread_s=0)(scope, None, first_only)
+    limited = Timeouts(silent, limit_s=0.05, unread_s=0, metrics=RequestMetrics(lambda: 0))
+    await limited(scope, None, first_only)
     assert time.monotonic() - started < 30
 
 
@@ -197,9 +202,9 @@ def run(server, offered, seconds):
     times = [number / offered for number in range(1, int(seconds * offered))]
     for now in times:
         while on_their_way and on_their_way[0][1] <= now:
-            throttle.learn("full; try again in 2 s", "2", *on_their_way.popleft())
-        if throttle.refusal(now) is None:
-            throttle.let_in(now)
+            throttle.record_rejection("full; try again in 2 s", "2", *on_their_way.popleft())
+        if throttle.rejection(now) is None:
+            throttle.record_admission(now)
             arrives, is_taken = server.send(now)
             if not is_taken:
                 on_their_way.append((now, arrives))
@@ -232,18 +237,18 @@ def test_a_slow_way_to_the_server_does_not_become_a_queue(capacity, factor, slow
 def test_when_refusals_end_everything_is_let_in_again_within_half_a_second():
     throttle = Throttle()
     for number in range(1000):
-        if throttle.refusal(number / 1000) is None:
-            throttle.let_in(number / 1000)
-            throttle.learn("full", "1", number / 1000, number / 1000)
-    assert throttle.refusal(1.0) is not None
-    assert throttle.refusal(1.51) is None
+        if throttle.rejection(number / 1000) is None:
+            throttle.record_admission(number / 1000)
+            throttle.record_rejection("full", "1", number / 1000, number / 1000)
+    assert throttle.rejection(1.0) is not None
+    assert throttle.rejection(1.51) is None
 
 
 def test_one_refusal_holds_nobody_up():
     throttle = Throttle()
-    throttle.let_in(1.0)
-    throttle.learn("no room for this one", "1", 1.0, 1.4)
-    assert throttle.refusal(1.41) is None
+    throttle.record_admission(1.0)
+    throttle.record_rejection("no room for this one", "1", 1.0, 1.4)
+    assert throttle.rejection(1.41) is None
 
 
 async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(connect, monkeypatch):
@@ -257,9 +262,9 @@ async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(conn
         answers = [await client.post(path, json=body(full)) for _ in range(60)]
         assert {answer.status_code for answer in answers} == {503}
         assert {answer.headers["retry-after"] for answer in answers} == {"7"}
-        asked = [a for a in answers if "without asking" not in a.json()["error"]["message"]]
+        asked = [a for a in answers if "overloaded" not in a.json()["error"]["message"]]
         assert 4 <= len(asked) < 30
-        assert "9 requests wait; try again in 7 s (said of" in answers[-1].text
+        assert "message: 9 requests wait; try again in 7 s" in answers[-1].text
         # Another door's queue is another one, and so are pages.
         assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
         assert (await client.get("/health/ready")).status_code == 200
@@ -277,7 +282,7 @@ async def test_a_servers_own_503_without_a_time_teaches_nothing():
     async def send(message):
         sent.append(message)
 
-    limited = Admission(app, Gate(10))
+    limited = AdmissionControl(app, Gate(10), RequestMetrics(lambda: 0))
     for _ in range(50):
         await limited({"type": "http", "method": "POST", "path": "/"}, None, send)
     assert {message["body"] for message in sent if "body" in message} == {b"{}"}

@@ -204,7 +204,7 @@ async def test_a_stream_interleaves_choices_and_each_ends_once(complete, chunks_
 
 async def test_a_prompt_that_the_backend_blames_is_called_prompt(complete):
     error = (await complete("<fail INVALID_ARGUMENT text_input: is empty>")).json()["error"]
-    assert (error["param"], error["message"]) == ("prompt", "prompt: is empty")
+    assert (error["param"], error["message"]) == ("prompt", "prompt is empty")
 
 
 async def test_one_failing_prompt_fails_the_request_and_ends_the_others(complete, backend):
@@ -235,4 +235,4 @@ async def test_too_many_prompts_are_refused_with_the_limit(connect):
     async with connect(max_prompts=2) as client:
         response = await client.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     message = response.json()["error"]["message"]
-    assert message == "prompt: 3 prompts in one request; the limit is 2 (max_prompts)"
+    assert message == "prompt must have at most 2 prompts (max_prompts), but the request has 3"

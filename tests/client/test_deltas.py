@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 from nereid_client.errors import BackendError
-from nereid_client.streaming.deltas import add_up, by_choice, fold, interleaved, merged
+from nereid_client.streaming.deltas import by_choice, fold, interleaved, merge, merged
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ async def source(*items, log=None):
 
 def test_texts_are_joined_and_the_latest_facts_win():
     usage = {"prompt_tokens": 1, "completion_tokens": 2}
-    total = add_up(
+    total = merge(
         [
             {"content": "a", "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
             {"reasoning": "r"},
@@ -44,7 +44,7 @@ def test_texts_are_joined_and_the_latest_facts_win():
 
 
 def test_pieces_of_tool_calls_are_joined_by_index():
-    total = add_up(
+    total = merge(
         [
             {"tool_calls": [{"index": 0, "id": "c0", "name": "f", "arguments": ""}]},
             {"tool_calls": [{"index": 0, "arguments": '{"a'}]},
@@ -59,13 +59,13 @@ def test_pieces_of_tool_calls_are_joined_by_index():
 
 def test_adding_up_changes_none_of_its_deltas():
     first = {"tool_calls": [{"index": 0, "id": "c", "arguments": "a"}]}
-    add_up([first, {"tool_calls": [{"index": 0, "arguments": "b"}]}])
+    merge([first, {"tool_calls": [{"index": 0, "arguments": "b"}]}])
     assert first == {"tool_calls": [{"index": 0, "id": "c", "arguments": "a"}]}
 
 
 def test_lists_of_tokens_are_appended_and_what_is_known_of_the_prompt_stays():
     entry = {"token": "a", "token_id": 1, "logprob": -1.0, "bytes": [97], "top_logprobs": []}
-    total = add_up(
+    total = merge(
         [
             {"prompt_token_ids": [7], "prompt_logprobs": [None], "token_ids": [1]},
             {"logprobs": [entry], "token_ids": []},

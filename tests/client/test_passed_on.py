@@ -112,7 +112,10 @@ async def test_a_schema_in_the_format_itself_is_not_lost(post, backend, given):
 async def test_a_schema_in_the_format_itself_must_be_one(chat):
     response = await chat("hi", response_format={"type": "json_object", "schema": "{}"})
     error = response.json()["error"]
-    assert error["message"] == 'response_format: schema must be a JSON schema, got "{}"'
+    assert error["message"] == (
+        "response_format.schema must be a JSON schema (an object, true or false), but the request "
+        'has "{}"'
+    )
 
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}

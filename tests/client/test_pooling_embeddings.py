@@ -136,21 +136,48 @@ async def test_content_parts_are_passed_on(ask, pooling, part):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({}, "input: is required"),
-        ({"input": []}, "input: must not be an empty list"),
-        ({"input": 7}, "input: must be a string, token ids, a content part or a list of those"),
-        ({"input": ["a", 7]}, "input: element 1 must be a text or a content part, got 7"),
-        ({"input": [1, "a"]}, 'a token id is an integer from 0 to 2147483647, got "a"'),
-        ({"input": [[1], []]}, "input: element 1 must be a list of at least one token id"),
-        ({"input": [{"text": "a", "image": "b"}]}, "exactly one of text and image"),
-        ({"input": "a", "dimensions": 0}, "dimensions: must be greater than or equal to 1, got 0"),
-        ({"input": "a", "dimensions": 9}, "dimensions: must be from 1 to 4, got 9"),
-        ({"input": "a", "encoding_format": "hex"}, "encoding_format: "),
-        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype: must be 'float32'"),
-        ({"input": "a", "endianness": "big"}, "endianness: must be 'native' or 'little'"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens: must be -1"),
+        ({}, "input is required, but the request does not contain it"),
+        ({"input": []}, "input must not be an empty list"),
+        (
+            {"input": 7},
+            "input must be a string, token ids, a content part or a list of them, but the",
+        ),
+        ({"input": ["a", 7]}, "input[1] must be a string or a content part, but the request has 7"),
+        (
+            {"input": [1, "a"]},
+            "input[0] must contain integers from 0 to 2147483647 as token ids, but the request",
+        ),
+        (
+            {"input": [[1], []]},
+            "input[1] must be a list of at least one token id, but the request has []",
+        ),
+        (
+            {"input": [{"text": "a", "image": "b"}]},
+            "input[0] must have exactly one of text, image and image_url, but the request has",
+        ),
+        ({"input": "a", "dimensions": 0}, "dimensions must be at least 1, but the request has 0"),
+        ({"input": "a", "dimensions": 9}, "dimensions must be from 1 to 4, got 9"),
+        (
+            {"input": "a", "encoding_format": "hex"},
+            "encoding_format must be 'float' or 'base64', but the request has \"hex\"",
+        ),
+        (
+            {"input": "a", "embed_dtype": "float16"},
+            "embed_dtype must be 'float32', but the request has \"float16\"",
+        ),
+        (
+            {"input": "a", "endianness": "big"},
+            "endianness must be 'native' or 'little', but the request has \"big\"",
+        ),
+        (
+            {"input": "a", "truncate_prompt_tokens": 5},
+            "truncate_prompt_tokens must be -1, which cuts texts at the model's limit, but the",
+        ),
         ({"input": ["a", "b" * 13]}, "input: element 1: has 13 tokens; the limit is 12"),
-        ({"input": "a", "prompt": "x", "prompt_name": "y"}, "give one of prompt_name, prompt"),
+        (
+            {"input": "a", "prompt": "x", "prompt_name": "y"},
+            "Only one of prompt_name, prompt and instruction is allowed, but the request has",
+        ),
     ],
 )
 async def test_what_is_wrong_is_named(ask, fields, said):
@@ -160,7 +187,10 @@ async def test_what_is_wrong_is_named(ask, fields, said):
 async def test_half_a_surrogate_pair_is_refused(open_client):
     async with open_client() as client:
         answer = await client.post("/v1/embeddings", content=rb'{"input": "\ud800"}')
-    assert "half a surrogate pair" in problem(answer)["message"]
+    assert (
+        "The request body contains '\\ud800', which is half of a surrogate pair and no"
+        in problem(answer)["message"]
+    )
 
 
 async def test_the_blamed_field_is_the_param(ask):
@@ -171,9 +201,21 @@ async def test_the_blamed_field_is_the_param(ask):
 @pytest.mark.parametrize(
     ("model", "status", "said"),
     [
-        ("echo", 400, "'echo' is the language model; 'tiny-embed' embeds"),
-        ("tiny-rerank", 400, "'tiny-rerank' reranks; 'tiny-embed' embeds"),
-        ("nothing", 404, "'nothing' does not exist; 'tiny-embed' embeds"),
+        (
+            "echo",
+            400,
+            "The model 'echo' is the language model. Use 'tiny-embed' for this request, or leave",
+        ),
+        (
+            "tiny-rerank",
+            400,
+            "The model 'tiny-rerank' is a reranker. Use 'tiny-embed' for this request, or leave",
+        ),
+        (
+            "nothing",
+            404,
+            "The model 'nothing' does not exist. Use 'tiny-embed' for this request, or leave",
+        ),
     ],
 )
 async def test_the_wrong_model_is_told_which_one_is_right(ask, model, status, said):
@@ -243,13 +285,19 @@ async def test_tei_gets_bare_lists(ask):
 async def test_tei_errors_name_its_own_field(ask):
     assert problem(await ask("/embed", inputs="b" * 13))["param"] == "inputs"
     error = problem(await ask("/embed", inputs="b", truncation_direction="Left"))
-    assert "truncation_direction: must be 'right'" in error["message"]
+    assert (
+        'truncation_direction must be "right", because texts are cut at their end, but the'
+        in error["message"]
+    )
 
 
 async def test_what_a_model_does_not_give_is_refused_with_what_it_gives(ask, pooling):
     pooling.kinds["embedding"] = ["dense"]
     error = problem(await ask("/embed_sparse", inputs="a"))
-    assert "'tiny-embed' gives dense, not sparse weights" in error["message"]
+    assert (
+        "The model 'tiny-embed' cannot compute sparse weights. It can compute: dense."
+        in error["message"]
+    )
 
 
 async def test_pooling_gives_a_vector_a_text_or_a_token(ask):

@@ -104,23 +104,47 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
 @pytest.mark.parametrize(
     ("fields", "said", "param"),
     [
-        ({"documents": ["a"]}, "query: is required", "query"),
-        ({"query": "x"}, "documents: is required", "documents"),
+        ({"documents": ["a"]}, "query is required, but the request does not contain it", "query"),
+        (
+            {"query": "x"},
+            "documents is required (or texts, in TEI's format), but not both; the request has",
+            "documents",
+        ),
         ({"query": "x", "documents": []}, "documents: must not be an empty list", "documents"),
         ({"query": "x", "texts": []}, "texts: must not be an empty list", "texts"),
-        ({"query": "x", "documents": ["a"], "texts": ["a"]}, "one of the two", "documents"),
-        ({"query": "x", "documents": ["a", 1]}, "document 1 must be a text", "documents"),
-        ({"query": 5, "documents": ["a"]}, "query: a query must be a text", "query"),
-        ({"query": "x", "documents": ["a"], "top_n": -1}, "top_n: must be greater", "top_n"),
-        ({"query": "x", "documents": ["a"], "format": "xml"}, "format: ", "format"),
+        (
+            {"query": "x", "documents": ["a"], "texts": ["a"]},
+            "documents is required (or texts, in TEI's format), but not both; the request has",
+            "documents",
+        ),
+        (
+            {"query": "x", "documents": ["a", 1]},
+            'documents[1] must be a string or {"text": ...}, but the request has 1',
+            "documents",
+        ),
+        (
+            {"query": 5, "documents": ["a"]},
+            'query must be a string or {"text": ...}, but the request has 5',
+            "query",
+        ),
+        (
+            {"query": "x", "documents": ["a"], "top_n": -1},
+            "top_n must be at least 0, but the request has -1",
+            "top_n",
+        ),
+        (
+            {"query": "x", "documents": ["a"], "format": "xml"},
+            "format must be 'jina', 'cohere', 'sglang' or 'tei', but the request has \"xml\"",
+            "format",
+        ),
         (
             {"query": "x", "documents": ["a"], "max_tokens_per_doc": 5},
-            "max_tokens_per_doc: must be at least the model's limit, 12, got 5",
+            "max_tokens_per_doc must be at least 12, the model's limit, but the request has 5.",
             "max_tokens_per_doc",
         ),
         (
             {"query": "x", "documents": ["a"], "max_tokens_per_query": 5},
-            "max_tokens_per_query: must be at least the model's limit, 12, got 5",
+            "max_tokens_per_query must be at least 12, the model's limit, but the request has 5.",
             "max_tokens_per_query",
         ),
     ],
@@ -133,12 +157,18 @@ async def test_what_is_wrong_is_named(ask, fields, said, param):
 
 async def test_an_unknown_format_in_the_query_string_is_refused(ask):
     error = problem(await ask("/v1/rerank?format=xml", query="x", documents=["a"]))
-    assert "format: must be one of jina, cohere, sglang, tei, got 'xml'" in error["message"]
+    assert (
+        "format must be one of jina, cohere, sglang, tei, but the request has 'xml'"
+        in error["message"]
+    )
 
 
 async def test_an_embedding_model_is_not_taken_for_a_reranker(ask):
     error = problem(await ask("/v1/rerank", model="tiny-embed", query="x", documents=["a"]))
-    assert "'tiny-embed' embeds; 'tiny-rerank' reranks" in error["message"]
+    assert (
+        "The model 'tiny-embed' is an embedding model. Use 'tiny-rerank' for this request,"
+        in error["message"]
+    )
 
 
 @pytest.mark.parametrize("why", ["missing", "unconfigured"])
@@ -207,10 +237,16 @@ async def test_an_embedding_model_scores_by_cosine(ask):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"text_1": "a"}, "text_2: is required"),
-        ({"text_1": "a", "text_2": []}, "text_2: must not be an empty list"),
-        ({"text_1": ["a", "b"], "text_2": ["c"]}, "text_1: must be one text, or as many as"),
-        ({"queries": ["a", "b"], "documents": "c"}, "queries: must be one text, or as many as"),
+        ({"text_1": "a"}, "text_2 is required, but the request does not contain it"),
+        ({"text_1": "a", "text_2": []}, "text_2 must not be an empty list"),
+        (
+            {"text_1": ["a", "b"], "text_2": ["c"]},
+            "text_1 must have one text, or as many texts as text_2, but the request has 2 and 1",
+        ),
+        (
+            {"queries": ["a", "b"], "documents": "c"},
+            "queries must have one text, or as many texts as documents, but the request has 2",
+        ),
     ],
 )
 async def test_sides_that_do_not_fit_are_refused(ask, fields, said):
@@ -229,4 +265,7 @@ async def test_classes_come_with_labels_and_probabilities(ask):
 async def test_a_reranker_without_labels_does_not_classify(ask, pooling):
     pooling.kinds["rerank"] = ["score"]
     error = problem(await ask("/classify", input="y"))
-    assert "'tiny-rerank' gives score, not probabilities of labels" in error["message"]
+    assert (
+        "The model 'tiny-rerank' cannot compute the probabilities of labels. It can compute:"
+        in error["message"]
+    )

@@ -7,8 +7,8 @@ from fakes.response_events import StreamCheck
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_client.errors import ApiError, BackendError
-from nereid_client.responses.output_items import Tokens
-from nereid_client.responses.response_builder import Answer, by_kind
+from nereid_client.responses.output_items import LogprobMatcher
+from nereid_client.responses.response_builder import ResponseBuilder, by_kind
 from nereid_client.streaming.deltas import merged
 
 FRAME = {
@@ -58,10 +58,10 @@ def answers(draw):
 
 
 def written(deltas, **options):
-    answer = Answer(dict(FRAME), **options)
+    answer = ResponseBuilder(dict(FRAME), **options)
     events = answer.opening()
     for delta in deltas:
-        events += answer.take(delta)
+        events += answer.add(delta)
     return answer, events
 
 
@@ -134,7 +134,7 @@ def test_each_texts_tokens_stand_in_its_part_and_no_others(deltas, at):
     ],
 )
 def test_a_texts_tokens_are_found_among_those_that_came(tokens, text, taken, left):
-    found = Tokens()
+    found = LogprobMatcher()
     found.add([entry(token) for token in tokens])
     assert [one["token"] for one in found.take(text)] == taken
     assert [one["token"] for one in found.take("\n" if left else "?")] == left
@@ -142,7 +142,7 @@ def test_a_texts_tokens_are_found_among_those_that_came(tokens, text, taken, lef
 
 def test_half_characters_stand_with_the_text_that_they_complete():
     halves = [{**entry(""), "bytes": [0xC3]}, {**entry("é"), "bytes": [0xA9]}]
-    found = Tokens()
+    found = LogprobMatcher()
     found.add(halves)
     assert found.take("é") == halves
 
@@ -150,8 +150,8 @@ def test_half_characters_stand_with_the_text_that_they_complete():
 def test_a_call_that_goes_on_after_its_end_is_an_error():
     calls = [{"index": at, "id": str(at), "name": "f", "arguments": ""} for at in (0, 1)]
     answer, _ = written([{"tool_calls": calls}])
-    with pytest.raises(BackendError, match="goes on after its end"):
-        answer.take({"tool_calls": [{"index": 0, "arguments": "x"}]})
+    with pytest.raises(BackendError, match="tool call 0 after this call had ended"):
+        answer.add({"tool_calls": [{"index": 0, "arguments": "x"}]})
 
 
 def test_the_kinds_of_a_merged_stream_keep_their_order():

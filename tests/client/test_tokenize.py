@@ -39,11 +39,20 @@ async def test_special_tokens_are_added_as_for_generation_unless_told(post, back
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "prompt: send exactly one of prompt and messages"),
-        ({"prompt": "a", "messages": []}, "prompt: send exactly one of prompt and messages"),
-        ({"prompt": "a", "return_token_strs": True}, "return_token_strs: only ids are given"),
-        ({"prompt": "a", "add_special_tokens": 1}, "add_special_tokens: must be a valid boolean"),
-        ({"prompt": 5}, "prompt: must be a valid string, got 5"),
+        ({}, "prompt or messages is required, but not both; the request has neither of them"),
+        (
+            {"prompt": "a", "messages": []},
+            "prompt or messages is required, but not both; the request has both of them",
+        ),
+        (
+            {"prompt": "a", "return_token_strs": True},
+            "return_token_strs is not supported: the response contains token ids only. Remove",
+        ),
+        (
+            {"prompt": "a", "add_special_tokens": 1},
+            "add_special_tokens must be true or false, but the request has 1",
+        ),
+        ({"prompt": 5}, "prompt must be a string, but the request has 5"),
     ],
 )
 async def test_what_it_does_not_do_is_refused_by_name(post, body, message):

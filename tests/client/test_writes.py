@@ -6,14 +6,14 @@ import pytest
 from nereid_client.errors import BackendError
 from nereid_client.streaming import sse
 from nereid_client.streaming.chat_stream import chat_events
-from nereid_client.streaming.completion_frame import Reply
-from nereid_client.streaming.completion_stream import Wishes, completion_events
+from nereid_client.streaming.completion_frame import CompletionFrame
+from nereid_client.streaming.completion_stream import CompletionOptions, completion_events
 from nereid_client.streaming.deltas import interleaved
 from nereid_client.streaming.reasoning_view import ReasoningView
 
 pytestmark = pytest.mark.anyio
 
-REPLY = Reply("id", "echo", 1, include_usage=True)
+FRAME = CompletionFrame("id", "echo", 1, include_usage=True)
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2}
 FIRST = {"content": "a", "text": "a"}
 MIDDLE = {"content": "b", "text": "b"}
@@ -29,12 +29,12 @@ async def source(*items):
 
 
 def chat(*items):
-    return chat_events(REPLY, ReasoningView(), FIRST, source(*items))
+    return chat_events(FRAME, ReasoningView(), FIRST, source(*items))
 
 
 def completion(*items):
     rest = interleaved([source(*items)])
-    return completion_events(REPLY, Wishes(echoes=["echo"]), (0, FIRST), rest)
+    return completion_events(FRAME, CompletionOptions(echoes=["echo"]), (0, FIRST), rest)
 
 
 async def sent(events, rest):

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import numpy as np
-from nereid_client.embeddings.pooling_backend import PoolingReply
+from nereid_client.embeddings.pooling_backend import PoolingOutputs
 from nereid_client.errors import BackendError
 
 DIMENSION = 4
@@ -49,7 +49,7 @@ class FakePooling:
         if call.model in self.down:
             raise BackendError("UNAVAILABLE", "the worker is being started again; try again")
         if "return_info" in call.tensors:
-            return PoolingReply({}, {"info": [json.dumps(self._info(call.model))]})
+            return PoolingOutputs({}, {"info": [json.dumps(self._info(call.model))]})
         self.calls.append(call)
         try:
             await asyncio.sleep(self.delay_s)
@@ -91,23 +91,23 @@ class FakePooling:
         kind = call.options.get("kind") or "dense"
         if kind == "sparse":
             rows = [json.dumps({"indices": [len(text)], "values": [0.5]}) for text in texts]
-            return PoolingReply({"num_tokens": counts}, {"sparse": rows})
+            return PoolingOutputs({"num_tokens": counts}, {"sparse": rows})
         if kind == "multi_vector":
             vectors = np.ones((int(counts.sum()), DIMENSION), dtype=np.float32)
-            return PoolingReply(
+            return PoolingOutputs(
                 {"embeddings": vectors, "num_vectors": counts, "num_tokens": counts}, {}
             )
         vectors = np.array([vector(text)[:dimensions] for text in texts], dtype=np.float32)
         if call.options.get("normalize"):
             vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        return PoolingReply({"embeddings": vectors, "num_tokens": counts}, {})
+        return PoolingOutputs({"embeddings": vectors, "num_tokens": counts}, {})
 
     def _rerank(self, call):
         if "texts" in call.tensors:
             texts = call.tensors["texts"]
             rows = np.array([[1 - share(t), share(t)] for t in texts], dtype=np.float32)
             counts = np.array([len(text) for text in texts], dtype=np.int32)
-            return PoolingReply({"probabilities": rows, "num_tokens": counts}, {})
+            return PoolingOutputs({"probabilities": rows, "num_tokens": counts}, {})
         queries, documents = call.tensors["query"], call.tensors["documents"]
         queries = list(queries) * (len(documents) if len(queries) == 1 else 1)
         scores = [relevance(q, d) for q, d in zip(queries, documents, strict=True)]
@@ -115,7 +115,7 @@ class FakePooling:
             scores = [10 * score for score in scores]
         counts = np.array([len(d) for d in documents], dtype=np.int32)
         arrays = {"scores": np.array(scores, dtype=np.float32), "num_tokens": counts}
-        return PoolingReply(arrays, {})
+        return PoolingOutputs(arrays, {})
 
 
 def vector(text):

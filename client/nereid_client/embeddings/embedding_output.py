@@ -1,4 +1,8 @@
-"""Vectors and scores -> JSON, in the shapes of OpenAI, vLLM, Jina, Cohere, SGLang and TEI."""
+"""Encode vectors and scores as JSON, in the formats of OpenAI, vLLM, Jina, Cohere, SGLang and TEI.
+
+A response with thousands of vectors takes long to encode. It is therefore encoded in parts, and
+other requests run in between.
+"""
 
 import base64
 import json
@@ -11,23 +15,23 @@ import numpy as np
 import numpy.typing as npt
 from starlette.responses import Response
 
-from nereid_client.embeddings.model_choice import rest
-from nereid_client.embeddings.pooling_backend import PoolingReply
+from nereid_client.embeddings.model_choice import let_others_run
+from nereid_client.embeddings.pooling_backend import PoolingOutputs
 
 Floats = npt.NDArray[np.float32]
 
-_NUMBERS_AT_A_TIME = 20_000  # encoded before other requests have a turn: some 15 ms
+_NUMBERS_PER_PART = 20_000  # encoding a part takes about 15 ms
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """One document's place.
+    """A ranked document.
 
     Attributes:
-        index: in the request.
+        index: its index in the request.
         score: its relevance.
-        text: None where the answer is not to repeat it.
+        text: its text, None if the response does not repeat it.
     """
 
     index: int
@@ -35,14 +39,20 @@ class Ranked:
     text: str | None
 
 
-def usage_of(reply: PoolingReply) -> dict[str, int]:
-    """Token counts: there is a prompt and no completion."""
+def usage_of(reply: PoolingOutputs) -> dict[str, int]:
+    """Return OpenAI's usage object. Pooling models generate no tokens."""
     total = int(reply.arrays["num_tokens"].sum())
     return {"prompt_tokens": total, "total_tokens": total}
 
 
 def envelope(prefix: str, request_id: str, model: str) -> dict[str, Any]:
-    """What vLLM puts around its lists."""
+    """Return the fields that vLLM's responses have beside the list.
+
+    Args:
+        prefix: the beginning of the response's id, such as "pool".
+        request_id: the id of the request.
+        model: the name of the model.
+    """
     return {
         "id": f"{prefix}-{request_id}",
         "object": "list",
@@ -51,8 +61,11 @@ def envelope(prefix: str, request_id: str, model: str) -> dict[str, Any]:
     }
 
 
-def rows_of(reply: PoolingReply) -> list[Floats]:
-    """One array for each input: a vector [dim], or its tokens' vectors [num_vectors, dim]."""
+def rows_of(reply: PoolingOutputs) -> list[Floats]:
+    """Return one float32 array for each input.
+
+    Its shape is [dimension] for one vector, or [num_vectors, dimension] for one vector per token.
+    """
     vectors = reply.arrays["embeddings"]
     counts = reply.arrays.get("num_vectors")
     if counts is None:
@@ -61,17 +74,26 @@ def rows_of(reply: PoolingReply) -> list[Floats]:
 
 
 def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
-    """How an array is written: as nested lists, or as base64 of little-endian float32."""
+    """Return a function that encodes an array as JSON.
+
+    Args:
+        encoding_format: "base64" encodes the bytes of little-endian float32 numbers; anything else
+            encodes nested lists.
+    """
     if encoding_format == "base64":
         return lambda row: f'"{base64.b64encode(row.astype("<f4").tobytes()).decode()}"'
     return lambda row: _encode(row.tolist())
 
 
 def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
-    """How an array's signs are written: eight to a byte, the first in its highest bit.
+    """Return a function that encodes the signs of an array, eight in one byte, as JSON.
+
+    A positive number is a 1. The first number of eight is the highest bit.
+    Example: [1, -1, -1, -1, -1, -1, -1, 1] is 129 unsigned, and 1 signed.
 
     Args:
-        is_signed: whether bytes go from -128 to 127 (Cohere's `binary`), or from 0 (`ubinary`).
+        is_signed: whether bytes are from -128 to 127 (Cohere's `binary`) or from 0 to 255
+            (`ubinary`).
     """
     offset = 128 if is_signed else 0
     return lambda row: _encode((np.packbits(row > 0).astype(np.int16) - offset).tolist())
@@ -80,10 +102,16 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
 async def lists_response(
     head: Mapping[str, Any], key: str, lists: Mapping[str, Iterable[tuple[str, int]]]
 ) -> Response:
-    """A JSON object with an object of long lists in it, written as `list_response` does."""
+    """Return a response whose JSON object contains an object of long lists.
+
+    Args:
+        head: the other members of the JSON object.
+        key: the name of the object with the lists.
+        lists: the lists by name: the JSON of each item, and how many numbers it has.
+    """
     written = []
     for name, items in lists.items():
-        pieces = [piece async for piece in _in_turns(items)]
+        pieces = [piece async for piece in _in_parts(items)]
         written.append(f'"{name}":[{",".join(pieces)}]')
     body = f'{{"{key}":{{{",".join(written)}}},{_encode(dict(head))[1:]}'
     return Response(body, media_type="application/json")
@@ -92,14 +120,14 @@ async def lists_response(
 async def list_response(
     head: Mapping[str, Any], key: str, items: Iterable[tuple[str, int]]
 ) -> Response:
-    """A JSON object whose long list is written piece by piece, other requests in between.
+    """Return a response whose JSON object contains a long list.
 
     Args:
-        head: the other members.
-        key: the list's name; "" sends the bare list.
-        items: each one's JSON, and how many numbers it holds.
+        head: the other members of the JSON object.
+        key: the name of the list. For "", the response is the list alone.
+        items: the JSON of each item, and how many numbers it has.
     """
-    pieces = [piece async for piece in _in_turns(items)]
+    pieces = [piece async for piece in _in_parts(items)]
     body = f"[{','.join(pieces)}]"
     if key:
         inner = _encode(dict(head))[1:-1]
@@ -107,26 +135,34 @@ async def list_response(
     return Response(body, media_type="application/json")
 
 
-async def _in_turns(items: Iterable[tuple[str, int]]) -> AsyncIterator[str]:
-    waiting = 0
+async def _in_parts(items: Iterable[tuple[str, int]]) -> AsyncIterator[str]:
+    """Yield the JSON of each item. Let other requests run after each part."""
+    num_encoded = 0
     for piece, size in items:
         yield piece
-        waiting += size
-        if waiting >= _NUMBERS_AT_A_TIME:
-            waiting = 0
-            await rest()
+        num_encoded += size
+        if num_encoded >= _NUMBERS_PER_PART:
+            num_encoded = 0
+            await let_others_run()
 
 
 def ranking(
     scores: Floats, documents: Sequence[str], top_n: int | None, with_text: bool
 ) -> list[Ranked]:
-    """The documents by falling score, equal ones in the request's order; top_n 0 means all."""
+    """Return the documents in the order of their scores, the highest first.
+
+    Args:
+        scores: the score of each document, a float32 array.
+        documents: the texts.
+        top_n: the number of documents to return. None or 0 returns all.
+        with_text: whether the result has the texts.
+    """
     order = np.argsort(-scores, kind="stable")[: top_n or None]
     return [Ranked(int(i), float(scores[i]), documents[i] if with_text else None) for i in order]
 
 
-def jina(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
-    """`results` of Jina, vLLM and Cohere."""
+def jina_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
+    """Return the list `results` in the format of Jina, vLLM and Cohere."""
     return [
         {"index": one.index, "relevance_score": one.score}
         | ({} if one.text is None else {"document": {"text": one.text}})
@@ -134,8 +170,8 @@ def jina(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
     ]
 
 
-def sglang(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
-    """SGLang's bare list."""
+def sglang_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
+    """Return the response of SGLang, which is a list."""
     return [
         {"score": one.score}
         | ({} if one.text is None else {"document": one.text})
@@ -144,8 +180,8 @@ def sglang(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
     ]
 
 
-def tei(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
-    """TEI's bare list."""
+def tei_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
+    """Return the response of TEI, which is a list."""
     return [
         {"index": one.index}
         | ({} if one.text is None else {"text": one.text})

@@ -1,13 +1,14 @@
-"""What the routes of the pooling models share: which model answers, and one call of it."""
+"""Functions that the routes of the pooling models share: select the model and call it."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from nereid_client.embeddings.pooling_backend import (
     EMBEDDING,
@@ -15,22 +16,28 @@ from nereid_client.embeddings.pooling_backend import (
     Directory,
     PoolingBackend,
     PoolingCall,
-    PoolingReply,
-    Served,
+    PoolingOutputs,
+    ServedModel,
     TritonPooling,
 )
-from nereid_client.errors import ApiError, BackendError, from_validation
-from nereid_client.request_context import check_unicode, context_of, engine_request_id, read_body
+from nereid_client.errors import ApiError, BackendError
+from nereid_client.request_context import (
+    check_unicode,
+    context_of,
+    read_body,
+    unique_request_id,
+    validate,
+)
 from nereid_client.streaming import sse
 
 R = TypeVar("R", bound=BaseModel)
 
-_DOES = {EMBEDDING: "embeds", RERANK: "reranks"}
+_DESCRIPTIONS = {EMBEDDING: "an embedding model", RERANK: "a reranker"}
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """What lives as long as the application."""
+    """The pooling models of an application."""
 
     backend: PoolingBackend
     directory: Directory
@@ -38,7 +45,10 @@ class Pooling:
 
 @asynccontextmanager
 async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Makes `app.state.pooling`, over `app.state.make_pooling()` where a test has set that."""
+    """Set `app.state.pooling` while the application runs.
+
+    A test may set `app.state.make_pooling`, a function that returns another backend.
+    """
     make: Callable[[], PoolingBackend] | None = getattr(app.state, "make_pooling", None)
     url = app.state.context.settings.grpc_url
     backend = make() if make else TritonPooling(url)
@@ -48,104 +58,111 @@ async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def pooling_of(request: Request) -> Pooling:
-    """The application's pooling models."""
+    """Return the pooling models of the application that handles a request."""
     pooling: Pooling = request.app.state.pooling
     return pooling
 
 
-async def read(request: Request, kind: type[R]) -> R:
-    """The body as a checked request.
+async def read_request(request: Request, kind: type[R]) -> R:
+    """Read and validate the body of a request.
 
-    Raises: ApiError 400 naming the field, its value and the limit.
+    Raises: ApiError 400 that names the first wrong field, its value and the limit.
     """
-    try:
-        return kind.model_validate(await read_body(request))
-    except ValidationError as error:
-        raise from_validation(error) from None
+    return validate(kind, await read_body(request))
 
 
-async def choose(request: Request, name: str | None, kinds: Sequence[str]) -> Served:
-    """The model for a request: the first of `kinds` that is served and has that name.
+async def choose_model(request: Request, name: str | None, kinds: Sequence[str]) -> ServedModel:
+    """Return the model for a request: the first of `kinds` that is served and has this name.
 
-    Raises: ApiError: 404 where there is none, 400 where the name is that of another kind of model,
-        503 where it does not answer.
+    Args:
+        request: the HTTP request.
+        name: the field `model` of its body, None if the body has no such field.
+        kinds: the kinds of model that can answer the request, in order of preference.
+
+    Raises: ApiError: 404 if no such model is served, 400 if the name is that of another kind of
+        model, 503 if the model does not answer.
     """
-    found, missing = [], []
+    served, problems = [], []
     for kind in kinds:
         try:
-            served = await pooling_of(request).directory.find(kind)
+            model = await pooling_of(request).directory.find(kind)
         except (BackendError, TimeoutError) as error:
-            missing.append(_absence(error))
+            problems.append(_problem(error))
             continue
-        if name in (None, served.name):
-            return served
-        found.append(served)
-    if not found:
-        raise next((error for error in missing if error.status != 404), missing[0])
-    here = " and ".join(f"{model.name!r} {_DOES[model.kind]}" for model in found)
-    others = {served.name: served for served in await pooling_of(request).directory.all()}
+        if name in (None, model.name):
+            return model
+        served.append(model)
+    if not served:
+        raise next((error for error in problems if error.status != 404), problems[0])
+    suitable = " or ".join(repr(model.name) for model in served)
+    remedy = f"Use {suitable} for this request, or leave model out."
     if name == context_of(request).settings.model_name:
-        raise ApiError(400, f"model: {name!r} is the language model; {here}", param="model")
+        message = f"The model {name!r} is the language model. {remedy}"
+        raise ApiError(400, message, param="model")
+    others = {model.name: model for model in await pooling_of(request).directory.all()}
     if name in others:
-        what = _DOES[others[name].kind]
-        raise ApiError(400, f"model: {name!r} {what}; {here}", param="model")
-    raise ApiError(
-        404,
-        f"model: {name!r} does not exist; {here} here",
-        param="model",
-        code="model_not_found",
-    )
+        message = f"The model {name!r} is {_DESCRIPTIONS[others[name].kind]}. {remedy}"
+        raise ApiError(400, message, param="model")
+    message = f"The model {name!r} does not exist. {remedy}"
+    raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def need_kind(served: Served, kind: str, what: str) -> None:
-    """Refuse what the model cannot give.
+def require_kind(served: ServedModel, kind: str, description: str) -> None:
+    """Check that a model can compute a kind of output.
 
-    Raises: ApiError 400 that says what it gives.
+    Args:
+        served: the model.
+        kind: "dense", "sparse", "multi_vector", "score" or "classify".
+        description: what the request needs, for the error message.
+
+    Raises: ApiError 400 that names the kinds that the model can compute.
     """
     kinds = served.info.get("kinds", ())
     if kind not in kinds:
         raise ApiError(
             400,
-            f"model: {served.name!r} gives {' and '.join(kinds)}, not {what}",
+            f"The model {served.name!r} cannot compute {description}. It can compute: "
+            f"{', '.join(kinds)}.",
             param="model",
         )
 
 
-def need_room(served: Served, name: str, asked: int | None) -> None:
-    """Refuse to cut texts before the model's limit.
+def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
+    """Check that a request does not cut texts before the model's limit, which is not supported.
 
     Args:
         served: the model.
-        name: the field that says where to cut.
-        asked: what it says, in tokens.
+        name: the name of the field with the length at which to cut.
+        value: the value of this field, in tokens. None if the request does not have it.
 
-    Raises: ApiError 400 with the limit.
+    Raises: ApiError 400 that names the limit.
     """
     limit = served.info.get("max_model_len")
-    if asked is not None and limit is not None and asked < limit:
+    if value is not None and limit is not None and value < limit:
         raise ApiError(
             400,
-            f"{name}: must be at least the model's limit, {limit}, got {asked}: texts are cut "
-            "there and not before; shorten them or leave it out",
+            f"{name} must be at least {limit}, the model's limit, but the request has {value}. "
+            "Texts are cut only at the model's limit. Shorten the texts, or leave the field out.",
             param=name,
         )
 
 
-async def infer(
+async def call_model(
     request: Request,
-    served: Served,
+    served: ServedModel,
     tensors: Mapping[str, Sequence[Any]],
     options: Mapping[str, Any],
     fields: Mapping[str, str],
-) -> PoolingReply:
-    """One call, given up when the client goes.
+) -> PoolingOutputs:
+    """Call a pooling model. The call is cancelled when the client disconnects.
 
     Args:
-        request: the HTTP request, whose body was read.
+        request: the HTTP request, whose body has been read.
         served: the model.
-        tensors: its inputs.
-        options: its options.
-        fields: tensor -> field of the body, for errors that blame one.
+        tensors: its input tensors: name -> values.
+        options: the JSON object for its input `options`.
+        fields: maps the name of a tensor to the field of the body with its values. An error that
+            names a tensor then names the field instead.
 
     Raises: ApiError, BackendError.
     """
@@ -153,25 +170,32 @@ async def infer(
         for value in values:
             if isinstance(value, str):
                 check_unicode(value)
-    call = PoolingCall(served.kind, engine_request_id(request), tensors, options)
+    call = PoolingCall(served.kind, unique_request_id(request), tensors, options)
     try:
         return await sse.unless_disconnected(
             request.receive, pooling_of(request).backend.infer(call)
         )
     except BackendError as error:
-        blamed, colon, rest = error.message.partition(": ")
-        if colon and blamed in fields:
-            raise BackendError(error.code, f"{fields[blamed]}: {rest}") from None
-        raise
+        first_word = re.match(r"\w*", error.message)
+        name = first_word[0] if first_word else ""
+        if name not in fields:
+            raise
+        message = fields[name] + error.message[len(name) :]
+        raise BackendError(error.code, message) from None
 
 
-async def rest(seconds: float = 0.0) -> None:
-    """Let other requests have their turn in the middle of a long answer."""
-    await asyncio.sleep(seconds)
+async def let_others_run() -> None:
+    """Let other requests run while a long response is encoded."""
+    await asyncio.sleep(0.0)
 
 
-def _absence(error: BackendError | TimeoutError) -> ApiError:
+def _problem(error: BackendError | TimeoutError) -> ApiError:
+    """Return the response if a model cannot be found."""
     if isinstance(error, BackendError) and error.code == "NOT_FOUND":
         return ApiError(404, error.message, param="model", code="model_not_found")
-    message = error.message if isinstance(error, BackendError) else "the model does not answer"
+    message = (
+        error.message
+        if isinstance(error, BackendError)
+        else "The model does not answer. Try again."
+    )
     return ApiError(503, message, code="unavailable", headers={"Retry-After": "1"})

@@ -1,4 +1,4 @@
-"""The way to the pooling models: the `PoolingBackend` protocol, and Triton gRPC behind it."""
+"""The `PoolingBackend` protocol, its implementation over gRPC, and the list of served models."""
 
 import asyncio
 import json
@@ -12,23 +12,25 @@ import numpy.typing as npt
 
 from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
-from nereid_client.triton_backend import is_outage
+from nereid_client.triton_backend import is_outage, unreachable_message
 
 EMBEDDING = "embedding"
 RERANK = "rerank"
 KINDS = (EMBEDDING, RERANK)
+"""The names of the pooling models in the model repository."""
 
 _INFO_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Served:
-    """What a pooling model says of itself.
+class ServedModel:
+    """A pooling model that the Triton server serves.
 
     Attributes:
         kind: "embedding" or "rerank".
-        name: `model` of requests and replies.
-        info: the facts of docs/embeddings.md: task, kinds, dimension, max_model_len, labels ...
+        name: the name of the model in requests and responses.
+        info: the model's properties, as described in docs/reference/tensors.md: task, kinds,
+            dimension, max_model_len, labels and others.
     """
 
     kind: str
@@ -38,13 +40,13 @@ class Served:
 
 @dataclass(frozen=True)
 class PoolingCall:
-    """One call of a pooling model.
+    """The inputs of one call of a pooling model.
 
     Attributes:
         model: "embedding" or "rerank".
-        request_id: shows up in the server's logs.
-        tensors: name -> values; the inputs of docs/embeddings.md. Text, numbers or booleans.
-        options: the JSON object of the input `options`; None values are left out.
+        request_id: the id of the request in the logs of the server.
+        tensors: the input tensors: name -> values (strings, numbers or booleans).
+        options: the JSON object for the input `options`. Values that are None are left out.
     """
 
     model: str
@@ -54,37 +56,46 @@ class PoolingCall:
 
 
 @dataclass(frozen=True)
-class PoolingReply:
-    """The outputs of a call that were sent, by name; STRING outputs as text."""
+class PoolingOutputs:
+    """The outputs of one call of a pooling model.
+
+    Attributes:
+        arrays: the numeric output tensors: name -> array.
+        strings: the string output tensors: name -> values.
+    """
 
     arrays: Mapping[str, npt.NDArray[Any]]
     strings: Mapping[str, Sequence[str]]
 
 
 class PoolingBackend(Protocol):
-    """Something that embeds and scores."""
+    """A backend that computes embeddings and scores."""
 
-    async def infer(self, call: PoolingCall) -> PoolingReply:
-        """The outputs; cancelling the task cancels the call.
+    async def infer(self, call: PoolingCall) -> PoolingOutputs:
+        """Call a model and return its outputs. Cancelling the task cancels the call.
 
         Raises: BackendError.
         """
         ...
 
     async def close(self) -> None:
-        """Give up the connection."""
+        """Close the connection."""
         ...
 
 
 class TritonPooling:
-    """The two models on a Triton server, by unary calls over one channel, opened when needed."""
+    """The pooling models on a Triton server. The connection is opened by the first call.
+
+    Args:
+        url: host:port of the server's gRPC endpoint.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._calls: TritonCalls | None = None
 
-    async def infer(self, call: PoolingCall) -> PoolingReply:
-        """See `PoolingBackend.infer`."""
+    async def infer(self, call: PoolingCall) -> PoolingOutputs:
+        """Call a model. See `PoolingBackend.infer`."""
         if self._calls is None:
             self._calls = TritonCalls(self._url)
         request = infer_request(call.model, call.request_id, _inputs(call))
@@ -94,49 +105,52 @@ class TritonPooling:
             raise _backend_error(error, call.model, self._url) from None
 
     async def close(self) -> None:
-        """See `PoolingBackend.close`."""
+        """Close the connection, if there is one."""
         if self._calls is not None:
             await self._calls.close()
 
 
 class Directory:
-    """Which pooling models are served, asked once each and remembered while they answer."""
+    """The pooling models that are served. The server is asked once for each kind of model."""
 
     def __init__(self, backend: PoolingBackend) -> None:
         self._backend = backend
-        self._known: dict[str, Served] = {}
+        self._known: dict[str, ServedModel] = {}
 
-    async def find(self, kind: str) -> Served:
-        """The model of that kind.
+    async def find(self, kind: str) -> ServedModel:
+        """Return the model of a kind.
 
-        Raises: BackendError: it is not served (NOT_FOUND), or does not answer.
+        Raises:
+            BackendError: the server does not serve such a model (NOT_FOUND), or the call failed.
+            TimeoutError: the model did not answer in time.
         """
         if kind not in self._known:
             call = PoolingCall(kind, f"info-{kind}", {"return_info": [True]})
             async with asyncio.timeout(_INFO_TIMEOUT_S):
-                reply = await self._backend.infer(call)
-            info = json.loads(reply.strings["info"][0])
+                outputs = await self._backend.infer(call)
+            info = json.loads(outputs.strings["info"][0])
             if info["task"] == "none":
                 raise BackendError("NOT_FOUND", info["reason"])
-            self._known[kind] = Served(kind, info["name"], info)
+            self._known[kind] = ServedModel(kind, info["name"], info)
         return self._known[kind]
 
-    async def all(self) -> list[Served]:
-        """Every pooling model that answers."""
-        found = []
+    async def all(self) -> list[ServedModel]:
+        """Return all pooling models that are served and answer."""
+        models = []
         for kind in KINDS:
             try:
-                found.append(await self.find(kind))
+                models.append(await self.find(kind))
             except (BackendError, TimeoutError):
                 continue
-        return found
+        return models
 
 
-_OUTPUTS: Mapping[str, Any] = {"FP32": np.float32, "INT32": np.int32}
+_OUTPUT_TYPES: Mapping[str, Any] = {"FP32": np.float32, "INT32": np.int32}
 _INPUT_TYPES = {"return_info": "BOOL", "input_ids": "INT32", "input_lengths": "INT32"}
 
 
 def _inputs(call: PoolingCall) -> list[tuple[str, str, Sequence[Any] | npt.NDArray[Any]]]:
+    """Return name, Triton data type and values of each input tensor."""
     tensors = dict(call.tensors)
     options = {name: value for name, value in call.options.items() if value is not None}
     if options:
@@ -149,25 +163,29 @@ def _inputs(call: PoolingCall) -> list[tuple[str, str, Sequence[Any] | npt.NDArr
     return inputs
 
 
-def _decode(response: Any) -> PoolingReply:  # noqa: ANN401 - a protobuf message
+def _decode(response: Any) -> PoolingOutputs:  # noqa: ANN401 - a protobuf message
     arrays: dict[str, npt.NDArray[Any]] = {}
     strings: dict[str, Sequence[str]] = {}
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if output.datatype == "BYTES":
             strings[output.name] = [string.decode() for string in decode_strings(raw)]
         else:
-            array = np.frombuffer(raw, dtype=_OUTPUTS[output.datatype])
+            array = np.frombuffer(raw, dtype=_OUTPUT_TYPES[output.datatype])
             arrays[output.name] = array.reshape(list(output.shape))
-    return PoolingReply(arrays, strings)
+    return PoolingOutputs(arrays, strings)
 
 
 def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
     code: str = error.code().name
     message = error.details() or code
     if code == "NOT_FOUND" or message.startswith("Request for unknown model"):
-        return BackendError("NOT_FOUND", f"the Triton server has no model {model!r}")
+        return BackendError(
+            "NOT_FOUND",
+            f"The Triton server has no model {model!r} in its model repository, or has not loaded "
+            "it yet",
+        )
     if code == "UNAVAILABLE" and "failed to connect" in message:
-        return BackendError(code, f"the Triton server at {url} can't be reached; is it running?")
+        return BackendError(code, unreachable_message(url))
     return BackendError(
         "UNAVAILABLE" if is_outage(message) else code, message.removeprefix(f"[{code}] ")
     )

@@ -1,9 +1,9 @@
-"""How many requests may be in work at a time, and whether more are let in at all.
+"""Admission control: how many requests may run, and which are rejected while the server is full.
 
-A server whose queue is full says so (503), but to be told costs a way through gRPC and the
-tokenizer, and far beyond capacity those become a queue of their own. So the frontend learns from
-the refusals: while many of the requests that it lets through are refused, it refuses most of the
-rest itself, at once.
+A Triton server with a full queue rejects requests itself (503), but each rejection costs a gRPC
+call and the tokenization of the prompt. Far beyond the server's capacity, rejected requests alone
+would keep it busy. The frontend therefore observes the rejections. While the server rejects many
+of the requests that it receives, the frontend rejects most of the further ones at once.
 """
 
 import collections
@@ -14,26 +14,30 @@ import time
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nereid_client.errors import ApiError
-from nereid_client.middleware.body_limit import error_response
+from nereid_client.errors import ApiError, error_response
+from nereid_client.middleware.request_metrics import RequestMetrics
 
 _RETRY_AFTER = {"Retry-After": "1"}
-# Short against the time for which a server's queue lasts, so that it does not run empty.
+# Shorter than the time in which the server works off its queue, so that the queue never runs empty.
 _WINDOW_S = 0.5
-# So much of what is let through in a window may be refused, and so many requests besides: enough
-# for the queue to be kept full, and for the end of an overload to be seen.
-_SHARE = 0.2
-_FREE_REFUSALS = 4
-_LONGEST_WAY_S = 1.0
-_WAITED = "the request waited"  # how the refusal begins of one that was let into the queue
+# The throttle starts to reject requests once the server rejects more than this share of the
+# requests in one window. The first few rejections do not count. Some rejections must remain:
+# they show that the queue is full, and when they cease, the overload has ended.
+_TOLERATED_SHARE = 0.2
+_TOLERATED_REJECTIONS = 4
+_LONGEST_PAUSE_S = 1.0
+_EXPIRED_IN_QUEUE = "the request waited"  # starts the rejection of a request that was in the queue
 
 
 class Gate:
-    """Counts requests in work.
+    """Counts the requests that run, and rejects new ones at the limit or while draining.
+
+    Args:
+        limit: the setting max_concurrent_requests.
 
     Attributes:
-        num_requests: those that are in work.
-        is_draining: whether the server is about to stop, and takes no more.
+        num_requests: the number of requests that run now.
+        is_draining: whether the server is about to stop and accepts no new requests.
     """
 
     def __init__(self, limit: int) -> None:
@@ -41,128 +45,150 @@ class Gate:
         self.num_requests = 0
         self.is_draining = False
 
-    def refusal(self) -> ApiError | None:
-        """Why a request can't come in now; None when it can."""
+    def rejection(self) -> ApiError | None:
+        """Return the error for a new request, None if the request may run."""
         if self.is_draining:
             return ApiError(
                 503,
-                "the server is stopping: it finishes what it has begun and takes nothing new; "
-                "try again at another one, or when it is back",
+                "The server is stopping. It finishes the requests that run and accepts no new "
+                "ones. Send the request to another server, or wait until this one has restarted.",
                 code="unavailable",
                 headers=_RETRY_AFTER,
+                limit="draining",
             )
         if self.num_requests >= self._limit:
             return ApiError(
                 429,
-                f"{self.num_requests} requests are in work; the limit is {self._limit} "
-                "(max_concurrent_requests); try again in a moment",
+                f"{self.num_requests} requests are running, but the limit is {self._limit} "
+                "(max_concurrent_requests). Try again in a moment.",
                 code="rate_limit_exceeded",
                 headers=_RETRY_AFTER,
+                limit="max_concurrent_requests",
             )
         return None
 
 
 class Throttle:
-    """What the server's refusals on one path have taught.
+    """Decides for one path how many requests are sent to a server that rejects some of them.
 
-    No setting: the rate at which requests are let through follows the one at which the server
-    takes them.
+    It needs no setting, because the rate of the requests that it admits follows the rate of those
+    that the server accepts. All times are seconds of time.monotonic().
     """
 
     def __init__(self) -> None:
-        self._let_in: collections.deque[float] = collections.deque()
-        self._refused: collections.deque[float] = collections.deque()
-        self._closed_until = 0.0
-        self._last_words = ""
+        self._admission_times: collections.deque[float] = collections.deque()
+        self._rejection_times: collections.deque[float] = collections.deque()
+        self._paused_until = 0.0
+        self._last_message = ""
         self._retry_after = "1"
 
-    def let_in(self, now: float) -> None:
-        """Note a request that goes to the server."""
-        self._let_in.append(now)
+    def record_admission(self, now: float) -> None:
+        """Record that a request is sent to the server."""
+        self._admission_times.append(now)
 
-    def learn(self, message: str, retry_after: str, started: float, now: float) -> None:
-        """Note that the server refused one that was sent to it at `started`."""
-        self._refused.append(now)
-        self._last_words, self._retry_after = message, retry_after
-        num_behind = sum(then > started for then in self._let_in)
-        if num_behind >= _FREE_REFUSALS and not message.startswith(_WAITED):
-            # It took the way there and back alone. What was let in meanwhile is still on that way:
-            # until it has arrived nothing follows it, or a server that is slow to refuse would
-            # have ever more to refuse.
-            self._closed_until = now + min(now - started, _LONGEST_WAY_S)
+    def record_rejection(self, message: str, retry_after: str, started: float, now: float) -> None:
+        """Record that the server rejected a request.
 
-    def refusal(self, now: float) -> ApiError | None:
-        """Why a request need not be sent to the server; None when it should be."""
-        self._forget(now)
-        num_refused, num_let_in = len(self._refused), len(self._let_in)
-        is_open = now >= self._closed_until
-        if is_open and num_refused < _FREE_REFUSALS + _SHARE * num_let_in:
+        Args:
+            message: the server's error message.
+            retry_after: the value of the response's header Retry-After.
+            started: the time at which the request was sent to the server.
+            now: the time at which the rejection arrived.
+        """
+        self._rejection_times.append(now)
+        self._last_message, self._retry_after = message, retry_after
+        num_later = sum(then > started for then in self._admission_times)
+        was_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
+        if num_later >= _TOLERATED_REJECTIONS and not was_in_queue:
+            # The rejection took `now - started`, and the requests admitted in the meantime have not
+            # arrived at the server yet. No request is sent until they have. Otherwise a server that
+            # rejects slowly would have ever more requests to reject.
+            self._paused_until = now + min(now - started, _LONGEST_PAUSE_S)
+
+    def rejection(self, now: float) -> ApiError | None:
+        """Return the error for a new request, None if the request should be sent to the server."""
+        self._forget_old(now)
+        num_rejected, num_admitted = len(self._rejection_times), len(self._admission_times)
+        is_tolerated = num_rejected < _TOLERATED_REJECTIONS + _TOLERATED_SHARE * num_admitted
+        if is_tolerated and now >= self._paused_until:
             return None
         return ApiError(
             503,
-            f"{self._last_words} (said of {num_refused} of the last {num_let_in} requests, and of "
-            "this one without asking)",
+            f"The server is overloaded, so the frontend did not send this request to it. The "
+            f"server rejected {num_rejected} of the last {num_admitted} requests with this "
+            f"message: {self._last_message}",
             code="unavailable",
             headers={"Retry-After": self._retry_after},
+            limit="overload",
         )
 
-    def _forget(self, now: float) -> None:
-        for times in (self._let_in, self._refused):
+    def _forget_old(self, now: float) -> None:
+        for times in (self._admission_times, self._rejection_times):
             while times and times[0] < now - _WINDOW_S:
                 times.popleft()
 
 
-class Admission:
-    """Lets requests with a body through a gate.
+class AdmissionControl:
+    """Middleware that sends a 429 or 503 at once to a request that should not run now.
 
-    What is only looked at is always let in, and so is what ends work: a server at its limit, or one
-    that stops, is where that matters most.
+    GET, HEAD, OPTIONS and DELETE requests are always admitted, and so are requests that cancel a
+    response: they are most useful when the server is at its limit or about to stop.
+
+    Args:
+        app: the application behind this middleware.
+        gate: limits the requests that run.
+        metrics: counts the rejected requests.
     """
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, metrics: RequestMetrics) -> None:
         self._app = app
         self._gate = gate
+        self._metrics = metrics
         self._throttles: collections.defaultdict[str, Throttle] = collections.defaultdict(Throttle)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, or answer 429 or 503 at once."""
-        if scope["type"] != "http" or _is_always_let_in(scope):
+        """Call the application, or send a 429 or 503 at once."""
+        if scope["type"] != "http" or _is_always_admitted(scope):
             await self._app(scope, receive, send)
             return
         now = time.monotonic()
         throttle = self._throttles.get(scope["path"])
-        refusal = self._gate.refusal() or (throttle.refusal(now) if throttle else None)
-        if refusal is not None:
-            await error_response(refusal)(scope, receive, send)
+        rejection = self._gate.rejection() or (throttle.rejection(now) if throttle else None)
+        if rejection is not None:
+            self._metrics.count_refusal(rejection)
+            await error_response(rejection)(scope, receive, send)
             return
         if throttle:
-            throttle.let_in(now)
+            throttle.record_admission(now)
         self._gate.num_requests += 1
         try:
-            await self._app(scope, receive, self._listening(scope["path"], send, now))
+            await self._app(scope, receive, self._observed(scope["path"], send, now))
         finally:
             self._gate.num_requests -= 1
 
-    def _listening(self, path: str, send: Send, started: float) -> Send:
-        """`send`, with an ear for refusals, which only routes to a model give."""
+    def _observed(self, path: str, send: Send, started: float) -> Send:
+        """Return a `send` that also reports the server's rejections to the path's throttle.
+
+        A rejection is a 503 with the header Retry-After, which only routes to a model send.
+        """
         retry_after: str | None = None
 
-        async def listen(message: Message) -> None:
+        async def send_observed(message: Message) -> None:
             nonlocal retry_after
             if message["type"] == "http.response.start" and message["status"] == 503:
                 retry_after = Headers(raw=message["headers"]).get("retry-after")
             elif message["type"] == "http.response.body" and retry_after is not None:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
-                    told = json.loads(message["body"])["error"]["message"]
+                    text = json.loads(message["body"])["error"]["message"]
                     now = time.monotonic()
-                    self._throttles[path].learn(told, retry_after, started, now)
+                    self._throttles[path].record_rejection(text, retry_after, started, now)
                 retry_after = None
             await send(message)
 
-        return listen
+        return send_observed
 
 
-def _is_always_let_in(scope: Scope) -> bool:
+def _is_always_admitted(scope: Scope) -> bool:
     if scope["method"] in ("GET", "HEAD", "OPTIONS", "DELETE"):
         return True
     return str(scope["path"]).endswith("/cancel")

@@ -1,4 +1,4 @@
-"""How long a request may take, and how long its answer may lie unread."""
+"""Two time limits: on the duration of a request, and on how long its client may read nothing."""
 
 import asyncio
 import logging
@@ -8,158 +8,187 @@ from typing import Self
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nereid_client.errors import ApiError
-from nereid_client.middleware.body_limit import error_response
+from nereid_client.errors import ApiError, error_response
+from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.streaming import sse
 
 TIMEOUT_HEADER = "x-request-timeout"
-_LAST_WORD_S = 1.0
+_SEND_ERROR_TIMEOUT_S = 1.0
 
 _log = logging.getLogger(__name__)
 
 
-class Deadlines:
-    """Ends requests that take too long; what they were generating is cancelled.
+class Timeouts:
+    """Middleware that ends requests which take too long, and cancels their generation.
 
-    The caller may ask for less than the server allows: `X-Request-Timeout: SECONDS`. An answer that
-    has not begun becomes a 504; a stream gets an error as its last event.
+    A client may ask for a shorter limit with the header `X-Request-Timeout: SECONDS`. If the
+    response has not started, the client receives a 504; in a stream, the last event is the error.
+
+    Args:
+        app: the application behind this middleware.
+        limit_s: the setting request_timeout_s, in seconds from the arrival of the request to the
+            end of its response. 0 means no limit.
+        unread_s: the setting unread_timeout_s. The connection of a client that reads nothing of
+            its response for this many seconds is closed. 0 means no limit.
+        metrics: counts the requests that were ended.
     """
 
-    def __init__(self, app: ASGIApp, limit_s: float, unread_s: float) -> None:
-        """Nothing is limited by a limit of 0.
-
-        Args:
-            app: what answers.
-            limit_s: from the request's arrival to the end of its answer.
-            unread_s: a client that takes nothing of its answer for so long has gone.
-        """
+    def __init__(
+        self, app: ASGIApp, limit_s: float, unread_s: float, metrics: RequestMetrics
+    ) -> None:
         self._app = app
         self._limit_s = limit_s
         self._unread_s = unread_s
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application for as long as it may take."""
+        """Call the application, and cancel it when a time limit is reached."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            limit_s = self._limit_of(scope)
+            requested_s = _requested_limit(scope)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        answer = _Answer(send)
+        limit_s = min(filter(None, (self._limit_s, requested_s)), default=None)
+        response = _ObservedResponse(send)
         try:
-            async with asyncio.timeout(limit_s) as running:
-                with _Watch(answer, running, self._unread_s) as watch:
-                    await self._app(scope, receive, answer.send)
+            async with asyncio.timeout(limit_s) as timeout:
+                with _UnreadWatch(response, timeout, self._unread_s) as watch:
+                    await self._app(scope, receive, response.send)
         except TimeoutError:
-            if not running.expired():
+            if not timeout.expired():
                 raise
-            if not watch.found_unread:
-                await answer.end_late(scope, receive, limit_s or 0)
+            if watch.is_unread:
+                self._report_unread(scope)
                 return
-            _log.warning(
-                "request %s: its client read nothing for %g s (unread_timeout_s); it was ended",
-                scope.get("state", {}).get("request_id"),
-                self._unread_s,
-            )
+            late = _timeout_error(limit_s or 0, is_requested=limit_s == requested_s)
+            self._metrics.count_refusal(late)
+            await response.end_with(late, scope, receive)
 
-    def _limit_of(self, scope: Scope) -> float | None:
-        """Seconds that this request has, None for no limit.
-
-        Raises: ApiError 400.
-        """
-        limits = [self._limit_s] if self._limit_s else []
-        given = Headers(scope=scope).get(TIMEOUT_HEADER)
-        if given is not None:
-            try:
-                wanted = float(given)
-            except ValueError:
-                wanted = math.nan
-            if not 0 < wanted < math.inf:
-                raise ApiError(
-                    400, f"X-Request-Timeout: must be a number of seconds over 0, got {given[:80]}"
-                )
-            limits.append(wanted)
-        return min(limits, default=None)
+    def _report_unread(self, scope: Scope) -> None:
+        error = ApiError(499, "The client read nothing", limit="unread_timeout_s")
+        self._metrics.count_refusal(error)
+        _log.warning(
+            "The frontend closed the connection of request %s, because its client read nothing of "
+            "the response for %g s (unread_timeout_s)",
+            scope.get("state", {}).get("request_id"),
+            self._unread_s,
+        )
 
 
-class _Answer:
-    """Passes an answer on, and knows how far it has come.
+def _requested_limit(scope: Scope) -> float | None:
+    """Return the seconds in the header X-Request-Timeout, None if the request has no such header.
+
+    Raises: ApiError 400 if the value is not a number over 0.
+    """
+    text = Headers(scope=scope).get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ApiError(
+            400,
+            "The header X-Request-Timeout must be a number of seconds greater than 0, but the "
+            f"request has {text[:80]!r}",
+        )
+    return seconds
+
+
+def _timeout_error(limit_s: float, *, is_requested: bool) -> ApiError:
+    source = "the request's header X-Request-Timeout" if is_requested else (
+        "the server's setting request_timeout_s"
+    )  # fmt: skip
+    return ApiError(
+        504,
+        f"The request did not finish within {limit_s:g} s, the limit of {source}",
+        code="timeout",
+        limit="x_request_timeout" if is_requested else "request_timeout_s",
+    )
+
+
+class _ObservedResponse:
+    """Forwards the messages of a response and records its progress.
 
     Attributes:
-        waits_since: since when, by the loop's clock, a message waits to be taken; None while none.
+        unsent_since: the time of the event loop's clock at which the current message was passed to
+            the server. None if no message waits until the client reads.
     """
 
     def __init__(self, send: Send) -> None:
-        self.waits_since: float | None = None
+        self.unsent_since: float | None = None
         self._send = send
         self._clock = asyncio.get_running_loop().time
-        self._has_begun = self._is_stream = self._has_ended = False
+        self._has_started = self._is_stream = self._has_ended = False
 
     async def send(self, message: Message) -> None:
-        self.waits_since = self._clock()
+        self.unsent_since = self._clock()
         try:
             await self._send(message)
         finally:
-            self.waits_since = None
+            self.unsent_since = None
         if message["type"] == "http.response.start":
-            self._has_begun = True
-            kind = Headers(raw=message["headers"]).get("content-type", "")
-            self._is_stream = kind.startswith(sse.EventStream.media_type)
+            self._has_started = True
+            media_type = Headers(raw=message["headers"]).get("content-type", "")
+            self._is_stream = media_type.startswith(sse.EventStream.media_type)
         elif not message.get("more_body"):
             self._has_ended = True
 
-    async def end_late(self, scope: Scope, receive: Receive, limit_s: float) -> None:
-        """Say that time is up, in the way that is still open."""
-        error = ApiError(
-            504,
-            f"the request was not finished within {limit_s:g} s, the limit of the server's "
-            "request_timeout_s or of the header X-Request-Timeout",
-            code="timeout",
-        )
-        if not self._has_begun:
+    async def end_with(self, error: ApiError, scope: Scope, receive: Receive) -> None:
+        """Send an error: as a response if none has started, else as the last event of a stream."""
+        if not self._has_started:
             await error_response(error)(scope, receive, self._send)
         elif self._is_stream and not self._has_ended:
-            last = {"type": "http.response.body", "body": sse.event(error.body())}
+            message = {"type": "http.response.body", "body": sse.event(error.body())}
             try:
-                async with asyncio.timeout(_LAST_WORD_S):
-                    await self._send({**last, "more_body": False})
+                async with asyncio.timeout(_SEND_ERROR_TIMEOUT_S):
+                    await self._send({**message, "more_body": False})
             except TimeoutError:
                 return
 
 
-class _Watch:
-    """Ends a request whose client does not take its answer: one timer for all of its messages.
+class _UnreadWatch:
+    """Ends a request whose client does not read the response.
+
+    One timer serves all messages of a response, because a timer for each message would be costly.
 
     Args:
-        answer: what the client should take.
-        running: expires when it does not.
-        unread_s: how long it may leave a message; 0 for ever.
+        response: the response that the client should read.
+        timeout: is made to expire if the client does not read.
+        unread_s: the number of seconds that a message may wait. 0 means no limit.
+
+    Attributes:
+        is_unread: whether this watch has ended the request.
     """
 
-    def __init__(self, answer: _Answer, running: asyncio.Timeout, unread_s: float) -> None:
-        self.found_unread = False
-        self._answer = answer
-        self._running = running
+    def __init__(
+        self, response: _ObservedResponse, timeout: asyncio.Timeout, unread_s: float
+    ) -> None:
+        self.is_unread = False
+        self._response = response
+        self._timeout = timeout
         self._unread_s = unread_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
         if self._unread_s:
-            self._timer = self._loop.call_later(self._unread_s, self._look)
+            self._timer = self._loop.call_later(self._unread_s, self._check)
         return self
 
     def __exit__(self, *args: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
-        now, since = self._loop.time(), self._answer.waits_since
-        due = (now if since is None else since) + self._unread_s
-        if due > now:
-            self._timer = self._loop.call_at(due, self._look)
-        elif not self._running.expired():
-            self.found_unread = True
-            self._running.reschedule(now)
+    def _check(self) -> None:
+        now, since = self._loop.time(), self._response.unsent_since
+        deadline = (now if since is None else since) + self._unread_s
+        if deadline > now:
+            self._timer = self._loop.call_at(deadline, self._check)
+        elif not self._timeout.expired():
+            self.is_unread = True
+            self._timeout.reschedule(now)

@@ -1,1 +1,1 @@
-"""Wire types of the OpenAI API, and nothing else."""
+"""Request bodies of the HTTP API: their fields, types and limits."""

@@ -1,68 +1,96 @@
-"""Bodies of the embedding and rerank requests: the shapes of OpenAI, vLLM, Jina, Cohere and TEI.
+"""Request bodies of the embedding routes, in the formats of OpenAI, vLLM, Cohere and TEI.
 
-Fields that are not listed here are ignored, as those servers do.
+Fields that are not declared here are ignored, as those servers do.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from nereid_client.errors import shown
+from nereid_client.errors import FieldError, shown
 
-_MAX_TOKEN_ID = 2**31 - 1  # `input_ids` is INT32
+_MAX_TOKEN_ID = 2**31 - 1  # the tensor `input_ids` has the type INT32
 _CONTENT_PARTS = ("text", "image", "image_url")
 
 
 class PoolingRequest(BaseModel):
-    """What all of them have in common."""
+    """The fields that all requests to an embedding model or reranker have in common."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
     model: str | None = None
+    """The name of the model, as listed by /v1/models. It may be left out."""
     user: str | None = None
+    """A label for the caller's own use. It has no effect."""
     truncate: bool | None = None
+    """Whether a text that is too long is cut at its end. By default it is an error."""
     truncate_prompt_tokens: int | None = None
+    """-1 cuts texts at the model's limit. Other values are not supported."""
     truncation_direction: str | None = None
+    """Only "right" is supported: texts are cut at their end."""
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
-    def _the_models_limit_alone(cls, value: int | None) -> int | None:
+    def _check_truncate_prompt_tokens(cls, value: int | None) -> int | None:
         if value not in (None, -1):
-            raise ValueError(f"must be -1, which cuts at the model's limit, got {value}")
+            raise FieldError(
+                "truncate_prompt_tokens",
+                "truncate_prompt_tokens must be -1, which cuts texts at the model's limit, but the "
+                f"request has {value}",
+            )
         return value
 
     @field_validator("truncation_direction")
     @classmethod
-    def _the_end_alone(cls, value: str | None) -> str | None:
+    def _check_truncation_direction(cls, value: str | None) -> str | None:
         if value is not None and value.lower() != "right":
-            raise ValueError(f"must be 'right': texts are cut at their end, got {shown(value)}")
+            raise FieldError(
+                "truncation_direction",
+                'truncation_direction must be "right", because texts are cut at their end, but the '
+                f"request has {shown(value)}",
+            )
         return value
 
     @property
     def cuts(self) -> bool | None:
-        """Whether a text that is too long is cut instead of refused; None: not said."""
+        """Whether a text that is too long is cut, None if the request does not say so."""
         return True if self.truncate_prompt_tokens is not None else self.truncate
 
 
 class EmbeddingOptions(PoolingRequest):
-    """How an embedding is made."""
+    """The fields that all embedding requests have in common."""
 
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    """The number of dimensions to keep of each vector."""
     normalize: bool | None = None
+    """Whether vectors are scaled to length 1."""
     prompt_name: str | None = None
+    """The name of a prompt of the checkpoint, which is put before each text."""
     prompt: str | None = None
+    """A text that is put before each text."""
     instruction: str | None = None
+    """Another name of prompt."""
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> Self:
+    def _check_prompt(self) -> Self:
         given = [name for name in ("prompt_name", "prompt", "instruction") if getattr(self, name)]
         if len(given) > 1:
-            raise ValueError(f"{given[1]}: give one of prompt_name, prompt and instruction alone")
+            raise FieldError(
+                given[1],
+                "Only one of prompt_name, prompt and instruction is allowed, but the request has "
+                f"{' and '.join(given)}",
+            )
         return self
 
     def options(self) -> dict[str, Any]:
-        """The input `options` of the model `embedding`."""
+        """Return the JSON object for the input `options` of the Triton model `embedding`."""
         return {
             "dimensions": self.dimensions,
             "normalize": self.normalize,
@@ -76,79 +104,114 @@ class EmbeddingRequest(EmbeddingOptions):
     """The body of `POST /v1/embeddings`."""
 
     input: Any = Field(...)
+    """A text, token ids, a content part, or a list of them."""
     encoding_format: Literal["float", "base64"] | None = "float"
+    """Whether vectors are lists of numbers, or base64 of little-endian float32."""
     embed_dtype: Literal["float32"] | None = None
+    """Only float32 is supported."""
     endianness: Literal["native", "little"] | None = None
+    """The byte order of base64 vectors. Both values mean little-endian."""
 
 
 class VectorsRequest(EmbeddingOptions):
-    """The body of `POST /pooling`: vLLM's words for what is wanted."""
+    """The body of `POST /pooling`, in vLLM's format."""
 
     input: Any = Field(...)
+    """A text, token ids, a content part, or a list of them."""
     encoding_format: Literal["float", "base64"] | None = "float"
+    """Whether vectors are lists of numbers, or base64 of little-endian float32."""
     embed_dtype: Literal["float32"] | None = None
+    """Only float32 is supported."""
     endianness: Literal["native", "little"] | None = None
+    """The byte order of base64 vectors. Both values mean little-endian."""
     task: Literal["embed", "token_embed"] | None = None
+    """Whether to return one vector for each text or one for each token."""
 
 
 class TeiEmbedRequest(EmbeddingOptions):
-    """The body of TEI's `POST /embed`, `/embed_all` and `/embed_sparse`."""
+    """The body of `POST /embed`, `/embed_all` and `/embed_sparse`, in TEI's format."""
 
     inputs: Any = Field(...)
+    """A text, token ids, a content part, or a list of them."""
 
 
 class CohereEmbedRequest(BaseModel):
-    """The body of Cohere's `POST /v2/embed`. Its texts are cut at the model's limit by default."""
+    """The body of `POST /v1/embed` and `/v2/embed`, in Cohere's format.
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+    Texts that are too long are cut by default.
+    """
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
     model: str | None = None
+    """The name of the model, as listed by /v1/models. It may be left out."""
     texts: list[str] | None = None
+    """The texts to embed."""
     images: list[str] | None = None
+    """The images to embed, as data URLs."""
     inputs: list[dict[str, Any]] | None = None
+    """Inputs whose `content` is one text or one image."""
     input_type: (
         Literal["search_query", "search_document", "classification", "clustering", "image"] | None
     ) = None
+    """Selects the checkpoint's prompt of this name, if there is one."""
     embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
+    """The formats of the vectors in the response."""
     output_dimension: Annotated[int, Field(ge=1)] | None = None
+    """The number of dimensions to keep of each vector."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Must be at least the model's limit, because texts are cut there and not before."""
     truncate: Literal["NONE", "END"] | None = None
+    """END cuts texts that are too long. NONE makes them an error."""
 
     @model_validator(mode="after")
-    def _one_kind_of_input(self) -> Self:
+    def _check_inputs(self) -> Self:
         given = [name for name in COHERE_INPUTS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"{given[1] if given else 'texts'}: give one of texts, images, inputs")
+            raise FieldError(
+                given[1] if given else "texts",
+                "Exactly one of texts, images and inputs is required, but the request has "
+                f"{' and '.join(given) or 'none of them'}",
+            )
         return self
 
     @property
     def field(self) -> str:
-        """The name under which the input came."""
+        """The field with the input: texts, images or inputs."""
         return next(name for name in COHERE_INPUTS if getattr(self, name) is not None)
 
     @property
     def input(self) -> list[Any]:
-        """Texts, or content parts.
+        """The texts or content parts to embed.
 
-        Raises: ValueError for an input that is not one part; several make no one vector here.
+        Raises: FieldError if an input does not have exactly one content part.
         """
         if self.inputs is None:
             return [{"image": image} for image in self.images] if self.images else self.texts or []
         parts = []
-        for at, given in enumerate(self.inputs):
-            content = given.get("content")
+        for at, one in enumerate(self.inputs):
+            content = one.get("content")
             if not isinstance(content, list) or len(content) != 1:
-                raise ValueError(
-                    f"inputs: element {at} must have a content of one part, got {shown(content)}"
+                raise FieldError(
+                    "inputs",
+                    f"inputs[{at}].content must be a list of exactly one part, because each part "
+                    f"has its own vector, but the request has {shown(content)}",
                 )
             parts.append(content[0])
         return parts
 
     def options(self, prompts: Iterable[str]) -> EmbeddingOptions:
-        """The same in this server's words.
+        """Return the options in Nereid's own format.
 
         Args:
-            prompts: names of the model's prompts, of which `input_type` may be one.
+            prompts: the names of the checkpoint's prompts. "search_query" selects the prompt of
+                this name, or else the prompt "query".
         """
         names = (self.input_type or "", (self.input_type or "").removeprefix("search_"))
         return EmbeddingOptions(
@@ -159,204 +222,93 @@ class CohereEmbedRequest(BaseModel):
 
 
 COHERE_INPUTS = ("texts", "images", "inputs")
-
-
-class RerankRequest(PoolingRequest):
-    """The body of every rerank route; `texts` instead of `documents` is TEI's shape.
-
-    `format` says whose answer is wanted; see docs/embeddings.md.
-    """
-
-    query: Any = Field(...)
-    documents: list[Any] | None = None
-    texts: list[str] | None = None
-    top_n: Annotated[int, Field(ge=0)] | None = None
-    return_documents: bool | None = None
-    return_text: bool | None = None
-    raw_scores: bool | None = None
-    use_activation: bool | None = None
-    instruction: str | None = None
-    instruct: str | None = None
-    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
-    max_tokens_per_query: Annotated[int, Field(ge=1)] | None = None
-    format: Literal["jina", "cohere", "sglang", "tei"] | None = None
-
-    @field_validator("query")
-    @classmethod
-    def _a_text(cls, value: object) -> str:
-        return text_of(value, "a query")
-
-    @field_validator("documents")
-    @classmethod
-    def _texts(cls, value: list[Any] | None) -> list[str] | None:
-        if value is None:
-            return None
-        return [text_of(item, f"document {index}") for index, item in enumerate(value)]
-
-    @model_validator(mode="after")
-    def _one_list(self) -> Self:
-        if (self.documents is None) == (self.texts is None):
-            raise ValueError("documents: is required (or, in TEI's shape, texts), one of the two")
-        return self
-
-    @property
-    def items(self) -> Sequence[str]:
-        """What is to be ranked."""
-        return (self.documents if self.documents is not None else self.texts) or []
-
-    def options(self) -> dict[str, Any]:
-        """The input `options` of the model `rerank`."""
-        is_raw = self.raw_scores or self.use_activation is False
-        return {
-            "activation": "none" if is_raw else None,
-            "instruction": self.instruction or self.instruct,
-            "truncate": bool(self.max_tokens_per_doc or self.max_tokens_per_query) or self.cuts,
-        }
-
-
-class ScoreRequest(PoolingRequest):
-    """The body of `POST /v1/score`: vLLM's, in its three generations of names."""
-
-    text_1: Any = None
-    text_2: Any = None
-    data_1: Any = None
-    data_2: Any = None
-    queries: Any = None
-    documents: Any = None
-    use_activation: bool | None = None
-    instruction: str | None = None
-
-    @model_validator(mode="after")
-    def _two_sides(self) -> Self:
-        left, right = self.sides
-        for name, value in (left, right):
-            if value is None:
-                raise ValueError(f"{name}: is required")
-            if value == []:
-                raise ValueError(f"{name}: must not be an empty list")
-        if len(self.left) not in (1, len(self.right)):
-            raise ValueError(
-                f"{left[0]}: must be one text, or as many as {right[0]} has "
-                f"({len(self.right)}), got {len(self.left)}"
-            )
-        return self
-
-    @property
-    def sides(self) -> tuple[tuple[str, Any], tuple[str, Any]]:
-        """The names that were used, and what they hold."""
-        for names in (("queries", "documents"), ("data_1", "data_2")):
-            if any(getattr(self, name) is not None for name in names):
-                return tuple((name, getattr(self, name)) for name in names)  # type: ignore[return-value]
-        return ("text_1", self.text_1), ("text_2", self.text_2)
-
-    @property
-    def left(self) -> list[str]:
-        """The queries."""
-        return _texts_of(*self.sides[0])
-
-    @property
-    def right(self) -> list[str]:
-        """The documents."""
-        return _texts_of(*self.sides[1])
-
-
-class ClassifyRequest(PoolingRequest):
-    """The body of `POST /classify`."""
-
-    input: Any = None
-    inputs: Any = None
-    use_activation: bool | None = None
-
-    @model_validator(mode="after")
-    def _some_texts(self) -> Self:
-        if not self.texts:
-            raise ValueError("input: must be a text or a list of at least one")
-        return self
-
-    @property
-    def texts(self) -> list[str]:
-        """What is to be classified."""
-        value = self.input if self.input is not None else self.inputs
-        return [] if value is None else _texts_of("input", value)
-
-
-def text_of(value: object, what: str) -> str:
-    """A text, or the text of a content part: `{"text": ...}`, alone or in a list of one.
-
-    Raises: ValueError.
-    """
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, dict):
-        if isinstance(value.get("content"), list):  # vLLM's ScoreMultiModalParam
-            return text_of(value["content"], what)
-        value = value.get("text")
-    if not isinstance(value, str):
-        raise ValueError(f'{what} must be a text or {{"text": ...}}, got {shown(value)}')
-    return value
+"""The fields of a Cohere request that contain the input. A request has exactly one of them."""
 
 
 def read_inputs(value: object, field: str) -> dict[str, list[Any]]:
-    """The tensors for what a body holds as input: a text, token ids, a content part, or several.
+    """Return the input tensors for the value of `input`.
 
-    Returns:
-        `texts`, `input_ids` with `input_lengths`, or `parts`, and the values.
+    Examples:
+        "a"                       -> {"texts": ["a"]}
+        [1, 2]                    -> {"input_ids": [1, 2], "input_lengths": [2]}
+        [[1, 2], [3]]             -> {"input_ids": [1, 2, 3], "input_lengths": [2, 1]}
+        ["a", {"image": "data:"}] -> {"parts": [{"text": "a"}, {"image": "data:"}]}
 
-    Raises: ValueError when it is none of the kinds the API knows; the message begins with `field`.
+    Args:
+        value: a text, token ids, a content part, or a list of them.
+        field: the name of the request field, for error messages.
+
+    Raises: FieldError if the value has another type.
     """
     if isinstance(value, str | dict):
         value = [value]
     if not isinstance(value, list):
-        raise ValueError(
-            f"{field}: must be a string, token ids, a content part or a list of those, "
-            f"got {shown(value)}"
+        raise FieldError(
+            field,
+            f"{field} must be a string, token ids, a content part or a list of them, but the "
+            f"request has {shown(value)}",
         )
     if not value:
-        raise ValueError(f"{field}: must not be an empty list")
+        raise FieldError(field, f"{field} must not be an empty list")
     if all(isinstance(item, str) for item in value):
         return {"texts": value}
     if _is_token_id(value[0]):
         value = [value]
     if isinstance(value[0], list):
-        lists = [_token_ids(item, f"{field}: element {at}") for at, item in enumerate(value)]
+        lists = [_token_ids(item, field, at) for at, item in enumerate(value)]
         flat = [token for ids in lists for token in ids]
         return {"input_ids": flat, "input_lengths": [len(ids) for ids in lists]}
-    return {"parts": [_part(item, f"{field}: element {at}") for at, item in enumerate(value)]}
+    return {"parts": [_content_part(item, field, at) for at, item in enumerate(value)]}
 
 
-def _part(value: object, where: str) -> dict[str, str]:
-    """`{"text": ...}` or `{"image": ...}`, from those, a string or OpenAI's content parts."""
+def _content_part(value: object, field: str, index: int) -> dict[str, str]:
+    """Return a content part as `{"text": ...}` or `{"image": ...}`.
+
+    Example: OpenAI's {"type": "image_url", "image_url": {"url": "data:"}} returns
+    {"image": "data:"}.
+    """
+    place = f"{field}[{index}]"
     if isinstance(value, str):
         return {"text": value}
     if not isinstance(value, dict):
-        raise ValueError(f"{where} must be a text or a content part, got {shown(value)}")
-    given = [name for name in _CONTENT_PARTS if value.get(name) is not None]
-    if len(given) != 1:
-        raise ValueError(f"{where} must have exactly one of text and image, got {shown(value)}")
-    content = value[given[0]]
-    if given[0] == "image_url" and isinstance(content, dict):
+        raise FieldError(
+            field,
+            f"{place} must be a string or a content part, but the request has {shown(value)}",
+        )
+    names = [name for name in _CONTENT_PARTS if value.get(name) is not None]
+    if len(names) != 1:
+        raise FieldError(
+            field,
+            f"{place} must have exactly one of text, image and image_url, but the request has "
+            f"{shown(value)}",
+        )
+    content = value[names[0]]
+    if names[0] == "image_url" and isinstance(content, dict):
         content = content.get("url")
     if not isinstance(content, str):
-        raise ValueError(f"{where}: {given[0]} must be a string, got {shown(content)}")
-    return {"text" if given[0] == "text" else "image": content}
+        raise FieldError(
+            field,
+            f"{place}.{names[0]} must be a string, but the request has {shown(content)}",
+        )
+    return {"text" if names[0] == "text" else "image": content}
 
 
-def _token_ids(value: object, where: str) -> list[int]:
+def _token_ids(value: object, field: str, index: int) -> list[int]:
+    place = f"{field}[{index}]"
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{where} must be a list of at least one token id, got {shown(value)}")
+        raise FieldError(
+            field,
+            f"{place} must be a list of at least one token id, but the request has {shown(value)}",
+        )
     for token in value:
         if not _is_token_id(token):
-            raise ValueError(
-                f"{where}: a token id is an integer from 0 to {_MAX_TOKEN_ID}, got {shown(token)}"
+            raise FieldError(
+                field,
+                f"{place} must contain integers from 0 to {_MAX_TOKEN_ID} as token ids, but the "
+                f"request has {shown(token)}",
             )
     return value
 
 
 def _is_token_id(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_TOKEN_ID
-
-
-def _texts_of(name: str, value: object) -> list[str]:
-    if isinstance(value, list):
-        return [text_of(item, f"{name}: element {at}") for at, item in enumerate(value)]
-    return [text_of(value, f"{name}: it")]

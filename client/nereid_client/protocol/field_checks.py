@@ -1,96 +1,140 @@
-"""Cheap checks of what constrains an answer: tool choice, response format, token biases."""
+"""Checks of the fields `response_format`, `tool_choice` and `logit_bias`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nereid_client.errors import shown
+from nereid_client.errors import FieldError, shown
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _MAX_BIAS = 100
 
 
-def check_response_format(value: Mapping[str, Any]) -> None:
-    """Accept the four types; a json_schema must hold a schema.
+def check_response_format(value: Mapping[str, Any], field: str, schema_field: str) -> None:
+    """Check the type of a response format, and that a json_schema contains a schema.
 
-    Raises: ValueError saying what is missing.
+    Args:
+        value: the response format, in OpenAI's form for chat completions.
+        field: the name of the request field, for the error message.
+        schema_field: the name of the field with the schema, for the error message.
+
+    Raises: FieldError if the type is unknown or the schema is missing.
     """
     kind = value.get("type")
     if kind not in RESPONSE_FORMATS:
-        raise ValueError(f"type must be one of {', '.join(RESPONSE_FORMATS)}, got {shown(kind)}")
+        raise FieldError(
+            field,
+            f"{field}.type must be one of {', '.join(RESPONSE_FORMATS)}, but the request has "
+            f"{shown(kind)}",
+        )
     if kind != "json_schema":
         return
     wrapped = value.get("json_schema")
     schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
-    if not isinstance(schema, dict | bool):
-        raise ValueError(f"json_schema.schema must be a JSON schema, got {shown(schema)}")
+    _check_schema(schema, field, schema_field)
 
 
-def plain_response_format(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The same format in OpenAI's form.
+def to_openai_response_format(value: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """Return a response format in OpenAI's form.
 
-    A schema may also stand in the format itself, as `schema` (llama.cpp) or, of a json_object,
-    `value` (TGI); without this it would go unheeded.
+    Two other servers accept the schema at another place: llama.cpp as `schema`, and TGI as `value`
+    of a json_object.
 
-    Raises: ValueError when what stands there is no schema.
+    Example: `{"type": "json_object", "schema": S}` becomes
+    `{"type": "json_schema", "json_schema": {"name": "answer", "schema": S}}`.
+
+    Raises: FieldError if the value at such a place is not a schema.
     """
-    names = {"json_object": ("schema", "value"), "json_schema": ("schema",)}
-    given = [name for name in names.get(str(value.get("type")), ()) if value.get(name) is not None]
-    if not given or value.get("json_schema") is not None:
+    places = {"json_object": ("schema", "value"), "json_schema": ("schema",)}
+    names = [name for name in places.get(str(value.get("type")), ()) if value.get(name) is not None]
+    if not names or value.get("json_schema") is not None:
         return dict(value)
-    schema = value[given[0]]
-    if not isinstance(schema, dict | bool):
-        raise ValueError(f"{given[0]} must be a JSON schema, got {shown(schema)}")
+    schema = value[names[0]]
+    _check_schema(schema, field, f"{field}.{names[0]}")
     wrapped: dict[str, Any] = {"name": str(value.get("name") or "answer"), "schema": schema}
     if value.get("strict") is not None:
         wrapped["strict"] = value["strict"]
     return {"type": "json_schema", "json_schema": wrapped}
 
 
-def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Accept none, auto, required, one named function, and OpenAI's allowed_tools.
+def _check_schema(schema: object, field: str, schema_field: str) -> None:
+    if not isinstance(schema, dict | bool):
+        raise FieldError(
+            field,
+            f"{schema_field} must be a JSON schema (an object, true or false), but the request has "
+            f"{shown(schema)}",
+        )
 
-    Raises: ValueError when the choice has another form or names what is not among the tools.
+
+def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a tool choice has a known form and names tools of the request.
+
+    The known forms are none, auto, required, one function, and OpenAI's allowed_tools.
+
+    Args:
+        choice: the field `tool_choice`, in OpenAI's form for chat completions.
+        tools: the field `tools`, in the same form.
+
+    Raises: FieldError.
     """
     if choice in ("none", "auto"):
         return
-    offered = [_name(tool) for tool in tools]
-    if not offered:
-        raise ValueError(f"tool_choice: {shown(choice)} needs tools, and there are none")
-    for name in _chosen(choice):
-        if name not in offered:
-            raise ValueError(f"tool_choice: {shown(name)} is not among the tools {shown(offered)}")
+    tool_names = [_function_name(tool) for tool in tools]
+    if not tool_names:
+        raise FieldError(
+            "tool_choice",
+            f"tool_choice={shown(choice)} requires tools, but the request has none",
+        )
+    for name in _chosen_names(choice):
+        if name not in tool_names:
+            raise FieldError(
+                "tool_choice",
+                f"tool_choice must name one of the tools {shown(tool_names)}, but the request has "
+                f"{shown(name)}",
+            )
 
 
-def _chosen(choice: str | Mapping[str, Any]) -> list[object]:
-    """The names that a choice mentions."""
+def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
+    """Return the names of the functions that a tool choice contains.
+
+    Raises: FieldError if the choice has no known form.
+    """
     if choice == "required":
         return []
-    if isinstance(choice, Mapping) and choice.get("type") == "function" and _name(choice):
-        return [_name(choice)]
+    if isinstance(choice, Mapping) and choice.get("type") == "function" and _function_name(choice):
+        return [_function_name(choice)]
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools")
         if isinstance(allowed, dict) and allowed.get("mode") in ("auto", "required"):
             tools = allowed.get("tools")
-            if isinstance(tools, list) and tools and all(map(_name, tools)):
-                return [_name(tool) for tool in tools]
-    raise ValueError(
-        "tool_choice: must be none, auto, required, a function as {type, function: {name}} or "
-        f"{{type: allowed_tools, allowed_tools: {{mode, tools}}}}, got {shown(choice)}"
+            if isinstance(tools, list) and tools and all(map(_function_name, tools)):
+                return [_function_name(tool) for tool in tools]
+    raise FieldError(
+        "tool_choice",
+        'tool_choice must be "none", "auto", "required", a function as {"type": "function", '
+        '"function": {"name"}}, or {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}, '
+        f"but the request has {shown(choice)}",
     )
 
 
-def _name(tool: object) -> object:
+def _function_name(tool: object) -> object:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 
 
 def check_logit_bias(value: Mapping[str, float]) -> None:
-    """Accept token ids with biases from -100 to 100.
+    """Check that each key is a token id, and that each bias is from -100 to 100.
 
-    Raises: ValueError naming the entry.
+    Raises: FieldError that names the wrong entry.
     """
     for token_id, bias in value.items():
         if not (token_id.isascii() and token_id.isdecimal()):
-            raise ValueError(f"keys are token ids, got {shown(token_id)}")
+            raise FieldError(
+                "logit_bias",
+                f"logit_bias must have token ids as keys, but the request has {shown(token_id)}",
+            )
         if not -_MAX_BIAS <= bias <= _MAX_BIAS:
-            raise ValueError(f"must be between -100 and 100, got {bias} for token {token_id}")
+            raise FieldError(
+                "logit_bias",
+                f"logit_bias must have values from -{_MAX_BIAS} to {_MAX_BIAS}, but the request "
+                f"has {bias} for token {token_id}",
+            )

@@ -1,81 +1,97 @@
-"""Fields that OpenAI, vLLM or SGLang have and Nereid refuses: by name, with the reason.
+"""Fields of OpenAI, vLLM and SGLang that Nereid does not support, with the reason for each.
 
-A field that is not listed, here or in requests.py, is passed on. Fields that the backend may refuse
-are the backend's to refuse.
+A request with such a field is rejected with a 400 that names the field. A field that is neither
+listed here nor declared in generation_requests.py is passed on to the backend.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nereid_client.errors import shown
+from nereid_client.errors import FieldError, shown
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a field is refused.
+    """The reason why a field is not supported.
 
     Attributes:
-        reason: ends the sentence "FIELD: ...".
-        harmless: values that ask for nothing and may be sent; null always may.
+        reason: the end of the sentence "FIELD=VALUE is not supported: REASON".
+        harmless: values that request nothing and are therefore accepted. Null always is.
     """
 
     reason: str
     harmless: tuple[Any, ...] = ()
 
 
-_OFF = (False,)
-_ONE_NODE = "splits work between servers, which there are none of here"
-_TEXT_ONLY = "the served model writes and reads text only"
+_FALSE = (False,)
+_ONE_SERVER = "Nereid runs on one server and does not distribute a request among several"
+_TEXT_ONLY = "the served model reads and writes text only"
+_CACHE_EVICTION = "cached prefixes are evicted when their memory is needed"
 
 REFUSED = {
     # vLLM
-    "truncation_side": Refusal("prompts are not cut; send one that fits"),
-    "return_prompt_text": Refusal("not offered; return_token_ids gives the prompt's ids", _OFF),
-    "return_token_offsets": Refusal("not offered; see logprobs of /v1/completions", _OFF),
+    "truncation_side": Refusal("Nereid does not truncate prompts"),
+    "return_prompt_text": Refusal(
+        "the response cannot contain the prompt's text; return_token_ids returns its token ids",
+        _FALSE,
+    ),
+    "return_token_offsets": Refusal(
+        "only logprobs of /v1/completions returns text offsets", _FALSE
+    ),
     # SGLang
-    "return_cached_tokens_details": Refusal("usage has cached_tokens; there is one cache", _OFF),
-    "return_meta_info": Refusal("not offered; see usage", _OFF),
-    "input_embeds": Refusal("prompts are text or token ids"),
-    "ngram_corpus_id": Refusal("guesses come from the request's own text alone"),
-    "bootstrap_host": Refusal(_ONE_NODE),
-    "bootstrap_port": Refusal(_ONE_NODE),
-    "bootstrap_room": Refusal(_ONE_NODE),
-    "routed_dp_rank": Refusal(_ONE_NODE),
-    "disagg_prefill_dp_rank": Refusal(_ONE_NODE),
-    "data_parallel_rank": Refusal(_ONE_NODE),
+    "return_cached_tokens_details": Refusal(
+        "Nereid has one prefix cache, and usage contains its cached_tokens", _FALSE
+    ),
+    "return_meta_info": Refusal("the response has no meta_info; usage has the counts", _FALSE),
+    "input_embeds": Refusal("a prompt consists of text or token ids"),
+    "ngram_corpus_id": Refusal("draft tokens are taken from the request's own text only"),
+    "bootstrap_host": Refusal(_ONE_SERVER),
+    "bootstrap_port": Refusal(_ONE_SERVER),
+    "bootstrap_room": Refusal(_ONE_SERVER),
+    "routed_dp_rank": Refusal(_ONE_SERVER),
+    "disagg_prefill_dp_rank": Refusal(_ONE_SERVER),
+    "data_parallel_rank": Refusal(_ONE_SERVER),
 }
+"""Fields that chat completions, completions and responses refuse."""
 
 REFUSED_IN_CHAT = {
     # OpenAI
     "audio": Refusal(_TEXT_ONLY),
     "modalities": Refusal(_TEXT_ONLY, (["text"],)),
-    "functions": Refusal("replaced by tools", ([],)),
-    "function_call": Refusal("replaced by tool_choice", ("none",)),
-    "web_search_options": Refusal("nothing here searches the web; offer a tool that does"),
-    "moderation": Refusal("nothing here judges texts"),
-    "prediction": Refusal("not offered; speculation with a given text changes no answer"),
-    "store": Refusal("answers are not stored", _OFF),
-    "verbosity": Refusal("chat templates know no such switch; say it in a message", ("medium",)),
-    "prompt_cache_retention": Refusal("cached prefixes go when room is needed", ("in_memory",)),
-    "prompt_cache_options": Refusal("cached prefixes go when room is needed"),
+    "functions": Refusal("it was replaced by tools", ([],)),
+    "function_call": Refusal("it was replaced by tool_choice", ("none",)),
+    "web_search_options": Refusal(
+        "Nereid does not search the web; send a tool that searches instead"
+    ),
+    "moderation": Refusal("Nereid has no moderation model"),
+    "prediction": Refusal("Nereid does not use predicted outputs, which only save time"),
+    "store": Refusal("chat completions are not stored; /v1/responses stores its responses", _FALSE),
+    "verbosity": Refusal(
+        "chat templates have no such variable; write the wish into a message", ("medium",)
+    ),
+    "prompt_cache_retention": Refusal(_CACHE_EVICTION, ("in_memory",)),
+    "prompt_cache_options": Refusal(_CACHE_EVICTION),
     # SGLang
-    "input_ids": Refusal("send token ids as prompt to /v1/completions"),
+    "input_ids": Refusal("send token ids as the prompt of /v1/completions"),
     # completions
-    "best_of": Refusal("is for /v1/completions", (1,)),
+    "best_of": Refusal("only /v1/completions has it", (1,)),
 }
+"""Fields that only chat completions refuse."""
 
 REFUSED_IN_COMPLETIONS = {
     "suffix": Refusal(
-        "filling in the middle needs markers that no chat template or tokenizer declares; write "
-        "the model's own into the prompt",
+        "no tokenizer or chat template declares the markers for filling in the middle; write the "
+        "model's markers into the prompt",
         ("",),
     ),
-    "tools": Refusal("is for /v1/chat/completions", ([],)),
-    "tool_choice": Refusal("is for /v1/chat/completions", ("none",)),
-    "top_logprobs": Refusal("is for /v1/chat/completions; here logprobs is their number", (0,)),
+    "tools": Refusal("only /v1/chat/completions has tools", ([],)),
+    "tool_choice": Refusal("only /v1/chat/completions has tools", ("none",)),
+    "top_logprobs": Refusal(
+        "only /v1/chat/completions has it; here, logprobs is the number of tokens", (0,)
+    ),
 }
-
+"""Fields that only completions refuse."""
 
 REFUSED_BY_BACKEND = frozenset(
     {
@@ -96,21 +112,26 @@ REFUSED_BY_BACKEND = frozenset(
         *("xtc_probability", "samplers", "n_probs"),
     }
 )
-"""Fields that go on to the backend, which refuses them for its other clients too."""
+"""Fields that the frontend passes on. The backend refuses them, for gRPC clients too."""
 
 
 def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
-    """Refuse what these tables list.
+    """Raise an error if a body contains a field of these tables.
 
-    Raises: ValueError that names the field, its value and the reason.
+    Raises: FieldError that names the field, its value and the reason.
     """
     for table in tables:
         for name, refusal in table.items():
             value = body.get(name)
-            if value is None or any(_same(value, harmless) for harmless in refusal.harmless):
+            if value is None or any(_is_same(value, harmless) for harmless in refusal.harmless):
                 continue
-            raise ValueError(f"{name}: {refusal.reason}; got {shown(value)}, leave it out")
+            raise FieldError(
+                name,
+                f"{name}={shown(value)} is not supported: {refusal.reason}. Remove {name} from the "
+                "request.",
+            )
 
 
-def _same(value: object, harmless: object) -> bool:
+def _is_same(value: object, harmless: object) -> bool:
+    """Return whether two JSON values are equal. In Python True == 1, but in JSON they differ."""
     return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)

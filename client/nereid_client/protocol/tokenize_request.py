@@ -1,36 +1,60 @@
-"""The body of `POST /tokenize`, in vLLM's shape."""
+"""The body of `POST /tokenize`, in vLLM's format."""
 
 from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from nereid_client.errors import FieldError
+
 
 class TokenizeRequest(BaseModel):
-    """A prompt, or a chat with whatever its template reads; the tokenizer step checks the rest."""
+    """The body of `POST /tokenize`: a prompt, or the messages of a chat.
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    Further fields of a chat, such as `tools`, are passed on to the chat template.
+    """
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", frozen=True, use_attribute_docstrings=True
+    )
 
     model: str | None = None
+    """The name of the served model. It may be left out."""
     prompt: str | None = None
+    """The text to tokenize."""
     messages: list[dict[str, Any]] | None = None
+    """The messages of a chat. The chat template renders them before they are tokenized."""
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens, such as a begin token."""
     return_token_strs: bool | None = None
+    """Not supported: only token ids are returned."""
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
+    def _check_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: send exactly one of prompt and messages")
+            found = "neither" if self.prompt is None else "both"
+            raise FieldError(
+                "prompt",
+                f"prompt or messages is required, but not both; the request has {found} of them",
+            )
         return self
 
     @model_validator(mode="after")
-    def _only_ids(self) -> Self:
+    def _check_return_token_strs(self) -> Self:
         if self.return_token_strs:
-            raise ValueError("return_token_strs: only ids are given, got true; leave it out")
+            raise FieldError(
+                "return_token_strs",
+                "return_token_strs is not supported: the response contains token ids only. "
+                "Remove the field.",
+            )
         return self
 
     def chat_request(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The chat as the tokenizer step reads it; None for a prompt."""
+        """Return the chat for the tokenizer model, None if the request has a prompt instead.
+
+        Args:
+            body: the body as the client sent it, with all further fields.
+        """
         if self.messages is None:
             return None
         own = ("model", "return_token_strs")
@@ -39,7 +63,7 @@ class TokenizeRequest(BaseModel):
         }
 
     def sampling_parameters(self) -> dict[str, Any] | None:
-        """What else the tokenizer step needs of a prompt; None for a chat."""
+        """Return the parameters that the tokenizer model reads beside a prompt, None for a chat."""
         if self.messages is not None or self.add_special_tokens is None:
             return None
         return {"add_special_tokens": self.add_special_tokens}

@@ -1,5 +1,12 @@
-"""OpenAI's Responses API: items in, a conversation of chat messages; deltas back, items out.
+"""OpenAI's Responses API.
 
-A request goes: routes/responses.py -> items.py (read the input) -> translate.py (say it as a chat
-completion) -> the ensemble -> answer.py (deltas to items and events) -> store.py (what is kept).
+A request passes through these modules:
+
+1. input_items.py        reads and checks the items of `input`
+2. chat_translation.py   translates the request to a chat completion
+3. response_builder.py   converts the deltas of the chat completion to items and events
+4. response_store.py     stores the response, so that it can be retrieved and continued
+
+background_responses.py generates responses without an open connection, and truncation.py removes
+the oldest turns of a conversation that is too long.
 """

@@ -1,4 +1,7 @@
-"""Responses that run on their own: started, followed from anywhere, cancelled, and waited for."""
+"""Responses in the background: they are generated without an open connection.
+
+A client can retrieve such a response, follow its events and cancel it.
+"""
 
 import asyncio
 import json
@@ -9,189 +12,207 @@ from typing import Any
 
 from nereid_client.errors import ApiError, FrontendError, to_api_error
 from nereid_client.middleware.admission_control import Gate
-from nereid_client.responses.response_builder import Answer
-from nereid_client.responses.response_store import Limits, Record, Store, size_of
+from nereid_client.middleware.request_metrics import RequestMetrics
+from nereid_client.responses.response_builder import ResponseBuilder
+from nereid_client.responses.response_store import Limits, Store, StoredResponse, size_of
 from nereid_client.streaming import sse
-from nereid_client.streaming.deltas import Delta, unfinished
+from nereid_client.streaming.deltas import Delta, unfinished_error
 
 Json = dict[str, Any]
 
-_EVENTS_AT_ONCE = 64
+_EVENTS_PER_WRITE = 64
 
 _log = logging.getLogger(__name__)
 
 
-class Background:
-    """A response in the background.
+class BackgroundResponse:
+    """A response that is generated in the background.
+
+    Args:
+        builder: builds the response.
+        context: the JSON list of all items that the model reads.
+        streams: whether the request asks for a stream, so that events are stored.
 
     Attributes:
-        answer: as far as it has come.
-        context: the JSON list of items that it reads.
-        events: its stream so far, by sequence number; None when nobody asked for one.
+        events: the events so far, in order. None without a stream.
     """
 
-    def __init__(self, answer: Answer, context: bytes, *, streams: bool) -> None:
-        self.answer = answer
+    def __init__(self, builder: ResponseBuilder, context: bytes, *, streams: bool) -> None:
+        self.builder = builder
         self.context = context
         self.events: list[bytes] | None = [] if streams else None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def id(self) -> str:
-        """The response's."""
-        return self.answer.id
+        """The id of the response."""
+        return self.builder.id
 
-    def tell(self, events: Sequence[Json]) -> int:
-        """These have happened; how many bytes they take to remember."""
+    def record(self, events: Sequence[Json]) -> int:
+        """Store events and wake up all followers. Return the bytes that the events need."""
         size = sum(len(event.get("delta", "").encode()) for event in events)
         if self.events is not None:
             encoded = [named_event(event) for event in events]
             self.events += encoded
             size += size_of(encoded)
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
         return size
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """Its events behind this sequence number, as they come, to its end.
+        """Yield the events after a sequence number until the response ends.
 
-        Closing this generator changes nothing for the response.
+        Closing this generator does not end the response.
         """
-        at = after + 1
+        position = after + 1
         while True:
-            news, is_over = self._news, self.answer.is_over
-            so_far = (self.events or [])[at:]
-            at += len(so_far)
-            for part in _in_parts(so_far):
+            changed, is_over = self._changed, self.builder.is_over
+            new_events = (self.events or [])[position:]
+            position += len(new_events)
+            for part in _in_parts(new_events):
                 yield part
             if is_over:
                 return
-            if news is self._news:
-                await news.wait()
+            if changed is self._changed:
+                await changed.wait()
 
 
 class Responses:
-    """All responses of a frontend that are kept or run in the background.
+    """All responses of an application that are stored or run in the background.
+
+    Args:
+        limits: the limits of the store.
+        gate: counts the responses that run, so that a server that stops waits for them.
+        limit_s: the seconds that a response in the background may take. 0 means no limit.
+        metrics: counts the responses that a limit ended.
 
     Attributes:
-        store: the kept ones.
+        store: the stored responses.
     """
 
-    def __init__(self, limits: Limits, gate: Gate, limit_s: float) -> None:
-        """Nothing runs.
-
-        Args:
-            limits: of the store.
-            gate: counts what runs, so that a server that stops waits for it.
-            limit_s: a response in the background may take so long; 0 is no limit.
-        """
+    def __init__(self, limits: Limits, gate: Gate, limit_s: float, metrics: RequestMetrics) -> None:
         self.store = Store(limits)
         self._gate = gate
         self._limit_s = limit_s or None
+        self._metrics = metrics
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start(self, run: Background, deltas: AsyncGenerator[Delta]) -> None:
-        """Let a response run.
+    def start(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
+        """Start to generate a response in the background.
 
-        Raises: ApiError when the store has no room for it.
+        Raises: ApiError if the store is full.
         """
-        self.store.begin(run, len(run.context) + run.tell(run.answer.opening()))
+        self.store.begin(run, len(run.context) + run.record(run.builder.opening()))
         self._gate.num_requests += 1
-        task = asyncio.create_task(self._drive(run, deltas))
+        task = asyncio.create_task(self._generate(run, deltas))
         self._tasks[run.id] = task
         task.add_done_callback(lambda task: self._end(run, task))
 
-    async def cancel(self, run: Background) -> None:
-        """End it; its generation is given up. Returns once it is over."""
+    async def cancel(self, run: BackgroundResponse) -> None:
+        """Cancel a response, and return when it has ended."""
         task = self._tasks.get(run.id)
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
 
     async def close(self) -> None:
-        """End everything that runs, and forget everything."""
+        """Cancel all running responses, and delete all stored ones."""
         for run in self.store.running:
-            assert isinstance(run, Background)
+            assert isinstance(run, BackgroundResponse)
             await self.cancel(run)
         self.store.close()
 
-    def keep(self, answer: Answer, context: bytes) -> bool:
-        """Keep a response that did not run in the background; false when it does not fit."""
-        return self.store.keep(_record(answer, context))
+    def add(self, builder: ResponseBuilder, context: bytes) -> bool:
+        """Store a response that was not generated in the background.
 
-    async def _drive(self, run: Background, deltas: AsyncGenerator[Delta]) -> None:
+        Returns: False if the response does not fit into the store.
+        """
+        return self.store.add(_stored(builder, context))
+
+    async def _generate(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
         try:
-            await self._write(run, deltas)
+            await self._add_all(run, deltas)
         except FrontendError as error:
-            if not run.answer.is_over:
-                run.tell(run.answer.fail(to_api_error(error)))
+            api_error = to_api_error(error)
+            self._metrics.count_refusal(api_error)
+            if not run.builder.is_over:
+                run.record(run.builder.fail(api_error))
 
-    def _end(self, run: Background, task: asyncio.Task[None]) -> None:
-        """Its task has ended: a task that is cancelled early has not even begun."""
+    def _end(self, run: BackgroundResponse, task: asyncio.Task[None]) -> None:
+        """Store a response whose task has ended. A task that was cancelled may not have started."""
         bug = None if task.cancelled() else task.exception()
         if bug is not None:
-            _log.error("response %s failed", run.id, exc_info=bug)
-        if not run.answer.is_over and bug is not None:
-            error = ApiError(500, f"internal error ({type(bug).__name__})")
-            run.tell(run.answer.fail(error))
-        elif not run.answer.is_over:
-            run.tell(run.answer.cancel())
+            _log.error("Response %s failed because of a bug", run.id, exc_info=bug)
+        if not run.builder.is_over and bug is not None:
+            error = ApiError(
+                500,
+                f"The server has a bug: it failed with an unexpected {type(bug).__name__}. The log "
+                "of the frontend has the traceback.",
+            )
+            run.record(run.builder.fail(error))
+        elif not run.builder.is_over:
+            run.record(run.builder.cancel())
         self.store.end(run)
-        self.store.keep(_record(run.answer, run.context, run.events, is_background=True))
+        self.store.add(_stored(run.builder, run.context, run.events, is_background=True))
         del self._tasks[run.id]
         self._gate.num_requests -= 1
 
-    async def _write(self, run: Background, deltas: AsyncGenerator[Delta]) -> None:
-        """Take the answer to its end.
+    async def _add_all(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
+        """Append all deltas to the response.
 
         Raises: FrontendError.
         """
         try:
             async with asyncio.timeout(self._limit_s) as limit, aclosing(deltas):
                 async for delta in deltas:
-                    self.store.grow(run, run.tell(run.answer.take(delta)))
+                    self.store.grow(run, run.record(run.builder.add(delta)))
         except TimeoutError:
             if not limit.expired():
                 raise
             raise ApiError(
                 504,
-                f"the response was not finished within {self._limit_s:g} s "
-                "(request_timeout_s of the server)",
+                f"The response did not finish within {self._limit_s:g} s, the limit of the "
+                "server's setting request_timeout_s",
+                limit="request_timeout_s",
             ) from None
-        if not run.answer.is_over:
-            raise unfinished()
+        if not run.builder.is_over:
+            raise unfinished_error()
 
 
 def named_event(event: Json) -> bytes:
-    """A server-sent event with its type as its name, which OpenAI's streams have."""
+    r"""Return a server-sent event with the name of its type, as in OpenAI's streams.
+
+    Example: {"type": "error"} returns b'event: error\ndata: {"type":"error"}\n\n'.
+    """
     return f"event: {event['type']}\n".encode() + sse.event(event)
 
 
-async def told_again(record: Record, after: int) -> AsyncGenerator[bytes]:
-    """The events of a response that is over, behind this sequence number."""
+async def stored_events(record: StoredResponse, after: int) -> AsyncGenerator[bytes]:
+    """Yield the events of a stored response after a sequence number."""
     for part in _in_parts((record.events or ())[after + 1 :]):
         yield part
 
 
 def _in_parts(events: Sequence[bytes]) -> list[bytes]:
-    """Several in a piece."""
+    """Return the events joined into parts, because each part costs a write to the socket."""
     return [
-        b"".join(events[at : at + _EVENTS_AT_ONCE]) for at in range(0, len(events), _EVENTS_AT_ONCE)
+        b"".join(events[at : at + _EVENTS_PER_WRITE])
+        for at in range(0, len(events), _EVENTS_PER_WRITE)
     ]
 
 
 def encode(value: object) -> bytes:
-    """Compact JSON."""
+    """Return a value as compact JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _record(
-    answer: Answer,
+def _stored(
+    builder: ResponseBuilder,
     context: bytes,
     events: Sequence[bytes] | None = None,
     *,
     is_background: bool = False,
-) -> Record:
-    response = answer.as_json()
+) -> StoredResponse:
+    response = builder.as_json()
     items = tuple(item["id"] for item in response["output"])
-    return Record(answer.id, encode(response), context, items, events, is_background)
+    return StoredResponse(builder.id, encode(response), context, items, events, is_background)

@@ -1,4 +1,4 @@
-"""A response's request in the words of a chat completion, and the backend's errors in ours."""
+"""Translate a request of the Responses API to a chat completion, and errors back."""
 
 import re
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -11,23 +11,24 @@ from nereid_client.streaming.deltas import Delta
 
 Json = dict[str, Any]
 
-_OUR_NAMES = {
+_RESPONSES_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-_BLAMED = re.compile(rf"^({'|'.join(_OUR_NAMES)})(?=[:.\[])")
+"""Maps fields of a chat completion to the fields of the Responses API."""
+_CHAT_NAME = re.compile(rf"^({'|'.join(_RESPONSES_NAMES)})(?=[:.\[ ]|$)")
 
 
 def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequence[Json]) -> Json:
-    """The chat completion that gives this response.
+    """Return the body of the chat completion that generates a response.
 
     Args:
-        request: what was asked for.
-        body: the same as it was sent; fields that are nobody's go on as they are.
-        items: the whole conversation, in the form of `items.read_items`.
+        request: the request of the Responses API.
+        body: the same request as the client sent it. Fields that neither API has are passed on.
+        items: all items of the conversation, as returned by `input_items.read_items`.
     """
     chat = request.passed_on(body)
     given = {
@@ -45,98 +46,116 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
 
 
 def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
-    """Chat messages of a conversation.
+    """Return the chat messages for a conversation.
 
-    What the assistant did in one go (reasoning, text, calls) is one message of it. System and
-    developer messages that open the conversation, `instructions` the first of them, become one of
-    the system: many chat templates take no second.
+    Consecutive items of the assistant (reasoning, text, function calls) become one message. The
+    system and developer messages at the start, `instructions` first, become one system message,
+    because many chat templates accept only one.
+
+    Example: a reasoning item, an assistant message and a function call return one message
+    {"role": "assistant", "content": ..., "reasoning": ..., "tool_calls": [...]}.
+
+    Args:
+        instructions: the field `instructions`, None if the request does not have it.
+        items: all items of the conversation, as returned by `input_items.read_items`.
     """
-    script = _Script()
+    chat = _ChatBuilder()
     if instructions is not None:
-        script.say("system", instructions)
+        chat.append("system", instructions)
     for item in items:
-        _WRITERS[item["type"]](script, item)
-    return _with_one_opening(script.messages)
+        _ADD_ITEM[item["type"]](chat, item)
+    return _with_one_system_message(chat.messages)
 
 
-class _Script:
-    """Messages as they are written down.
+class _ChatBuilder:
+    """The messages of a chat while they are built.
 
     Attributes:
-        messages: so far.
+        messages: the messages so far.
     """
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
 
-    def say(self, role: str, content: str, **more: str) -> None:
+    def append(self, role: str, content: str, **more: str) -> None:
+        """Append a message."""
         self.messages.append({"role": role, "content": content, **more})
 
-    def assistant(self, is_next_to: Iterable[str] = ()) -> Json:
-        """The assistant's message to go on with: the last one, if that has none of these yet."""
+    def assistant_message(self, unless_it_has: Iterable[str] = ()) -> Json:
+        """Return the assistant's message that the next item belongs to.
+
+        This is the last message if the assistant wrote it, or else a new one.
+
+        Args:
+            unless_it_has: start a new message if the last one has any of these fields, because
+                they must come after the item.
+        """
         last = self.messages[-1] if self.messages else None
-        if last is None or last["role"] != "assistant" or any(last.get(k) for k in is_next_to):
+        if last is None or last["role"] != "assistant" or any(last.get(k) for k in unless_it_has):
             last = {"role": "assistant", "content": None}
             self.messages.append(last)
         return last
 
 
-def _write_message(script: _Script, item: Json) -> None:
+def _add_message(chat: _ChatBuilder, item: Json) -> None:
     text = "".join(part["text"] for part in item["content"])
     if item["role"] != "assistant":
-        script.say(item["role"], text)
+        chat.append(item["role"], text)
         return
-    # Text behind calls belongs to their message: between calls and outputs nothing may stand.
-    last = script.messages[-1] if script.messages else {}
-    message = script.assistant(() if last.get("tool_calls") else ("content",))
+    # Text after function calls becomes part of the message with the calls, because no message may
+    # be between calls and their outputs.
+    last = chat.messages[-1] if chat.messages else {}
+    message = chat.assistant_message(() if last.get("tool_calls") else ("content",))
     message["content"] = (message["content"] or "") + text
 
 
-def _write_reasoning(script: _Script, item: Json) -> None:
+def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
     text = "".join(part["text"] for part in item["content"])
     text = text or "\n".join(part["text"] for part in item["summary"])
     if text:
-        message = script.assistant(("content", "tool_calls"))
+        message = chat.assistant_message(("content", "tool_calls"))
         message["reasoning"] = message.get("reasoning", "") + text
         message["reasoning_content"] = message["reasoning"]
 
 
-def _write_call(script: _Script, item: Json) -> None:
-    if item["status"] != "completed":  # cut off in its arguments: nobody has run it
+def _add_call(chat: _ChatBuilder, item: Json) -> None:
+    # The arguments of a call that is not completed are cut off, so the call was never run.
+    if item["status"] != "completed":
         return
     name = chat_name(item.get("namespace"), item["name"])
     function = {"name": name, "arguments": item["arguments"]}
     call = {"id": item["call_id"], "type": "function", "function": function}
-    script.assistant().setdefault("tool_calls", []).append(call)
+    chat.assistant_message().setdefault("tool_calls", []).append(call)
 
 
-def _write_call_output(script: _Script, item: Json) -> None:
+def _add_call_output(chat: _ChatBuilder, item: Json) -> None:
     output = item["output"]
     text = output if isinstance(output, str) else "".join(part["text"] for part in output)
     named = {"name": item["name"]} if "name" in item else {}
-    script.say("tool", text, tool_call_id=item["call_id"], **named)
+    chat.append("tool", text, tool_call_id=item["call_id"], **named)
 
 
-_WRITERS = {
-    "message": _write_message,
-    "reasoning": _write_reasoning,
-    "function_call": _write_call,
-    "function_call_output": _write_call_output,
+_ADD_ITEM = {
+    "message": _add_message,
+    "reasoning": _add_reasoning,
+    "function_call": _add_call,
+    "function_call_output": _add_call_output,
 }
 
 
-def _with_one_opening(messages: list[Json]) -> list[Json]:
-    opening = 0
-    while opening < len(messages) and messages[opening]["role"] in ("system", "developer"):
-        opening += 1
-    if opening < 2:
+def _with_one_system_message(messages: list[Json]) -> list[Json]:
+    """Return the messages with all system and developer messages at the start merged into one."""
+    num_opening = 0
+    while num_opening < len(messages) and messages[num_opening]["role"] in ("system", "developer"):
+        num_opening += 1
+    if num_opening < 2:
         return messages
-    text = "\n\n".join(message["content"] for message in messages[:opening])
-    return [{"role": "system", "content": text}, *messages[opening:]]
+    text = "\n\n".join(message["content"] for message in messages[:num_opening])
+    return [{"role": "system", "content": text}, *messages[num_opening:]]
 
 
-async def in_our_words(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
-    """The same deltas; an error that blames a chat completion's field blames ours.
+async def rename_fields_in_errors(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
+    """Yield deltas unchanged, and rename the fields in an error of the backend.
 
     Raises: ApiError for every BackendError.
     """
@@ -145,14 +164,19 @@ async def in_our_words(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
             async for delta in deltas:
                 yield delta
         except BackendError as error:
-            raise reworded(error) from None
+            raise renamed(error) from None
 
 
-def reworded(error: BackendError) -> ApiError:
-    """The answer for a backend's error, with this API's names of the fields."""
-    answer = to_api_error(error)
-    if answer.status != 400:
-        return answer
-    message = _BLAMED.sub(lambda found: _OUR_NAMES[found[1]], answer.message)
-    param = answer.param and _BLAMED.sub(lambda found: _OUR_NAMES[found[1]], answer.param + ":")
-    return ApiError(400, message, param=param and param.removesuffix(":"), code=answer.code)
+def renamed(error: BackendError) -> ApiError:
+    """Return the response for an error of the backend, with the field names of the Responses API.
+
+    Example: "max_tokens must be at most 10" becomes "max_output_tokens must be at most 10".
+    """
+    api_error = to_api_error(error)
+    if api_error.status != 400:
+        return api_error
+    message, param = (
+        text and _CHAT_NAME.sub(lambda match: _RESPONSES_NAMES[match[1]], text)
+        for text in (api_error.message, api_error.param)
+    )
+    return ApiError(400, message or "", param=param, code=api_error.code)

@@ -1,7 +1,8 @@
-"""The input of a response as items: checked, each with a type and an id, in one form.
+"""Read the items of a response's input and convert them to one form.
 
-Shapes: OpenAI's API reference (ResponseInputItem), 2026-11. What comes out is stored, listed by
-`input_items`, and translated; so it holds nothing that was not read here.
+The accepted forms are those of OpenAI's API reference of November 2026 (ResponseInputItem). Each
+returned item has a type and an id. The items are stored, returned by the route `input_items`, and
+translated to chat messages. They contain only fields that were validated here.
 """
 
 import json
@@ -13,7 +14,7 @@ from nereid_client.errors import ApiError, shown
 
 Json = dict[str, Any]
 FindItem = Callable[[str], Json | None]
-"""The output item of a stored response that has this id."""
+"""A function that returns the output item with this id, None if no stored response has it."""
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
@@ -21,19 +22,19 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 
 def new_id(kind: str) -> str:
-    """An id for an item of this type."""
+    """Return a random id for an item of a type, such as "msg_..." for a message."""
     return f"{_PREFIXES.get(kind, 'rs')}_{secrets.token_hex(16)}"
 
 
 def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
-    """The items of `input`, in order, one for each that was sent.
+    """Return the items of the field `input`, in the same order.
 
     Args:
-        given: a text of the user, or items.
-        find: where `item_reference` looks.
+        given: the value of `input`: a text of the user, or a list of items.
+        find: returns the item for an `item_reference`.
 
-    Raises: ApiError 400 that names the item, the field, its value and the remedy; 404 for a
-        reference to what is not there.
+    Raises: ApiError 400 that names the item, the field and its value; 404 for a reference to an
+        item that is not stored.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -41,11 +42,11 @@ def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
 
 
 def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
-    """Each output of a function belongs to a call before it.
+    """Check that each output of a function belongs to an earlier function call.
 
     Args:
-        context: what went before, of earlier responses.
-        items: what `read_items` gave.
+        context: the items of the earlier responses.
+        items: the items of this request, as returned by `read_items`.
 
     Raises: ApiError 400.
     """
@@ -54,16 +55,21 @@ def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
         if item["type"] == "function_call":
             calls.add(item["call_id"])
         elif item["type"] == "function_call_output" and item["call_id"] not in calls:
-            raise bad(
+            raise field_error(
                 f"input[{at}].call_id",
-                f"{shown(item['call_id'])} answers no function_call before it; send the call too, "
-                "or previous_response_id",
+                f"must be the call_id of an earlier function_call, but the request has "
+                f"{shown(item['call_id'])}. Send the function_call too, or previous_response_id.",
             )
 
 
-def bad(place: str, reason: str) -> ApiError:
-    """A 400 that blames a place in the body."""
-    return ApiError(400, f"{place}: {reason}", param=place)
+def field_error(place: str, requirement: str) -> ApiError:
+    """Return a 400 for a field.
+
+    Args:
+        place: the path of the field, such as "input[0].role".
+        requirement: the rest of the sentence, which starts with a verb.
+    """
+    return ApiError(400, f"{place} {requirement}", param=place)
 
 
 def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
@@ -72,12 +78,13 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
         return _referenced(item, place, find)
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
-        raise bad(
+        raise field_error(
             f"{place}.type",
-            f"{shown(kind)} is not offered; send {', '.join(_READERS)} or item_reference",
+            f"must be one of {', '.join(_READERS)}, item_reference, but the request has "
+            f"{shown(kind)}",
         )
-    given = _string(item, "id", place) if item.get("id") is not None else new_id(str(kind))
-    return {"id": given, "type": kind, **read(item, place)}
+    item_id = _string(item, "id", place) if item.get("id") is not None else new_id(str(kind))
+    return {"id": item_id, "type": kind, **read(item, place)}
 
 
 def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
@@ -86,8 +93,8 @@ def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
     if found is None:
         raise ApiError(
             404,
-            f"{place}.id: there is no item {shown(name)} in a stored response; send the item "
-            "itself",
+            f"{place}.id must be the id of an item of a stored response, but no stored response "
+            f"has the item {shown(name)}. Send the item itself.",
             param=f"{place}.id",
             code="item_not_found",
         )
@@ -97,10 +104,10 @@ def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 def _message(item: Mapping[str, Any], place: str) -> Json:
     role = item.get("role")
     if role not in _ROLES:
-        raise bad(
+        raise field_error(
             f"{place}.role",
-            f"must be one of {', '.join(_ROLES)}, got {shown(role)}; what a function gave back is "
-            "an item of type function_call_output",
+            f"must be one of {', '.join(_ROLES)}, but the request has {shown(role)}. The output of "
+            "a function is an item of type function_call_output.",
         )
     part: Json = {"type": "input_text"}
     if role == "assistant":
@@ -117,9 +124,11 @@ def _call(item: Mapping[str, Any], place: str) -> Json:
         try:
             json.loads(arguments)
         except ValueError as error:
-            raise bad(f"{place}.arguments", f"must be JSON: {error}") from None
+            raise field_error(
+                f"{place}.arguments", f"must be valid JSON, but it is not: {error}"
+            ) from None
         except RecursionError:
-            raise bad(f"{place}.arguments", "is nested too deeply") from None
+            raise field_error(f"{place}.arguments", "is nested too deeply") from None
     read = {
         "call_id": _string(item, "call_id", place),
         "name": _string(item, "name", place),
@@ -149,10 +158,10 @@ def _reasoning(item: Mapping[str, Any], place: str) -> Json:
     content = _text_parts(item.get("content"), f"{place}.content", ("reasoning_text", "text"))
     summary = _text_parts(item.get("summary"), f"{place}.summary", ("summary_text",))
     if item.get("encrypted_content") is not None and not content and not summary:
-        raise bad(
+        raise field_error(
             f"{place}.encrypted_content",
-            "was made elsewhere and cannot be read here, where reasoning is in content; leave the "
-            "item out",
+            "cannot be decrypted by this server, which returns reasoning unencrypted in content. "
+            "Leave the item out.",
         )
     return {
         "summary": [{"type": "summary_text", "text": text} for text in summary],
@@ -170,22 +179,28 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Json]] = {
 
 
 def _texts(content: object, place: str) -> list[str]:
-    """The texts of content that is a string or parts."""
+    """Return the texts of content, which is a string or a list of parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise bad(place, f"must be a string or a list of parts, got {shown(content)}")
+        raise field_error(
+            place, f"must be a string or a list of parts, but the request has {shown(content)}"
+        )
     return [_text(part, f"{place}[{at}]") for at, part in enumerate(content)]
 
 
 def _text(part: object, place: str) -> str:
     if not isinstance(part, Mapping):
-        raise bad(place, f"must be an object, got {shown(part)}")
+        raise field_error(place, f"must be an object, but the request has {shown(part)}")
     kind = part.get("type")
     if kind == "refusal":
         return _string(part, "refusal", place, may_be_empty=True)
     if kind not in _TEXTS:
-        raise bad(f"{place}.type", f"the served model reads text only, got {shown(kind)}")
+        raise field_error(
+            f"{place}.type",
+            f"must be input_text, output_text, text or refusal, because the served model reads "
+            f"text only, but the request has {shown(kind)}",
+        )
     return _string(part, "text", place, may_be_empty=True)
 
 
@@ -193,10 +208,13 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
     if content is None:
         return []
     if not isinstance(content, list):
-        raise bad(place, f"must be a list of parts, got {shown(content)}")
+        raise field_error(place, f"must be a list of parts, but the request has {shown(content)}")
     for at, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") not in kinds:
-            raise bad(f"{place}[{at}]", f"must be a part of type {kinds[0]}, got {shown(part)}")
+            raise field_error(
+                f"{place}[{at}]",
+                f"must be a part of type {kinds[0]}, but the request has {shown(part)}",
+            )
     return [
         _string(part, "text", f"{place}[{at}]", may_be_empty=True)
         for at, part in enumerate(content)
@@ -206,9 +224,9 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
 def _status(item: Mapping[str, Any], place: str) -> str:
     status = item.get("status") or "completed"
     if status not in ("in_progress", "completed", "incomplete"):
-        raise bad(
+        raise field_error(
             f"{place}.status",
-            f"must be in_progress, completed or incomplete, got {shown(status)}",
+            f"must be in_progress, completed or incomplete, but the request has {shown(status)}",
         )
     return str(status)
 
@@ -216,5 +234,6 @@ def _status(item: Mapping[str, Any], place: str) -> str:
 def _string(item: Mapping[str, Any], name: str, place: str, *, may_be_empty: bool = False) -> str:
     value = item.get(name)
     if not isinstance(value, str) or not (value or may_be_empty):
-        raise bad(f"{place}.{name}", f"must be a string, got {shown(value)}")
+        kind = "a string" if may_be_empty else "a string that is not empty"
+        raise field_error(f"{place}.{name}", f"must be {kind}, but the request has {shown(value)}")
     return value

@@ -1,4 +1,4 @@
-"""Output items while they are written: what they look like, and the events that tell of them."""
+"""The output items of a response while they are generated, and their events."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,35 +10,37 @@ from nereid_client.streaming.deltas import TokenLogprob
 Json = dict[str, Any]
 
 
-class Written(Protocol):
-    """An output item that grows.
+class OutputItem(Protocol):
+    """An output item that is being generated.
 
     Attributes:
-        index: its place in `output`, for ever.
+        index: its index in the field `output` of the response.
     """
 
     index: int
 
     def item(self, status: str) -> Json:
-        """What it looks like now."""
+        """Return the item as JSON, with this status."""
         ...
 
     def opening(self) -> list[Json]:
-        """The events that begin it, unnumbered."""
+        """Return the events at the start of the item, without sequence numbers."""
         ...
 
     def closing(self, status: str) -> list[Json]:
-        """The events that end it."""
+        """Return the events at the end of the item, without sequence numbers."""
         ...
 
 
 @dataclass
-class Text:
-    """A message, or reasoning; either has one part of text.
+class TextItem:
+    """A message or a reasoning item. Both have one part with text.
 
     Attributes:
-        is_reasoning: which of the two.
-        is_summary: whether reasoning stands in the item's `summary`, not in its `content`.
+        index: its index in the field `output` of the response.
+        is_reasoning: whether it is a reasoning item.
+        is_summary: whether the reasoning is in the field `summary` instead of `content`.
+        id: the id of the item.
     """
 
     index: int
@@ -52,46 +54,46 @@ class Text:
         self.id = self.id or new_id("reasoning" if self.is_reasoning else "message")
 
     def add(self, text: str, logprobs: Sequence[Json]) -> Json:
-        """Go on with this text; its event."""
+        """Append text and its log-probabilities. Return the event."""
         self._pieces.append(text)
         self._logprobs += logprobs
-        event = {"type": f"{self._kind}.delta", **self._place, "delta": text}
+        event = {"type": f"{self._text_kind}.delta", **self._place, "delta": text}
         return event if self.is_reasoning else event | {"logprobs": list(logprobs)}
 
     def item(self, status: str) -> Json:
-        """See `Written`."""
+        """Return the item as JSON, with this status."""
         return self._item(status, [self._part()])
 
     def opening(self) -> list[Json]:
-        """See `Written`."""
-        empty = Text(self.index, self.is_reasoning, self.is_summary, self.id)._part()
-        begun = self._item("in_progress", [])
+        """Return the events at the start of the item, without sequence numbers."""
+        empty = TextItem(self.index, self.is_reasoning, self.is_summary, self.id)._part()
+        item = self._item("in_progress", [])
         return [
-            {"type": "response.output_item.added", "output_index": self.index, "item": begun},
-            {"type": f"{self._kind_of_part}.added", **self._place, "part": empty},
+            {"type": "response.output_item.added", "output_index": self.index, "item": item},
+            {"type": f"{self._part_kind}.added", **self._place, "part": empty},
         ]
 
     def closing(self, status: str) -> list[Json]:
-        """See `Written`."""
+        """Return the events at the end of the item, without sequence numbers."""
         part = self._part()
-        done = {"type": f"{self._kind}.done", **self._place, "text": part["text"]}
+        done = {"type": f"{self._text_kind}.done", **self._place, "text": part["text"]}
         if not self.is_reasoning:
             done["logprobs"] = part["logprobs"]
         item = self.item(status)
         return [
             done,
-            {"type": f"{self._kind_of_part}.done", **self._place, "part": part},
+            {"type": f"{self._part_kind}.done", **self._place, "part": part},
             {"type": "response.output_item.done", "output_index": self.index, "item": item},
         ]
 
     @property
-    def _kind(self) -> str:
+    def _text_kind(self) -> str:
         if self.is_summary:
             return "response.reasoning_summary_text"
         return "response.reasoning_text" if self.is_reasoning else "response.output_text"
 
     @property
-    def _kind_of_part(self) -> str:
+    def _part_kind(self) -> str:
         return "response.reasoning_summary_part" if self.is_summary else "response.content_part"
 
     @property
@@ -120,14 +122,16 @@ class Text:
 
 
 @dataclass
-class Call:
-    """A call of a function.
+class CallItem:
+    """A function call.
 
     Attributes:
-        call_index: which of the answer's calls.
-        call_id: what its output will name.
-        name: the function's.
-        namespace: where the function stands, if in one.
+        index: its index in the field `output` of the response.
+        call_index: its number among the function calls of the response.
+        call_id: the id that the output of the function will refer to.
+        name: the name of the function.
+        namespace: the namespace of the function, None if it has none.
+        id: the id of the item.
     """
 
     index: int
@@ -139,7 +143,7 @@ class Call:
     _pieces: list[str] = field(default_factory=list)
 
     def add(self, arguments: str) -> Json:
-        """Go on with the arguments; the event."""
+        """Append a piece of the arguments. Return the event."""
         self._pieces.append(arguments)
         return {
             "type": "response.function_call_arguments.delta",
@@ -149,7 +153,7 @@ class Call:
         }
 
     def item(self, status: str) -> Json:
-        """See `Written`."""
+        """Return the item as JSON, with this status."""
         item = {
             "id": self.id,
             "type": "function_call",
@@ -161,12 +165,12 @@ class Call:
         return item if self.namespace is None else item | {"namespace": self.namespace}
 
     def opening(self) -> list[Json]:
-        """See `Written`."""
-        begun = self.item("in_progress")
-        return [{"type": "response.output_item.added", "output_index": self.index, "item": begun}]
+        """Return the events at the start of the item, without sequence numbers."""
+        item = self.item("in_progress")
+        return [{"type": "response.output_item.added", "output_index": self.index, "item": item}]
 
     def closing(self, status: str) -> list[Json]:
-        """See `Written`."""
+        """Return the events at the end of the item, without sequence numbers."""
         item = self.item(status)
         return [
             {
@@ -180,45 +184,53 @@ class Call:
         ]
 
 
-class Tokens:
-    """Finds the log-probabilities of a piece of text among those that have come.
+class LogprobMatcher:
+    """Assigns log-probabilities to pieces of text.
 
-    They come for every token the model writes, markers and calls among them, and before their text
-    where that is held back.
+    Log-probabilities arrive for every token that the model generates, including those of markers
+    and function calls. They arrive earlier than their text if the text is held back.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[TokenLogprob] = []
+        self._unassigned: list[TokenLogprob] = []
 
     def add(self, entries: Iterable[TokenLogprob]) -> None:
-        """These have come."""
-        self._waiting += entries
+        """Add log-probabilities that have arrived."""
+        self._unassigned += entries
 
     def take(self, text: str) -> list[TokenLogprob]:
-        """Those of this text. What stands before it goes, what stands behind it waits."""
-        if not self._waiting:
+        """Return and remove the log-probabilities of a text.
+
+        Tokens before the text belong to markers and are removed. Tokens after it are kept.
+
+        Example: after the tokens "<m>", "Hel", "lo", " you", the text "Hello" returns those of
+        "Hel" and "lo", and keeps that of " you".
+        """
+        if not self._unassigned:
             return []
         wanted = text.encode()
-        written = [_bytes(entry) for entry in self._waiting]
-        begin = b"".join(written).find(wanted)
-        if begin < 0:  # such as text that was mended: no token can be left out for sure
-            taken, self._waiting = self._waiting, []
+        tokens = [_bytes(entry) for entry in self._unassigned]
+        begin = b"".join(tokens).find(wanted)
+        if begin < 0:
+            # The postprocessor changed the text, for example repaired it. Return all tokens,
+            # because it is unknown which of them belong to the text.
+            taken, self._unassigned = self._unassigned, []
             return taken
         end = begin + len(wanted)
-        first = last = at = 0
-        for number, raw in enumerate(written, start=1):
-            at += len(raw)
-            if at <= begin:
+        first = last = position = 0
+        for number, token in enumerate(tokens, start=1):
+            position += len(token)
+            if position <= begin:
                 first = number
-            if at < end:
+            if position < end:
                 last = number
-        taken = self._waiting[first : last + 1]
-        self._waiting = self._waiting[last + 1 :]
+        taken = self._unassigned[first : last + 1]
+        self._unassigned = self._unassigned[last + 1 :]
         return taken
 
     def drop(self) -> None:
-        """What has come belongs to no text."""
-        self._waiting = []
+        """Remove all log-probabilities, because their tokens belong to no text."""
+        self._unassigned = []
 
 
 def _bytes(entry: TokenLogprob) -> bytes:

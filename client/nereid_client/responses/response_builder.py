@@ -1,4 +1,4 @@
-"""One response as it is written: deltas in, items and numbered events out."""
+"""Build a response from deltas: its items, and the events that describe their growth."""
 
 import time
 from collections.abc import AsyncGenerator, Iterable
@@ -6,9 +6,9 @@ from contextlib import aclosing
 from typing import Any
 
 from nereid_client.errors import ApiError, BackendError
-from nereid_client.protocol.responses_request import named_in_chat
-from nereid_client.responses.output_items import Call, Text, Tokens, Written
-from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, add_up, unfinished
+from nereid_client.protocol.responses_request import functions_in_namespaces
+from nereid_client.responses.output_items import CallItem, LogprobMatcher, OutputItem, TextItem
+from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, merge, unfinished_error
 from nereid_client.streaming.openai_logprobs import chat_logprobs
 
 Json = dict[str, Any]
@@ -17,26 +17,30 @@ _KINDS = ("reasoning", "content", "tool_calls")
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 
 
-class Answer:
-    """A response that grows; it can be looked at at any time.
+class ResponseBuilder:
+    """A response that is being generated. `as_json` returns its current state at any time.
 
-    Each method that changes it returns the events that tell of the change, numbered from 0 without
-    a gap: an item is added before its parts, a part before its deltas, and each is done before the
-    next item is added. Their concatenated deltas are the final object's texts.
+    Each method that changes the response returns the events for the change. Events are numbered
+    from 0 without a gap. An item is added before its parts, and a part before its deltas; each is
+    finished before the next item is added. The deltas of a part, joined, are its final text.
+
+    Args:
+        request_fields: the fields of the response object that repeat its request.
+        is_queued: whether the response starts with the status "queued".
 
     Attributes:
-        frame: what the response object repeats of the request.
-        status: queued, in_progress, and at the end completed, incomplete, failed or cancelled.
+        status: "queued" or "in_progress"; at the end "completed", "incomplete", "failed" or
+            "cancelled".
     """
 
-    def __init__(self, frame: Json, *, is_queued: bool = False) -> None:
-        self.frame = frame
-        self._in_namespaces = named_in_chat(frame.get("tools") or ())
+    def __init__(self, request_fields: Json, *, is_queued: bool = False) -> None:
+        self._request_fields = request_fields
+        self._namespace_functions = functions_in_namespaces(request_fields.get("tools") or ())
         self.status = "queued" if is_queued else "in_progress"
-        self._done: list[Json] = []
-        self._open: Written | None = None
+        self._finished_items: list[Json] = []
+        self._current_item: OutputItem | None = None
         self._num_calls = 0
-        self._tokens = Tokens()
+        self._logprobs = LogprobMatcher()
         self._usage: Usage | None = None
         self._error: Json | None = None
         self._incomplete: Json | None = None
@@ -45,29 +49,32 @@ class Answer:
 
     @property
     def id(self) -> str:
-        """The response's."""
-        return str(self.frame["id"])
+        """The id of the response."""
+        return str(self._request_fields["id"])
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the response has ended."""
         return self.status not in ("queued", "in_progress")
 
     @property
-    def _is_summary_wanted(self) -> bool:
-        """Whether reasoning is asked for as a summary, which is where many clients look for it."""
-        return (self.frame.get("reasoning") or {}).get("summary") is not None
+    def _has_summary(self) -> bool:
+        """Whether the request asks for reasoning as a summary, which is where many clients read it.
+
+        The summary is the whole reasoning.
+        """
+        return (self._request_fields.get("reasoning") or {}).get("summary") is not None
 
     @property
     def output(self) -> list[Json]:
         """The items so far."""
-        written = [] if self._open is None else [self._open.item("in_progress")]
-        return [*self._done, *written]
+        item = self._current_item
+        return [*self._finished_items, *([item.item("in_progress")] if item else [])]
 
     def as_json(self) -> Json:
-        """The response object."""
+        """Return the response object."""
         return {
-            **self.frame,
+            **self._request_fields,
             "status": self.status,
             "completed_at": self._completed_at,
             "error": self._error,
@@ -77,95 +84,108 @@ class Answer:
         }
 
     def opening(self) -> list[Json]:
-        """The events before the first delta."""
-        return [self._of_response("created"), self._of_response(self.status)]
+        """Return the events before the first delta."""
+        return [self._response_event("created"), self._response_event(self.status)]
 
-    def take(self, delta: Delta) -> list[Json]:
-        """Go on with a delta.
+    def add(self, delta: Delta) -> list[Json]:
+        """Append a delta to the response.
 
-        Raises: BackendError for a piece of a call that is over.
+        Raises: BackendError if the delta continues a function call that has ended.
         """
         events = []
         if self.status == "queued":
             self.status = "in_progress"
-            events.append(self._of_response("in_progress"))
+            events.append(self._response_event("in_progress"))
         self._usage = delta.get("usage", self._usage)
-        self._tokens.add(delta.get("logprobs", ()))
+        self._logprobs.add(delta.get("logprobs", ()))
         if reasoning := delta.get("reasoning"):
-            events += self._write(reasoning, is_reasoning=True)
+            events += self._add_text(reasoning, is_reasoning=True)
         if content := delta.get("content"):
-            events += self._write(content, is_reasoning=False)
+            events += self._add_text(content, is_reasoning=False)
         for piece in delta.get("tool_calls", ()):
-            events += self._call(piece)
+            events += self._add_call(piece)
         if "finish_reason" in delta:
             events += self._finish(delta["finish_reason"])
         return events
 
     def fail(self, error: ApiError) -> list[Json]:
-        """End it with an error."""
+        """End the response with an error."""
         code = _ERROR_CODES.get(error.status, "server_error")
         self._error = {"code": code, "message": error.message}
         return self._end("failed", "failed")
 
     def cancel(self) -> list[Json]:
-        """End it where it stands. The API has no event for it; `response.incomplete` tells."""
+        """End the response with the status "cancelled".
+
+        The API has no event for this status, so the event is `response.incomplete`.
+        """
         return self._end("cancelled", "incomplete")
 
-    async def take_all(self, deltas: AsyncGenerator[Delta]) -> None:
-        """Take an answer to its end.
+    async def add_all(self, deltas: AsyncGenerator[Delta]) -> None:
+        """Append all deltas of a stream.
 
-        Raises: BackendError, also when there is no finish reason.
+        Raises: BackendError, also if the stream has no finish reason.
         """
         async with aclosing(deltas):
             async for delta in deltas:
-                self.take(delta)
+                self.add(delta)
         if not self.is_over:
-            raise unfinished()
+            raise unfinished_error()
 
-    def _write(self, text: str, *, is_reasoning: bool) -> list[Json]:
-        taken = self._tokens.take(text)
+    def _add_text(self, text: str, *, is_reasoning: bool) -> list[Json]:
+        entries = self._logprobs.take(text)
         events = []
-        written = self._open
-        if not isinstance(written, Text) or written.is_reasoning != is_reasoning:
-            index = len(self._done) + (self._open is not None)
-            written = Text(index, is_reasoning, is_reasoning and self._is_summary_wanted)
-            events += self._begin(written)
-        logprobs = [] if is_reasoning else chat_logprobs(taken)["content"]
-        return [*events, self._numbered(written.add(text, logprobs))]
+        item = self._current_item
+        if not isinstance(item, TextItem) or item.is_reasoning != is_reasoning:
+            item = TextItem(self._next_index, is_reasoning, is_reasoning and self._has_summary)
+            events += self._begin(item)
+        logprobs = [] if is_reasoning else chat_logprobs(entries)["content"]
+        return [*events, self._numbered(item.add(text, logprobs))]
 
-    def _call(self, piece: ToolCallPiece) -> list[Json]:
-        self._tokens.drop()
+    def _add_call(self, piece: ToolCallPiece) -> list[Json]:
+        self._logprobs.drop()
         events = []
-        call = self._open
-        if not isinstance(call, Call) or call.call_index != piece["index"]:
+        call = self._current_item
+        if not isinstance(call, CallItem) or call.call_index != piece["index"]:
             if piece["index"] < self._num_calls:
-                raise BackendError("INTERNAL", f"call {piece['index']} goes on after its end")
+                raise BackendError(
+                    "INTERNAL",
+                    f"The Triton server sent arguments of tool call {piece['index']} after this "
+                    "call had ended",
+                )
             self._num_calls = piece["index"] + 1
-            index = len(self._done) + (self._open is not None)
-            namespace, name = self._in_namespaces.get(piece.get("name", ""), (None, None))
+            namespace, name = self._namespace_functions.get(piece.get("name", ""), (None, None))
             name = name or piece.get("name", "")
-            call = Call(index, piece["index"], piece.get("id", ""), name, namespace)
+            call_id = piece.get("id", "")
+            call = CallItem(self._next_index, piece["index"], call_id, name, namespace)
             events += self._begin(call)
         if arguments := piece.get("arguments"):
             events.append(self._numbered(call.add(arguments)))
         return events
 
-    def _begin(self, written: Written) -> list[Json]:
-        closed = self._close("completed")
-        self._open = written
-        return closed + [self._numbered(event) for event in written.opening()]
+    @property
+    def _next_index(self) -> int:
+        return len(self._finished_items) + (self._current_item is not None)
+
+    def _begin(self, item: OutputItem) -> list[Json]:
+        """Finish the current item and start another one. Return the events of both."""
+        closing = self._close("completed")
+        self._current_item = item
+        return closing + [self._numbered(event) for event in item.opening()]
 
     def _close(self, status: str) -> list[Json]:
-        if self._open is None:
+        """Finish the current item, if there is one. Return its last events."""
+        item = self._current_item
+        if item is None:
             return []
-        closing = [self._numbered(event) for event in self._open.closing(status)]
-        self._done.append(self._open.item(status))
-        self._open = None
+        closing = [self._numbered(event) for event in item.closing(status)]
+        self._finished_items.append(item.item(status))
+        self._current_item = None
         return closing
 
     def _finish(self, reason: str) -> list[Json]:
         if reason == "abort":
-            return self.fail(ApiError(500, "the server gave the answer up"))
+            return self.fail(ApiError(500, "The server aborted the response"))
         if reason == "length":
             self._incomplete = {"reason": "max_output_tokens"}
             return self._end("incomplete", "incomplete")
@@ -175,9 +195,9 @@ class Answer:
     def _end(self, status: str, event: str) -> list[Json]:
         events = self._close("completed" if status == "completed" else "incomplete")
         self.status = status
-        return [*events, self._of_response(event)]
+        return [*events, self._response_event(event)]
 
-    def _of_response(self, kind: str) -> Json:
+    def _response_event(self, kind: str) -> Json:
         return self._numbered({"type": f"response.{kind}", "response": self.as_json()})
 
     def _numbered(self, event: Json) -> Json:
@@ -187,22 +207,29 @@ class Answer:
 
 
 def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
-    """Neighbours that add to the same kind of item, added up: the order of items stays as it is."""
+    """Merge neighbouring deltas that belong to the same kind of item.
+
+    The order of the items does not change. Example: content "a", content "b", a tool call and
+    content "c" become content "ab", the tool call and content "c".
+    """
     runs: list[list[Delta]] = []
     kinds: set[str] = set()
     for delta in deltas:
-        own = {kind for kind in _KINDS if kind in delta}
-        if runs and len(kinds | own) <= 1:
+        delta_kinds = {kind for kind in _KINDS if kind in delta}
+        if runs and len(kinds | delta_kinds) <= 1:
             runs[-1].append(delta)
-            kinds |= own
+            kinds |= delta_kinds
         else:
             runs.append([delta])
-            kinds = own
-    return [run[0] if len(run) == 1 else add_up(run) for run in runs]
+            kinds = delta_kinds
+    return [run[0] if len(run) == 1 else merge(run) for run in runs]
 
 
 def _usage(usage: Usage) -> Json:
-    """OpenAI's shape. Cached tokens are never paid for, so none are written in its sense."""
+    """Return the token counts in the format of the Responses API.
+
+    `cache_write_tokens` counts tokens that are billed for writing them to the cache, so it is 0.
+    """
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return {

@@ -1,20 +1,22 @@
-"""What a response object repeats of its request."""
+"""The fields of a response object that repeat its request."""
 
-from nereid_client.protocol.generation_requests import ONLY_TIER
+from nereid_client.protocol.generation_requests import SERVICE_TIER
 from nereid_client.protocol.responses_request import Json, ResponsesRequest
 
 
-def frame_of(
-    request: ResponsesRequest, response_id: str, model: str, created: int, *, is_kept: bool
+def request_fields(
+    request: ResponsesRequest, response_id: str, model: str, created: int, *, is_stored: bool
 ) -> Json:
-    """The fields of a response object that stay as they are; null is the model's own default.
+    """Return the fields of a response object that do not change while it is generated.
+
+    A sampling parameter is null if the request does not have it; the model's default then applies.
 
     Args:
-        request: what was asked for.
-        response_id: of the response.
-        model: name of the served model.
-        created: Unix time in seconds.
-        is_kept: whether it can be asked for again.
+        request: the request.
+        response_id: the id of the response.
+        model: the name of the served model.
+        created: the Unix time in seconds.
+        is_stored: whether the response will be stored.
     """
     return {
         "id": response_id,
@@ -22,7 +24,7 @@ def frame_of(
         "created_at": created,
         "model": model,
         "background": bool(request.background),
-        "store": is_kept,
+        "store": is_stored,
         "instructions": request.instructions,
         "previous_response_id": request.previous_response_id,
         "max_output_tokens": request.max_output_tokens,
@@ -30,7 +32,7 @@ def frame_of(
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "reasoning": {"effort": request.effort, "summary": request.summary},
-        "service_tier": ONLY_TIER,
+        "service_tier": SERVICE_TIER,
         "temperature": request.temperature,
         "text": {"format": request.format},
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,

@@ -1,6 +1,6 @@
-"""Responses that can be asked for again: in memory, bounded in number, bytes and age.
+"""The store of responses: in memory, limited in number, bytes and age.
 
-Everything lies here as the JSON it is given out as, so what is counted is what is used.
+Responses are stored as the JSON that is sent to clients, so the counted bytes are the used bytes.
 """
 
 import asyncio
@@ -15,19 +15,19 @@ from nereid_client.errors import ApiError
 
 Json = dict[str, Any]
 
-_OVERHEAD_BYTES = 64  # of one object of Python's, roughly
+_OVERHEAD_BYTES = 64  # the approximate size of a Python object without its content
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is kept.
+    """The limits of a store.
 
     Attributes:
-        count: responses, running ones included; 0 keeps none.
-        num_bytes: of all of them, with the conversations they continue and their events.
-        age_s: seconds from a response's end until it is forgotten.
+        count: the number of responses, running ones included. 0 turns the store off.
+        num_bytes: the bytes of all responses, their conversations and their events.
+        age_s: the seconds from the end of a response until it is deleted.
     """
 
     count: int
@@ -36,17 +36,18 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Record:
-    """A response that is over.
+class StoredResponse:
+    """A response that has ended.
 
     Attributes:
-        id: the response's.
-        response: the response object.
-        context: the list of items that it read, earlier responses' among them.
-        items: ids of its output's items.
-        events: what its stream consisted of, by sequence number; None when it is not to be read
-            again.
-        is_background: whether it ran on its own.
+        id: the id of the response.
+        response: the response object as JSON.
+        context: the JSON list of all items that the model read, including those of the earlier
+            responses.
+        items: the ids of the output items.
+        events: the events of its stream in order. None if the stream cannot be read again.
+        is_background: whether the response was generated in the background.
+        num_bytes: the bytes that it needs in the store.
     """
 
     id: str
@@ -64,33 +65,41 @@ class Record:
 
     @property
     def output(self) -> list[Json]:
-        """The items that it wrote."""
+        """The output items."""
         items: list[Json] = json.loads(self.response)["output"]
         return items
 
 
 class Running(Protocol):
-    """A response in the background, as the store sees it."""
+    """A response that is being generated in the background."""
 
     @property
     def id(self) -> str:
-        """The response's."""
+        """The id of the response."""
         ...
 
 
 class Store:
-    """What is kept, oldest first to go; what runs is never dropped, but may be refused room.
+    """The stored responses, and those that run in the background.
+
+    If the store is full, the oldest responses are deleted. Running ones are never deleted, but a
+    new one is rejected if the running ones fill the store.
+
+    Args:
+        limits: the limits of the store.
+        now: returns a time in seconds that never goes back.
 
     Attributes:
-        num_bytes: of everything here.
+        num_bytes: the bytes of all responses in the store.
     """
 
     def __init__(self, limits: Limits, now: Callable[[], float] = time.monotonic) -> None:
-        """Empty. `now` gives seconds."""
         self._limits = limits
         self._now = now
-        self._finished: dict[str, tuple[float, Record]] = {}  # in the order of their ends
-        self._items: dict[str, str] = {}  # id of an output item -> of its response
+        self._finished: dict[
+            str, tuple[float, StoredResponse]
+        ] = {}  # in the order in which they ended
+        self._items: dict[str, str] = {}  # id of an output item -> id of its response
         self._running: dict[str, tuple[Running, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.num_bytes = 0
@@ -100,70 +109,77 @@ class Store:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept at all."""
+        """Whether responses are stored at all."""
         return self._limits.count > 0
 
     @property
     def running(self) -> list[Running]:
-        """The responses in the background that are not over."""
+        """The responses that run in the background."""
         return [run for run, _ in self._running.values()]
 
     def begin(self, run: Running, num_bytes: int) -> None:
-        """Take in a response that runs.
+        """Add a response that starts to run in the background.
 
         Args:
-            run: it.
-            num_bytes: what it holds from the beginning.
+            run: the response.
+            num_bytes: the bytes that it needs at its start.
 
-        Raises: ApiError 400 when it alone is too large, 429 when there is no room now.
+        Raises: ApiError: 400 if the response alone is too large, 429 if the store is full.
         """
         if num_bytes > self._limits.num_bytes:
             raise ApiError(
                 400,
-                f"background: the conversation has {num_bytes} bytes; the limit is "
-                f"{self._limits.num_bytes} (max_stored_response_bytes); send it without background",
+                f"background requires that the conversation fits into the response store, but it "
+                f"has {num_bytes} bytes and the limit is {self._limits.num_bytes} "
+                "(max_stored_response_bytes). Send the request without background.",
                 param="background",
+                limit="max_stored_response_bytes",
             )
         is_full = len(self._running) >= self._limits.count
-        if is_full or not self._make_room(num_bytes, count=1):
+        if is_full or not self._free(num_bytes, count=1):
             raise ApiError(
                 429,
-                f"{len(self._running)} responses run in the background and fill the store "
-                "(max_stored_responses, max_stored_response_bytes); try again in a moment, or "
-                "without background",
+                f"{len(self._running)} responses run in the background and fill the response store "
+                "(max_stored_responses, max_stored_response_bytes). Try again in a moment, or send "
+                "the request without background.",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": "1"},
+                limit="max_stored_responses" if is_full else "max_stored_response_bytes",
             )
         self._running[run.id] = (run, num_bytes)
         self.num_bytes += num_bytes
 
     def grow(self, run: Running, num_bytes: int) -> None:
-        """A running response holds so many bytes more.
+        """StoredResponse that a running response needs `num_bytes` more.
 
-        Raises: ApiError 503 when there is no room.
+        Raises: ApiError 503 if the store is full.
         """
-        if not self._make_room(num_bytes):
+        if not self._free(num_bytes):
             raise ApiError(
                 503,
-                f"the stored responses fill {self._limits.num_bytes} bytes "
-                "(max_stored_response_bytes), and this one does not fit any more; try without "
-                "background",
+                "The response grew until it no longer fitted into the response store, whose limit "
+                f"is {self._limits.num_bytes} bytes (max_stored_response_bytes). Send the request "
+                "without background.",
+                limit="max_stored_response_bytes",
             )
-        kept, before = self._running[run.id]
-        self._running[run.id] = (kept, before + num_bytes)
+        _, num_before = self._running[run.id]
+        self._running[run.id] = (run, num_before + num_bytes)
         self.num_bytes += num_bytes
 
     def end(self, run: Running) -> None:
-        """A running response is over; what it becomes is kept with `keep`."""
+        """Remove a running response that has ended. `add` then stores the result."""
         _, num_bytes = self._running.pop(run.id)
         self.num_bytes -= num_bytes
 
-    def keep(self, record: Record) -> bool:
-        """Keep a response that is over, at the cost of the oldest; false when it does not fit."""
-        if not self.is_on or not self._make_room(record.num_bytes, count=1):
+    def add(self, record: StoredResponse) -> bool:
+        """Store a response that has ended, and delete the oldest ones if necessary.
+
+        Returns: False if the response does not fit into the store.
+        """
+        if not self.is_on or not self._free(record.num_bytes, count=1):
             _log.warning(
-                "response %s has %d bytes and is not kept (max_stored_responses, "
-                "max_stored_response_bytes)",
+                "Response %s is not stored: it has %d bytes and does not fit into the response "
+                "store (max_stored_responses, max_stored_response_bytes)",
                 record.id,
                 record.num_bytes,
             )
@@ -171,51 +187,54 @@ class Store:
         self._finished[record.id] = (self._now() + self._limits.age_s, record)
         self._items |= dict.fromkeys(record.items, record.id)
         self.num_bytes += record.num_bytes
-        self._schedule()
+        self._start_timer()
         return True
 
-    def find(self, response_id: str) -> Running | Record | None:
-        """A response by its id; None when there is none, or no more."""
-        self._forget_old()
+    def find(self, response_id: str) -> Running | StoredResponse | None:
+        """Return the response with this id, None if the store does not have it (any more)."""
+        self._delete_expired()
         if response_id in self._running:
             return self._running[response_id][0]
         _, record = self._finished.get(response_id, (0, None))
         return record
 
     def find_item(self, item_id: str) -> Json | None:
-        """An item that a response wrote which is over."""
+        """Return the output item with this id, None if no stored response has it."""
         record = self.find(self._items.get(item_id, ""))
-        if not isinstance(record, Record):
+        if not isinstance(record, StoredResponse):
             return None
         return next(item for item in record.output if item["id"] == item_id)
 
-    def drop(self, response_id: str) -> None:
-        """Forget a response that is over."""
+    def delete(self, response_id: str) -> None:
+        """Delete a stored response."""
         _, record = self._finished.pop(response_id)
         self.num_bytes -= record.num_bytes
         for item in record.items:
             self._items.pop(item, None)
 
     def close(self) -> None:
-        """Forget everything that is over."""
+        """Delete all stored responses."""
         for response_id in list(self._finished):
-            self.drop(response_id)
+            self.delete(response_id)
         self._stop_timer()
 
-    def _make_room(self, num_bytes: int, count: int = 0) -> bool:
-        """Drop the oldest until so much more fits; false when it can't."""
-        self._forget_old()
+    def _free(self, num_bytes: int, count: int = 0) -> bool:
+        """Delete the oldest responses until `count` more with `num_bytes` fit.
+
+        Returns: False if they do not fit even then.
+        """
+        self._delete_expired()
         if num_bytes > self._limits.num_bytes or len(self._running) + count > self._limits.count:
             return False
-        running = sum(held for _, held in self._running.values())
+        running = sum(size for _, size in self._running.values())
         if running + num_bytes > self._limits.num_bytes:
             return False
-        for response_id in list(self._over(num_bytes, count)):
-            self.drop(response_id)
+        for response_id in list(self._to_delete(num_bytes, count)):
+            self.delete(response_id)
         return True
 
-    def _over(self, num_bytes: int, count: int) -> Iterator[str]:
-        """The oldest, as many as are in the way."""
+    def _to_delete(self, num_bytes: int, count: int) -> Iterator[str]:
+        """Yield the ids of the oldest responses until the rest leaves enough space."""
         total, number = self.num_bytes + num_bytes, len(self) + count
         for response_id, (_, record) in self._finished.items():
             if total <= self._limits.num_bytes and number <= self._limits.count:
@@ -224,26 +243,29 @@ class Store:
             number -= 1
             yield response_id
 
-    def _forget_old(self) -> None:
+    def _delete_expired(self) -> None:
         now = self._now()
         while self._finished:
-            response_id, (until, _) = next(iter(self._finished.items()))
-            if until > now:
+            response_id, (expires, _) = next(iter(self._finished.items()))
+            if expires > now:
                 return
-            self.drop(response_id)
+            self.delete(response_id)
 
-    def _schedule(self) -> None:
-        """See to it that the oldest goes at its time, also where nobody asks."""
+    def _start_timer(self) -> None:
+        """Start a timer that deletes the oldest response when it expires.
+
+        Without it, an expired response would stay in memory until the next request.
+        """
         if self._timer is None and self._finished:
-            until, _ = next(iter(self._finished.values()))
+            expires, _ = next(iter(self._finished.values()))
             self._timer = asyncio.get_running_loop().call_later(
-                max(until - self._now(), 0.0), self._on_time
+                max(expires - self._now(), 0.0), self._on_timer
             )
 
-    def _on_time(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        self._forget_old()
-        self._schedule()
+        self._delete_expired()
+        self._start_timer()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -252,5 +274,5 @@ class Store:
 
 
 def size_of(events: Sequence[bytes]) -> int:
-    """What events take in memory, roughly."""
+    """Return the approximate number of bytes that events need in memory."""
     return sum(map(len, events)) + _OVERHEAD_BYTES * len(events)

@@ -1,83 +1,83 @@
-"""`truncation: auto`: a conversation that is too long for the model loses its beginning.
+"""`truncation: auto`: remove the oldest turns of a conversation that is too long for the model.
 
-The frontend knows no token counts: the ensemble refuses what is too long and says by how much, and
-what is left is sent again. Nothing was computed for what was refused.
+The frontend cannot count tokens. It sends the conversation to the ensemble, whose error message
+for a prompt that is too long has the number of tokens. It then removes turns and sends the rest
+again. A rejected prompt costs little, because the model does not compute it.
 """
 
-import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from nereid_client.errors import BackendError
-from nereid_client.request_context import dump
+from nereid_client.errors import BackendError, tokens_and_limit
+from nereid_client.request_context import to_json
 from nereid_client.streaming.deltas import Delta
 from nereid_client.triton_backend import Backend, Generation
 
 Json = dict[str, Any]
 
-_TOO_LONG = re.compile(r"prompt has (\d+) tokens; the limit is (\d+) \(max_model_len\)")
 
-
-async def generate_fitting(backend: Backend, request_id: str, chat: Json) -> AsyncGenerator[Delta]:
-    """The deltas of the longest end of this conversation that fits.
+async def generate_truncated(
+    backend: Backend, request_id: str, chat: Json
+) -> AsyncGenerator[Delta]:
+    """Yield the deltas for the conversation, or for the longest end of it that fits.
 
     Args:
-        backend: what generates.
-        request_id: for the server's logs; each attempt adds its number.
-        chat: the chat completion.
+        backend: generates the deltas.
+        request_id: the id of the request. The number of the attempt is appended to it.
+        chat: the body of a chat completion.
 
-    Raises: BackendError, also when the last turn alone is too long.
+    Raises: BackendError, also if the last turn alone is too long.
     """
     attempt = 0
     while True:
-        generation = Generation(f"{request_id}-{attempt}", chat_request=dump(chat))
-        has_begun = False
+        generation = Generation(f"{request_id}-{attempt}", chat_request=to_json(chat))
+        has_deltas = False
         try:
             async with aclosing(backend.generate(generation)) as deltas:
                 async for delta in deltas:
-                    has_begun = True
+                    has_deltas = True
                     yield delta
             return
         except BackendError as error:
-            told = _TOO_LONG.search(error.message)
-            if told is None or has_begun:
+            counts = tokens_and_limit(error.message)
+            if counts is None or has_deltas:
                 raise
-            share = 1 - int(told[2]) / int(told[1])
-            shorter = without_beginning(chat["messages"], share)
+            num_tokens, limit = counts
+            shorter = without_oldest_turns(chat["messages"], share=1 - limit / num_tokens)
             if shorter is None:
                 raise
             chat = chat | {"messages": shorter}
             attempt += 1
 
 
-def without_beginning(messages: Sequence[Json], share: float) -> list[Json] | None:
-    """Messages without the oldest turns, a turn being what follows a user's message.
+def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] | None:
+    """Return the messages of a chat without the oldest turns.
 
-    What the system says at the beginning stays, and so does the last turn.
+    A turn is a user's message and all messages before the next one. System messages at the start
+    and the last turn are never removed.
+
+    Example: with a share of 0.1, the messages [system, user, assistant, user] become
+    [system, user].
 
     Args:
-        messages: of a chat.
-        share: of their text, about so much has to go; at least one turn goes.
+        messages: the messages of a chat.
+        share: the share of the text to remove, between 0 and 1. At least one turn is removed.
 
-    Returns: None when there is no turn to leave out.
+    Returns: None if only one turn is left.
     """
-    opening = 0
-    while opening < len(messages) and messages[opening]["role"] in ("system", "developer"):
-        opening += 1
-    turns = [at for at in range(opening + 1, len(messages)) if messages[at]["role"] == "user"]
+    num_opening = 0
+    while num_opening < len(messages) and messages[num_opening]["role"] in ("system", "developer"):
+        num_opening += 1
+    turns = [at for at in range(num_opening + 1, len(messages)) if messages[at]["role"] == "user"]
     if not turns:
         return None
-    sizes = [_size(message) for message in messages]
-    too_much = share * sum(sizes)
-    gone, first = 0, opening
+    sizes = [len(to_json(message)) for message in messages]
+    excess = share * sum(sizes)
+    num_removed, first = 0, num_opening
     for turn in turns:
-        gone += sum(sizes[first:turn])
+        num_removed += sum(sizes[first:turn])
         first = turn
-        if gone >= too_much:
+        if num_removed >= excess:
             break
-    return [*messages[:opening], *messages[first:]]
-
-
-def _size(message: Json) -> int:
-    return len(dump(message))
+    return [*messages[:num_opening], *messages[first:]]

@@ -1,1 +1,1 @@
-"""One file per endpoint: decode, call, encode."""
+"""The routes of the HTTP API, one module for each path."""

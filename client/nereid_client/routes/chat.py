@@ -6,10 +6,10 @@ from fastapi.responses import JSONResponse
 from nereid_client.protocol.generation_requests import ChatCompletionRequest
 from nereid_client.request_context import (
     context_of,
-    dump,
-    engine_request_id,
+    frame_for,
     read_body,
-    reply_of,
+    to_json,
+    unique_request_id,
     validate,
 )
 from nereid_client.streaming import sse
@@ -18,27 +18,31 @@ from nereid_client.streaming.deltas import fold, merged
 from nereid_client.streaming.reasoning_view import ReasoningView
 from nereid_client.triton_backend import Generation
 
-router = APIRouter()
+router = APIRouter(tags=["Language model"])
 
 
-@router.post("/v1/chat/completions", summary="Answer a conversation")
+@router.post("/v1/chat/completions", summary="Create a chat completion")
 async def chat_completions(request: Request) -> Response:
-    """Decode, call, encode. The body goes on as it is: the tokenizer step reads it."""
+    """Generate the next message of a conversation, as OpenAI's API does.
+
+    With `stream`, the response is a stream of server-sent events.
+    """
     context = context_of(request)
     body = await read_body(request)
     chat = validate(ChatCompletionRequest, body)
     context.check_model(chat.model)
     generation = Generation(
-        engine_request_id(request),
-        chat_request=dump(chat.passed_on(body)),
+        unique_request_id(request),
+        chat_request=to_json(chat.passed_on(body)),
         num_choices=chat.num_choices,
     )
-    reply = reply_of(request, chat, "chatcmpl")
-    answer = context.backend.generate(generation)
+    frame = frame_for(request, chat, "chatcmpl")
+    deltas = context.backend.generate(generation)
     if not chat.stream:
-        totals = await sse.unless_disconnected(request.receive, fold(answer, reply.num_choices))
-        return JSONResponse(chat_completion(reply, totals))
-    deltas = merged(answer)
-    first = await sse.first_of(request, deltas)
-    view = ReasoningView(as_it_comes=chat.stream_reasoning is not False)
-    return sse.EventStream(chat_events(reply, view, first, deltas), source=deltas)
+        totals = await sse.unless_disconnected(request.receive, fold(deltas, frame.num_choices))
+        return JSONResponse(chat_completion(frame, totals))
+    merged_deltas = merged(deltas)
+    first = await sse.first_of(request, merged_deltas)
+    view = ReasoningView(streams_reasoning=chat.stream_reasoning is not False)
+    events = chat_events(frame, view, first, merged_deltas)
+    return sse.EventStream(events, source=merged_deltas)

@@ -11,41 +11,48 @@ from nereid_client.protocol.generation_requests import CompletionRequest, Prompt
 from nereid_client.request_context import (
     check_unicode,
     context_of,
-    dump,
-    engine_request_id,
+    frame_for,
     read_body,
-    reply_of,
+    to_json,
+    unique_request_id,
     validate,
 )
 from nereid_client.streaming import sse
-from nereid_client.streaming.completion_stream import Wishes, completion, completion_events
+from nereid_client.streaming.completion_stream import (
+    CompletionOptions,
+    completion,
+    completion_events,
+)
 from nereid_client.streaming.deltas import Delta, fold, interleaved, merged
 from nereid_client.triton_backend import Backend, Generation
 
-router = APIRouter()
+router = APIRouter(tags=["Language model"])
 
 
-@router.post("/v1/completions", summary="Continue one text or several")
+@router.post("/v1/completions", summary="Create a text completion")
 async def completions(request: Request) -> Response:
-    """Decode, call once per prompt, all at the same time, and encode."""
+    """Continue one text or several texts, as OpenAI's API does. No chat template is used.
+
+    With `stream`, the response is a stream of server-sent events.
+    """
     context = context_of(request)
     body = validate(CompletionRequest, await read_body(request))
     context.check_model(body.model)
     _check_number(body.prompt, context.settings.max_prompts)
-    generations = _generations(body, engine_request_id(request))
-    reply = reply_of(request, body, "cmpl")
-    wishes = _wishes(body)
+    generations = _generations(body, unique_request_id(request))
+    frame = frame_for(request, body, "cmpl")
+    options = _options(body)
     if not body.stream:
-        work = _all(context.backend, generations)
-        answers = await sse.unless_disconnected(request.receive, work)
-        return JSONResponse(completion(reply, wishes, answers))
+        work = _generate_all(context.backend, generations)
+        totals = await sse.unless_disconnected(request.receive, work)
+        return JSONResponse(completion(frame, options, totals))
     deltas = _stream(context.backend, generations)
     first = await sse.first_of(request, deltas)
-    return sse.EventStream(completion_events(reply, wishes, first, deltas), source=deltas)
+    return sse.EventStream(completion_events(frame, options, first, deltas), source=deltas)
 
 
-def _wishes(body: CompletionRequest) -> Wishes:
-    return Wishes(
+def _options(body: CompletionRequest) -> CompletionOptions:
+    return CompletionOptions(
         echoes=[prompt if body.echo else "" for prompt in body.prompt],
         logprobs=body.logprobs is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
@@ -58,13 +65,16 @@ def _check_number(prompts: Sequence[Prompt], limit: int) -> None:
     if len(prompts) > limit:
         raise ApiError(
             400,
-            f"prompt: {len(prompts)} prompts in one request; the limit is {limit} (max_prompts)",
+            f"prompt must have at most {limit} prompts (max_prompts), but the request has "
+            f"{len(prompts)}",
             param="prompt",
+            limit="max_prompts",
         )
 
 
 def _generations(body: CompletionRequest, request_id: str) -> list[Generation]:
-    sampling_parameters = dump(body.sampling_parameters())
+    """Return one call of the ensemble for each prompt."""
+    sampling_parameters = to_json(body.sampling_parameters())
     generations = []
     for index, prompt in enumerate(body.prompt):
         is_text = isinstance(prompt, str)
@@ -77,7 +87,7 @@ def _generations(body: CompletionRequest, request_id: str) -> list[Generation]:
                 input_ids=None if is_text else prompt,
                 sampling_parameters=sampling_parameters,
                 with_text=True,
-                num_choices=body.num_answers,
+                num_choices=body.num_generated,
             )
         )
     return generations
@@ -89,11 +99,14 @@ def _stream(
     return interleaved([merged(backend.generate(generation)) for generation in generations])
 
 
-async def _all(backend: Backend, generations: Sequence[Generation]) -> list[list[Delta]]:
-    """Every prompt's answers, or the first error, which ends the other calls."""
+async def _generate_all(backend: Backend, generations: Sequence[Generation]) -> list[list[Delta]]:
+    """Return the merged deltas of each choice of each prompt.
+
+    Raises: BackendError, the first one of any prompt. The other calls are then cancelled.
+    """
     calls = [
-        asyncio.ensure_future(fold(backend.generate(call), call.num_choices))
-        for call in generations
+        asyncio.ensure_future(fold(backend.generate(generation), generation.num_choices))
+        for generation in generations
     ]
     try:
         return await asyncio.gather(*calls)

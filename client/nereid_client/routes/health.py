@@ -1,4 +1,4 @@
-"""GET /health, /health/ready, /ping and /version: for probes, load balancers and people."""
+"""GET /health, /health/ready, /ping and /version."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -7,34 +7,39 @@ import nereid_client
 from nereid_client.middleware.admission_control import Gate
 from nereid_client.request_context import context_of
 
-router = APIRouter()
+router = APIRouter(tags=["Operation"])
 
 
-@router.get("/health", summary="Is the server alive?")
-@router.get("/ping", summary="The same, by the name Amazon SageMaker asks for")
+@router.get("/health", summary="Check whether the server is alive")
+@router.get("/ping", summary="Check whether the server is alive (Amazon SageMaker's path)")
 async def health(request: Request) -> JSONResponse:
-    """200 while the Triton server behind this frontend answers, else 503."""
-    return _answer(await context_of(request).backend.is_live(), "the Triton server doesn't answer")
+    """Return 200 if the Triton server answers, else 503."""
+    is_live = await context_of(request).backend.is_live()
+    return _response(is_live, "the Triton server does not answer")
 
 
-@router.get("/health/ready", summary="Can it take requests?")
+@router.get("/health/ready", summary="Check whether the server accepts requests")
 async def ready(request: Request) -> JSONResponse:
-    """200 once the model is loaded, else 503; also how many requests are in work here."""
+    """Return 200 if the language model is loaded, else 503.
+
+    The response also has the number of requests that run in this frontend.
+    """
     gate: Gate = request.app.state.gate
     if gate.is_draining:
-        return _answer(False, "the server is stopping", gate.num_requests)
+        return _response(False, "the server is stopping", gate.num_requests)
     is_ready = await context_of(request).backend.is_ready()
-    return _answer(is_ready, "the model is not ready", gate.num_requests)
+    return _response(is_ready, "the model is not ready", gate.num_requests)
 
 
-@router.get("/version", summary="Version of this frontend")
+@router.get("/version", summary="Get the version of the frontend")
 async def version() -> dict[str, str]:
-    """The package's version."""
+    """Return the version of the package nereid-client."""
     return {"version": nereid_client.__version__}
 
 
-def _answer(is_well: bool, trouble: str, num_requests: int | None = None) -> JSONResponse:
-    told = {} if num_requests is None else {"num_requests": num_requests}
-    if is_well:
-        return JSONResponse({"status": "ok", **told})
-    return JSONResponse({"status": trouble, **told}, status_code=503, headers={"Retry-After": "1"})
+def _response(is_ok: bool, problem: str, num_requests: int | None = None) -> JSONResponse:
+    counts = {} if num_requests is None else {"num_requests": num_requests}
+    if is_ok:
+        return JSONResponse({"status": "ok", **counts})
+    headers = {"Retry-After": "1"}
+    return JSONResponse({"status": problem, **counts}, status_code=503, headers=headers)

@@ -1,4 +1,4 @@
-"""POST /pooling, and the router of everything that is not generation."""
+"""POST /pooling."""
 
 from collections.abc import Iterator
 
@@ -11,37 +11,36 @@ from nereid_client.embeddings.embedding_output import (
     usage_of,
     vector_writer,
 )
-from nereid_client.embeddings.model_choice import choose, need_kind, pooling_lifespan, read
+from nereid_client.embeddings.model_choice import choose_model, read_request, require_kind
 from nereid_client.embeddings.pooling_backend import EMBEDDING
 from nereid_client.protocol.embedding_requests import VectorsRequest
 from nereid_client.request_context import request_id_of
-from nereid_client.routes import classify, embeddings, rerank, score
+from nereid_client.routes import embeddings
 
-router = APIRouter(lifespan=pooling_lifespan)
+router = APIRouter(tags=["Embeddings and reranking"])
 
 _KINDS = {"embed": "dense", "token_embed": "multi_vector"}
 
 
-@router.post("/pooling", summary="What the embedding model gives, in the shape of vLLM")
+@router.post("/pooling", summary="Compute vectors (vLLM's format)")
 async def pooling(request: Request) -> Response:
-    """One vector a text, or one a token; the model's usual kind unless `task` says."""
-    body = await read(request, VectorsRequest)
-    served = await choose(request, body.model, (EMBEDDING,))
+    """Return one vector for each text, or one for each token, as vLLM does.
+
+    The field `task` decides which. The default depends on the model.
+    """
+    body = await read_request(request, VectorsRequest)
+    served = await choose_model(request, body.model, (EMBEDDING,))
     kind = _KINDS[body.task] if body.task else served.info["kinds"][0]
-    need_kind(served, kind, "one vector a text" if kind == "dense" else "a vector a token")
+    require_kind(served, kind, embeddings.DESCRIPTIONS[kind])
     if kind == "sparse":
         kind = "dense"
-        need_kind(served, kind, "vectors; ask /embed_sparse for its weights")
-    reply = await embeddings.embed(request, served, body, "input", body.input, kind)
+        require_kind(served, kind, "dense vectors (/embed_sparse returns its sparse weights)")
+    outputs = await embeddings.embed(request, served, body, "input", body.input, kind)
     write = vector_writer(body.encoding_format)
 
     def items() -> Iterator[tuple[str, int]]:
-        for index, row in enumerate(rows_of(reply)):
+        for index, row in enumerate(rows_of(outputs)):
             yield f'{{"index":{index},"object":"pooling","data":{write(row)}}}', row.size
 
     head = envelope("pool", request_id_of(request), served.name)
-    return await list_response({**head, "usage": usage_of(reply)}, "data", items())
-
-
-for _route in (embeddings, rerank, score, classify):
-    router.include_router(_route.router)
+    return await list_response({**head, "usage": usage_of(outputs)}, "data", items())

@@ -1,89 +1,116 @@
-"""POST /v1/rerank, /v2/rerank and /rerank, in five shapes. See docs/embeddings.md."""
+"""POST /v1/rerank, /v2/rerank and /rerank."""
 
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nereid_client.embeddings import embedding_output as answers
+from nereid_client.embeddings import embedding_output
 from nereid_client.embeddings.embedding_output import Ranked, usage_of
-from nereid_client.embeddings.model_choice import choose, infer, need_kind, need_room, read
-from nereid_client.embeddings.pooling_backend import RERANK, PoolingReply, Served
+from nereid_client.embeddings.model_choice import (
+    call_model,
+    choose_model,
+    read_request,
+    require_full_length,
+    require_kind,
+)
+from nereid_client.embeddings.pooling_backend import RERANK, PoolingOutputs, ServedModel
 from nereid_client.errors import ApiError
-from nereid_client.protocol.embedding_requests import RerankRequest
+from nereid_client.protocol.rerank_requests import RerankRequest
 from nereid_client.request_context import request_id_of
 
-router = APIRouter()
+router = APIRouter(tags=["Embeddings and reranking"])
 
 FORMATS = ("jina", "cohere", "sglang", "tei")
 
 
-@router.post("/v1/rerank", summary="Order documents by what they say to a query")
-@router.post("/rerank", summary="The same; TEI's shape where the body has `texts`")
+@router.post("/v1/rerank", summary="Rerank documents")
+@router.post("/rerank", summary="Rerank documents (path without /v1)")
 async def rerank(request: Request) -> Response:
-    """Answers as Jina and vLLM do, unless the request wants another shape."""
+    """Return the documents in the order of their relevance to a query.
+
+    The response has the format of Jina and vLLM, or that of TEI if the body has `texts`. The
+    field `format` selects another format.
+    """
     return await _rerank(request, "jina")
 
 
-@router.post("/v2/rerank", summary="The same, in the shape of Cohere's version 2")
+@router.post("/v2/rerank", summary="Rerank documents (Cohere's API, version 2)")
 async def rerank_cohere(request: Request) -> Response:
-    """Answers as Cohere does, unless the request wants another shape."""
+    """Return the documents in the order of their relevance to a query, in Cohere's format.
+
+    The field `format` selects another format.
+    """
     return await _rerank(request, "cohere")
 
 
-async def _rerank(request: Request, usual: str) -> Response:
-    body = await read(request, RerankRequest)
-    shape = _shape(request, body, usual)
-    served = await choose(request, body.model, (RERANK,))
-    need_kind(served, "score", "scores of pairs")
+async def _rerank(request: Request, default: str) -> Response:
+    body = await read_request(request, RerankRequest)
+    response_format = _format_of(request, body, default)
+    served = await choose_model(request, body.model, (RERANK,))
+    require_kind(served, "score", "scores of pairs of texts")
     _check_length(body, served)
     field = "texts" if body.texts is not None else "documents"
     if not body.items:
         raise ApiError(400, f"{field}: must not be an empty list", param=field)
     tensors = {"query": [body.query], "documents": body.items}
     fields = {"query": "query", "documents": field}
-    reply = await infer(request, served, tensors, body.options(), fields)
-    ranked = answers.ranking(
-        reply.arrays["scores"], body.items, body.top_n, _with_text(body, shape)
+    outputs = await call_model(request, served, tensors, body.options(), fields)
+    ranked = embedding_output.ranking(
+        outputs.arrays["scores"], body.items, body.top_n, _with_text(body, response_format)
     )
-    return JSONResponse(_write(shape, ranked, reply, served, request_id_of(request)))
+    return JSONResponse(
+        _response_body(response_format, ranked, outputs, served, request_id_of(request))
+    )
 
 
-def _shape(request: Request, body: RerankRequest, usual: str) -> str:
-    """Whose answer is wanted: what the body or the query string says, else by the body's fields."""
-    wanted = body.format or request.query_params.get("format")
-    if wanted is not None and wanted not in FORMATS:
+def _format_of(request: Request, body: RerankRequest, default: str) -> str:
+    """Return the format of the response: that of the body, of the query string, or the default.
+
+    Raises: ApiError 400 if the format is unknown.
+    """
+    requested = body.format or request.query_params.get("format")
+    if requested is not None and requested not in FORMATS:
         raise ApiError(
-            400, f"format: must be one of {', '.join(FORMATS)}, got {wanted!r}", param="format"
+            400,
+            f"format must be one of {', '.join(FORMATS)}, but the request has {requested!r}",
+            param="format",
         )
-    return wanted or ("tei" if body.texts is not None else usual)
+    return requested or ("tei" if body.texts is not None else default)
 
 
-def _with_text(body: RerankRequest, shape: str) -> bool:
-    """Cohere 2 and TEI leave texts out unless asked; the others send them unless asked not to."""
-    asked = body.return_text if shape == "tei" else body.return_documents
-    return shape in ("jina", "sglang") if asked is None else asked
+def _with_text(body: RerankRequest, response_format: str) -> bool:
+    """Return whether the response repeats the documents.
+
+    By default the formats of Jina and SGLang do, those of Cohere and TEI do not.
+    """
+    requested = body.return_text if response_format == "tei" else body.return_documents
+    return response_format in ("jina", "sglang") if requested is None else requested
 
 
-def _check_length(body: RerankRequest, served: Served) -> None:
+def _check_length(body: RerankRequest, served: ServedModel) -> None:
     for name in ("max_tokens_per_doc", "max_tokens_per_query"):
-        need_room(served, name, getattr(body, name))
+        require_full_length(served, name, getattr(body, name))
 
 
-def _write(
-    shape: str, ranked: list[Ranked], reply: PoolingReply, served: Served, request_id: str
+def _response_body(
+    response_format: str,
+    ranked: list[Ranked],
+    outputs: PoolingOutputs,
+    served: ServedModel,
+    request_id: str,
 ) -> Any:  # noqa: ANN401 - JSON
-    if shape == "sglang":
-        return answers.sglang(ranked)
-    if shape == "tei":
-        return answers.tei(ranked)
-    usage = usage_of(reply)
-    answer: dict[str, Any] = {"id": f"rerank-{request_id}", "model": served.name}
-    answer |= {"usage": usage, "results": answers.jina(ranked)}
-    if shape == "cohere":
-        answer["meta"] = {
+    if response_format == "sglang":
+        return embedding_output.sglang_results(ranked)
+    if response_format == "tei":
+        return embedding_output.tei_results(ranked)
+    usage = usage_of(outputs)
+    body: dict[str, Any] = {"id": f"rerank-{request_id}", "model": served.name}
+    body |= {"usage": usage, "results": embedding_output.jina_results(ranked)}
+    if response_format == "cohere":
+        body["meta"] = {
             "api_version": {"version": "2"},
             "billed_units": {"search_units": 1},
             "tokens": {"input_tokens": usage["prompt_tokens"]},
         }
-    return answer
+    return body

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what can be done with a response that is kept."""
+"""POST /v1/responses, and the routes of a stored response."""
 
 import json
 import secrets
@@ -13,161 +13,191 @@ from nereid_client.errors import ApiError, BackendError, FrontendError, shown, t
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.request_context import (
     context_of,
-    dump,
-    engine_request_id,
     read_body,
+    to_json,
+    unique_request_id,
     validate,
 )
 from nereid_client.responses.background_responses import (
-    Background,
+    BackgroundResponse,
     Responses,
     encode,
     named_event,
-    told_again,
+    stored_events,
 )
-from nereid_client.responses.chat_translation import chat_request, in_our_words, reworded
+from nereid_client.responses.chat_translation import (
+    chat_request,
+    rename_fields_in_errors,
+    renamed,
+)
 from nereid_client.responses.input_items import check_calls, read_items
-from nereid_client.responses.response_builder import Answer, by_kind
-from nereid_client.responses.response_object import frame_of
-from nereid_client.responses.response_store import Record, Store
-from nereid_client.responses.truncation import generate_fitting
+from nereid_client.responses.response_builder import ResponseBuilder, by_kind
+from nereid_client.responses.response_object import request_fields
+from nereid_client.responses.response_store import Store, StoredResponse
+from nereid_client.responses.truncation import generate_truncated
 from nereid_client.streaming import sse
-from nereid_client.streaming.deltas import Delta, merged, unfinished
+from nereid_client.streaming.deltas import Delta, merged, unfinished_error
 from nereid_client.triton_backend import Generation
 
-router = APIRouter()
+router = APIRouter(tags=["Responses"])
 
 Json = dict[str, Any]
 
-_MAX_LISTED = 100
+_MAX_ITEMS_PER_PAGE = 100
 
 
-@router.post("/v1/responses", summary="Answer a conversation, as items")
+@router.post("/v1/responses", summary="Create a response")
 async def create_response(request: Request) -> Response:
-    """Decode, call, encode; in the background, come back at once."""
+    """Generate a response to a conversation, as OpenAI's Responses API does.
+
+    With `stream`, the response is a stream of server-sent events. With `background`, the response
+    is returned at once, and is generated without an open connection.
+    """
     responses = _responses(request)
     body = await read_body(request)
-    wanted = validate(ResponsesRequest, body)
-    context_of(request).check_model(wanted.model)
-    dump(body)  # what can't be written again can neither be kept nor repeated
-    is_kept = _is_kept(wanted, responses.store)
-    items = _conversation(wanted, responses.store)
-    chat = chat_request(wanted, body, items)
-    deltas = in_our_words(_generate(request, wanted, chat))
-    answer = Answer(
-        frame_of(
-            wanted,
+    responses_request = validate(ResponsesRequest, body)
+    context_of(request).check_model(responses_request.model)
+    to_json(body)  # checks that the body can be stored and returned as JSON
+    is_stored = _is_stored(responses_request, responses.store)
+    items = _conversation(responses_request, responses.store)
+    chat = chat_request(responses_request, body, items)
+    deltas = rename_fields_in_errors(_generate(request, responses_request, chat))
+    builder = ResponseBuilder(
+        request_fields(
+            responses_request,
             f"resp_{secrets.token_hex(16)}",
             context_of(request).settings.model_name,
             int(time.time()),
-            is_kept=is_kept,
+            is_stored=is_stored,
         ),
-        is_queued=bool(wanted.background),
+        is_queued=bool(responses_request.background),
     )
-    if wanted.background:
-        run = Background(answer, encode(items), streams=bool(wanted.stream))
+    if responses_request.background:
+        run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
         responses.start(run, deltas)
-        return _followed(run, after=-1) if wanted.stream else JSONResponse(answer.as_json())
+        if responses_request.stream:
+            return _follow(run, after=-1)
+        return JSONResponse(builder.as_json())
 
-    def keep() -> bool:
-        return is_kept and responses.keep(answer, encode(items))
+    def store() -> bool:
+        return is_stored and responses.add(builder, encode(items))
 
-    if not wanted.stream:
-        await sse.unless_disconnected(request.receive, answer.take_all(deltas))
-        return JSONResponse(answer.as_json() | {"store": keep()})
+    if not responses_request.stream:
+        await sse.unless_disconnected(request.receive, builder.add_all(deltas))
+        return JSONResponse(builder.as_json() | {"store": store()})
     source = merged(deltas, by_kind)
     first = await sse.first_of(request, source)
-    return sse.EventStream(_events(answer, first, source, keep), source=source)
+    return sse.EventStream(_events(builder, first, source, store), source=source)
 
 
-@router.post("/v1/responses/input_tokens", summary="How many tokens a response would read")
+@router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
 async def count_input_tokens(request: Request) -> Json:
-    """The same body as for a response; nothing is generated."""
+    """Return the number of tokens in the prompt of a response. Nothing is generated."""
     body = await read_body(request)
-    wanted = validate(ResponsesRequest, body)
+    responses_request = validate(ResponsesRequest, body)
     context = context_of(request)
-    context.check_model(wanted.model)
-    items = _conversation(wanted, _responses(request).store)
-    chat = dump(chat_request(wanted, body, items))
+    context.check_model(responses_request.model)
+    items = _conversation(responses_request, _responses(request).store)
+    chat = to_json(chat_request(responses_request, body, items))
     try:
         tokens = await context.backend.tokenize(
-            Generation(engine_request_id(request), chat_request=chat)
+            Generation(unique_request_id(request), chat_request=chat)
         )
     except BackendError as error:
-        raise reworded(error) from None
+        raise renamed(error) from None
     return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
-@router.get("/v1/responses/{response_id}", summary="A response that is kept")
+@router.get("/v1/responses/{response_id}", summary="Get a stored response")
 async def retrieve_response(request: Request, response_id: str) -> Response:
-    """As far as it has come; with `stream=true` its events behind `starting_after`."""
+    """Return a stored response, or the current state of one that runs in the background.
+
+    With the query parameter `stream=true`, return the events of a response in the background. The
+    parameter `starting_after` is the sequence number of the last event to skip.
+    """
     found = _find(request, response_id)
     query = request.query_params
     if query.get("stream", "false") not in ("true", "1"):
-        return _object(found)
-    after = _number(request, "starting_after", default=-1, least=-1)
+        return _response_object(found)
+    after = _query_number(request, "starting_after", default=-1, least=-1)
     if found.events is None:
         raise ApiError(
             400,
-            f"stream: the events of {response_id} are not kept; read it without stream, or create "
-            "it with background true and stream true",
+            f"stream must not be true, because the events of {response_id} were not stored. Only "
+            "responses created with background=true and stream=true have stored events.",
             param="stream",
         )
-    if isinstance(found, Background):
-        return _followed(found, after)
-    events = told_again(found, after)
+    if isinstance(found, BackgroundResponse):
+        return _follow(found, after)
+    events = stored_events(found, after)
     return sse.EventStream(events, source=events)
 
 
-@router.delete("/v1/responses/{response_id}", summary="Forget a response")
+@router.delete("/v1/responses/{response_id}", summary="Delete a stored response")
 async def delete_response(request: Request, response_id: str) -> Json:
-    """One that runs is cancelled first."""
+    """Delete a stored response. A response that runs in the background is cancelled first."""
     responses = _responses(request)
     found = _find(request, response_id)
-    if isinstance(found, Background):
+    if isinstance(found, BackgroundResponse):
         await responses.cancel(found)
-    if isinstance(responses.store.find(response_id), Record):
-        responses.store.drop(response_id)
+    if isinstance(responses.store.find(response_id), StoredResponse):
+        responses.store.delete(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post("/v1/responses/{response_id}/cancel", summary="End a response in the background")
+@router.post("/v1/responses/{response_id}/cancel", summary="Cancel a response in the background")
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """The response as it ended; cancelling what is over changes nothing."""
+    """Cancel a response that runs in the background, and return it.
+
+    A response that has ended is returned unchanged.
+    """
     found = _find(request, response_id)
-    if isinstance(found, Background):
+    if isinstance(found, BackgroundResponse):
         await _responses(request).cancel(found)
     elif not found.is_background:
         raise ApiError(
             400,
-            f"{response_id} did not run in the background, and only such responses can be "
-            "cancelled; others end when their client closes the connection",
+            f"The response {response_id} cannot be cancelled, because it was not created with "
+            "background=true. Close the connection to end such a response.",
         )
-    return _object(found)
+    return _response_object(found)
 
 
-@router.get("/v1/responses/{response_id}/input_items", summary="What a response has read")
+@router.get("/v1/responses/{response_id}/input_items", summary="List the input items of a response")
 async def list_input_items(request: Request, response_id: str) -> Json:
-    """Items of the request and of the responses before it, a page at a time."""
+    """Return the items of a response's request and of the earlier responses, one page at a time.
+
+    Query parameters: `limit` (1 to 100, default 20), `order` ("desc" or "asc") and `after`, the id
+    of the last item of the page before.
+    """
     found = _find(request, response_id)
     query = request.query_params
-    limit = _number(request, "limit", default=20, least=1)
-    if limit > _MAX_LISTED:
-        raise ApiError(400, f"limit: must be at most {_MAX_LISTED}, got {limit}", param="limit")
+    limit = _query_number(request, "limit", default=20, least=1)
+    if limit > _MAX_ITEMS_PER_PAGE:
+        raise ApiError(
+            400,
+            f"limit must be at most {_MAX_ITEMS_PER_PAGE}, but the request has {limit}",
+            param="limit",
+        )
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise ApiError(400, f"order: must be asc or desc, got {shown(order)}", param="order")
+        raise ApiError(
+            400, f"order must be asc or desc, but the request has {shown(order)}", param="order"
+        )
     items: list[Json] = json.loads(found.context)
     if order == "desc":
         items.reverse()
     begin = 0
     if "after" in query:
-        names = [item["id"] for item in items]
-        if query["after"] not in names:
+        ids = [item["id"] for item in items]
+        if query["after"] not in ids:
             raise ApiError(
-                404, f"after: there is no item {shown(query['after'])} among them", param="after"
+                404,
+                f"after must be the id of an input item of {response_id}, but the request has "
+                f"{shown(query['after'])}",
+                param="after",
             )
-        begin = names.index(query["after"]) + 1
+        begin = ids.index(query["after"]) + 1
     page = items[begin : begin + limit]
     return {
         "object": "list",
@@ -183,107 +213,126 @@ def _responses(request: Request) -> Responses:
     return responses
 
 
-def _find(request: Request, response_id: str) -> Background | Record:
+def _find(request: Request, response_id: str) -> BackgroundResponse | StoredResponse:
+    """Return the response with this id.
+
+    Raises: ApiError 404.
+    """
     found = _responses(request).store.find(response_id)
-    if not isinstance(found, Background | Record):
-        raise _unknown(response_id, "response_id")
+    if not isinstance(found, BackgroundResponse | StoredResponse):
+        raise _not_found(response_id, "response_id")
     return found
 
 
-def _unknown(response_id: str, param: str) -> ApiError:
+def _not_found(response_id: str, param: str) -> ApiError:
     return ApiError(
         404,
-        f"{param}: there is no response {shown(response_id)}; it was never stored, or it is "
-        "forgotten (max_stored_responses, max_stored_response_bytes, stored_response_age_s)",
+        f"The response {shown(response_id)} does not exist. It was never stored, or it was deleted "
+        "because of a limit of the response store (max_stored_responses, "
+        "max_stored_response_bytes, stored_response_age_s).",
         param=param,
         code="response_not_found",
     )
 
 
-def _object(found: Background | Record) -> Response:
-    if isinstance(found, Background):
-        return JSONResponse(found.answer.as_json())
+def _response_object(found: BackgroundResponse | StoredResponse) -> Response:
+    if isinstance(found, BackgroundResponse):
+        return JSONResponse(found.builder.as_json())
     return Response(found.response, media_type="application/json")
 
 
-def _is_kept(wanted: ResponsesRequest, store: Store) -> bool:
-    """Whether the response is to be kept: yes, unless told otherwise.
+def _is_stored(responses_request: ResponsesRequest, store: Store) -> bool:
+    """Return whether the response will be stored.
 
-    Raises: ApiError 400 where it must be and can't.
+    Raises: ApiError 400 if the request requires it, but the store is turned off.
     """
     for name in ("store", "background"):
-        if getattr(wanted, name) and not store.is_on:
+        if getattr(responses_request, name) and not store.is_on:
             raise ApiError(
                 400,
-                f"{name}: no responses are kept here (max_stored_responses is 0), got true; leave "
-                "it out",
+                f"{name} must not be true, because this server stores no responses "
+                "(max_stored_responses is 0). Leave the field out.",
                 param=name,
+                limit="max_stored_responses",
             )
-    return wanted.store is not False and store.is_on
+    return responses_request.store is not False and store.is_on
 
 
-def _conversation(wanted: ResponsesRequest, store: Store) -> list[Json]:
-    """All items that the response reads.
+def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Json]:
+    """Return all items that the model reads: those of the earlier responses, then `input`.
 
     Raises: ApiError 400 and 404.
     """
-    before: list[Json] = []
-    name = wanted.previous_response_id
-    if name is not None:
-        previous = store.find(name)
-        if isinstance(previous, Background):
+    earlier_items: list[Json] = []
+    previous_id = responses_request.previous_response_id
+    if previous_id is not None:
+        previous = store.find(previous_id)
+        if isinstance(previous, BackgroundResponse):
             raise ApiError(
                 400,
-                f"previous_response_id: {shown(name)} is {previous.answer.status}; wait for its "
-                "end, or cancel it",
+                f"previous_response_id must name a response that has ended, but "
+                f"{shown(previous_id)} has the status {previous.builder.status}. Wait until it "
+                "ends, or cancel it.",
                 param="previous_response_id",
             )
-        if not isinstance(previous, Record):
-            raise _unknown(name, "previous_response_id")
-        before = json.loads(previous.context) + previous.output
-    items = read_items(wanted.input, store.find_item)
-    check_calls(before, items)
-    return before + items
+        if not isinstance(previous, StoredResponse):
+            raise _not_found(previous_id, "previous_response_id")
+        earlier_items = json.loads(previous.context) + previous.output
+    items = read_items(responses_request.input, store.find_item)
+    check_calls(earlier_items, items)
+    return earlier_items + items
 
 
-def _generate(request: Request, wanted: ResponsesRequest, chat: Json) -> AsyncGenerator[Delta]:
+def _generate(
+    request: Request, responses_request: ResponsesRequest, chat: Json
+) -> AsyncGenerator[Delta]:
     backend = context_of(request).backend
-    request_id = engine_request_id(request)
-    if wanted.truncation == "auto":
-        return generate_fitting(backend, request_id, chat)
-    return backend.generate(Generation(request_id, chat_request=dump(chat)))
+    request_id = unique_request_id(request)
+    if responses_request.truncation == "auto":
+        return generate_truncated(backend, request_id, chat)
+    return backend.generate(Generation(request_id, chat_request=to_json(chat)))
 
 
-def _followed(run: Background, after: int) -> sse.EventStream:
+def _follow(run: BackgroundResponse, after: int) -> sse.EventStream:
     events = run.follow(after)
     return sse.EventStream(events, source=events)
 
 
 async def _events(
-    answer: Answer, first: Delta | None, rest: AsyncGenerator[Delta], keep: Callable[[], bool]
+    builder: ResponseBuilder,
+    first: Delta | None,
+    rest: AsyncGenerator[Delta],
+    store: Callable[[], bool],
 ) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events; an error of the backend is one of them, and the last."""
-    for event in answer.opening():
+    """Yield a response as server-sent events. An error of the backend becomes the last event.
+
+    Args:
+        builder: builds the response.
+        first: the first delta, None if there is none.
+        rest: the deltas after the first one.
+        store: stores the response, and returns whether it was stored.
+    """
+    for event in builder.opening():
         yield named_event(event)
     delta = first
     try:
         while delta is not None:
-            events = answer.take(delta)
-            if answer.is_over:
-                events[-1]["response"]["store"] = keep()
+            events = builder.add(delta)
+            if builder.is_over:
+                events[-1]["response"]["store"] = store()
             yield b"".join(map(named_event, events))
             delta = await anext(rest, None)
-        if not answer.is_over:
-            raise unfinished()
+        if not builder.is_over:
+            raise unfinished_error()
     except FrontendError as error:
-        if not answer.is_over:
-            events = answer.fail(to_api_error(error))
-            events[-1]["response"]["store"] = keep()
+        if not builder.is_over:
+            events = builder.fail(to_api_error(error))
+            events[-1]["response"]["store"] = store()
             yield b"".join(map(named_event, events))
 
 
-def _number(request: Request, name: str, *, default: int, least: int) -> int:
-    """A whole number of the query.
+def _query_number(request: Request, name: str, *, default: int, least: int) -> int:
+    """Return a query parameter that is an integer of at least `least`.
 
     Raises: ApiError 400.
     """
@@ -293,7 +342,8 @@ def _number(request: Request, name: str, *, default: int, least: int) -> int:
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise ApiError(
             400,
-            f"{name}: must be a whole number from {max(least, 0)}, got {shown(text)}",
+            f"{name} must be an integer of at least {max(least, 0)}, but the request has "
+            f"{shown(text)}",
             param=name,
         )
     return int(text)

@@ -1,4 +1,4 @@
-"""POST /tokenize: the token ids of a prompt or a chat, as vLLM and SGLang offer it."""
+"""POST /tokenize."""
 
 from typing import Any
 
@@ -8,34 +8,38 @@ from nereid_client.protocol.tokenize_request import TokenizeRequest
 from nereid_client.request_context import (
     check_unicode,
     context_of,
-    dump,
-    engine_request_id,
     read_body,
+    to_json,
+    unique_request_id,
     validate,
 )
 from nereid_client.triton_backend import Generation
 
-router = APIRouter()
+router = APIRouter(tags=["Language model"])
 
 
-@router.post("/tokenize", summary="Token ids of a prompt or a chat")
-@router.post("/v1/tokenize", summary="The same, by SGLang's name")
+@router.post("/tokenize", summary="Tokenize a prompt or a chat")
+@router.post("/v1/tokenize", summary="Tokenize a prompt or a chat (SGLang's path)")
 async def tokenize(request: Request) -> dict[str, Any]:
-    """Ids as generation would see them, and their number; `max_model_len` is not known here."""
+    """Return the token ids that the model would receive, and their number, in vLLM's format.
+
+    The messages of a chat are rendered with the chat template first. `max_model_len` is null,
+    because the frontend does not know it.
+    """
     context = context_of(request)
     body = await read_body(request)
-    wanted = validate(TokenizeRequest, body)
-    context.check_model(wanted.model)
-    if wanted.prompt is not None:
-        check_unicode(wanted.prompt)
-    chat = wanted.chat_request(body)
-    parameters = wanted.sampling_parameters()
+    tokenize_request = validate(TokenizeRequest, body)
+    context.check_model(tokenize_request.model)
+    if tokenize_request.prompt is not None:
+        check_unicode(tokenize_request.prompt)
+    chat = tokenize_request.chat_request(body)
+    parameters = tokenize_request.sampling_parameters()
     tokens = await context.backend.tokenize(
         Generation(
-            engine_request_id(request),
-            text_input=wanted.prompt,
-            chat_request=None if chat is None else dump(chat),
-            sampling_parameters=None if parameters is None else dump(parameters),
+            unique_request_id(request),
+            text_input=tokenize_request.prompt,
+            chat_request=None if chat is None else to_json(chat),
+            sampling_parameters=None if parameters is None else to_json(parameters),
         )
     )
     return {"count": len(tokens), "max_model_len": None, "tokens": tokens, "token_strs": None}

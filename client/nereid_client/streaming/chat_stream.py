@@ -1,62 +1,75 @@
-"""Deltas of the postprocessor -> OpenAI chat completion: its chunks, or the whole answer."""
+"""Convert the deltas of the postprocessor to chat completion chunks, or to a whole completion."""
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from nereid_client.errors import FrontendError, to_api_error
 from nereid_client.streaming import sse
-from nereid_client.streaming.completion_frame import Json, Reply, usage_of
-from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, unfinished
+from nereid_client.streaming.completion_frame import CompletionFrame, Json, total_usage
+from nereid_client.streaming.deltas import Delta, ToolCallPiece, Usage, unfinished_error
 from nereid_client.streaming.openai_logprobs import chat_logprobs, prompt_logprobs
 from nereid_client.streaming.reasoning_view import ReasoningView
 
 
 async def chat_events(
-    reply: Reply, view: ReasoningView, first: Delta | None, rest: AsyncGenerator[Delta]
+    frame: CompletionFrame, view: ReasoningView, first: Delta | None, rest: AsyncGenerator[Delta]
 ) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events, its choices interleaved; what is due at once together.
+    """Yield a chat completion as server-sent events.
 
-    An error of the backend becomes an event of its own and ends the stream, without [DONE].
+    The chunks of several choices are interleaved. Events that are ready at the same time are
+    yielded together, because each yield costs a write to the socket. An error of the backend
+    becomes the last event; [DONE] does not follow it.
+
+    Args:
+        frame: the fields that all chunks have in common.
+        view: decides when reasoning is sent.
+        first: the first delta, None if there is none.
+        rest: the deltas after the first one.
     """
-    roles = [_choice(at, {"role": "assistant", "content": ""}) for at in range(reply.num_choices)]
-    told = [sse.event(_chunk(reply, role)) for role in roles]
+    roles = [_choice(at, {"role": "assistant", "content": ""}) for at in range(frame.num_choices)]
+    unsent = [sse.event(_chunk(frame, role)) for role in roles]
     delta = first
-    usages: list[Usage | None] = [None] * reply.num_choices
-    unfinished_choices = set(range(reply.num_choices))
+    usages: list[Usage | None] = [None] * frame.num_choices
+    unfinished_choices = set(range(frame.num_choices))
     try:
         while delta is not None:
             index = delta.get("index", 0)
             usages[index] = delta.get("usage", usages[index])
             if "finish_reason" in delta:
                 unfinished_choices.discard(index)
-            told += [sse.event(chunk) for chunk in _chunks(reply, view.show(delta), usages)]
-            if told and unfinished_choices:  # the end is sent with what follows it at once
-                yield b"".join(told)
-                told = []
+            unsent += [sse.event(chunk) for chunk in _chunks(frame, view.apply(delta), usages)]
+            if unsent and unfinished_choices:  # the last chunks are sent together with [DONE]
+                yield b"".join(unsent)
+                unsent = []
             delta = await anext(rest, None)
         if unfinished_choices:
-            raise unfinished()
+            raise unfinished_error()
     except FrontendError as error:
-        yield b"".join([*told, sse.event(to_api_error(error).body())])
+        yield b"".join([*unsent, sse.event(to_api_error(error).body())])
         return
-    if reply.include_usage:
-        last = reply.frame("chat.completion.chunk", [])
-        told.append(sse.event({**last, "usage": usage_of([usages])}))
-    yield b"".join([*told, sse.DONE])
+    if frame.include_usage:
+        last = frame.with_choices("chat.completion.chunk", [])
+        unsent.append(sse.event({**last, "usage": total_usage([usages])}))
+    yield b"".join([*unsent, sse.DONE])
 
 
-def chat_completion(reply: Reply, totals: Sequence[Delta]) -> Json:
-    """The whole answer: what each choice adds up to, in the order of their index."""
-    choices = [_whole_choice(reply, index, total) for index, total in enumerate(totals)]
-    answer = reply.frame("chat.completion", choices)
-    answer["usage"] = usage_of([[total.get("usage") for total in totals]])
-    return answer | _of_prompt(totals[0])
+def chat_completion(frame: CompletionFrame, totals: Sequence[Delta]) -> Json:
+    """Return a whole chat completion.
+
+    Args:
+        frame: the fields that do not depend on the choices.
+        totals: the sum of the deltas of each choice, in the order of the choices.
+    """
+    choices = [_whole_choice(frame, index, total) for index, total in enumerate(totals)]
+    completion = frame.with_choices("chat.completion", choices)
+    completion["usage"] = total_usage([[total.get("usage") for total in totals]])
+    return completion | _prompt_fields(totals[0])
 
 
-def _whole_choice(reply: Reply, index: int, total: Delta) -> Json:
-    """One choice.
+def _whole_choice(frame: CompletionFrame, index: int, total: Delta) -> Json:
+    """Return one choice of a whole completion.
 
-    Both names of the reasoning text are filled, `reasoning` (vLLM's) and `reasoning_content`
-    (SGLang's and llama.cpp's), and both of what stopped it: `stop_reason` and `matched_stop`.
+    Other servers have different names for two fields, so both names are filled: `reasoning` (vLLM)
+    and `reasoning_content` (SGLang, llama.cpp); `stop_reason` (vLLM) and `matched_stop` (SGLang).
     """
     calls = total.get("tool_calls", [])
     content = total.get("content")
@@ -73,7 +86,7 @@ def _whole_choice(reply: Reply, index: int, total: Delta) -> Json:
     choice = {
         "index": index,
         "message": message,
-        "logprobs": _logprobs(reply, total),
+        "logprobs": _logprobs(frame, total),
         "finish_reason": total.get("finish_reason"),
         "stop_reason": total.get("stop_reason"),
         "matched_stop": total.get("stop_reason"),
@@ -83,10 +96,11 @@ def _whole_choice(reply: Reply, index: int, total: Delta) -> Json:
     return choice
 
 
-def _chunks(reply: Reply, delta: Delta, usages: Sequence[Usage | None]) -> Iterator[Json]:
-    """The chunks of one delta: what it adds, then its end.
+def _chunks(frame: CompletionFrame, delta: Delta, usages: Sequence[Usage | None]) -> Iterator[Json]:
+    """Yield the chunks for one delta: one for its text, and one for its finish reason.
 
-    Tokens whose text is held back have their log-probabilities in a chunk that adds nothing else.
+    Tokens whose text is held back, because it may be part of a marker, are reported in a chunk
+    with log-probabilities and an empty delta.
     """
     added: Json = {}
     if reasoning := delta.get("reasoning"):
@@ -97,48 +111,48 @@ def _chunks(reply: Reply, delta: Delta, usages: Sequence[Usage | None]) -> Itera
         added["tool_calls"] = [_call_piece(call) for call in calls]
     choice = _choice(delta.get("index", 0), added)
     if delta.get("logprobs"):
-        choice["logprobs"] = _logprobs(reply, delta)
+        choice["logprobs"] = _logprobs(frame, delta)
     if delta.get("token_ids"):
         choice["token_ids"] = delta["token_ids"]
-    if added or _of_tokens(delta):
-        yield _chunk(reply, choice, usages) | _of_prompt(delta)
+    if added or _has_token_data(delta):
+        yield _chunk(frame, choice, usages) | _prompt_fields(delta)
     if "finish_reason" in delta:
         last = _choice(delta.get("index", 0), {})
         last["finish_reason"] = delta["finish_reason"]
         last["stop_reason"] = last["matched_stop"] = delta.get("stop_reason")
-        yield _chunk(reply, last, usages)
+        yield _chunk(frame, last, usages)
 
 
-def _of_tokens(delta: Delta) -> bool:
+def _has_token_data(delta: Delta) -> bool:
     names = ("logprobs", "token_ids", "prompt_token_ids")
     return any(delta.get(name) for name in names)
 
 
-def _of_prompt(delta: Delta) -> Json:
-    """What stands beside the choices, as in vLLM's answers."""
-    given: Json = {}
+def _prompt_fields(delta: Delta) -> Json:
+    """Return the fields about the prompt, which vLLM puts beside the choices."""
+    fields: Json = {}
     if "prompt_token_ids" in delta:
-        given["prompt_token_ids"] = delta["prompt_token_ids"]
+        fields["prompt_token_ids"] = delta["prompt_token_ids"]
     if "prompt_logprobs" in delta:
-        given["prompt_logprobs"] = prompt_logprobs(delta["prompt_logprobs"])
-    return given
+        fields["prompt_logprobs"] = prompt_logprobs(delta["prompt_logprobs"])
+    return fields
 
 
-def _logprobs(reply: Reply, delta: Delta) -> Json | None:
+def _logprobs(frame: CompletionFrame, delta: Delta) -> Json | None:
     if "logprobs" not in delta:
         return None
-    return chat_logprobs(delta["logprobs"], reply.tokens_as_ids)
+    return chat_logprobs(delta["logprobs"], frame.tokens_as_ids)
 
 
 def _choice(index: int, delta: Json) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _chunk(reply: Reply, choice: Json, usages: Sequence[Usage | None] = ()) -> Json:
-    chunk = reply.frame("chat.completion.chunk", [choice])
-    if reply.include_usage:
-        is_told = reply.continuous_usage and any(usages)
-        chunk["usage"] = usage_of([usages]) if is_told else None
+def _chunk(frame: CompletionFrame, choice: Json, usages: Sequence[Usage | None] = ()) -> Json:
+    chunk = frame.with_choices("chat.completion.chunk", [choice])
+    if frame.include_usage:
+        has_usage = frame.continuous_usage and any(usages)
+        chunk["usage"] = total_usage([usages]) if has_usage else None
     return chunk
 
 

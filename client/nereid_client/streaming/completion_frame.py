@@ -1,4 +1,4 @@
-"""What chat and text completions have in common: the frame of every answer, and its usage."""
+"""The fields that all chunks of a completion have in common, and its token counts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,15 +10,18 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What every chunk and every answer of one request repeats.
+class CompletionFrame:
+    """The fields that each chunk repeats, and the options of the request that shape all chunks.
 
     Attributes:
-        num_choices: choices of each prompt.
-        include_usage: whether a last chunk reports the usage.
-        continuous_usage: whether every chunk does.
-        tokens_as_ids: whether tokens of log-probabilities are written `token_id:17`.
-        service_tier: what served it, where the request asked for a tier.
+        id: the id of the completion.
+        model: the name of the served model.
+        created: the Unix time in seconds.
+        num_choices: the number of choices of each prompt.
+        include_usage: whether a stream ends with a chunk that has the token counts.
+        continuous_usage: whether each chunk has the token counts.
+        tokens_as_ids: whether log-probabilities name a token as "token_id:17".
+        service_tier: the service tier in the response, None to leave it out.
     """
 
     id: str
@@ -30,47 +33,52 @@ class Reply:
     tokens_as_ids: bool = False
     service_tier: str | None = None
 
-    def frame(self, kind: str, choices: list[Json]) -> Json:
-        """An answer or a chunk of this `object` with these choices."""
-        frame = {
+    def with_choices(self, kind: str, choices: list[Json]) -> Json:
+        """Return a chunk or a whole completion.
+
+        Args:
+            kind: the value of the field `object`, such as "chat.completion.chunk".
+            choices: the value of the field `choices`.
+        """
+        chunk = {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
         }
-        return frame if self.service_tier is None else frame | {"service_tier": self.service_tier}
+        return chunk if self.service_tier is None else chunk | {"service_tier": self.service_tier}
 
 
-def usage_of(prompts: Iterable[Iterable[Usage | None]]) -> Json:
-    """OpenAI's usage object of a whole request.
+def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
+    """Return OpenAI's usage object for a whole request.
 
-    A prompt counts once, however many choices share it; what was generated counts for each choice.
-    Details are there where the backend gives them.
+    The tokens of a prompt count once, although all its choices report them. Generated tokens count
+    for each choice. The details are present if the backend reports them.
 
     Args:
-        prompts: for each prompt the usage of its choices, None where nothing is known yet.
+        prompts: for each prompt the usage of its choices, None for a choice without a delta yet.
     """
-    given = [[usage for usage in choices if usage] for choices in prompts]
-    of_prompts = [choices[0] for choices in given if choices]
-    of_choices = [usage for choices in given for usage in choices]
+    known = [[usage for usage in choices if usage] for choices in prompts]
+    first_choices = [choices[0] for choices in known if choices]
+    all_choices = [usage for choices in known for usage in choices]
     counts: Json = {
-        "prompt_tokens": sum(usage["prompt_tokens"] for usage in of_prompts),
-        "completion_tokens": sum(usage["completion_tokens"] for usage in of_choices),
+        "prompt_tokens": sum(usage["prompt_tokens"] for usage in first_choices),
+        "completion_tokens": sum(usage["completion_tokens"] for usage in all_choices),
     }
     counts["total_tokens"] = counts["prompt_tokens"] + counts["completion_tokens"]
-    if any("prompt_tokens_details" in usage for usage in of_choices):
-        cached = (max(map(_cached, choices)) for choices in given if choices)
+    if any("prompt_tokens_details" in usage for usage in all_choices):
+        cached = (max(map(_cached_tokens, choices)) for choices in known if choices)
         counts["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
-    if any("completion_tokens_details" in usage for usage in of_choices):
-        reasoning = sum(map(_reasoning, of_choices))
+    if any("completion_tokens_details" in usage for usage in all_choices):
+        reasoning = sum(map(_reasoning_tokens, all_choices))
         counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return counts
 
 
-def _cached(usage: Usage) -> int:
+def _cached_tokens(usage: Usage) -> int:
     return usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
 
 
-def _reasoning(usage: Usage) -> int:
+def _reasoning_tokens(usage: Usage) -> int:
     return usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)

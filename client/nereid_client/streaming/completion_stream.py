@@ -1,6 +1,7 @@
-"""Deltas -> OpenAI text completion, several prompts at once: its chunks, or the whole answer.
+"""Convert the deltas of the postprocessor to text completion chunks, or to a whole completion.
 
-Choice `prompt * n + i` is the i-th answer to a prompt, as in OpenAI's API.
+A text completion may have several prompts. As in OpenAI's API, the choices are numbered across all
+prompts: choice `prompt * n + i` is the i-th choice of a prompt.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -8,23 +9,25 @@ from dataclasses import dataclass, field
 
 from nereid_client.errors import FrontendError, to_api_error
 from nereid_client.streaming import sse
-from nereid_client.streaming.completion_frame import Json, Reply, usage_of
-from nereid_client.streaming.deltas import Delta, Usage, unfinished
+from nereid_client.streaming.completion_frame import CompletionFrame, Json, total_usage
+from nereid_client.streaming.deltas import Delta, Usage, unfinished_error
 from nereid_client.streaming.openai_logprobs import CompletionLogprobs, joined, prompt_logprobs
 
-Indexed = tuple[int, Delta]
+PromptDelta = tuple[int, Delta]
+"""The index of a prompt, and a delta of one of its choices."""
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a text completion's choices are to hold.
+class CompletionOptions:
+    """The options of a request that decide what its choices contain.
 
     Attributes:
-        echoes: per prompt, the text that comes before its answers.
-        logprobs: whether tokens come with their log-probabilities; with an echo, the prompt's too.
-        prompt_logprobs: whether the prompt's come by themselves, in vLLM's shape.
-        token_ids: whether token ids come.
-        only_prompt: drop what was generated: it was asked for only to have the prompt scored.
+        echoes: for each prompt, the text that its choices start with ("" without `echo`).
+        logprobs: whether choices have log-probabilities, those of an echoed prompt included.
+        prompt_logprobs: whether choices have the field `prompt_logprobs`, in vLLM's format.
+        token_ids: whether choices have token ids.
+        only_prompt: whether generated tokens are dropped, because only the log-probabilities of
+            the prompt are requested.
     """
 
     echoes: Sequence[str]
@@ -35,110 +38,123 @@ class Wishes:
 
 
 @dataclass
-class _Progress:
-    """How far the choices of a stream have come."""
+class _StreamState:
+    """The state of one stream: token counts, unfinished choices and log-probabilities."""
 
-    reply: Reply
-    wishes: Wishes
+    frame: CompletionFrame
+    options: CompletionOptions
     usages: list[list[Usage | None]] = field(init=False)
-    running: set[int] = field(init=False)
-    scores: list[CompletionLogprobs] = field(init=False)
+    unfinished: set[int] = field(init=False)
+    logprobs: list[CompletionLogprobs] = field(init=False)
 
     def __post_init__(self) -> None:
-        num_prompts, num_choices = len(self.wishes.echoes), self.reply.num_choices
+        num_prompts, num_choices = len(self.options.echoes), self.frame.num_choices
         self.usages = [[None] * num_choices for _ in range(num_prompts)]
-        self.running = set(range(num_prompts * num_choices))
-        self.scores = [
-            CompletionLogprobs(self.reply.tokens_as_ids, echo)
-            for echo in self.wishes.echoes
+        self.unfinished = set(range(num_prompts * num_choices))
+        self.logprobs = [
+            CompletionLogprobs(self.frame.tokens_as_ids, echo)
+            for echo in self.options.echoes
             for _ in range(num_choices)
         ]
 
     def chunk(self, index: int, choice: Json) -> Json:
-        chunk = self.reply.frame("text_completion", [{"index": index, **choice}])
-        if self.reply.include_usage:
-            chunk["usage"] = usage_of(self.usages) if self.reply.continuous_usage else None
+        """Return a chunk with one choice, whose number across all prompts is `index`."""
+        chunk = self.frame.with_choices("text_completion", [{"index": index, **choice}])
+        if self.frame.include_usage:
+            chunk["usage"] = total_usage(self.usages) if self.frame.continuous_usage else None
         return chunk
 
-    def take(self, prompt: int, delta: Delta) -> Json | None:
-        """The chunk of one delta, if it needs one."""
+    def update(self, prompt: int, delta: Delta) -> Json | None:
+        """Record a delta. Return its chunk, None if the chunk would be empty."""
         at = delta.get("index", 0)
-        index = prompt * self.reply.num_choices + at
+        index = prompt * self.frame.num_choices + at
         self.usages[prompt][at] = delta.get("usage", self.usages[prompt][at])
         if "finish_reason" in delta:
-            self.running.discard(index)
-        if not any(delta.get(name) for name in _SAYS_SOMETHING):
+            self.unfinished.discard(index)
+        if not any(delta.get(name) for name in _CHUNK_FIELDS):
             return None
         choice = _choice(delta.get("text", ""), delta)
-        if self.wishes.logprobs:
+        if self.options.logprobs:
             entries, is_last = delta.get("logprobs", ()), "finish_reason" in delta
-            part = self.scores[index].add(delta.get("text", ""), entries, is_last)
+            part = self.logprobs[index].add(delta.get("text", ""), entries, is_last)
             choice["logprobs"] = part if entries else None
-        return self.chunk(index, choice | _ids(self.wishes, delta, delta))
+        return self.chunk(index, choice | _token_ids(self.options, delta, delta))
 
 
-_SAYS_SOMETHING = ("text", "finish_reason", "logprobs", "token_ids", "prompt_token_ids")
+_CHUNK_FIELDS = ("text", "finish_reason", "logprobs", "token_ids", "prompt_token_ids")
+"""The fields of a delta that need a chunk."""
 
 
 async def completion_events(
-    reply: Reply, wishes: Wishes, first: Indexed | None, rest: AsyncGenerator[Indexed]
+    frame: CompletionFrame,
+    options: CompletionOptions,
+    first: PromptDelta | None,
+    rest: AsyncGenerator[PromptDelta],
 ) -> AsyncGenerator[bytes]:
-    """The answers as server-sent events, their choices interleaved; what is due at once together.
+    """Yield a text completion as server-sent events.
 
-    An error of the backend becomes an event of its own and ends the stream, without [DONE].
+    The chunks of several choices are interleaved. Events that are ready at the same time are
+    yielded together, because each yield costs a write to the socket. An error of the backend
+    becomes the last event; [DONE] does not follow it.
 
     Args:
-        reply: what all chunks repeat.
-        wishes: what they hold.
-        first: the first delta and its prompt's index, read already.
-        rest: the others.
+        frame: the fields that all chunks have in common.
+        options: what the choices contain.
+        first: the first delta, None if there is none.
+        rest: the deltas after the first one.
     """
-    progress = _Progress(reply, wishes)
-    told = [
-        sse.event(progress.chunk(prompt * reply.num_choices + at, _choice(echo, {})))
-        for prompt, echo in enumerate(wishes.echoes)
-        for at in range(reply.num_choices if echo else 0)
+    state = _StreamState(frame, options)
+    unsent = [
+        sse.event(state.chunk(prompt * frame.num_choices + at, _choice(echo, {})))
+        for prompt, echo in enumerate(options.echoes)
+        for at in range(frame.num_choices if echo else 0)
     ]
     item = first
     try:
         while item is not None:
-            if chunk := progress.take(*item):
-                told.append(sse.event(chunk))
-            if told and progress.running:  # the end is sent with what follows it at once
-                yield b"".join(told)
-                told = []
+            if chunk := state.update(*item):
+                unsent.append(sse.event(chunk))
+            if unsent and state.unfinished:  # the last chunks are sent together with [DONE]
+                yield b"".join(unsent)
+                unsent = []
             item = await anext(rest, None)
-        if progress.running:
-            raise unfinished()
+        if state.unfinished:
+            raise unfinished_error()
     except FrontendError as error:
-        yield b"".join([*told, sse.event(to_api_error(error).body())])
+        yield b"".join([*unsent, sse.event(to_api_error(error).body())])
         return
-    if reply.include_usage:
-        last = reply.frame("text_completion", [])
-        told.append(sse.event({**last, "usage": usage_of(progress.usages)}))
-    yield b"".join([*told, sse.DONE])
+    if frame.include_usage:
+        last = frame.with_choices("text_completion", [])
+        unsent.append(sse.event({**last, "usage": total_usage(state.usages)}))
+    yield b"".join([*unsent, sse.DONE])
 
 
-def completion(reply: Reply, wishes: Wishes, answers: Sequence[Sequence[Delta]]) -> Json:
-    """The whole answer.
+def completion(
+    frame: CompletionFrame, options: CompletionOptions, totals: Sequence[Sequence[Delta]]
+) -> Json:
+    """Return a whole text completion.
 
     Args:
-        reply: what it repeats; of more answers to a prompt than its `num_choices` the best are
-            given, best first.
-        wishes: what it holds.
-        answers: for each prompt, what each of its answers adds up to.
+        frame: the fields that do not depend on the choices. If more than `frame.num_choices` were
+            generated for a prompt, the best ones are returned, the best first.
+        options: what the choices contain.
+        totals: for each prompt, the sum of the deltas of each of its choices.
     """
     choices: list[Json] = []
-    for prompt, totals in enumerate(answers):
-        for total in best(totals, reply.num_choices):
-            choice = _whole_choice(reply, wishes, prompt, totals[0], total)
+    for prompt, of_prompt in enumerate(totals):
+        for total in best(of_prompt, frame.num_choices):
+            choice = _whole_choice(frame, options, prompt, of_prompt[0], total)
             choices.append({"index": len(choices), **choice})
-    usages = [[_usage(wishes, total) for total in totals] for totals in answers]
-    return {**reply.frame("text_completion", choices), "usage": usage_of(usages)}
+    usages = [[_usage(options, total) for total in of_prompt] for of_prompt in totals]
+    whole = frame.with_choices("text_completion", choices)
+    return {**whole, "usage": total_usage(usages)}
 
 
 def best(totals: Sequence[Delta], number: int) -> Sequence[Delta]:
-    """So many answers: all in their order, or those with the likeliest tokens on average."""
+    """Return the choices with the highest mean log-probability of a token, the best first.
+
+    If there are not more than `number`, return all of them in their own order.
+    """
     if len(totals) <= number:
         return totals
     return sorted(totals, key=_mean_logprob, reverse=True)[:number]
@@ -150,44 +166,63 @@ def _mean_logprob(total: Delta) -> float:
     return total.get("cumulative_logprob", 0.0) / max(1, num_tokens)
 
 
-def _whole_choice(reply: Reply, wishes: Wishes, prompt: int, first: Delta, total: Delta) -> Json:
-    """One choice; `first` is the prompt's first answer, which holds what is known of the prompt."""
-    echo = wishes.echoes[prompt]
-    text = "" if wishes.only_prompt else total.get("text", "")
+def _whole_choice(
+    frame: CompletionFrame, options: CompletionOptions, prompt: int, first: Delta, total: Delta
+) -> Json:
+    """Return one choice of a whole completion.
+
+    Args:
+        frame: the fields that all choices have in common.
+        options: what the choice contains.
+        prompt: the index of the prompt.
+        first: the sum of the deltas of the prompt's first choice, which reports the tokens and
+            log-probabilities of the prompt.
+        total: the sum of the deltas of this choice.
+    """
+    echo = options.echoes[prompt]
+    text = "" if options.only_prompt else total.get("text", "")
     choice = _choice(echo + text, total)
-    if wishes.only_prompt:
+    if options.only_prompt:
         choice |= {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
-    if wishes.logprobs:
-        scores = CompletionLogprobs(reply.tokens_as_ids, echo)
+    if options.logprobs:
+        logprobs = CompletionLogprobs(frame.tokens_as_ids, echo)
         parts = []
         if echo:
-            known = first.get("prompt_token_ids", ()), first.get("prompt_logprobs", [])
-            parts.append(scores.prompt(*known))
-        if not wishes.only_prompt:
-            parts.append(scores.add(text, total.get("logprobs", ()), is_last=True))
+            token_ids = first.get("prompt_token_ids", ())
+            parts.append(logprobs.prompt(token_ids, first.get("prompt_logprobs", [])))
+        if not options.only_prompt:
+            parts.append(logprobs.add(text, total.get("logprobs", ()), is_last=True))
         choice["logprobs"] = joined(parts)
-    if wishes.prompt_logprobs:
+    if options.prompt_logprobs:
         choice["prompt_logprobs"] = prompt_logprobs(first.get("prompt_logprobs", []))
-    return choice | _ids(wishes, first, total)
+    return choice | _token_ids(options, first, total)
 
 
-def _usage(wishes: Wishes, total: Delta) -> Usage | None:
+def _usage(options: CompletionOptions, total: Delta) -> Usage | None:
+    """Return the token counts of a choice, without the generated tokens if they are dropped."""
     usage = total.get("usage")
-    if usage is None or not wishes.only_prompt:
+    if usage is None or not options.only_prompt:
         return usage
-    only: Usage = {"prompt_tokens": usage["prompt_tokens"], "completion_tokens": 0}
+    prompt_usage: Usage = {"prompt_tokens": usage["prompt_tokens"], "completion_tokens": 0}
     if "prompt_tokens_details" in usage:
-        only["prompt_tokens_details"] = usage["prompt_tokens_details"]
-    return only
+        prompt_usage["prompt_tokens_details"] = usage["prompt_tokens_details"]
+    return prompt_usage
 
 
-def _ids(wishes: Wishes, of_prompt: Delta, delta: Delta) -> Json:
-    given: Json = {}
-    if wishes.token_ids and "token_ids" in delta:
-        given["token_ids"] = [] if wishes.only_prompt else delta["token_ids"]
-    if wishes.token_ids and "prompt_token_ids" in of_prompt:
-        given["prompt_token_ids"] = of_prompt["prompt_token_ids"]
-    return given
+def _token_ids(options: CompletionOptions, first: Delta, delta: Delta) -> Json:
+    """Return the fields with token ids.
+
+    Args:
+        options: whether they are requested.
+        first: the delta that reports the token ids of the prompt.
+        delta: the delta with the generated token ids.
+    """
+    fields: Json = {}
+    if options.token_ids and "token_ids" in delta:
+        fields["token_ids"] = [] if options.only_prompt else delta["token_ids"]
+    if options.token_ids and "prompt_token_ids" in first:
+        fields["prompt_token_ids"] = first["prompt_token_ids"]
+    return fields
 
 
 def _choice(text: str, delta: Delta) -> Json:

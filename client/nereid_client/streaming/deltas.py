@@ -1,4 +1,9 @@
-"""The postprocessor's deltas: what one response adds, and how several add up."""
+"""Deltas: the parts in which the postprocessor sends the choices of a request.
+
+One delta has the text, tool calls, log-probabilities and token counts that are new in one choice.
+This module merges deltas: all of a choice into a whole completion (`fold`), or those that arrive
+while the client is slow (`merged`).
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -7,25 +12,25 @@ from typing import NotRequired, TypedDict
 
 from nereid_client.errors import BackendError
 
-# Deltas kept apart before they are added up, which bounds memory and amortises copying: a request
-# has at most 64 choices, so most of a full pile is news.
-_PILE_LIMIT = 256
+# The number of deltas that are collected before they are merged. Merging bounds the memory; doing
+# it rarely makes it cheap. A request has at most 64 choices, so a merge leaves at most 64 deltas.
+_MAX_UNMERGED = 256
 
 
 class PromptTokensDetails(TypedDict, total=False):
-    """What is known of the prompt's tokens."""
+    """Details about the tokens of the prompt."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict, total=False):
-    """What is known of the answer's tokens."""
+    """Details about the generated tokens."""
 
     reasoning_tokens: int
 
 
 class Usage(TypedDict):
-    """Token counts of one choice so far; its prompt's are those of all choices of a request."""
+    """The token counts of one choice so far. Its prompt is shared with the other choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -34,7 +39,7 @@ class Usage(TypedDict):
 
 
 class ToolCallPiece(TypedDict, total=False):
-    """What is new of one tool call: `id` and `name` come once, `arguments` is appended."""
+    """A part of a tool call. `id` and `name` are in its first part; `arguments` are appended."""
 
     index: int
     id: str
@@ -43,7 +48,7 @@ class ToolCallPiece(TypedDict, total=False):
 
 
 class TopLogprob(TypedDict):
-    """One of the likeliest tokens at a position."""
+    """One of the most probable tokens at a position."""
 
     token: str
     token_id: int
@@ -52,14 +57,14 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of the answer, its rank among the vocabulary, and the likeliest beside it."""
+    """A generated token, its rank in the vocabulary, and the most probable tokens there."""
 
     rank: int
     top_logprobs: list[TopLogprob]
 
 
 class PromptLogprob(TypedDict):
-    """A token that stands in the prompt, or could have."""
+    """A token of the prompt, or one of the most probable tokens at its position."""
 
     logprob: float
     rank: int | None
@@ -67,14 +72,14 @@ class PromptLogprob(TypedDict):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each of the prompt's tokens: token id as a string -> what is known of it; first, None."""
+"""For each token of the prompt, a map of token ids (as strings). None for the first token."""
 
 
 class Delta(TypedDict, total=False):
-    """What one response adds to one choice. Keys are present only where they say something.
+    """The new part of one choice. A key is present only if its value is not empty.
 
-    `text` is the ensemble's `text_output`, there when the call asked for it; the other keys are
-    those of the `delta` tensor. `index` is the choice's; left out, it is 0.
+    `text` is the tensor `text_output`, if the call requested it. The other keys are those of the
+    tensor `delta`. `index` is the number of the choice; a missing index means 0.
     """
 
     index: int
@@ -92,14 +97,18 @@ class Delta(TypedDict, total=False):
     usage: Usage
 
 
-def add_up(deltas: Iterable[Delta]) -> Delta:
-    """One delta that says what all of them say of one choice, in time linear in their length."""
+def merge(deltas: Iterable[Delta]) -> Delta:
+    """Return the sum of several deltas of one choice, in time linear in their total length.
+
+    Example: {"content": "a"} and {"content": "b", "finish_reason": "stop"} return
+    {"content": "ab", "finish_reason": "stop"}.
+    """
     deltas = list(deltas)
     total: Delta = {}
     for delta in deltas:
-        for latest in _LATEST:
-            if latest in delta:
-                total[latest] = delta[latest]  # type: ignore[literal-required]
+        for key in _REPLACED_KEYS:
+            if key in delta:
+                total[key] = delta[key]  # type: ignore[literal-required]
     for text in ("text", "reasoning", "content"):
         pieces = [delta[text] for delta in deltas if text in delta]
         if pieces:
@@ -110,29 +119,30 @@ def add_up(deltas: Iterable[Delta]) -> Delta:
         total["token_ids"] = [token for delta in deltas for token in delta.get("token_ids", ())]
     calls = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
     if calls:
-        total["tool_calls"] = _add_up_calls(calls)
+        total["tool_calls"] = _merge_calls(calls)
     return total
 
 
-_LATEST = (
+_REPLACED_KEYS = (
     *("index", "cumulative_logprob", "prompt_token_ids", "prompt_logprobs"),
     *("finish_reason", "stop_reason", "usage"),
 )
+"""Keys of which the sum has the latest value, because values are not appended to each other."""
 
 
 def by_choice(deltas: Iterable[Delta]) -> list[Delta]:
-    """The deltas of each choice added up, in the order in which the choices first appear."""
+    """Return one merged delta for each choice, in the order in which the choices first appear."""
     choices: dict[int, list[Delta]] = {}
     for delta in deltas:
         choices.setdefault(delta.get("index", 0), []).append(delta)
-    return [choice[0] if len(choice) == 1 else add_up(choice) for choice in choices.values()]
+    return [choice[0] if len(choice) == 1 else merge(choice) for choice in choices.values()]
 
 
 Group = Callable[[Iterable[Delta]], list[Delta]]
-"""How deltas that wait are added up, in an order that their reader can take."""
+"""A function that merges waiting deltas without changing the order that its reader needs."""
 
 
-def _add_up_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
+def _merge_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
     calls: dict[int, ToolCallPiece] = {}
     arguments: dict[int, list[str]] = {}
     for piece in pieces:
@@ -149,58 +159,64 @@ def _add_up_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
 
 
 async def fold(deltas: AsyncGenerator[Delta], num_choices: int = 1) -> list[Delta]:
-    """Each choice's deltas added up, in the order of their index: an answer in one piece.
+    """Return one merged delta for each choice, in the order of their index.
 
-    Raises: BackendError, also when a choice has no finish reason at the end.
+    Raises: BackendError, also if a choice has no finish reason at the end of the stream.
     """
-    pile: list[Delta] = []
+    waiting: list[Delta] = []
     async with aclosing(deltas):
         async for delta in deltas:
-            _put(pile, delta)
-    totals = {total.get("index", 0): total for total in by_choice(pile)}
-    answer = [totals.get(index, {}) for index in range(num_choices)]
-    if not all("finish_reason" in total for total in answer):
-        raise unfinished()
-    return answer
+            _append(waiting, delta)
+    totals = {total.get("index", 0): total for total in by_choice(waiting)}
+    choices = [totals.get(index, {}) for index in range(num_choices)]
+    if not all("finish_reason" in total for total in choices):
+        raise unfinished_error()
+    return choices
 
 
-def unfinished() -> BackendError:
-    """The error for a stream that ended without saying why."""
-    return BackendError("INTERNAL", "the answer ended without a finish reason")
+def unfinished_error() -> BackendError:
+    """Return the error for a stream that ended before all choices had a finish reason."""
+    return BackendError(
+        "INTERNAL",
+        "The stream of the Triton server ended without a finish reason. The log of the Triton "
+        "server may give the cause.",
+    )
 
 
 async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> AsyncGenerator[Delta]:
-    """The same answer in as few deltas as the reader needs: what queued up of a choice is one.
+    """Yield deltas, and merge those that arrive before the reader asks for the next one.
 
-    A client that reads slowly thus costs the text it has not read and no more, and the backend is
-    never held up by it. Closing this generator closes `deltas`.
+    A slow reader therefore costs no more memory than the text that it has not read, and it never
+    delays the backend. Closing this generator closes `deltas`.
 
     Args:
-        deltas: as they come.
-        group: adds up what queued up.
+        deltas: the deltas of the backend.
+        group: merges waiting deltas.
 
-    Raises: BackendError, after everything that came before it.
+    Raises: BackendError, after all deltas that arrived before the error.
     """
     inbox = _Inbox(group)
-    pump = asyncio.create_task(inbox.fill(deltas))
+    reader = asyncio.create_task(inbox.fill(deltas))
     try:
-        while pile := await inbox.take():
-            for delta in group(pile):
+        while waiting := await inbox.take():
+            for delta in group(waiting):
                 yield delta
-        await pump  # raises what the backend raised
+        await reader  # raises the error of the backend, if there was one
     finally:
-        pump.cancel()
-        await asyncio.gather(pump, return_exceptions=True)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
 
 
 async def interleaved(
     sources: Sequence[AsyncGenerator[Delta]],
 ) -> AsyncGenerator[tuple[int, Delta]]:
-    """The deltas of several answers as they come, each with its answer's index.
+    """Yield the deltas of several generators as they arrive, each with its generator's index.
 
-    Closing this generator closes the sources. Raises: BackendError, the first that any raises.
+    Closing this generator closes all of them.
+
+    Raises: BackendError, the first one that a generator raises.
     """
-    if len(sources) == 1:  # which needs no tasks
+    if len(sources) == 1:  # one generator needs no tasks
         async with aclosing(sources[0]) as source:
             async for delta in source:
                 yield 0, delta
@@ -240,34 +256,36 @@ async def _feed(queue: _Queue, index: int, source: AsyncGenerator[Delta]) -> Non
 
 
 class _Inbox:
-    """Deltas that wait for the reader."""
+    """The deltas that wait for the reader of a stream."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._pile: list[Delta] = []
-        self._ended = False
-        self._news = asyncio.Event()
+        self._waiting: list[Delta] = []
+        self._has_ended = False
+        self._changed = asyncio.Event()
 
     async def fill(self, deltas: AsyncGenerator[Delta]) -> None:
+        """Read all deltas of a stream into this inbox."""
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
-                    _put(self._pile, delta, self._group)
-                    self._news.set()
+                    _append(self._waiting, delta, self._group)
+                    self._changed.set()
         finally:
-            self._ended = True
-            self._news.set()
+            self._has_ended = True
+            self._changed.set()
 
     async def take(self) -> list[Delta]:
-        """What waits; nothing at the end."""
-        while not self._pile and not self._ended:
-            self._news.clear()
-            await self._news.wait()
-        pile, self._pile = self._pile, []
-        return pile
+        """Wait for deltas and return them. Return an empty list at the end of the stream."""
+        while not self._waiting and not self._has_ended:
+            self._changed.clear()
+            await self._changed.wait()
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
 
-def _put(pile: list[Delta], delta: Delta, group: Group = by_choice) -> None:
-    pile.append(delta)
-    if len(pile) >= _PILE_LIMIT:
-        pile[:] = group(pile)
+def _append(waiting: list[Delta], delta: Delta, group: Group = by_choice) -> None:
+    """Append a delta, and merge the list when it has become long. Mutates: waiting."""
+    waiting.append(delta)
+    if len(waiting) >= _MAX_UNMERGED:
+        waiting[:] = group(waiting)

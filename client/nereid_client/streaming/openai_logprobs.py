@@ -1,4 +1,4 @@
-"""Log-probabilities of deltas -> the shapes that chat and text completions have for them."""
+"""Convert log-probabilities of deltas to the formats of chat completions and text completions."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -6,12 +6,15 @@ from collections.abc import Iterable, Sequence
 from nereid_client.streaming.completion_frame import Json
 from nereid_client.streaming.deltas import PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 
-_FLOOR = -9999.0  # JSON has no infinity; OpenAI and vLLM give this for an impossible token
-_LOOK_AHEAD_CHARS = 4  # what a character costs at most whose tokens can't be told apart
+# JSON has no infinity. OpenAI and vLLM return this value for a token that is impossible.
+_MIN_LOGPROB = -9999.0
+# How far after its expected place a token's text is searched. An emoji can consist of several
+# tokens that are each an incomplete character, and UTF-8 has at most 4 bytes for a character.
+_SEARCH_CHARS = 4
 
 
 def chat_logprobs(entries: Iterable[TokenLogprob], tokens_as_ids: bool = False) -> Json:
-    """`choices[].logprobs` of a chat completion or one of its chunks."""
+    """Return `choices[].logprobs` of a chat completion or of one of its chunks."""
     content = [
         _chat_entry(entry, tokens_as_ids)
         | {"top_logprobs": [_chat_entry(top, tokens_as_ids) for top in entry["top_logprobs"]]}
@@ -21,7 +24,7 @@ def chat_logprobs(entries: Iterable[TokenLogprob], tokens_as_ids: bool = False) 
 
 
 def prompt_logprobs(given: PromptLogprobs) -> list[Json | None]:
-    """`prompt_logprobs` in vLLM's shape: None for the first token."""
+    """Return `prompt_logprobs` in vLLM's format, with None for the first token."""
     return [
         None if at is None else {token: _prompt_entry(one) for token, one in at.items()}
         for at in given
@@ -29,28 +32,31 @@ def prompt_logprobs(given: PromptLogprobs) -> list[Json | None]:
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of a text completion, piece by piece: each token's exactly once.
+    """Builds `choices[].logprobs` of one choice of a text completion, one part for each delta.
 
-    `text_offset` says where in the choice's text a token begins, in characters. A token that is
-    not in the text (the end token, a hidden special token, what a stop string cut off) stands where
-    the next one does.
+    The field `text_offset` has the position of each token in the text of the choice, in
+    characters. Some tokens are not in the text: the end token, hidden special tokens, and tokens
+    that a stop string cut off. They have the position of the next token.
+
+    Args:
+        tokens_as_ids: whether tokens are named as "token_id:17".
+        echo: the text of the prompt, if the choice starts with it.
     """
 
     def __init__(self, tokens_as_ids: bool = False, echo: str = "") -> None:
-        """For one choice, whose text begins with `echo`, the prompt's."""
         self._tokens_as_ids = tokens_as_ids
-        self._text = echo
-        self._base = 0  # where _text begins in the choice's text; what is behind us gets dropped
-        self._position = 0
+        self._text = echo  # the part of the choice's text whose tokens have not all arrived
+        self._base = 0  # the position of `_text` in the text of the choice
+        self._position = 0  # the position after the last token that was found
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def prompt(self, token_ids: Sequence[int], given: PromptLogprobs) -> Json:
-        """The part of the prompt, to be taken before any other.
+        """Return the part for the tokens of the prompt. It comes before all other parts.
 
         Args:
-            token_ids: of the prompt.
-            given: their log-probabilities; None for the first token, whose text is what comes
-                before the second's.
+            token_ids: the token ids of the prompt.
+            given: the log-probabilities of these tokens. The first one is None, so its text is
+                what the prompt has before the second token.
         """
         tokens = [""]
         for token_id, at in zip(token_ids[1:], given[1:], strict=True):
@@ -58,7 +64,7 @@ class CompletionLogprobs:
         tokens[0] = _first_token(self._text, tokens[1:])
         part = _empty()
         for token, token_id, at in zip(tokens, token_ids, given, strict=True):
-            part["tokens"].append(self._name(token, token_id))
+            part["tokens"].append(self._token_name(token, token_id))
             part["text_offset"].append(self._place(token, is_last=True))
             if at is None:
                 part["token_logprobs"].append(None)
@@ -67,7 +73,9 @@ class CompletionLogprobs:
             part["token_logprobs"].append(_finite(at[str(token_id)]["logprob"]))
             part["top_logprobs"].append(
                 {
-                    self._name(one["decoded_token"] or "", int(other)): _finite(one["logprob"])
+                    self._token_name(one["decoded_token"] or "", int(other)): _finite(
+                        one["logprob"]
+                    )
                     for other, one in at.items()
                 }
             )
@@ -75,51 +83,62 @@ class CompletionLogprobs:
         return part
 
     def add(self, text: str, entries: Iterable[TokenLogprob], is_last: bool) -> Json:
-        """The part of one delta.
+        """Return the part for one delta.
 
         Args:
-            text: what the delta adds to the choice's text; may be behind its tokens.
-            entries: the delta's log-probabilities.
-            is_last: whether the text is complete with this.
+            text: the text of the delta. It may lack the text of the delta's last tokens, which is
+                then in a later delta.
+            entries: the log-probabilities of the delta's tokens.
+            is_last: whether this is the last delta of the choice.
         """
         self._extend(text)
         part = _empty()
         for entry in entries:
             piece = self._piece(entry, is_last)
             part["text_offset"].append(self._place(piece, is_last))
-            part["tokens"].append(self._name(entry["token"], entry["token_id"]))
+            part["tokens"].append(self._token_name(entry["token"], entry["token_id"]))
             part["token_logprobs"].append(_finite(entry["logprob"]))
             part["top_logprobs"].append(
                 {
-                    self._name(one["token"], one["token_id"]): _finite(one["logprob"])
+                    self._token_name(one["token"], one["token_id"]): _finite(one["logprob"])
                     for one in (entry, *entry["top_logprobs"])
                 }
             )
         return part
 
-    def _name(self, token: str, token_id: int) -> str:
+    def _token_name(self, token: str, token_id: int) -> str:
         return _as_id(token_id) if self._tokens_as_ids else token
 
     def _piece(self, entry: TokenLogprob, is_last: bool) -> str:
-        """The characters that the token completes."""
+        """Return the characters that are complete with this token.
+
+        Example: the bytes of a two-byte character in two tokens return "" and the character.
+        """
         if entry["bytes"] is None:
             return entry["token"]
         raw = bytes(entry["bytes"])
-        if raw and raw[0] & 0xC0 != 0x80:  # no continuation of the character before, broken or not
+        # In UTF-8, bytes 10xxxxxx continue a character. Any other byte starts a new one, so an
+        # incomplete character before it will stay incomplete.
+        if raw and raw[0] & 0xC0 != 0x80:
             self._place(self._decoder.decode(b"", final=True), is_last)
         return self._decoder.decode(raw)
 
     def _extend(self, text: str) -> None:
-        behind = min(self._position - self._base, len(self._text))
-        self._text = self._text[behind:] + text
-        self._base += behind
+        """Append text, and drop the beginning whose tokens have all been found."""
+        num_done = min(self._position - self._base, len(self._text))
+        self._text = self._text[num_done:] + text
+        self._base += num_done
 
     def _place(self, piece: str, is_last: bool) -> int:
-        """Where the piece begins in the text; moves on behind it."""
+        """Return the position of a token's text in the choice's text, and move on after it.
+
+        Example: in the text "ab cd", the pieces "ab" and " cd" return 0 and 2. A piece that is not
+        in the text returns the current position.
+        """
         at = self._position - self._base
         known = self._text[at : at + len(piece)]
         if self._position == 0 and known != piece:
-            # A tokenizer may give its first word a blank that the text does not have.
+            # Some tokenizers start the first token with a space that the text does not have.
             stripped = piece.lstrip(" ")
             if stripped and self._text.startswith(stripped):
                 self._position = len(stripped)
@@ -127,7 +146,7 @@ class CompletionLogprobs:
         if known == piece or (not is_last and piece.startswith(known)):
             begin = at
         else:
-            begin = self._text.find(piece, at, at + _LOOK_AHEAD_CHARS + len(piece))
+            begin = self._text.find(piece, at, at + _SEARCH_CHARS + len(piece))
         if begin < 0:
             return min(self._position, self._base + len(self._text))
         self._position = self._base + begin + len(piece)
@@ -135,7 +154,7 @@ class CompletionLogprobs:
 
 
 def joined(parts: Iterable[Json]) -> Json:
-    """Parts of one choice's `logprobs`, one after the other."""
+    """Return the parts of one choice's `logprobs` as one object."""
     total = _empty()
     for part in parts:
         for name, values in part.items():
@@ -160,6 +179,11 @@ def _chat_entry(entry: TopLogprob, tokens_as_ids: bool) -> Json:
 
 
 def _first_token(text: str, others: Sequence[str]) -> str:
+    """Return the text of a prompt's first token, given the texts of the other tokens.
+
+    Example: "a cat" and [" cat"] return "a". If the other tokens are not the end of the text, the
+    first token is the text before the second one.
+    """
     rest = "".join(others)
     if text.endswith(rest):
         return text[: len(text) - len(rest)]
@@ -172,4 +196,4 @@ def _as_id(token_id: int) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _FLOOR)
+    return max(logprob, _MIN_LOGPROB)

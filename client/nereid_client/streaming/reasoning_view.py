@@ -1,32 +1,38 @@
-"""When a client wants to see the reasoning: as it comes, or in one piece once it is over."""
+"""The time at which reasoning is sent: while it is generated, or in one piece after its end."""
 
 from dataclasses import dataclass, field
 
 from nereid_client.streaming.deltas import Delta
 
-_BEHIND_REASONING = ("content", "tool_calls", "finish_reason")
+_END_OF_REASONING = ("content", "tool_calls", "finish_reason")
 
 
 @dataclass
 class ReasoningView:
-    """Shows each delta of a stream as its request wants it; one object a request.
+    """Changes the deltas of one stream so that reasoning is sent when the client wants it.
 
     Attributes:
-        as_it_comes: false gives a choice's reasoning in one piece, with what comes behind it
-            (SGLang's `stream_reasoning`).
+        streams_reasoning: whether reasoning is sent while it is generated. If false, the reasoning
+            of a choice is collected and sent with the first delta after it (`stream_reasoning` in
+            SGLang).
     """
 
-    as_it_comes: bool = True
-    _held: dict[int, list[str]] = field(default_factory=dict)
+    streams_reasoning: bool = True
+    _collected: dict[int, list[str]] = field(default_factory=dict)
 
-    def show(self, delta: Delta) -> Delta:
-        """The delta as its client sees it."""
-        if self.as_it_comes:
+    def apply(self, delta: Delta) -> Delta:
+        """Return the delta to send.
+
+        Example without streaming: {"reasoning": "a"}, {"reasoning": "b"}, {"content": "c"} become
+        {}, {}, {"content": "c", "reasoning": "ab"}.
+        """
+        if self.streams_reasoning:
             return delta
-        shown = delta.copy()
-        held = self._held.setdefault(delta.get("index", 0), [])
-        held.append(shown.pop("reasoning", ""))
-        if not shown.keys().isdisjoint(_BEHIND_REASONING) and (whole := "".join(held)):
-            held.clear()
-            shown["reasoning"] = whole
-        return shown
+        changed = delta.copy()
+        pieces = self._collected.setdefault(delta.get("index", 0), [])
+        pieces.append(changed.pop("reasoning", ""))
+        has_ended = not changed.keys().isdisjoint(_END_OF_REASONING)
+        if has_ended and (reasoning := "".join(pieces)):
+            pieces.clear()
+            changed["reasoning"] = reasoning
+        return changed

@@ -1,4 +1,4 @@
-"""Server-sent events: how they are written, and a response that stops when its client goes."""
+"""Server-sent events: their encoding, and a response that ends when its client disconnects."""
 
 import asyncio
 import json
@@ -16,35 +16,38 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
-# ASCII only: some readers take U+2028 and U+0085 for line ends, which would cut an event in two.
+# JSON is encoded as ASCII, because some clients take U+2028 and U+0085 for the end of a line.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One event whose data is a JSON object."""
+    r"""Return a server-sent event with a JSON object as its data.
+
+    Example: {"a": 1} returns b'data: {"a":1}\n\n'.
+    """
     return b"data: " + _encode(data).encode() + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends events as they come and closes their source as soon as the client has gone.
+    """A response that sends events as they arrive, and stops as soon as the client disconnects.
 
-    Starlette's StreamingResponse leaves noticing a disconnect to the next write on newer servers;
-    a request that is queued has no writes, and it is the one most worth giving up.
+    Starlette's StreamingResponse notices a disconnect only at its next write. A request in the
+    queue has nothing to write yet, although cancelling it early saves the most work.
+
+    Args:
+        events: the bytes to send. Each item costs a write to the socket. After DONE, nothing more
+            is read.
+        source: the generator that `events` reads from. It is closed separately, because a
+            generator that has not started does not close its source.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes], source: AsyncGenerator[Any]) -> None:
-        """Nothing is sent yet.
-
-        Args:
-            events: what to send; each piece costs a write to the socket. Nothing follows DONE.
-            source: what `events` reads from; it is closed too, for `events` may never have begun.
-        """
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"  # nginx would collect events otherwise
+        self.headers["x-accel-buffering"] = "no"  # otherwise nginx buffers the events
         self._events = events
         self._source = source
 
@@ -54,7 +57,7 @@ class EventStream(Response):
         receive: Receive,
         send: Send,
     ) -> None:
-        """Send everything, or stop at the client's disconnect without an error."""
+        """Send all events, or stop without an error when the client disconnects."""
         try:
             await unless_disconnected(receive, self._send_all(send))
         except Disconnected:
@@ -72,14 +75,15 @@ class EventStream(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client closes its connection.
+    """Return the result of a coroutine, or cancel it when the client disconnects.
 
-    Only after the request's body was read: until then `receive` gives pieces of it.
+    Call this only after the request's body has been read, because `receive` returns parts of the
+    body before.
 
     Raises: Disconnected.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -91,15 +95,18 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def first_of(request: Request, source: AsyncGenerator[T]) -> T | None:
-    """The first item, None when there is none; closes `source` when that can't be had.
+    """Return the first item of a generator, None if it has none. Close it if that fails.
 
-    Waiting for it before the response starts lets an error still choose the HTTP status.
+    A route calls this before it starts a response. An error before the first item can then still
+    determine the HTTP status.
+
+    Raises: Disconnected, or the error of the generator.
     """
     try:
         return await unless_disconnected(request.receive, _next(source))

@@ -1,0 +1,36 @@
+"""Request ids: every request has one, and every response repeats it."""
+
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")  # safe in logs and in headers
+
+
+class RequestIds:
+    """Middleware that stores the request's id in `request.state.request_id`.
+
+    The id is the client's header X-Request-Id if it is valid, else a random one. The response has
+    it in the same header.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application with `request.state.request_id` set."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _VALID_ID.fullmatch(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,118 @@
+"""Metrics of the frontend, in the format of Prometheus.
+
+The Triton server has metrics of its own, on its own port. They cannot include the requests that the
+frontend refuses, because the server never receives these.
+"""
+
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nereid_client.errors import ApiError
+
+_CLIENT_CLOSED_REQUEST = 499  # the status that nginx introduced for this case
+_UNKNOWN_ROUTE = "unknown"
+
+
+class RequestMetrics:
+    """The counters and the gauge of one application.
+
+    Args:
+        num_running: returns the number of requests that run now.
+    """
+
+    def __init__(self, num_running: Callable[[], int]) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "nereid_frontend_requests",
+            "HTTP requests that the frontend has answered. The status is 499 if the client closed "
+            "the connection before the response began.",
+            ["route", "status"],
+            registry=self._registry,
+        )
+        self._refused = Counter(
+            "nereid_frontend_refused_requests",
+            "Requests that the frontend refused or ended itself. The label limit is the setting "
+            "that refused the request, or one of: overload, draining, x_request_timeout.",
+            ["limit", "status"],
+            registry=self._registry,
+        )
+        running = Gauge(
+            "nereid_frontend_running_requests",
+            "Requests that run now, including responses that run in the background.",
+            registry=self._registry,
+        )
+        running.set_function(num_running)
+
+    def count_request(self, route: str, status: int) -> None:
+        """Count a request that has been answered.
+
+        Args:
+            route: the path of the route with its placeholders, such as "/v1/models/{model_id}".
+            status: the HTTP status of the response.
+        """
+        self._requests.labels(route, str(status)).inc()
+
+    def count_refusal(self, error: ApiError) -> None:
+        """Count a request that a limit of the frontend refused.
+
+        Do nothing if the error has no `limit`: it was not caused by a limit.
+        """
+        if error.limit is not None:
+            self._refused.labels(error.limit, str(error.status)).inc()
+
+    def as_text(self) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
+        return generate_latest(self._registry)
+
+
+class CountRequests:
+    """Middleware that counts each request by its route and the status of its response.
+
+    Args:
+        app: the application behind this middleware.
+        metrics: the counters.
+        routes: all routes of the application.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: RequestMetrics, routes: Sequence[BaseRoute]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application and count the request when its response ends."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status: int | None = None
+
+        async def send_observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_observed)
+        except Exception:
+            status = status or 500  # Starlette sends this response after all middleware
+            raise
+        finally:
+            self._metrics.count_request(self._path(scope), status or _CLIENT_CLOSED_REQUEST)
+
+    def _path(self, scope: Scope) -> str:
+        """Return the path of the request's route, with placeholders.
+
+        The request's own path would add a time series for each path that a client invents. A
+        request that a middleware refused has no route in its scope, so all routes are searched.
+
+        Example: "/v1/responses/resp_1" returns "/v1/responses/{response_id}".
+        """
+        route: BaseRoute | None = scope.get("route")
+        if route is None:
+            matches = (route for route in self._routes if route.matches(scope)[0] != Match.NONE)
+            route = next(matches, None)
+        return str(getattr(route, "path_format", _UNKNOWN_ROUTE))

@@ -1,0 +1,184 @@
+"""GET /metrics: what the frontend counts, and which limits it names."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+from fakes.fake_backend import FakeBackend
+from nereid_client.app import create_app
+from nereid_client.settings import Settings
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+async def samples_of(client):
+    """(name, sorted labels) -> value of every sample on the page."""
+    page = await client.get("/metrics")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page.text)
+        for sample in family.samples
+    }
+
+
+def refused(limit, status):
+    name = "nereid_frontend_refused_requests_total"
+    return (name, ("limit", limit), ("status", str(status)))
+
+
+def requests(route, status):
+    return ("nereid_frontend_requests_total", ("route", route), ("status", str(status)))
+
+
+async def test_requests_are_counted_by_route_and_status(connect):
+    async with connect() as client:
+        for _ in range(2):
+            await client.post(CHAT, json=HELLO)
+        await client.post(CHAT, json={})
+        await client.get("/v1/models/org/name")
+        await client.get("/no/such/path")
+        samples = await samples_of(client)
+    assert samples[requests(CHAT, 200)] == 2
+    assert samples[requests(CHAT, 400)] == 1
+    assert samples[requests("/v1/models/{model_id}", 404)] == 1
+    assert samples[requests("unknown", 404)] == 1
+
+
+async def test_paths_that_clients_invent_add_no_series(connect):
+    async with connect() as client:
+        for number in range(20):
+            await client.get(f"/{number}")
+            await client.get(f"/v1/responses/resp_{number}")
+        samples = await samples_of(client)
+    assert samples[requests("unknown", 404)] == 20
+    assert samples[requests("/v1/responses/{response_id}", 404)] == 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "body", "headers", "limit", "status"),
+    [
+        ({"max_body_bytes": 10}, CHAT, HELLO, {}, "max_body_bytes", 413),
+        ({"max_prompts": 1}, "/v1/completions", {"prompt": ["a", "b"]}, {}, "max_prompts", 400),
+        ({"api_key": "s3cret"}, CHAT, HELLO, {}, "api_key", 401),
+        (
+            {"max_stored_response_bytes": 1},
+            "/v1/responses",
+            {"input": "a", "background": True},
+            {},
+            "max_stored_response_bytes",
+            400,
+        ),
+        (
+            {},
+            CHAT,
+            {"messages": [{"role": "user", "content": "<pause 5> a"}]},
+            {"X-Request-Timeout": "0.05"},
+            "x_request_timeout",
+            504,
+        ),
+        (
+            {"request_timeout_s": 1},
+            CHAT,
+            {"messages": [{"role": "user", "content": "<pause 5> a"}]},
+            {},
+            "request_timeout_s",
+            504,
+        ),
+    ],
+)
+async def test_a_refusal_is_counted_under_the_setting_that_caused_it(
+    connect, settings, path, body, headers, limit, status
+):
+    async with connect(**settings) as client:
+        response = await client.post(path, json=body, headers=headers)
+        samples = await samples_of(client)
+    assert response.status_code == status
+    assert samples[refused(limit, status)] == 1
+    assert samples[requests(path, status)] == 1
+
+
+async def test_a_body_that_grows_over_the_limit_is_counted_once(connect):
+    async def pieces():
+        for _ in range(4):
+            yield b"x" * 400
+
+    async with connect(max_body_bytes=1000) as client:
+        await client.post(CHAT, content=pieces())
+        samples = await samples_of(client)
+    assert samples[refused("max_body_bytes", 413)] == 1
+
+
+@pytest.mark.parametrize(
+    ("is_draining", "limit", "status"),
+    [(False, "max_concurrent_requests", 429), (True, "draining", 503)],
+)
+async def test_a_full_or_stopping_frontend_counts_whom_it_turns_away(is_draining, limit, status):
+    app = create_app(Settings(served_model_name="echo", max_concurrent_requests=1), FakeBackend)
+    transport = httpx.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://frontend") as client,
+    ):
+        app.state.gate.num_requests = 1
+        app.state.gate.is_draining = is_draining
+        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == status
+        samples = await samples_of(client)
+    assert samples[refused(limit, status)] == 1
+    assert samples[requests("/v1/embeddings", status)] == 1
+    assert samples[("nereid_frontend_running_requests",)] == 1
+
+
+async def test_what_an_overloaded_server_would_reject_is_counted_as_overload(connect):
+    full = {"messages": [{"role": "user", "content": "<fail UNAVAILABLE 9 wait; again in 7 s>"}]}
+    async with connect() as client:
+        answers = [await client.post(CHAT, json=full) for _ in range(20)]
+        samples = await samples_of(client)
+    assert {answer.status_code for answer in answers} == {503}
+    by_frontend = sum("overloaded" in answer.text for answer in answers)
+    assert by_frontend > 0
+    assert samples[refused("overload", 503)] == by_frontend
+    assert samples[requests(CHAT, 503)] == 20
+
+
+async def test_the_gauge_follows_the_requests_that_run(connect, backend, tmp_path):
+    flag = tmp_path / "go on"
+    async with connect() as client:
+        waiting = {"messages": [{"role": "user", "content": f"<until {flag}> done"}]}
+        task = asyncio.create_task(client.post(CHAT, json=waiting))
+        while not backend.active:
+            await asyncio.sleep(0.001)
+        assert (await samples_of(client))[("nereid_frontend_running_requests",)] == 1
+        Path(flag).touch()
+        await task
+        assert (await samples_of(client))[("nereid_frontend_running_requests",)] == 0
+
+
+async def test_the_page_needs_no_key(connect):
+    async with connect(api_key="s3cret") as client:
+        await samples_of(client)
+
+
+async def test_a_bug_is_counted_as_a_500(connect, backend):
+    async def broken(generation):
+        raise ZeroDivisionError
+        yield {}
+
+    backend.generate = broken
+    async with connect() as client:
+        assert (await client.post(CHAT, json=HELLO)).status_code == 500
+        samples = await samples_of(client)
+    assert samples[requests(CHAT, 500)] == 1
+
+
+async def test_every_limit_is_described_on_the_page(connect):
+    async with connect() as client:
+        page = (await client.get("/metrics")).text
+    for name in ("overload", "draining", "x_request_timeout"):
+        assert name in page

@@ -188,7 +188,7 @@ def engine_metrics(monkeypatch):
     package = importlib.import_module("nereid_backend.serving.executor")
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delattr(package, "engine_metrics", raising=False)
-    importlib.import_module(name).Metrics()
+    importlib.import_module(name).EngineMetrics()
     monkeypatch.delitem(sys.modules, name)
     return created
 

@@ -32,24 +32,20 @@ from nereid_parsers.constrain_nodes import (
     tag,
     without_outer_blanks,
 )
-from nereid_parsers.errors import ConstraintError
-from nereid_parsers.format import (
-    Format,
-    JsonArguments,
-    JsonArray,
+from nereid_parsers.declarations import (
+    FormatData,
     Messages,
     Opener,
-    PythonCalls,
     Reasoning,
     ReasoningGate,
     Route,
     Sections,
-    Slot,
     Stage,
-    ToolSection,
     Wrapper,
-    pattern,
 )
+from nereid_parsers.errors import ConstraintError
+from nereid_parsers.pattern_syntax import Slot, pattern
+from nereid_parsers.tool_declarations import JsonArguments, JsonArray, PythonCalls, ToolSection
 
 # Text that cannot be the start of an array of calls.
 _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
@@ -152,7 +148,7 @@ def _function_name(choice: Mapping[str, Any]) -> str:
 
 
 def structural_tag(
-    fmt: Format,
+    fmt: FormatData,
     request: Request,
     stage: Stage,
     may_reason: bool = True,
@@ -195,14 +191,14 @@ def _wrap(node: Node) -> dict[str, Any]:
     return {"type": "structural_tag", "format": node}
 
 
-def _no_end_marker(fmt: Format) -> ConstraintError:
+def _no_end_marker(fmt: FormatData) -> ConstraintError:
     """Return the error for output that starts in reasoning which nothing closes."""
     return ConstraintError(
         f"The format {fmt.name!r} has no end marker for the reasoning, in which the output starts"
     )
 
 
-def gate_of(fmt: Format, stage: Stage, has_reasoned: bool) -> ReasoningGate | None:
+def gate_of(fmt: FormatData, stage: Stage, has_reasoned: bool) -> ReasoningGate | None:
     """Return the markers and the state of the reasoning after a prompt.
 
     The result is None if the format has no reasoning, or no marker that closes it.
@@ -252,7 +248,7 @@ def _reasoning_nodes(
     return [optional(sequence(BLANKS, one_of(*options), BLANKS))]
 
 
-def _answer_or_calls(fmt: Format, layout: Sections, request: Request) -> Node:
+def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
     """Return the node for everything after the reasoning."""
     content = _content_node(layout, request)
     if not request.tools:
@@ -350,7 +346,7 @@ def _header_text(layout: Messages, route: Route, name: str = "") -> str:
     return text + layout.header_end
 
 
-def _all_messages(fmt: Format, layout: Messages, request: Request, stage: Stage) -> Node:
+def _all_messages(fmt: FormatData, layout: Messages, request: Request, stage: Stage) -> Node:
     """Return the node for output that starts in a header or inside a reasoning message."""
     end = layout.ends[0] if layout.ends else ""
     reasoning_route = _first_route(layout, Stage.REASONING)
@@ -369,7 +365,7 @@ def _all_messages(fmt: Format, layout: Messages, request: Request, stage: Stage)
     return sequence(*parts, _final_messages(fmt, layout, request))
 
 
-def _final_messages(fmt: Format, layout: Messages, request: Request) -> Node:
+def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     """Return the node for output that starts in the header of a call or of the answer."""
     options: list[Node] = []
     if request.tools:
@@ -385,7 +381,7 @@ def _final_messages(fmt: Format, layout: Messages, request: Request) -> Node:
     return one_of(*options)
 
 
-def _call_messages(fmt: Format, layout: Messages, request: Request) -> Node:
+def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     """Return the node for one or more messages that are calls."""
     routes = [route for route in layout.routes if route.stage is Stage.CALLS]
     if not routes or not isinstance(layout.body, JsonArguments):

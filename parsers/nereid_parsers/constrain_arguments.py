@@ -18,14 +18,14 @@ from nereid_parsers.constrain_nodes import (
     sequence,
 )
 from nereid_parsers.errors import ConstraintError
-from nereid_parsers.format import (
+from nereid_parsers.pattern_syntax import pattern
+from nereid_parsers.stream.schema import json_types_of
+from nereid_parsers.tool_declarations import (
     BareKeyArguments,
     NestedTags,
     PythonCalls,
     TaggedArguments,
-    pattern,
 )
-from nereid_parsers.stream.schema import json_types_of
 
 # The only value of NestedTags.mark for which xgrammar can constrain nested elements.
 _NESTED_MARK = "]<]minimax[>["

@@ -25,7 +25,8 @@ from nereid_parsers.constrain_nodes import (
     tag,
 )
 from nereid_parsers.errors import ConstraintError
-from nereid_parsers.format import (
+from nereid_parsers.pattern_syntax import pattern
+from nereid_parsers.tool_declarations import (
     Call,
     JsonArguments,
     JsonArray,
@@ -36,7 +37,6 @@ from nereid_parsers.format import (
     PythonCalls,
     TaggedArguments,
     ToolSection,
-    pattern,
 )
 
 # The texts that a model may write for the fields of a call's head.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nereid_parsers.format import Format, Messages, Opener, Sections, Stage
+from nereid_parsers.declarations import FormatData, Messages, Opener, Sections, Stage
 
 # The number of tokens at the end of a prompt that decide the stage. Generation prompts are shorter,
 # unless the prompt already contains a long beginning of the answer.
@@ -27,7 +27,7 @@ class StartPoint:
     is_prompt_known: bool = True
 
 
-def find_start(fmt: Format, prompt: str | None) -> StartPoint:
+def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
     r"""Return the state in which the output after `prompt` starts. "" counts as no prompt.
 
     Example: for a format with the reasoning marker `<think>` and no `turn`, the prompt
@@ -39,7 +39,7 @@ def find_start(fmt: Format, prompt: str | None) -> StartPoint:
     return _find_start_in_sections(fmt, fmt.layout, prompt)
 
 
-def _text_after_turn(fmt: Format, prompt: str) -> str | None:
+def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
     r"""Return the text after the last marker that opens a model's turn, or None without a marker.
 
     Example: with the turn `"<|im_start|>assistant\n"`, the prompt
@@ -50,7 +50,7 @@ def _text_after_turn(fmt: Format, prompt: str) -> str | None:
     return prompt[max(ends) :] if ends else None
 
 
-def _find_start_in_sections(fmt: Format, layout: Sections, prompt: str | None) -> StartPoint:
+def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
     """Return the start state for the layout `Sections`, see `find_start`."""
     reasoning = layout.reasoning
     if not prompt:
@@ -83,7 +83,7 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
     return max((marker for marker in bare_markers if tail.endswith(marker)), key=len, default="")
 
 
-def _find_start_in_messages(fmt: Format, layout: Messages, prompt: str | None) -> StartPoint:
+def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
     """Return the start state for the layout `Messages`, see `find_start`."""
     if not prompt:
         return StartPoint(None, is_prompt_known=False)

@@ -1,7 +1,8 @@
 """Apertus: reasoning between two markers, and calls as an array of `{"name": arguments}`."""
 
-from nereid_parsers.format import Call, JsonArray, NameIsKey, Reasoning, Source, ToolSection
+from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import Call, JsonArray, NameIsKey, ToolSection
 
 _TEMPLATE = Source("chat template of swiss-ai/Apertus-8B-Instruct-2509", "2025-09")
 

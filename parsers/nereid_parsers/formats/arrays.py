@@ -1,7 +1,8 @@
 """Model families that write a marker and then a JSON array of calls, or one JSON object."""
 
-from nereid_parsers.format import Call, JsonArray, JsonObject, Keys, Source, ToolSection
+from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry
+from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, Keys, ToolSection
 
 
 def _array(open: str, close: str) -> ToolSection:

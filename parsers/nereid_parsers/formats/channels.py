@@ -1,20 +1,15 @@
 """Model families that write a sequence of messages or typed blocks. gpt_oss.py has its own."""
 
-from nereid_parsers.format import (
+from nereid_parsers.declarations import Messages, Reasoning, Route, Source, Stage, Wrapper
+from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import (
     Call,
     JsonArguments,
     JsonObject,
     Keys,
-    Messages,
-    Reasoning,
-    Route,
-    Source,
-    Stage,
     TaggedArguments,
     ToolSection,
-    Wrapper,
 )
-from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 
 _INKLING = Source("inkling parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")
 _MUSE = Source("muse parsers of vLLM 0.33.0, muse detector of SGLang 0.5.23", "2026-11")

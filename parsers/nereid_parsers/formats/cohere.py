@@ -1,7 +1,8 @@
 """Cohere Command: reasoning, response and calls, each between its own markers."""
 
-from nereid_parsers.format import Call, JsonArray, Keys, Reasoning, Source, ToolSection, Wrapper
+from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import Call, JsonArray, Keys, ToolSection
 
 _R7B = Source("tool-use chat template of CohereForAI/c4ai-command-r7b-12-2024", "2024-12")
 _COMMAND4 = Source("cohere_command4 parser of vLLM 0.33.0, detector of SGLang 0.5.23", "2026-11")

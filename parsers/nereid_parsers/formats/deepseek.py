@@ -1,15 +1,8 @@
 """DeepSeek: calls between begin and end tokens, or (from V3.2 on) as DSML tags."""
 
-from nereid_parsers.format import (
-    Call,
-    JsonArguments,
-    Opener,
-    Reasoning,
-    Source,
-    TaggedArguments,
-    ToolSection,
-)
+from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import Call, JsonArguments, TaggedArguments, ToolSection
 
 _R1 = Source("chat template of deepseek-ai/DeepSeek-R1", "2025-02")
 _V31 = Source("chat template and model card of deepseek-ai/DeepSeek-V3.1", "2025-08")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nereid_parsers.format import Messages, Reasoning, Source, ToolSection, Wrapper
+from nereid_parsers.declarations import Messages, Reasoning, Source, Wrapper
+from nereid_parsers.tool_declarations import ToolSection
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Google Gemma: arguments as objects with bare keys."""
 
-from nereid_parsers.format import BareKeyArguments, Call, Reasoning, Source, ToolSection
+from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import BareKeyArguments, Call, ToolSection
 
 _GEMMA4 = Source("gemma4 parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")
 _OPEN = "<|tool_call>"

@@ -1,7 +1,8 @@
 """GLM and model families with the same calls: the name, then tagged keys and tagged values."""
 
-from nereid_parsers.format import Call, Opener, Reasoning, Source, TaggedArguments, ToolSection
+from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import Call, TaggedArguments, ToolSection
 
 _GLM46 = Source("chat template of zai-org/GLM-4.6", "2025-09")
 _GLM47 = Source("chat template of zai-org/GLM-4.7-Flash", "2026-01")

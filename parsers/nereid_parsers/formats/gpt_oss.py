@@ -1,6 +1,6 @@
 """gpt-oss: OpenAI's Harmony messages. The recipient precedes the channel or follows it."""
 
-from nereid_parsers.format import Messages, Route, Source, Stage
+from nereid_parsers.declarations import Messages, Route, Source, Stage
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 
 _HARMONY = Source(

@@ -1,15 +1,8 @@
 """IBM Granite: reasoning between phrases or tags, and calls as JSON after a marker."""
 
-from nereid_parsers.format import (
-    Call,
-    JsonArray,
-    JsonObject,
-    Reasoning,
-    Source,
-    ToolSection,
-    Wrapper,
-)
+from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection
 
 _GRANITE20B = Source("model card of ibm-granite/granite-20b-functioncalling", "2024-07")
 _GRANITE32 = Source("model card of ibm-granite/granite-3.2-8b-instruct", "2025-02")

@@ -1,7 +1,8 @@
 """Hermes: each call is a JSON object in a `<tool_call>` element. Qwen 2.5 and 3 do the same."""
 
-from nereid_parsers.format import Call, JsonObject, Source, ToolSection
+from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry
+from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
 
 
 def _tagged(tag: str) -> ToolSection:

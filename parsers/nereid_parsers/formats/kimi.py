@@ -1,15 +1,8 @@
 """Moonshot Kimi: calls between begin and end tokens, or (K3) as typed tags."""
 
-from nereid_parsers.format import (
-    Call,
-    JsonArguments,
-    Reasoning,
-    Source,
-    TaggedArguments,
-    ToolSection,
-    Wrapper,
-)
+from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import Call, JsonArguments, TaggedArguments, ToolSection
 
 _K15 = Source("kimi detector of SGLang 0.5.23 (Kimi thinking models)", "2026-11")
 _THINKING = Source("chat template of moonshotai/Kimi-K2-Thinking", "2025-11")

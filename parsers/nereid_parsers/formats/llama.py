@@ -1,7 +1,8 @@
 """Meta Llama: a bare JSON object, or a call after the marker `<|python_tag|>`."""
 
-from nereid_parsers.format import Call, JsonObject, Keys, PythonCalls, Source, ToolSection
+from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry
+from nereid_parsers.tool_declarations import Call, JsonObject, Keys, PythonCalls, ToolSection
 
 _LLAMA31 = Source(
     "prompt format of Llama 3.1 (llama.com/docs/model-cards-and-prompt-formats/llama3_1) and the "

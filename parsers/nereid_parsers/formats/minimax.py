@@ -1,17 +1,14 @@
 """MiniMax, and dots, whose calls have the same tags."""
 
-from nereid_parsers.format import (
+from nereid_parsers.declarations import Opener, Reasoning, Shown, Source
+from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import (
     Call,
     JsonObject,
     NestedTags,
-    Opener,
-    Reasoning,
-    Shown,
-    Source,
     TaggedArguments,
     ToolSection,
 )
-from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 
 _M2 = Source("chat template and tool calling guide of MiniMaxAI/MiniMax-M2", "2025-10")
 _M3 = Source("minimax_m3 parser of vLLM 0.33.0 and detector of SGLang 0.5.23", "2026-11")

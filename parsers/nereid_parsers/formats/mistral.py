@@ -1,15 +1,8 @@
 """Mistral: the marker `[TOOL_CALLS]`, then an array of calls, or a name and its arguments."""
 
-from nereid_parsers.format import (
-    Call,
-    JsonArguments,
-    JsonArray,
-    Keys,
-    Reasoning,
-    Source,
-    ToolSection,
-)
+from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import Call, JsonArguments, JsonArray, Keys, ToolSection
 
 _TEMPLATES = Source(
     "chat templates of mistralai/Mistral-Nemo-Instruct-2407 (array), "

@@ -1,6 +1,6 @@
 """NVIDIA Nemotron: reasoning between `<think>` tags."""
 
-from nereid_parsers.format import Reasoning, Source
+from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry
 
 REASONING = {

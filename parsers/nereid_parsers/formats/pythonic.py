@@ -1,7 +1,8 @@
 """Model families that write calls in Python syntax."""
 
-from nereid_parsers.format import Call, JsonArray, PythonCalls, Source, ToolSection
+from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry
+from nereid_parsers.tool_declarations import Call, JsonArray, PythonCalls, ToolSection
 
 _LLAMA4 = Source("chat template of meta-llama/Llama-4-Scout-17B-16E-Instruct", "2025-04")
 

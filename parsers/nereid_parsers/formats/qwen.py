@@ -3,8 +3,9 @@
 The calls of the other Qwen models are declared in hermes.py.
 """
 
-from nereid_parsers.format import Call, Opener, Reasoning, Source, TaggedArguments, ToolSection
+from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import Call, TaggedArguments, ToolSection
 
 _QWEN3 = Source("chat template of Qwen/Qwen3-0.6B", "2025-04")
 _THINKING = Source("chat template of Qwen/Qwen3-4B-Thinking-2507", "2025-07")

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 
+from nereid_parsers.declarations import Messages, Sections, Source
 from nereid_parsers.errors import FormatError, UnknownFormatError
-from nereid_parsers.format import LENIENT, Format, Messages, Policy, Sections, Source
+from nereid_parsers.format import Format
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.formats.names import (
     REASONING_ALIASES,
@@ -22,6 +23,7 @@ from nereid_parsers.formats.names import (
     TOOL_ALIASES,
     TOOL_MODULES,
 )
+from nereid_parsers.policy import LENIENT, Policy
 
 
 def normalize(name: str) -> str:

@@ -1,7 +1,8 @@
 """ByteDance Seed: arguments as tagged values."""
 
-from nereid_parsers.format import Call, Reasoning, Source, TaggedArguments, ToolSection
+from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
+from nereid_parsers.tool_declarations import Call, TaggedArguments, ToolSection
 
 _SEED = Source("chat template of ByteDance-Seed/Seed-OSS-36B-Instruct", "2025-08")
 

@@ -1,8 +1,9 @@
 """StepFun: arguments as tagged values."""
 
-from nereid_parsers.format import Call, Opener, Reasoning, Source, TaggedArguments, ToolSection
+from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.formats.qwen import CODER
+from nereid_parsers.tool_declarations import Call, TaggedArguments, ToolSection
 
 _STEP3 = Source("model card of stepfun-ai/step3; step3 detector of SGLang 0.5.23", "2025-07")
 _STEP35 = Source("chat template of stepfun-ai/Step-3.5-Flash", "2026-02")

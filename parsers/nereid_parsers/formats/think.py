@@ -1,6 +1,6 @@
 """Model families with reasoning between `<think>` tags. Their calls are declared elsewhere."""
 
-from nereid_parsers.format import Opener, Reasoning, Source, Wrapper
+from nereid_parsers.declarations import Opener, Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry
 
 

@@ -5,21 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from nereid_parsers.format import (
-    BareKeyArguments,
-    Call,
-    JsonArguments,
-    JsonArray,
-    JsonObject,
-    Messages,
-    NestedTags,
-    PythonCalls,
-    Route,
-    Stage,
-    TaggedArguments,
-    ToolSection,
-    pattern,
-)
+from nereid_parsers.declarations import Messages, Route, Stage
+from nereid_parsers.pattern_syntax import pattern
 from nereid_parsers.stream.body import BodyReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.json_bodies import ArgumentsReader, ArrayReader, ObjectReader
@@ -35,6 +22,17 @@ from nereid_parsers.stream.patterns import (
 )
 from nereid_parsers.stream.python_calls import BareKeyReader, PythonCallsReader
 from nereid_parsers.stream.tagged import TaggedReader, TagsPlan
+from nereid_parsers.tool_declarations import (
+    BareKeyArguments,
+    Call,
+    JsonArguments,
+    JsonArray,
+    JsonObject,
+    NestedTags,
+    PythonCalls,
+    TaggedArguments,
+    ToolSection,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from nereid_parsers.format import JsonArray, JsonObject, PythonCalls
 from nereid_parsers.stream.body import BROKEN, BROKEN_ARGUMENTS, MORE, BodyReader
 from nereid_parsers.stream.call_plan import CallPlan, Head
 from nereid_parsers.stream.call_writer import CallWriter
@@ -12,6 +11,7 @@ from nereid_parsers.stream.plan import FormatPlan
 from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
+from nereid_parsers.tool_declarations import JsonArray, JsonObject, PythonCalls
 
 # Some models write superfluous closing brackets before the closing marker of a call.
 _SUPERFLUOUS_CHARS = "}])`"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nereid_parsers.events import ArgumentsDelta, Event, ToolCallEnd, ToolCallStart
-from nereid_parsers.format import BrokenArguments, Policy, UnknownTool
+from nereid_parsers.policy import BrokenArguments, Policy, UnknownTool
 from nereid_parsers.stream.schema import Tools, loads
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from nereid_parsers.declarations import Stage
 from nereid_parsers.events import Event
-from nereid_parsers.format import Policy, Stage, TextRule
+from nereid_parsers.policy import Policy, TextRule
 from nereid_parsers.stage import StartPoint
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.call_writer import CallWriter

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nereid_parsers.declarations import FormatData, Stage
 from nereid_parsers.events import Event, Message, fold
-from nereid_parsers.format import Format, Policy, Stage
+from nereid_parsers.policy import Policy
 from nereid_parsers.stage import find_start
 from nereid_parsers.stream.call_writer import generate_call_id
 from nereid_parsers.stream.machine import Machine
@@ -25,7 +26,7 @@ class StreamParser:
 
     def __init__(
         self,
-        fmt: Format,
+        fmt: FormatData,
         tools: Sequence[Mapping[str, Any]] | None = None,
         prompt: str | None = None,
         *,
@@ -77,15 +78,10 @@ class StreamParser:
         return self._machine.has_reasoned
 
 
-def stage_of(fmt: Format, prompt: str | None) -> Stage:
-    """Return the stage in which the output after `prompt` starts. A header counts as content."""
-    return StreamParser(fmt, prompt=prompt).stage
-
-
 def parse(
     text: str,
     *,
-    format: Format,
+    format: FormatData,
     tools: Sequence[Mapping[str, Any]] | None = None,
     prompt: str | None = None,
     policy: Policy | None = None,

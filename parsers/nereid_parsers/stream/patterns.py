@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nereid_parsers.format import Slot, pattern
+from nereid_parsers.pattern_syntax import Slot, pattern
 
 # Results of functions that otherwise return the position after a match:
 NEED_MORE = -1  # The text ends too early to decide. More text could complete the match.

@@ -7,17 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 
-from nereid_parsers.format import (
-    Call,
-    Format,
-    JsonObject,
-    Messages,
-    Reasoning,
-    Sections,
-    ToolSection,
-)
+from nereid_parsers.declarations import FormatData, Messages, Reasoning, Sections
 from nereid_parsers.stream.call_plan import CallPlan, RoutePlan
 from nereid_parsers.stream.lexer import Lexer
+from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
 
 # A shorter part of a closing marker, such as "}", is too common in content to be a marker there.
 _MIN_CLOSING_MARKER_CHARS = 4
@@ -96,14 +89,14 @@ class FormatPlan:
 
 
 @lru_cache(maxsize=512)
-def plan_of(fmt: Format) -> FormatPlan:
+def plan_of(fmt: FormatData) -> FormatPlan:
     """Compile a format. The result is cached, because equal formats have equal plans."""
     if isinstance(fmt.layout, Messages):
         return _plan_messages(fmt, fmt.layout)
     return _plan_sections(fmt, fmt.layout)
 
 
-def _plan_messages(fmt: Format, layout: Messages) -> FormatPlan:
+def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
     """Compile a format with the layout `Messages`."""
     ends = tuple(_visible((*layout.ends, *fmt.ends)))
     message_kinds = {
@@ -137,7 +130,7 @@ def _plan_messages(fmt: Format, layout: Messages) -> FormatPlan:
     )
 
 
-def _plan_sections(fmt: Format, layout: Sections) -> FormatPlan:
+def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
     """Compile a format with the layout `Sections`.
 
     A marker with several meanings keeps the meaning that is assigned last.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.format import TaggedArguments
 from nereid_parsers.stream.body import BROKEN, DONE, MORE, BodyReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
@@ -22,6 +21,7 @@ from nereid_parsers.stream.patterns import (
     skip_blanks,
 )
 from nereid_parsers.stream.schema import to_json
+from nereid_parsers.tool_declarations import TaggedArguments
 
 # The first characters of JSON values, and of the words true, false, null, True, False, None, NaN
 # and Infinity. A value that starts with another character can only be a string.

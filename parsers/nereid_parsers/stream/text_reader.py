@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from nereid_parsers.declarations import Shown, Stage
 from nereid_parsers.events import ContentDelta, ReasoningDelta
-from nereid_parsers.format import Policy, Shown, Stage, StrayClose, TextRule
+from nereid_parsers.policy import Policy, StrayClose, TextRule
 from nereid_parsers.stream.call_plan import Head
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.patterns import (

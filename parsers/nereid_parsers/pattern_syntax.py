@@ -1,0 +1,90 @@
+r"""The syntax of patterns: literal text with fields, for example `"<function={name}>\n"`.
+
+The fields are:
+
+    {name}      the name of the function
+    {key}       the name of an argument
+    {id}        the id of the call
+    {number}    digits
+    {string}    "true" if the value is a string, otherwise "false"
+    {type}      the JSON type of the value
+    {word}      any single word
+    {rest}      any text up to the literal that follows
+
+A field ends where the next literal begins. Literal braces are written `{{` and `}}`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from nereid_parsers.errors import FormatError
+
+FIELDS = frozenset({"name", "key", "id", "number", "string", "type", "word", "rest"})
+_FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A field of a pattern."""
+
+    field: str
+
+
+def pattern(text: str) -> tuple[str | Slot, ...]:
+    """Split a pattern into literals and fields.
+
+    Example: `pattern("<f={name}>{{}}")` returns `("<f=", Slot("name"), ">{}")`.
+
+    Raises:
+        FormatError: A field is unknown, a brace has no counterpart, or no literal separates two
+            fields.
+    """
+    parts: list[str | Slot] = []
+    literal_start = 0
+    for match in _FIELD.finditer(text):
+        _append_literal(parts, text[literal_start : match.start()])
+        literal_start = match.end()
+        if match.group() in ("{{", "}}"):
+            _append_literal(parts, match.group()[0])
+        elif match.group(1) in FIELDS:
+            if match.group(1) != "rest" and parts and isinstance(parts[-1], Slot):
+                raise FormatError(
+                    f"pattern {text!r}: there is nothing between two fields, so the end of the "
+                    "first is not defined"
+                )
+            parts.append(Slot(match.group(1)))
+        else:
+            fields = ", ".join(sorted(FIELDS))
+            raise FormatError(
+                f"pattern {text!r}: {match.group()!r} is not a field. The fields are {fields}; "
+                "literal braces are written {{ and }}"
+            )
+    _append_literal(parts, text[literal_start:])
+    return tuple(parts)
+
+
+def _append_literal(parts: list[str | Slot], text: str) -> None:
+    """Append literal text to `parts`, or to the last part if that is a literal too."""
+    if not text:
+        return
+    if parts and isinstance(parts[-1], str):
+        parts[-1] += text
+    else:
+        parts.append(text)
+
+
+def check_pattern(place: str, text: str, *required: str) -> None:
+    """Raise FormatError unless the pattern `text` contains each required field exactly once."""
+    fields = [part.field for part in pattern(text) if isinstance(part, Slot)]
+    for name in required:
+        if fields.count(name) != 1:
+            raise FormatError(f"{place}: {text!r} must show {{{name}}} exactly once")
+
+
+def check_markers(part: str, **markers: str) -> None:
+    """Raise FormatError if one of the markers is empty or contains only white space."""
+    for name, marker in markers.items():
+        if not marker.strip():
+            raise FormatError(f"{part}: {name} is blank, but the parser needs a visible marker")

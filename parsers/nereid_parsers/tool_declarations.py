@@ -1,0 +1,237 @@
+r"""The declarations of tool calls: the spelling of a call, its arguments, and the place of calls.
+
+The conventions for markers, patterns and alternatives are described in declarations.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nereid_parsers.errors import FormatError
+from nereid_parsers.pattern_syntax import Slot, check_markers, check_pattern, pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of a JSON object that describes a call. A dot leads into a nested object.
+
+    Example: `Keys("function.name", "function.arguments", id="id")` describes the object
+    `{"id": .., "function": {"name": .., "arguments": ..}}`.
+
+    Attributes:
+        name: The path of the function's name.
+        arguments: The path of the arguments.
+        id: The path of the call's id, or None if the object has no id.
+        also: Other paths of the arguments.
+        extra: Keys that the object may also have, and that the parser ignores.
+        order: The order in which a constraint writes "name", "arguments" and "id".
+    """
+
+    name: str = "name"
+    arguments: str = "arguments"
+    id: str | None = None
+    also: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ("type",)
+    order: tuple[str, ...] = ("name", "arguments")
+
+    def __post_init__(self) -> None:
+        paths = [self.name, self.arguments, *self.also, *([self.id] if self.id else [])]
+        for path in paths:
+            if not all(path.split(".")):
+                raise FormatError(f"Keys: {path!r} is not a path of key names separated by dots")
+        if not {"name", "arguments"} <= set(self.order) <= {"name", "arguments", "id"}:
+            raise FormatError(
+                f"Keys: order must hold name, arguments and optionally id, but is {self.order!r}"
+            )
+        if "id" in self.order and self.id is None:
+            raise FormatError("Keys: order contains id, but no id key is declared (id=None)")
+
+
+@dataclass(frozen=True, slots=True)
+class NameIsKey:
+    """A JSON object with one member: the key is the function's name, the value its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObject:
+    """A call written as one JSON object that contains the name and the arguments."""
+
+    keys: Keys | NameIsKey = field(default_factory=Keys)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonArray:
+    """Calls written as the members of one JSON array."""
+
+    keys: Keys | NameIsKey = field(default_factory=Keys)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonArguments:
+    """The arguments as a JSON object. The call's head contains the name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedArguments:
+    r"""Arguments written as a sequence of tagged values: `<parameter=city>Paris</parameter>`.
+
+    The tool's schema determines the type of a value, because the text of a value shows no type.
+
+    Attributes:
+        open: The pattern before the value, with the field `{key}`: `"<parameter={key}>\n"`. White
+            space at its end is padding, which the parser removes once from the value.
+        close: The text after the value: `"\n</parameter>\n"`. White space before the marker is
+            padding too.
+        also: Other spellings, which may appear in the same call. A spelling in `also` has no
+            further `also`.
+    """
+
+    open: str
+    close: str
+    also: tuple[TaggedArguments, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_pattern("TaggedArguments.open", self.open, "key")
+        check_markers("TaggedArguments", close=self.close)
+
+
+@dataclass(frozen=True, slots=True)
+class BareKeyArguments:
+    """Arguments written as an object with unquoted keys and with strings between `quote` markers.
+
+    Example: `{city:<escape>Paris<escape>,days:3}` has the quote `<escape>`. A string contains no
+    escape sequences.
+    """
+
+    quote: str
+
+    def __post_init__(self) -> None:
+        check_markers("BareKeyArguments", quote=self.quote)
+
+
+@dataclass(frozen=True, slots=True)
+class NestedTags:
+    """Arguments written as nested elements. The text `mark` precedes each tag.
+
+    Example with the mark `~`: `~<city>Paris~</city>~<days>~<item>1~</item>~</days>`. The tool's
+    schema determines the types. An element with children is an array if the schema declares an
+    array, or if the schema declares no type and the children are called `item`.
+    """
+
+    mark: str
+
+    def __post_init__(self) -> None:
+        check_markers("NestedTags", mark=self.mark)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    r"""Calls written in Python syntax: `[f(a=1, b="x"), g()]`.
+
+    Attributes:
+        open, close: The brackets around all calls: `"["` and `"]"`. Both may be empty.
+        separator: The text between two calls: `", "` or `"\n"`.
+        suffix: Text that may follow a name but is not a part of the name: `".call"`.
+    """
+
+    open: str = "["
+    close: str = "]"
+    separator: str = ", "
+    suffix: str = ""
+
+
+Body = (
+    JsonObject
+    | JsonArray
+    | JsonArguments
+    | TaggedArguments
+    | BareKeyArguments
+    | NestedTags
+    | PythonCalls
+)
+# Bodies that contain only arguments, so that the head of the call must contain the name.
+NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One spelling of a call: opening marker, head, body and closing marker.
+
+    The *trigger* of a call is the text that shows the parser that a call starts: `open`, or the
+    first literal of `head` if `open` is empty. A call that has neither is *bare*. The parser
+    recognises a bare call by the first character of its body, and only where the output or the
+    section starts.
+
+    Attributes:
+        open: The marker before the call. May be empty.
+        head: The pattern between `open` and the body: `"{name}<｜tool▁sep｜>"`. Must be without
+            `{name}` if the body contains the name, and must contain `{name}` if it does not. If
+            `{name}` occurs several times, the model must write the same name each time.
+        body: The spelling of the arguments, or of the whole call.
+        close: The marker after the call. May be empty.
+        id: The template of the call's id, from the fields of the head:
+            `"functions.{name}:{number}"`.
+    """
+
+    body: Body
+    open: str = ""
+    head: str = ""
+    close: str = ""
+    id: str = "{id}"
+
+    def __post_init__(self) -> None:
+        has_name = Slot("name") in pattern(self.head)
+        if isinstance(self.body, NAMED_BY_HEAD):
+            if not has_name:
+                raise FormatError(
+                    f"Call.head: {self.head!r} must show {{name}}, because the body "
+                    f"{type(self.body).__name__} has no name"
+                )
+        elif has_name:
+            raise FormatError(
+                f"Call.head: {self.head!r} may not show {{name}}, because the body holds the name"
+            )
+        pattern(self.id)
+
+    @property
+    def trigger(self) -> str:
+        """The marker that shows, outside a section, that this call starts. "" for a bare call."""
+        if self.open.strip():
+            return self.open.strip()
+        first = pattern(self.head)[0] if self.head else ""
+        return first.strip() if isinstance(first, str) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSection:
+    r"""The place of the calls: between the markers `open` and `close`, or inside the content.
+
+    Both markers are empty if the calls stand inside the content.
+
+    Attributes:
+        calls: The spellings of a call. A constraint writes the first.
+        open, close: The markers around all calls.
+        separator: The text between two calls: `"\n"`, `"; "` or `", "`. It does not apply to the
+            members of a JSON array.
+        also_open: Other spellings of `open`.
+    """
+
+    calls: tuple[Call, ...]
+    open: str = ""
+    close: str = ""
+    separator: str = ""
+    also_open: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.calls:
+            raise FormatError("ToolSection: calls must hold at least one spelling of a call")
+        if self.close.strip() and not self.open.strip():
+            raise FormatError(
+                f"ToolSection: a section with close {self.close!r} needs an open marker, but open "
+                "is blank"
+            )
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """All spellings of the section's opening marker. () if calls stand in the content."""
+        return (self.open, *self.also_open) if self.open.strip() else ()

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two minutes of mixed load on a server of its own, every answer checked, and a report.
+"""Run two minutes of mixed load on a server, check every answer, and write a report.
 
     python -m loadtest.load.load                       # starts `nereid serve` twice and stops it
     python -m loadtest.load.load --seconds 20 --phases numbered
-    python -m loadtest.load.load --url http://127.0.0.1:9000       # on one that runs already
+    python -m loadtest.load.load --url http://127.0.0.1:9000       # uses a running server
 
-Phase `numbered` runs on a scripted engine that recites numbered tokens: a token that is lost,
-doubled, swapped or cut off shows by its number. Phase `model` runs on the demo models, where each
-answer must be the first one to the same request, and adds tools, schemas, embeddings and reranking.
-After each, nothing may be in use: no request, no block of the KV cache, no shared memory, no
-process. Exit code 1, with a list, when something of this did not hold.
+The phase `numbered` uses a scripted engine that returns numbered tokens, so that a token that is
+lost, repeated, swapped or cut off can be recognised by its number. The phase `model` uses the demo
+models. There, each answer must equal the first answer to the same request. This phase adds tools,
+schemas, embeddings and reranking.
+After each phase, the server must be idle: no request, no used KV cache block, no shared memory and
+no process may remain. The exit code is 1 if any check failed, and the failures are listed.
 
-The load itself is locust's, in a process of its own: see locustfile.py for the scenarios.
+locust generates the load in a process of its own. The scenarios are in locustfile.py.
 """
 
 import argparse
@@ -47,7 +48,7 @@ _MAX_SHOWN = 50
 
 @dataclass(frozen=True)
 class Stack:
-    """Where a server listens."""
+    """The addresses of a server."""
 
     openai_url: str
     triton_url: str
@@ -56,38 +57,38 @@ class Stack:
 
 
 def main() -> int:
-    """Run the phases, report, and judge; 1 when anything was wrong."""
+    """Run the phases and write the report. Return 1 if any check failed."""
     args = arguments().parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     phases = []
     if args.url is not None:
-        args.phases = ["model"]  # nobody knows what another server should recite
+        args.phases = ["model"]  # a running server does not have the scripted engine
     for name in args.phases:
         print(f"{name}: {args.seconds / len(args.phases):.0f} s ...", file=sys.stderr, flush=True)
         phases.append(run_phase(name, args))
     print(report_tables.text(phases))
     report_tables.write_csv(args.out, phases)
     report_page.write(args.out / "report.html", phases, "Nereid under load", facts())
-    print(f"\nreport: {args.out / 'report.html'}, with CSV files beside it")
+    print(f"\nThe report is {args.out / 'report.html'}. The same folder contains CSV files.")
     return verdict(phases)
 
 
 def verdict(phases: Sequence[Phase]) -> int:
-    """Print what was wrong; the exit code."""
+    """Print the failures and return the exit code."""
     failures = [failure for phase in phases for failure in phase.failures]
     for failure in failures[:_MAX_SHOWN]:
-        # The reason of a server that did not start stands at the end of what it said.
+        # If a server did not start, the reason is at the end of its output.
         cut = failure if len(failure) < 600 else f"{failure[:200]} ... {failure[-400:]}"
         print(f"FAILED {cut}")
     if len(failures) > _MAX_SHOWN:
-        print(f"and {len(failures) - _MAX_SHOWN} more: see the report")
-    print(f"{len(failures)} failures" if failures else "nothing was wrong")
+        print(f"The report lists {len(failures) - _MAX_SHOWN} more failures.")
+    print(f"There were {len(failures)} failures." if failures else "There were no failures.")
     return int(bool(failures))
 
 
 def run_phase(name: str, args: argparse.Namespace) -> Phase:
-    """Load on one server, until it is at rest again."""
-    phase = Phase(name, _told(name, args), args.seconds / len(args.phases))
+    """Run one phase of the load test on one server."""
+    phase = Phase(name, _describe(name, args), args.seconds / len(args.phases))
     if args.url is not None:
         load(phase, Stack(args.url, args.triton_url, args.grpc_url, args.metrics_url), args)
         return phase
@@ -97,29 +98,29 @@ def run_phase(name: str, args: argparse.Namespace) -> Phase:
             _served(name, Path(folder), args.model, phase) as stack,
         ):
             load(phase, stack, args)
-    except RuntimeError as error:  # it did not start; what other phases found is told even so
+    except RuntimeError as error:  # the server did not start; other phases are still reported
         phase.broken.append(str(error))
     return phase
 
 
-def _told(name: str, args: argparse.Namespace) -> str:
-    """What a phase runs on, in words."""
+def _describe(name: str, args: argparse.Namespace) -> str:
+    """Return a phrase that says what a phase runs on."""
     if args.url is not None:
         return f"the server at {args.url}"
     if name == "numbered":
-        return "a scripted engine recites numbered tokens"
+        return "a scripted engine that returns numbered tokens"
     return "the demo models" if args.model is None else args.model.name
 
 
 @contextmanager
 def _served(name: str, folder: Path, model: Path | None, phase: Phase) -> Iterator[Stack]:
-    """A server for a phase; when it has stopped, nothing of it may be left."""
+    """Start a server for a phase, and check that nothing remains after it has stopped."""
     environment = {}
     if name == "numbered":
         model = numbered_answers.make_checkpoint(folder / "recites")
         script = numbered_answers.make_script(folder / "script.json")
         environment = {"NEREID_ENGINE": "scripted", "NEREID_SCRIPT": str(script)}
-        environment["NEREID_MAX_NUM_SEQS"] = "12"  # so that bursts have to wait
+        environment["NEREID_MAX_NUM_SEQS"] = "12"  # so that some requests of a burst must wait
     flags = ["--log-level=warning", "--served-model-name=chat"]
     with Served(model, environment=environment, arguments=flags) as served:
         yield Stack(
@@ -132,19 +133,22 @@ def _served(name: str, folder: Path, model: Path | None, phase: Phase) -> Iterat
 
 
 def stop(served: Served) -> list[str]:
-    """Stop a server; what it left behind."""
+    """Stop a server and return sentences about everything that it left behind."""
     assert served.process is not None
     family = psutil.Process(served.process.pid).children(recursive=True)
     code = served.stop()
     _, alive = psutil.wait_procs(family, timeout=_EXIT_LIMIT_S)
-    broken = [f"nereid serve ended with {code}"] if code else []
-    broken += [f"process {process.pid} stayed: {process.name()}" for process in alive]
-    broken += [f"shared memory stayed: {name}" for name in processes.shared_memory(served)]
+    broken = [f"nereid serve ended with exit code {code}."] if code else []
+    broken += [f"The process {process.pid} ({process.name()}) did not end." for process in alive]
+    broken += [
+        f"The shared memory file {name} was not removed."
+        for name in processes.shared_memory(served)
+    ]
     return broken
 
 
 def load(phase: Phase, stack: Stack, args: argparse.Namespace) -> None:
-    """Let locust run, and enter into the phase what came of it."""
+    """Run locust, and store its records and failures in `phase`."""
     kept = args.out / f"records-{phase.name}.jsonl"
     log = args.out / f"locust-{phase.name}.log"
     kept.unlink(missing_ok=True)
@@ -160,20 +164,20 @@ def load(phase: Phase, stack: Stack, args: argparse.Namespace) -> None:
     if kept.exists():
         phase.records = records.read(kept)
     if code not in (0, 1) or not phase.records:
-        phase.broken.append(f"the load generator ended with {code}: see {log}")
+        phase.broken.append(f"The load generator ended with exit code {code}; see {log}.")
     missing = set(scenarios_of(phase.name, args)) - {one.scenario for one in phase.records}
-    phase.broken += [f"{scenario} sent nothing" for scenario in sorted(missing)]
+    phase.broken += [f"The scenario {scenario} sent no request." for scenario in sorted(missing)]
     if busy := gauges.wait_for_rest(stack.metrics_url):
-        phase.broken.append(f"leaked, and still in use after the load: {busy}")
+        phase.broken.append(f"The server still uses resources after the load: {busy}")
 
 
 def scenarios_of(name: str, args: argparse.Namespace) -> Sequence[str]:
-    """The scenarios of a phase, or those of them that were asked for."""
+    """Return the scenarios of a phase, limited to those that were selected."""
     return [one for one in SCENARIOS[name] if not args.scenarios or one in args.scenarios]
 
 
 def locust_command(phase: Phase, stack: Stack, args: argparse.Namespace, kept: Path) -> list[str]:
-    """One user of each scenario, times the scale."""
+    """Return the command that runs `--scale` users of each scenario."""
     chosen = scenarios_of(phase.name, args)
     num_users = len(chosen) * args.scale
     options = {
@@ -197,7 +201,7 @@ def locust_command(phase: Phase, stack: Stack, args: argparse.Namespace, kept: P
 
 
 def facts() -> list[str]:
-    """Where and how it ran."""
+    """Return lines that describe the time, the commit, the machine and the command."""
     when = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     cpus = len(os.sched_getaffinity(0))
     commit = subprocess.run(
@@ -211,26 +215,31 @@ def facts() -> list[str]:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--seconds", type=float, default=120.0, help="of load, shared by the phases")
+    out = _LOADTEST / "results" / time.strftime("%Y%m%d-%H%M%S")
+    add("--seconds", type=float, default=120.0, help="duration of the load, shared by the phases")
     add("--phases", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
-    add("--scenarios", nargs="+", metavar="NAME", help="only these classes of locustfile.py")
-    add("--scale", type=int, default=1, help="users of each scenario; each brings its rate")
-    add("--arrivals", choices=["closed", "poisson", "constant"], help="instead of their own")
+    add("--scenarios", nargs="+", metavar="NAME", help="run only these classes of locustfile.py")
+    add("--scale", type=int, default=1, help="number of users of each scenario")
+    add(
+        "--arrivals",
+        choices=["closed", "poisson", "constant"],
+        help="arrival process that replaces the one of each scenario",
+    )
     add("--rate", type=float, default=0.0, help="requests/s of each user, with --arrivals")
-    add("--seed", type=int, default=0, help="of all chance")
-    add("--model", type=Path, help="checkpoint of phase `model` (default: the demo)")
-    add("--out", type=Path, default=_LOADTEST / "results" / time.strftime("%Y%m%d-%H%M%S"))
-    add("--embedding-model", default="embed", help="its name in the API")
-    add("--rerank-model", default="rerank", help="its name in the API")
-    add("--url", help="OpenAI API of a server that runs already; nothing is started")
-    add("--triton-url", default="http://127.0.0.1:8000", help="of that server")
-    add("--grpc-url", default="127.0.0.1:8001", help="of that server")
-    add("--metrics-url", default="http://127.0.0.1:8002/metrics", help="of that server")
+    add("--seed", type=int, default=0, help="seed of all random choices")
+    add("--model", type=Path, help="checkpoint of the phase `model` (default: the demo model)")
+    add("--out", type=Path, default=out, help="folder for the report (default: %(default)s)")
+    add("--embedding-model", default="embed", help="name of the embedding model in the API")
+    add("--rerank-model", default="rerank", help="name of the reranker in the API")
+    add("--url", help="address of a running server's OpenAI API; no server is started then")
+    add("--triton-url", default="http://127.0.0.1:8000", help="HTTP endpoint of that server")
+    add("--grpc-url", default="127.0.0.1:8001", help="gRPC endpoint of that server")
+    add("--metrics-url", default="http://127.0.0.1:8002/metrics", help="metrics of that server")
     return parser
 
 

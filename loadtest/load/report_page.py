@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load test as one HTML file that needs no other: tables, and plots drawn into it."""
+"""The report of a load test as one self-contained HTML file with tables and plots."""
 
 import base64
 import html
@@ -35,7 +35,7 @@ li { font-family: ui-monospace, monospace; font-size: 13px; }
 """
 _LEGEND = re.sub("`(.+?)`", r"<code>\1</code>", html.escape(LEGEND))
 _MAX_FAILURES = 100
-# Counters are published every second; over less than two, a rate is a matter of luck.
+# The server publishes counters every second, so a rate over a shorter window would be random.
 _RATE_WINDOW_S = 2.0
 # Okabe and Ito's colours, which most people can tell apart.
 _COLOURS = (
@@ -45,15 +45,15 @@ _COLOURS = (
 
 
 def page(phases: Sequence[Phase], title: str, facts: Sequence[str]) -> str:
-    """The file's text.
+    """Return the HTML text of the report.
 
     Args:
-        phases: what to show.
-        title: its heading.
-        facts: lines below it: the machine, the command.
+        phases: the phases of the load test.
+        title: the heading of the page.
+        facts: lines below the heading, such as the machine and the command.
     """
     failures = [failure for phase in phases for failure in phase.failures]
-    verdict = f"{len(failures)} failures" if failures else "Nothing was wrong."
+    verdict = f"There were {len(failures)} failures." if failures else "There were no failures."
     shown = "".join(f"<li>{html.escape(failure)}</li>" for failure in failures[:_MAX_FAILURES])
     parts = [
         f"<h1>{html.escape(title)}</h1>",
@@ -69,20 +69,21 @@ def page(phases: Sequence[Phase], title: str, facts: Sequence[str]) -> str:
 
 
 def _colours(phases: Sequence[Phase]) -> dict[str, str]:
-    """Scenario -> its colour, the same in all phases."""
+    """Return a colour for each scenario, which is the same in all phases."""
     names = sorted({one.scenario for phase in phases for one in phase.records})
     return dict(zip(names, itertools.cycle(_COLOURS), strict=False))
 
 
 def _section(phase: Phase, colours: dict[str, str]) -> str:
-    told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(phase))
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(phase))
+    heading = html.escape(f"{phase.name}: {phase.description}")
     image = base64.b64encode(picture(phase, colours)).decode()
     return (
-        f"<h2>{html.escape(phase.name)}: {html.escape(phase.told)}</h2><p>{html.escape(told)}</p>"
+        f"<h2>{heading}</h2><p>{html.escape(counts)}</p>"
         f"<div class=wide>{_table(COLUMNS, rows(phase))}</div><p class=legend>{_LEGEND}</p>"
         f"<img alt='plots of {html.escape(phase.name)}' src='data:image/png;base64,{image}'>"
-        f"<details><summary>The server's own numbers along the run</summary>"
-        f"{_table(('nereid:', 'mean, or increase', ''), gauge_rows(phase))}</details>"
+        f"<details><summary>The server's metrics during the run</summary>"
+        f"{_table(('metric', 'mean or increase', 'maximum or rate'), gauge_rows(phase))}</details>"
     )
 
 
@@ -94,7 +95,12 @@ def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def picture(phase: Phase, colours: dict[str, str]) -> bytes:
-    """Eight plots of a phase, as PNG; `colours` names its scenarios and others."""
+    """Draw eight plots of a phase and return them as PNG.
+
+    Args:
+        phase: the phase.
+        colours: the colour of each scenario, by name.
+    """
     colours = {name: colour for name, colour in colours.items() if name in _scenarios(phase)}
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(13, 14), layout="constrained")
@@ -153,7 +159,7 @@ def _firsts(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
         ]
         at, values = zip(*of_one, strict=True) if of_one else ((), ())
         axes.plot(at, values, ".", ms=4, color=colour, label=name)
-    axes.set(title="time to first token, by when it was asked", xlabel="s", ylabel="s")
+    axes.set(title="time to first token over the run", xlabel="s", ylabel="s")
     axes.set_yscale("log")
 
 
@@ -161,7 +167,7 @@ def _ends(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
     for name, colour in colours.items():
         values = sorted(r.e2e_s for r in phase.records if r.scenario == name and r.outcome == "ok")
         _curve(axes, values, colour)
-    axes.set(title="end to end, whole answers", xlabel="s", ylabel="share of requests")
+    axes.set(title="end-to-end time of complete answers", xlabel="s", ylabel="share of requests")
     axes.set_xscale("log")
 
 
@@ -178,7 +184,7 @@ def _gaps_shares(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
         _curve(axes, sorted(gap for r in _streams(phase, name) for gap in r.gaps_s), colour)
     axes.set(title="inter-token latency", xlabel="s", ylabel="share of gaps")
     axes.set_xscale("log")
-    # Pieces that were read together are no time apart; that is no news.
+    # Chunks that were read together have a distance of almost 0, which is not informative.
     axes.set_xlim(left=max(1e-4, axes.get_xlim()[0]))
 
 
@@ -187,26 +193,26 @@ def _streams(phase: Phase, scenario: str) -> list[Record]:
 
 
 def _cache(axes: Axes, phase: Phase) -> None:
-    _line(axes, phase, "kv_cache_blocks_used", "blocks that requests hold", _COLOURS[0])
+    _line(axes, phase, "kv_cache_blocks_used", "blocks used by requests", _COLOURS[0])
     axes.set(title="KV cache", xlabel="s", ylabel="blocks")
     _from_zero(axes)
 
 
 def _merging(axes: Axes, phase: Phase) -> None:
     names = {
-        "merged_responses_total": "updates sent together with others",
+        "merged_responses_total": "merged updates",
         "heartbeats_total": "heartbeats",
-        "requests_disconnected_total": "clients gone",
+        "requests_disconnected_total": "disconnected clients",
     }
     for colour, (name, label) in zip(_COLOURS, names.items(), strict=False):
         at, values = rates(phase.samples, name, _RATE_WINDOW_S)
         axes.plot([t - _zero(phase) for t in at], values, lw=1, color=colour, label=label)
-    axes.set(title="responses", xlabel="s", ylabel="a second")
+    axes.set(title="responses", xlabel="s", ylabel="per second")
     _from_zero(axes)
 
 
 def _from_zero(axes: Axes, handles: Sequence[Artist] | None = None) -> None:
-    """Begin at 0, and leave room for a legend above the lines."""
+    """Let the vertical axis start at 0 and reserve space for a legend above the lines."""
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]) * 1.2)
     if handles is None:
         handles = axes.get_legend_handles_labels()[0]
@@ -222,7 +228,7 @@ def _line(axes: Axes, phase: Phase, name: str, label: str, colour: str) -> None:
 
 
 def _curve(axes: Axes, values: Sequence[float], colour: str) -> None:
-    """The share of all values that are no larger."""
+    """Draw the cumulative distribution of sorted values."""
     shares = [(n + 1) / len(values) for n in range(len(values))]
     axes.step(values, shares, where="post", lw=1.2, color=colour)
 
@@ -236,5 +242,5 @@ def _zero(phase: Phase) -> float:
 
 
 def write(path: Path, phases: Sequence[Phase], title: str, facts: Sequence[str]) -> None:
-    """Write the file."""
+    """Write the report to a file."""
     path.write_text(page(phases, title, facts), encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a load test: tables for the console, and CSV files."""
+"""The figures of a load test as tables for the console and as CSV files."""
 
 import collections
 import csv
@@ -13,13 +13,15 @@ from loadtest.server.gauges import Sample
 
 COLUMNS = (
     "scenario", "requests", "req/s", "tokens/s", "TTFT p50", "p95", "p99", "ITL p50", "p95", "p99",
-    "a token", "e2e p50", "p95", "p99", "cancelled", "failed",
+    "per token", "e2e p50", "p95", "p99", "cancelled", "failed",
 )  # fmt: skip
 LEGEND = (
-    "Times in ms. TTFT: to the first piece of a stream that says something. ITL: between two such "
-    "pieces, which may carry several tokens; `a token`: mean time of one, median over requests. "
-    "e2e: from sending to the last byte of whole answers. Tokens/s: of answers, as the server "
-    "counted them. Failed requests have no times."
+    "All times are in milliseconds. TTFT is the time from sending a request to the first chunk of "
+    "its stream that contains text. ITL is the time between two such chunks; a chunk may contain "
+    "several tokens. The column `per token` shows the median over requests of the mean time per "
+    "token. e2e is the time from sending a request to the last byte of its complete answer. "
+    "Tokens/s counts the tokens of answers as the server reported them. Failed requests are not "
+    "included in the times."
 )
 
 
@@ -28,16 +30,17 @@ class Phase:
     """One part of a load test.
 
     Attributes:
-        name: for the tables.
-        told: what was served, in words.
+        name: the name of the phase in the tables.
+        description: a phrase that says what was served.
         seconds: how long requests arrived.
-        records: of all requests.
-        samples: the server's gauges along the run.
-        broken: what else is wrong: a leak, a process that stayed, a load generator that failed.
+        records: the records of all requests.
+        samples: the server's metrics during the run.
+        broken: sentences about other failures: a leak, a process that did not end, or a load
+            generator that failed.
     """
 
     name: str
-    told: str
+    description: str
     seconds: float
     records: list[Record] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -45,7 +48,7 @@ class Phase:
 
     @property
     def failures(self) -> list[str]:
-        """Everything that should not have been, in words."""
+        """The descriptions of everything that went wrong."""
         of_requests = [
             f"{one.scenario} over {one.door}: {fault}"
             for one in self.records
@@ -55,7 +58,7 @@ class Phase:
 
 
 def at_share(values: Sequence[float], share: float) -> float | None:
-    """The value below which this share of all lies; None for no values."""
+    """Return the value below which `share` of all values lie; None if there are no values."""
     if len(values) < 2:
         return values[0] if values else None
     cuts = statistics.quantiles(values, n=100, method="inclusive")
@@ -63,7 +66,7 @@ def at_share(values: Sequence[float], share: float) -> float | None:
 
 
 def row(name: str, records: Sequence[Record], seconds: float) -> list[str]:
-    """The figures of some requests, under COLUMNS."""
+    """Return one table row for some requests; the columns are COLUMNS."""
     fine = [one for one in records if one.is_fine]
     streams = [one for one in fine if one.is_stream]
     firsts = [one.ttft_s for one in streams if one.ttft_s is not None]
@@ -86,7 +89,7 @@ def row(name: str, records: Sequence[Record], seconds: float) -> list[str]:
 
 
 def rows(phase: Phase) -> list[list[str]]:
-    """A row a scenario, and one of them all."""
+    """Return one row for each scenario and one for all requests."""
     found = [
         row(name, list(records), phase.seconds)
         for name, records in sorted(_by(phase.records, lambda one: one.scenario).items())
@@ -95,42 +98,42 @@ def rows(phase: Phase) -> list[list[str]]:
 
 
 def outcomes(phase: Phase) -> list[tuple[str, int]]:
-    """How requests ended -> how many; the fine ones first."""
+    """Return how many requests had each outcome. Expected outcomes come first."""
     counted = collections.Counter(one.outcome for one in phase.records)
     good = ("ok", "cancelled", "rejected")
     return sorted(counted.items(), key=lambda item: (item[0] not in good, -item[1]))
 
 
 def gauge_rows(phase: Phase) -> list[list[str]]:
-    """Each gauge with its mean and highest value, each counter with its increase."""
+    """Return the mean and maximum of each gauge, and the increase of each counter."""
     found = []
     for name in sorted(phase.samples[-1].gauges) if phase.samples else ():
         values = [sample.gauges.get(name, 0.0) for sample in phase.samples]
         if name.endswith(("_total", "_sum", "_count")):
             grown = values[-1] - values[0]
             spent = phase.samples[-1].at - phase.samples[0].at
-            found.append([name, f"+{grown:g}", f"{grown / max(spent, 0.001):.3g} a second"])
+            found.append([name, f"+{grown:g}", f"{grown / max(spent, 0.001):.3g} per second"])
         else:
-            found.append([name, f"{statistics.fmean(values):.3g}", f"at most {max(values):.3g}"])
+            found.append([name, f"{statistics.fmean(values):.3g}", f"maximum {max(values):.3g}"])
     return found
 
 
 def text(phases: Iterable[Phase]) -> str:
-    """For the console; Markdown, so that it can be kept."""
+    """Return the report for the console, as Markdown."""
     parts = []
     for phase in phases:
         told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(phase))
         late = at_share([one.late_s for one in phase.records], 0.99) or 0.0
         parts += [
-            f"## {phase.name}: {phase.told}, {phase.seconds:.0f} s",
-            f"{told}. The load generator was late by {late * 1000:.0f} ms (p99).",
+            f"## {phase.name}: {phase.description}, {phase.seconds:.0f} s",
+            f"{told}. The load generator sent requests up to {late * 1000:.0f} ms late (p99).",
             table(COLUMNS, rows(phase)),
         ]
     return "\n\n".join([*parts, LEGEND])
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of which the columns line up."""
+    """Return a Markdown table whose columns are aligned."""
     lines = [list(head), *(list(line) for line in body)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
     cells = [
@@ -141,7 +144,7 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def write_csv(folder: Path, phases: Sequence[Phase]) -> None:
-    """requests.csv, scenarios.csv and gauges.csv."""
+    """Write requests.csv, scenarios.csv and gauges.csv into a folder."""
     with (folder / "scenarios.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["phase", *unique_columns()])
@@ -164,7 +167,7 @@ def write_csv(folder: Path, phases: Sequence[Phase]) -> None:
 
 
 def unique_columns() -> list[str]:
-    """COLUMNS, each percentile with the name of what it is of."""
+    """Return COLUMNS with the name of the quantity before each percentile, such as "TTFT p95"."""
     found, last = [], ""
     for column in COLUMNS:
         last = column.split()[0] if " p50" in column else last

@@ -54,7 +54,7 @@ def test_a_row_has_the_figures_of_its_scenario():
     assert found["tokens/s"] == "2"
     assert found["TTFT p50"] == found["TTFT p99"] == "100"
     assert found["ITL p50"] == "30"
-    assert found["a token"] == "10"
+    assert found["per token"] == "10"
     assert found["e2e p50"] == "500"
     assert (found["cancelled"], found["failed"]) == ("1", "0")
 
@@ -67,7 +67,7 @@ def test_a_failed_request_is_counted_and_its_times_are_not():
 
 def test_answers_in_one_piece_have_no_time_to_first_token():
     found = cells(phase(made(is_stream=False, gaps_s=[], ttft_s=0.4)), "Chat")
-    assert found["TTFT p50"] == found["ITL p50"] == found["a token"] == "-"
+    assert found["TTFT p50"] == found["ITL p50"] == found["per token"] == "-"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_whatever_is_wrong_fails_the_run_and_is_listed(wrong, capsys):
 def test_cancelled_and_rejected_requests_do_not_fail_the_run(capsys):
     fine = phase(made(), made(outcome="cancelled"), made(outcome="rejected"))
     assert load.verdict([fine]) == 0
-    assert capsys.readouterr().out == "nothing was wrong\n"
+    assert capsys.readouterr().out == "There were no failures.\n"
 
 
 def test_the_page_needs_no_other_file_and_shows_what_failed():

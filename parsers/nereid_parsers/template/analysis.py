@@ -97,7 +97,7 @@ def analyze_template(
             try other values of these variables.
 
     Raises:
-        TemplateError: The template does not compile or does not render.
+        TemplateError: The template does not compile.
         LimitError: The template exceeds a limit of `template/limits.py`. This is a TemplateError.
     """
     template = CompiledTemplate(jinja_source, Budget())

@@ -172,43 +172,43 @@ def format_for_checkpoint(
         fmt = get_format(reasoning=reasoning, tools=tools)
         why = f"The user chose the formats {reasoning!r} for reasoning and {tools!r} for tools."
         return ChosenFormat(fmt, "chosen", why)
-    found = _format_of_files(read_checkpoint(path))
+    file_format = _format_of_files(read_checkpoint(path))
     if reasoning is None and tools is None:
-        return found
-    return _combine(found, reasoning, tools)
+        return file_format
+    return _combine(file_format, reasoning, tools)
 
 
-def _combine(found: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
-    """Return the format `found`, with the reasoning or the tools of the format that was chosen.
+def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
+    """Return `file_format` with the reasoning or the tools of the format that the user chose.
 
-    Example: reasoning="qwen3" keeps the tool section of `found`. If the layout of one of the two
-    formats is `Messages`, the formats cannot be combined, and the chosen format is returned.
+    Example: reasoning="qwen3" keeps the tool section of `file_format`. If the layout of one of the
+    formats is `Messages`, they cannot be combined, and the chosen format is returned.
     """
     chosen = get_format(reasoning=reasoning, tools=tools)
     why = f"The user chose the format {reasoning or tools!r}."
     chosen_layout = chosen.layout
-    found_layout = found.format.layout
-    if not isinstance(chosen_layout, Sections) or not isinstance(found_layout, Sections):
+    file_layout = file_format.format.layout
+    if not isinstance(chosen_layout, Sections) or not isinstance(file_layout, Sections):
         why += " It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", why)
     if reasoning is not None:
         reasoning_part = chosen_layout.reasoning
     else:
-        reasoning_part = found_layout.reasoning or chosen_layout.reasoning
+        reasoning_part = file_layout.reasoning or chosen_layout.reasoning
     layout = Sections(
         reasoning=reasoning_part,
-        content=chosen_layout.content or found_layout.content,
-        tools=chosen_layout.tools if tools is not None else found_layout.tools,
+        content=chosen_layout.content or file_layout.content,
+        tools=chosen_layout.tools if tools is not None else file_layout.tools,
     )
     fmt = Format(
-        f"{chosen.name}+{found.format.name}",
+        f"{chosen.name}+{file_format.format.name}",
         layout,
-        ends=(*chosen.ends, *found.format.ends),
-        turn=found.format.turn,
-        sources=(*chosen.sources, *found.format.sources),
+        ends=(*chosen.ends, *file_format.format.ends),
+        turn=file_format.format.turn,
+        sources=(*chosen.sources, *file_format.format.sources),
     )
-    why += f" The source of the other parts: {found.why}"
-    return ChosenFormat(fmt, "chosen", why, found.analysis)
+    why += f" The source of the other parts: {file_format.why}"
+    return ChosenFormat(fmt, "chosen", why, file_format.analysis)
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:

@@ -142,12 +142,12 @@ def _end_markers(after: str, frame: TurnFrame) -> list[str]:
     """
     text = after.lstrip()
     trailing_text = frame.trailing_text.lstrip()
-    found = leading_markers(text)
-    if not found or found[0] == EOS_TOKEN:
+    leading = leading_markers(text)
+    if not leading or leading[0] == EOS_TOKEN:
         return []
-    end = found[0]
+    end = leading[0]
     user_end = next(iter(leading_markers(trailing_text)), "")
-    if user_end != end and found[1:2] == [user_end] and user_end not in frame.header:
+    if user_end != end and leading[1:2] == [user_end] and user_end not in frame.header:
         return [end, user_end]
     return _end_markers_with_words(text, trailing_text, frame.header) or [end]
 

@@ -107,29 +107,29 @@ def tokens(text: str) -> list[str]:
     return _TOKEN.findall(text)
 
 
-def common_prefix(one: str, other: str) -> str:
+def common_prefix(text: str, other: str) -> str:
     """Return the longest common prefix that does not cut a token in two.
 
     >>> common_prefix("<a><tool_call>", "<a><tool_result>")
     '<a>'
     """
-    return one[: _common_length(tokens(one), tokens(other))]
+    return text[: _common_length(tokens(text), tokens(other))]
 
 
-def common_suffix(one: str, other: str) -> str:
+def common_suffix(text: str, other: str) -> str:
     """Return the longest common suffix that does not cut a token in two.
 
     >>> common_suffix("yes</call></all>", "no</recall></all>")
     '</all>'
     """
-    length = _common_length(reversed(tokens(one)), reversed(tokens(other)))
-    return one[len(one) - length :]
+    length = _common_length(reversed(tokens(text)), reversed(tokens(other)))
+    return text[len(text) - length :]
 
 
-def _common_length(one: Iterable[str], other: Iterable[str]) -> int:
+def _common_length(sequence: Iterable[str], other_sequence: Iterable[str]) -> int:
     """Return the number of characters in the tokens that both sequences start with."""
     length = 0
-    for token, other_token in zip(one, other, strict=False):
+    for token, other_token in zip(sequence, other_sequence, strict=False):
         if token != other_token:
             break
         length += len(token)
@@ -169,12 +169,12 @@ def leading_markers(text: str) -> list[str]:
     >>> leading_markers("<|eom|>\n<|start|>user<|message|>")
     ['<|eom|>', '<|start|>']
     """
-    found: list[str] = []
+    leading: list[str] = []
     rest = text.lstrip()
     while (match := MARKER.match(rest)) is not None:
-        found.append(match.group())
+        leading.append(match.group())
         rest = rest[match.end() :].lstrip()
-    return found
+    return leading
 
 
 def list_markup(before: str, between: str, after: str) -> ListMarkup:
@@ -214,16 +214,16 @@ def closing_spellings(marker: str) -> list[str]:
     """
     spellings = []
     if marker.startswith("<") and not marker.startswith(("</", "<|", "<｜")):
-        spellings.append("</" + marker[1:])
+        spellings.append("</" + marker[1:])  # `<think>` and `</think>`
     if marker.startswith("<|") and marker.endswith(">") and not marker.endswith("|>"):
         spellings.append("<" + marker[2:-1] + "|>")  # `<|channel>` and `<channel|>`
     if marker.startswith("["):
-        spellings.append("[/" + marker[1:])
+        spellings.append("[/" + marker[1:])  # `[THINK]` and `[/THINK]`
     if marker.startswith("[|"):
-        spellings.append("[|/" + marker[2:])
+        spellings.append("[|/" + marker[2:])  # `[|think|]` and `[|/think|]`
     if marker.startswith(("<|", "<｜")):
-        spellings.append(marker[:2] + "/" + marker[2:])
-        spellings.append("</" + marker[1:])
+        spellings.append(marker[:2] + "/" + marker[2:])  # `<|think|>` and `<|/think|>`
+        spellings.append("</" + marker[1:])  # `<|think|>` and `</|think|>`
     for open_word, close_word in _OPEN_CLOSE_WORDS:
         if open_word in marker:
             spellings.append(marker.replace(open_word, close_word))

@@ -30,10 +30,10 @@ from nereid_parsers.template.limits import (
     MAX_SOURCE,
     Budget,
     LimitError,
+    check_filter,
     check_format,
-    foresee_filter,
-    foresee_method,
-    foresee_operator,
+    check_method,
+    check_operator,
 )
 
 _NOW = datetime(2025, 6, 1, 12, 0, 0)
@@ -289,7 +289,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
         """Return the result of a binary operation, unless the result would be too large."""
         budget = _budget()
-        foresee_operator(budget, operator, left, right)
+        check_operator(budget, operator, left, right)
         return budget.check(super().call_binop(context, operator, left, right))
 
     # The parameters have the names of the base class. The underscores avoid collisions with keyword
@@ -307,7 +307,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         budget.step(budget.literal_size if is_macro else 0)
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str | bytes | int | float):
-            foresee_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
+            check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
             budget.check(owner)  # a method such as `append` makes its owner larger
@@ -323,7 +323,7 @@ def _counted_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         budget = _budget()
         budget.step()
         if len(args) > value_at:
-            foresee_filter(budget, name, args[value_at], args[value_at + 1 :], kwargs)
+            check_filter(budget, name, args[value_at], args[value_at + 1 :], kwargs)
         return budget.check(inner(*args, **kwargs))
 
     if pass_arg is not None:

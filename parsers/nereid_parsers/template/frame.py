@@ -93,9 +93,11 @@ class TurnFrame:
             return None
         has_result = conversation.after_tool_result and RESULT_TEXT in text
         rest = text_after_last(text, RESULT_TEXT if has_result else USER_TEXT)
-        for header in (self.header, self.header.strip()):
-            if header and header in rest:
-                return rest[rest.find(header) + len(header) :]
+        header = self._header_in(rest)
+        if header:
+            _, _, after_header = rest.partition(header)
+            return after_header
+        # Without a header, the answer starts where the user's message ends.
         return rest[len(common_prefix(rest, self.trailing_text)) :]
 
     def generated_text(self, conversation: Conversation) -> str | None:
@@ -115,10 +117,18 @@ class TurnFrame:
         Example: the prompt "... <|im_start|>assistant\n<think>\n" gives "<think>\n".
         """
         rest = text_after_last(prompt, USER_TEXT)
-        for header in (self.header, self.header.strip()):
-            if header and header in rest:
-                return text_after_last(rest, header)
-        return ""
+        header = self._header_in(rest)
+        return text_after_last(rest, header) if header else ""
+
+    def _header_in(self, text: str) -> str:
+        """Return the header as `text` contains it: with or without the white space around it.
+
+        "" if `text` does not contain the header.
+        """
+        if self.header in text:
+            return self.header
+        bare = self.header.strip()
+        return bare if bare in text else ""
 
     def without_end_markers(self, text: str) -> str:
         r"""Return `text` without the markers at its end that end a turn.
@@ -260,18 +270,21 @@ def _drop_thinking_block(header: str, answers: list[str]) -> str:
 
     >>> _drop_thinking_block("<|assistant|><think></think>", [])
     '<|assistant|>'
+    >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
+    >>> _drop_thinking_block("<|assistant|><think>", [answer])
+    '<|assistant|>'
     """
-    found = markers(header)
-    if len(found) > 1:
-        opening, closing = found[-2:]
+    header_markers = markers(header)
+    if len(header_markers) > 1:
+        opening, closing = header_markers[-2:]
         block_at = header.rfind(opening)
         is_empty = _without_space(header[block_at:]) == _without_space(opening + closing)
         if is_empty and closing in closing_spellings(opening):
             return header[:block_at]
-    if not found or not header.rstrip().endswith(found[-1]):
+    if not header_markers or not header.rstrip().endswith(header_markers[-1]):
         return header
-    if _is_closed_in_answers(header.strip(), found[-1], answers):
-        return header[: header.rfind(found[-1])]
+    if _is_closed_in_answers(header.strip(), header_markers[-1], answers):
+        return header[: header.rfind(header_markers[-1])]
     return header
 
 
@@ -287,8 +300,8 @@ def _is_closed_in_answers(header: str, opening: str, answers: list[str]) -> bool
     closings = tuple(closing_spellings(opening))
     for answer in answers:
         if CONTENT_TEXT in answer and header in answer:
-            rest = answer[answer.find(header) + len(header) :]
-            if rest.lstrip().startswith(closings):
+            after_header = answer[answer.find(header) + len(header) :]
+            if after_header.lstrip().startswith(closings):
                 return True
     return False
 
@@ -315,8 +328,8 @@ def _drop_text_after_role(header: str, without_prompt: str) -> str:
         r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece)
         for piece in _WORDS.split(user_header)
     )
-    found = list(re.finditer(pattern, header))
-    return header[: found[-1].end()] if found else header
+    matches = list(re.finditer(pattern, header))
+    return header[: matches[-1].end()] if matches else header
 
 
 # ---- turns after a tool's result ----------------------------------------------------------------
@@ -365,7 +378,7 @@ def turn_markers(frame: TurnFrame, reasoning_markers: Sequence[str] = ()) -> tup
     if header in after_result:
         return (header,)
     after_result = _strip_suffixes(after_result, reasoning_markers)
-    found = markers(after_result)
-    if not found or not after_result.rstrip().endswith(found[-1]):
+    result_markers = markers(after_result)
+    if not result_markers or not after_result.rstrip().endswith(result_markers[-1]):
         return ()
-    return (header, found[-1])
+    return (header, result_markers[-1])

@@ -107,7 +107,7 @@ class Budget:
         self.make(size)
         return value
 
-    def foresee(self, size: int) -> None:
+    def check_size(self, size: int) -> None:
         """Reject an operation if a result of this size would be too large.
 
         Raises:
@@ -189,23 +189,23 @@ def check_format(text: object) -> None:
 # ---- operations that are rejected before they run -----------------------------------------------
 
 
-def foresee_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
+def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
     """Reject a binary operation if its result would be too large.
 
     Raises:
         LimitError: The result would be too large.
     """
     if operator == "*":
-        _foresee_repetition(budget, left, right)
-        _foresee_repetition(budget, right, left)
+        _check_repetition(budget, left, right)
+        _check_repetition(budget, right, left)
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-        budget.foresee(left.bit_length() * abs(right) * _POWER_WEIGHT)
+        budget.check_size(left.bit_length() * abs(right) * _POWER_WEIGHT)
     elif operator == "%":
         check_format(left)
         check_numbers(list(right) if isinstance(right, tuple) else [])
 
 
-def foresee_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
+def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
     """Reject the method call `owner.name(*args)` if its result would be too large.
 
     The owner is a string or a number.
@@ -217,14 +217,14 @@ def foresee_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...])
     if name in ("format", "format_map"):
         check_format(owner)
     elif name == "replace" and len(args) > 1:
-        _foresee_replace(budget, owner, args[0], args[1])
+        _check_replace(budget, owner, args[0], args[1])
     elif name == "join" and args:
-        _foresee_join(budget, args[0], owner)
+        _check_join(budget, args[0], owner)
     elif name == "expandtabs" and args:
-        budget.foresee(len(owner) * max(int(args[0]), 1))
+        budget.check_size(len(owner) * max(int(args[0]), 1))
 
 
-def foresee_filter(
+def check_filter(
     budget: Budget,
     name: str,
     value: Any,  # noqa: ANN401
@@ -239,33 +239,33 @@ def foresee_filter(
     options = [*args, *kwargs.values()]
     check_numbers([option for option in options if type(option) is int])
     if name == "replace" and len(args) > 1:
-        _foresee_replace(budget, str(value), args[0], args[1])
+        _check_replace(budget, str(value), args[0], args[1])
     elif name == "join":
-        _foresee_join(budget, value, args[0] if args else "")
+        _check_join(budget, value, args[0] if args else "")
     elif name == "format":
         check_format(value)
     elif name == "tojson":
-        budget.foresee(sum(_text_size(option) for option in options) * _TOJSON_LINES)
+        budget.check_size(sum(_text_size(option) for option in options) * _TOJSON_LINES)
     elif name == "indent" and isinstance(value, str):
         given = (*args, kwargs.get("width"))
         width = next((option for option in given if option), _DEFAULT_INDENT)
         indent_size = len(width) if isinstance(width, str) else int(width)
-        budget.foresee(value.count("\n") * indent_size)
+        budget.check_size(value.count("\n") * indent_size)
 
 
-def _foresee_repetition(budget: Budget, sequence: object, times: object) -> None:
+def _check_repetition(budget: Budget, sequence: object, times: object) -> None:
     if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
-        budget.foresee(len(sequence) * max(times, 0))
+        budget.check_size(len(sequence) * max(times, 0))
 
 
-def _foresee_replace(budget: Budget, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
+def _check_replace(budget: Budget, text: str, old: Any, new: Any) -> None:  # noqa: ANN401
     max_replacements = len(text) // max(len(str(old)), 1) + 1
-    budget.foresee(len(text) + max_replacements * len(str(new)))
+    budget.check_size(len(text) + max_replacements * len(str(new)))
 
 
-def _foresee_join(budget: Budget, items: Any, separator: Any) -> None:  # noqa: ANN401
+def _check_join(budget: Budget, items: Any, separator: Any) -> None:  # noqa: ANN401
     if isinstance(items, list | tuple | str | dict):
-        budget.foresee(len(items) * (len(str(separator)) + 1))
+        budget.check_size(len(items) * (len(str(separator)) + 1))
         budget.check(items)
 
 

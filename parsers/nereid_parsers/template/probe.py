@@ -304,7 +304,7 @@ class Prober:
         names = sorted(name for name in self.template.names if is_thinking_switch(name))
         names = [name for name in names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
         settings = [NO_SWITCHES]
-        if len(names) > 1:
+        if len(names) > 1:  # some templates think only if several switches are on
             for value in (True, False):
                 settings.append(Switches(tuple((name, value) for name in names)))
         for name in names:
@@ -371,14 +371,15 @@ def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
 def _shows_call(text: str) -> bool:
     """Return whether `text` contains the call of `find_call_form` with both of its arguments.
 
-    Arguments that are printed as a Python dict, or as JSON inside a JSON string, do not count:
-    the template expects another form of arguments then.
+    Arguments that are printed as a Python dict, or as JSON inside a JSON string, do not count: the
+    template expects arguments in another form. Neither does a call after "None", because such a
+    template expects empty content in another form.
     """
     name_at = text.find(FIRST_TOOL)
     if name_at < 0:
         return False
     arguments = text[name_at:]
-    if not all(w in arguments for w in (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)):
+    if not all(word in arguments for word in (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)):
         return False
     is_python_dict = f"'{FIRST_KEY}'" in text
     is_json_in_string = f'\\"{FIRST_KEY}' in text

@@ -335,13 +335,13 @@ def _closing_in_prompt(frame: TurnFrame, prompt: GenerationPrompt) -> str:
     The result is "" if the prompt opens no reasoning. If the prompt does not contain the closing
     marker, the marker is derived from the opening marker: `</think>` from `<think>`.
     """
-    found = markers(prompt.after_header)
-    if not found:
+    prompt_markers = markers(prompt.after_header)
+    if not prompt_markers:
         return ""
-    candidates = closing_spellings(found[0])
-    is_named = is_thinking_marker(found[0])
-    if len(found) > 1 and (is_named or found[1] in candidates):
-        return found[1]
+    candidates = closing_spellings(prompt_markers[0])
+    is_named = is_thinking_marker(prompt_markers[0])
+    if len(prompt_markers) > 1 and (is_named or prompt_markers[1] in candidates):
+        return prompt_markers[1]
     if not is_named and prompt.after_header == frame.prompts[0].after_header:
         return ""  # Neither a switch nor the marker's name shows that this is reasoning.
     occurring = _occurring(frame, candidates)
@@ -448,8 +448,8 @@ def compare_reasoning_before_call(
     between = text[text.find(REASONING_TEXT) + len(REASONING_TEXT) : text.rfind(FIRST_TOOL)]
     if part.close.strip() in between:
         return None
-    found = markers(between)
-    if not found:
+    between_markers = markers(between)
+    if not between_markers:
         undecided.append(
             "R6: The end of reasoning before a call cannot be recognised, because no marker is "
             "written between the reasoning and the call."
@@ -461,9 +461,9 @@ def compare_reasoning_before_call(
         changed="The message has reasoning.",
         left=frame.prober.render(call_only) or "",
         right=frame.prober.render(conversation) or "",
-        finding=f"{found[0]!r} ends reasoning that has no closing marker.",
+        finding=f"{between_markers[0]!r} ends reasoning that has no closing marker.",
     )
-    return MarkerFinding(replace(part, interrupted_by=(found[0],)), comparison)
+    return MarkerFinding(replace(part, interrupted_by=(between_markers[0],)), comparison)
 
 
 # ---- helpers ------------------------------------------------------------------------------------

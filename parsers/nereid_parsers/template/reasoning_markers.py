@@ -41,10 +41,10 @@ def last_opening(before: str) -> str:
     >>> last_opening("<|start|>\nHere is my reasoning:\n")
     '\nHere is my reasoning:\n'
     """
-    found = list(MARKER.finditer(before))
-    if not found:
+    matches = list(MARKER.finditer(before))
+    if not matches:
         return before.lstrip("\n")
-    last = found[-1]
+    last = matches[-1]
     after_marker = before[last.end() :]
     if after_marker.strip() and after_marker[0].isspace():
         start = last.end()
@@ -122,10 +122,14 @@ def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
     >>> last_marker_alone("<|open|>think<|sep|>", "<|close|>think<|sep|>")
     ()
     """
-    found = markers(opening)
-    if len(found) < 2 or not opening.rstrip().endswith(found[-1]) or found[-1] in other_markup:
+    opening_markers = markers(opening)
+    if (
+        len(opening_markers) < 2
+        or not opening.rstrip().endswith(opening_markers[-1])
+        or opening_markers[-1] in other_markup
+    ):
         return ()
-    return (found[-1],)
+    return (opening_markers[-1],)
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
@@ -154,10 +158,10 @@ def empty_pairs(text: str) -> list[tuple[str, str]]:
     [('<think>', '</think>'), ('<answer>', '</answer>')]
     """
     pairs = []
-    for one, other in pairwise(MARKER.finditer(text)):
-        is_empty = not text[one.end() : other.start()].strip()
-        if is_empty and other.group() in closing_spellings(one.group()):
-            pairs.append((one.group(), other.group()))
+    for first, second in pairwise(MARKER.finditer(text)):
+        is_empty = not text[first.end() : second.start()].strip()
+        if is_empty and second.group() in closing_spellings(first.group()):
+            pairs.append((first.group(), second.group()))
     return pairs
 
 
@@ -172,11 +176,13 @@ def named_pair(literal: str) -> tuple[str, str] | None:
     >>> named_pair("</think>")
     ('<think>', '</think>')
     """
-    found = markers(literal)
-    for closing in dict.fromkeys(marker for marker in found if is_thinking_marker(marker)):
+    literal_markers = markers(literal)
+    for closing in dict.fromkeys(
+        marker for marker in literal_markers if is_thinking_marker(marker)
+    ):
         openings = [marker for marker in opening_spellings(closing) if marker != closing]
         for opening in openings:
-            if opening in found:
+            if opening in literal_markers:
                 return opening, closing
         if openings and literal.strip() == closing:
             return openings[0], closing

@@ -54,10 +54,10 @@ def alternatives(regex: str) -> list[Pieces]:
             groups, character classes, options (`?`) and alternatives (`|`).
     """
     reader = _Reader(regex)
-    found = reader.read_alternatives()
+    result = reader.read_alternatives()
     if reader.position != len(regex):
         raise reader.error(f"the parenthesis at index {reader.position} closes no group")
-    return [_join_literals(pieces) for pieces in found]
+    return [_join_literals(pieces) for pieces in result]
 
 
 def _join_literals(pieces: Pieces) -> Pieces:
@@ -91,23 +91,23 @@ class _Reader:
 
     def read_alternatives(self) -> list[Pieces]:
         """Read `one|other`, up to the end of the group or of the expression."""
-        found = self.read_sequence()
+        result = self.read_sequence()
         while self.regex.startswith("|", self.position):
             self.position += 1
-            found += self.read_sequence()
-        return found
+            result += self.read_sequence()
+        return result
 
     def read_sequence(self) -> list[Pieces]:
         """Read elements that follow each other, and combine their alternatives."""
-        found: list[Pieces] = [()]
+        result: list[Pieces] = [()]
         while self.position < len(self.regex) and self.regex[self.position] not in "|)":
             element = self.read_element()
-            found = [before + after for before, after in product(found, element)]
-            if len(found) > _MAX_ALTERNATIVES:
+            result = [before + after for before, after in product(result, element)]
+            if len(result) > _MAX_ALTERNATIVES:
                 raise self.error(
                     f"the expression has too many alternatives; the limit is {_MAX_ALTERNATIVES}"
                 )
-        return found
+        return result
 
     def read_element(self) -> list[Pieces]:
         """Read a group, a class, an escape or a character, with its quantifier."""
@@ -153,11 +153,11 @@ class _Reader:
             )
         else:
             self.position += len("(")
-        found = self.read_alternatives()
+        result = self.read_alternatives()
         if self.position >= len(self.regex):
             raise self.error("a group is not closed")
         self.position += 1
-        return found
+        return result
 
     def end_of_group(self) -> int:
         """Return the index after the parenthesis that closes the group at `position`."""

@@ -210,13 +210,13 @@ def _pattern(pieces: Pieces) -> str:
     >>> _pattern(("<f{x} ", Field("name"), Blank()))
     '<f{{x}} {name}\n'
     """
-    written = []
+    texts = []
     for piece in pieces:
         if isinstance(piece, Field):
-            written.append(_PATTERN_FIELDS.get(piece.name, "{word}"))
+            texts.append(_PATTERN_FIELDS.get(piece.name, "{word}"))
         else:
-            written.append(escape_braces(piece) if isinstance(piece, str) else "\n")
-    return "".join(written)
+            texts.append(escape_braces(piece) if isinstance(piece, str) else "\n")
+    return "".join(texts)
 
 
 def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: bool) -> Call:

@@ -158,11 +158,11 @@ def find_tools(
     )
     comparisons = [presence, parallel, compare_names(renderer), *compare_arguments(renderer)]
     undecided: list[str] = []
-    found = ToolFindings(is_parallel=bool(two_calls))
+    findings = ToolFindings(is_parallel=bool(two_calls))
     calls = infer_call_format(mask_call_numbers(texts), undecided)
     if calls is not None:
-        found = replace(
-            found,
+        findings = replace(
+            findings,
             part=_tool_section(calls, undecided),
             form=calls.form,
             end_markers=_end_markers(calls),
@@ -171,7 +171,7 @@ def find_tools(
     if content_and_call is not None:
         comparisons.append(content_and_call)
     return replace(
-        found,
+        findings,
         with_content=content_and_call is not None,
         comparisons=tuple(comparisons),
         undecided=tuple(undecided),
@@ -448,8 +448,12 @@ def _distance_to_number(first: str, second: str) -> int:
     >>> _distance_to_number(" index=0>", " index=1>")
     8
     """
-    for position, (one, other) in enumerate(zip(first, second, strict=False), 1):
-        if one != other:
-            is_next = one.isdigit() and other.isdigit() and int(other) == int(one) + 1
+    for position, (character, other_character) in enumerate(zip(first, second, strict=False), 1):
+        if character != other_character:
+            is_next = (
+                character.isdigit()
+                and other_character.isdigit()
+                and int(other_character) == int(character) + 1
+            )
             return position if is_next else 0
     return 0

@@ -72,15 +72,15 @@ def _read_object_or_array(
 
     Example: `<call>{..}</call>` for one call and `<call>[{..}, {..}]</call>` for two.
     """
-    found = _read_one_array(texts.two_calls, keys, array)
+    array_format = _read_one_array(texts.two_calls, keys, array)
     opening = texts.one_call[: single.start]
     closing = texts.one_call[single.end :]
-    if found.markup.open.strip() == opening.strip():
+    if array_format.markup.open.strip() == opening.strip():
         # The markers surround all calls together, so a single call has no markers of its own.
         opening = ""
         closing = ""
     object_call = Call(JsonObject(keys), open=opening, close=closing)
-    return CallFormat(found.form, (*found.calls, object_call), found.markup)
+    return CallFormat(array_format.form, (*array_format.calls, object_call), array_format.markup)
 
 
 def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) -> CallFormat:
@@ -136,6 +136,7 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
         except (ValueError, RecursionError):
             continue
         members = value if isinstance(value, list) else [value]
+        # JSON that ends before the name is another value, such as a list of tools.
         if end > name_at and any(_is_call(member, name) for member in members):
             return _JsonSpan(start, end, value)
     return None
@@ -182,6 +183,7 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     roles = {name[0]: "name", arguments[0]: "arguments"}
     if call_id is not None:
         roles.setdefault(call_id[0], "id")
+    # The order in which the template writes the keys, as a constraint must write them.
     order = tuple(dict.fromkeys(roles[key] for key in call if key in roles))
     if order[-1:] == ("id",):
         # A constraint cannot invent an id after the arguments have been written.

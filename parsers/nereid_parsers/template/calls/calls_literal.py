@@ -29,8 +29,9 @@ _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 def read_python(texts: CallTexts) -> CallFormat | None:
     """Infer the format of calls in Python syntax, alone or in a list.
 
-    Returns None if the calls are not in Python syntax. Example: `<calls>[f(a="x")]</calls>` is a
-    Python list of calls in a section between `<calls>` and `</calls>`.
+    Returns None if the calls are not in Python syntax. Examples: `<call>f(a="x")</call>` has
+    markers around each call, and `<calls>[f(a="x"), g(b="y")]</calls>` has markers around all
+    calls.
     """
     _, after_name = split_at_words(texts.one_call, FIRST_TOOL)
     suffix, arguments = split_at_words(after_name, "(")
@@ -43,22 +44,29 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         body = PythonCalls("", "", "", suffix)
         call = Call(body, open=markup.item_open, close=markup.item_close)
         return CallFormat("Python calls, each marked", (call,), markup)
+    return _read_python_section(markup, suffix)
+
+
+def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
+    """Return the format of Python calls that have no markers around each call.
+
+    Example: the markup `open` "<calls>[" and `close` "]</calls>" is a section between `<calls>` and
+    `</calls>` that contains a list in brackets.
+    """
     opening = markup.open + markup.item_open
     closing = markup.close
-    body = PythonCalls("", "", markup.separator, suffix)
-    calls = [Call(body)]
+    bodies = [PythonCalls("", "", markup.separator, suffix)]
     if opening.rstrip().endswith("[") and closing.lstrip().startswith("]"):
         opening = opening.rstrip()[:-1]
         closing = closing.lstrip()[1:]
-        body = PythonCalls("[", "]", markup.separator, suffix)
         # In a section, models also write calls without the brackets.
-        calls = [Call(body), *calls]
+        bodies.insert(0, PythonCalls("[", "]", markup.separator, suffix))
     if not closing.strip():
         # Without a closing marker there is no section, so the marker opens the calls.
-        section = ListMarkup(close=closing)
-        return CallFormat("Python calls", (Call(body, open=opening),), section)
-    section = ListMarkup(open=opening, close=closing)
-    return CallFormat("Python calls", tuple(calls), section)
+        call = Call(bodies[0], open=opening)
+        return CallFormat("Python calls", (call,), ListMarkup(close=closing))
+    calls = tuple(Call(body) for body in bodies)
+    return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
 
 
 def _python_markup(texts: CallTexts) -> ListMarkup:
@@ -111,5 +119,5 @@ def read_bare_keys(texts: CallTexts) -> CallFormat | None:
         after_first = _text_after_call(calls, FIRST_VALUE, "}")
         between, second_call = split_at_words(after_first, SECOND_TOOL)
         markup = list_markup(before, between, _text_after_call(second_call, SECOND_VALUE, "}"))
-    calls_found = calls_with_head(markup, before_key[:-1], BareKeyArguments(quote))
-    return CallFormat("bare keys", calls_found, markup)
+    spellings = calls_with_head(markup, before_key[:-1], BareKeyArguments(quote))
+    return CallFormat("bare keys", spellings, markup)

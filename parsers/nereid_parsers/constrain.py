@@ -192,7 +192,7 @@ def _wrap(node: Node) -> dict[str, Any]:
 
 
 def _no_end_marker(fmt: FormatData) -> ConstraintError:
-    """Return the error for output that starts in reasoning which nothing closes."""
+    """Return the error for output that starts inside reasoning without a closing marker."""
     return ConstraintError(
         f"The format {fmt.name!r} has no end marker for the reasoning, in which the output starts"
     )
@@ -292,7 +292,7 @@ def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
 
 
 def _text_with_calls(tools: ToolSection, request: Request) -> Node:
-    """Return the node for free text that may contain calls, which must then be valid."""
+    """Return the node for free text that may contain valid calls."""
     first = tools.calls[0]
     accepts_all_tools = isinstance(first.body, JsonArray | PythonCalls)
     if accepts_all_tools and not (tools.opens or first.trigger):

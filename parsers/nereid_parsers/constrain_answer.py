@@ -104,7 +104,7 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _shorten(value: object) -> str:
-    """Return the representation of a value, cut to 80 characters for an error message."""
+    """Return the representation of a value for an error message, at most 80 characters of it."""
     return f"{value!r:.80}"
 
 
@@ -113,7 +113,7 @@ def _required_text(response_format: Mapping[str, Any], key: str) -> str:
     value = response_format.get(key)
     if not isinstance(value, str) or not value:
         raise ConstraintError(
-            f"response_format: {key} must be a text of at least one character, but is {value!r}"
+            f"response_format: {key} must be a string of at least one character, but is {value!r}"
         )
     return value
 
@@ -125,8 +125,8 @@ def _choice_node(choices: object) -> Node:
     for number, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice:
             raise ConstraintError(
-                f"response_format: choice[{number}] must be a text of at least one character, but "
-                f"is {choice!r}"
+                f"response_format: choice[{number}] must be a string of at least one character, "
+                f"but is {choice!r}"
             )
     return one_of(*map(const, dict.fromkeys(choices)))
 
@@ -145,7 +145,9 @@ def _check_node(node: object, path: str) -> None:
     """Raise ConstraintError unless `node` and the nodes inside it have types that xgrammar has."""
     kind = node.get("type") if isinstance(node, Mapping) else None
     if not isinstance(node, Mapping) or not isinstance(kind, str):
-        raise ConstraintError(f"{path}: must be an object with a type, but is {_shorten(node)}")
+        raise ConstraintError(
+            f"{path}: must be an object with the key 'type', but is {_shorten(node)}"
+        )
     if kind not in _NODE_TYPES:
         names = ", ".join(sorted(_NODE_TYPES))
         raise ConstraintError(f"{path}.type: {kind!r} is not one of {names}")
@@ -158,7 +160,7 @@ def _check_node(node: object, path: str) -> None:
             _check_node(inner, f"{path}.{key}")
         elif key in _NODE_LIST_KEYS:
             if not isinstance(inner, list) or not inner:
-                raise ConstraintError(f"{path}.{key}: must be a list of at least one format")
+                raise ConstraintError(f"{path}.{key}: must be a list of at least one node")
             for number, part in enumerate(inner):
                 _check_node(part, f"{path}.{key}[{number}]")
 
@@ -173,7 +175,8 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
     structures = response_format.get("structures")
     if not isinstance(triggers, list) or not triggers or not all(map(_is_text, triggers)):
         raise ConstraintError(
-            "response_format.triggers: must be a list of at least one text, none of them empty"
+            "response_format.triggers: must be a list of at least one string, and no string may be "
+            "empty"
         )
     if not isinstance(structures, list) or not structures:
         raise ConstraintError("response_format.structures: must be a list of at least one object")
@@ -181,14 +184,17 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
     for number, structure in enumerate(structures):
         place = f"response_format.structures[{number}]"
         if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
-            raise ConstraintError(f"{place}: must be an object with the text begin")
+            raise ConstraintError(
+                f"{place}: must be an object whose key 'begin' holds a string that is not empty"
+            )
         end = structure.get("end")
         if not isinstance(end, str):
-            raise ConstraintError(f"{place}.end: must be a text, but is {end!r}")
+            raise ConstraintError(f"{place}.end: must be a string, but is {end!r}")
         begin = structure["begin"]
         if not any(begin.startswith(trigger) for trigger in triggers):
             raise ConstraintError(
-                f"{place}.begin: {begin!r} starts with no trigger of response_format.triggers"
+                f"{place}.begin: must start with one of the strings in response_format.triggers, "
+                f"but is {begin!r}"
             )
         schema = structure.get("schema", {})
         report_unenforced(schema, False, f"{place}.schema")

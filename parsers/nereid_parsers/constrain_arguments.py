@@ -131,7 +131,8 @@ def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> 
     choices = schema.get("enum")
     if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
         return sequence(opening, one_of(*map(const, choices)), const(part.close))
-    # Another spelling is used only if it is a shorter form of the first, so that both start alike.
+    # A string may also be written in a spelling without quoting, such as `<p>` next to
+    # `<p><![CDATA[`. Its opening is the beginning of the first spelling's opening.
     is_constant = opening["type"] == "const_string" and bool(opening["value"])
     shorter = [other for other in part.also if is_constant and part.open.startswith(other.open)]
     options = [

@@ -1,4 +1,4 @@
-"""Builds structural-tag nodes for tool calls from the declarations in format.py."""
+"""Builds structural-tag nodes for tool calls from their declarations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# The texts that a model may write for the fields of a call's head.
+# The regular expressions for the fields of a call's head.
 _HEAD_FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
 _ID_PLACEHOLDER = '"{id}"'
 _NAME_PLACEHOLDER = "{name}"
@@ -195,7 +195,7 @@ def _fill_in_id(text: str) -> list[Node]:
 
 
 def _with_blanks(node: Node, blanks: Node) -> Node:
-    """Return `node` with `blanks` wherever its constants may have white space as JSON text.
+    """Insert `blanks` into the constants of `node`, wherever JSON allows white space.
 
     Example: `const('{"name":')` gives the sequence `{`, blanks, `"name"`, `:`, blanks.
     """

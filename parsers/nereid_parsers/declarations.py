@@ -106,7 +106,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    r"""Content between two markers (`<response>..</response>`). Text outside them is content too.
+    r"""Content between two markers (`<response>..</response>`). Other text is content too.
 
     One of the two markers may be empty: `Wrapper("[BEGIN FINAL RESPONSE]\n", "")`.
     """

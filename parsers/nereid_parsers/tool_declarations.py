@@ -149,7 +149,7 @@ Body = (
     | NestedTags
     | PythonCalls
 )
-# Bodies that contain only arguments, so that the head of the call must contain the name.
+# The bodies that contain only arguments. With such a body, the head of the call contains the name.
 NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 
@@ -195,7 +195,7 @@ class Call:
 
     @property
     def trigger(self) -> str:
-        """The marker that shows, outside a section, that this call starts. "" for a bare call."""
+        """The marker with which this call starts in the content. It is "" for a bare call."""
         if self.open.strip():
             return self.open.strip()
         first = pattern(self.head)[0] if self.head else ""
@@ -233,5 +233,5 @@ class ToolSection:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """All spellings of the section's opening marker. () if calls stand in the content."""
+        """All spellings of the section's opening marker. Empty if there is no section."""
         return (self.open, *self.also_open) if self.open.strip() else ()

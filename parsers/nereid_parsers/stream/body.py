@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from nereid_parsers.stream.call_writer import CallWriter
 
-# Faults of a call, as the event at its end reports them.
+# The reasons in the event at the end of a call.
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 

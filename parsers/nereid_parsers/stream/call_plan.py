@@ -37,7 +37,7 @@ from nereid_parsers.tool_declarations import (
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The text before the body of a call or message, after it has been matched.
+    """The matched text before the body of a call or message.
 
     Attributes:
         end: The position after the head.

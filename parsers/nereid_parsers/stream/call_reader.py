@@ -20,7 +20,7 @@ _MAX_SUPERFLUOUS_CHARS = 16
 # limit, the time would not be linear in the length of the text.
 _MAX_REREADS = 16
 
-# Faults of content that looked like a call.
+# The reasons in the events of content that looked like a call.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _EMPTY_SECTION = "the tool section contains no call"
@@ -63,8 +63,8 @@ class CallReader:
         self._writer = writer
         self._calls_first = calls_first
         self._is_in_section = False
-        # The spellings that the next call may have, the marker that opened it, and whether that
-        # marker proves that the text is a call.
+        # The spellings that the next call may have, the marker that opens the call, and whether
+        # this marker proves that the text is a call.
         self._candidates: tuple[CallPlan, ...] = plan.calls
         self._opening_marker = ""
         self._is_certain = True
@@ -83,14 +83,14 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def open_call(self, marker: str) -> State:
-        """Expect a call at `marker`, which the next state reads."""
+        """Prepare to read a call that starts with `marker`."""
         self._candidates = self._plan.calls_by_trigger[marker]
         self._opening_marker = marker
         self._is_certain = True
         return State.CALL_START
 
     def open_bare_call(self, opening: str) -> State | None:
-        """Expect a call without a marker. `opening` is its first text, for example `{`.
+        """Prepare to read a call without a marker. `opening` is its first text, for example `{`.
 
         Returns:
             The next state, or None if no call can start here, so that `opening` is content.
@@ -246,7 +246,7 @@ class CallReader:
         return self._end_body(self._call)
 
     def _end_body(self, call: CallPlan) -> State:
-        """Expect the closing markers of a call whose body has ended."""
+        """Prepare to read the closing markers of a call whose body has ended."""
         self._text.end_call()
         self._text.start_after_call()
         self._body = None
@@ -309,7 +309,7 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def _wait_or_drop(self, start: int) -> State | None:
-        """Wait for the rest of a marker that begins at `start`, or drop it at the text's end."""
+        """Wait for the rest of a marker that begins at `start`. Drop it if the text has ended."""
         if not self._buffer.is_final:
             return None
         if start < len(self._buffer.text):
@@ -336,7 +336,7 @@ class CallReader:
         return self._start_body(self._call, Head(pos))
 
     def read_between(self) -> State | None:
-        """Read a separator or the section's closing marker, or expect the next call or content."""
+        """Read white space, a separator or the section's closing marker, and what follows them."""
         tools = self._plan.tools
         assert tools is not None
         buffer = self._buffer
@@ -369,7 +369,7 @@ class CallReader:
         return State.CONTENT
 
     def _expect_next_call(self) -> State:
-        """Expect a call inside the section, or a bare call. Any other text is content."""
+        """Prepare to read the next call. Text that cannot be a call is content."""
         if self._is_in_section:
             self._candidates = self._plan.calls
             self._opening_marker = ""
@@ -420,12 +420,12 @@ class CallReader:
         return any(marker and marker in text for marker in markers)
 
     def finish_broken(self) -> None:
-        """End the call with broken arguments in which the text has ended."""
+        """End a call with broken arguments, because the text has ended."""
         if self._writer.is_open:
             self._writer.end(BROKEN_ARGUMENTS)
             self._text.end_call()
 
     def finish_empty_section(self) -> None:
-        """Handle a section, without a call, in which the text has ended."""
+        """Drop or return a section without a call, because the text has ended."""
         if self._text.tentative:
             self._drop_or_reject(0, _EMPTY_SECTION)

@@ -37,7 +37,7 @@ class JsonScanner:
         self.status = MORE
 
     def scan(self, text: str, pos: int) -> int:
-        """Read `text` from `pos` on, set `status`, and return the end of what belongs to the value.
+        """Read `text` from `pos` on, set `status`, and return the position after the value's text.
 
         Example: for `'{"a": "}"} </call>'`, the result is 10 and the status DONE.
         """

@@ -53,7 +53,7 @@ class Lexer:
             self._find_possible = re.compile(f"{start}(?:{'|'.join(possible)})").search
 
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
-        """Find the end of the plain text with which the unread text starts, and the marker there.
+        """Find the next marker in the unread text, and the end of the plain text before it.
 
         Example: a lexer for `<a>` returns `(1, "<a>")` for the text `"x<a>y"`, `(1, "")` for `"x<"`
         and `(2, "")` for `"xy"`.

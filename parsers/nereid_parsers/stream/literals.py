@@ -22,7 +22,7 @@ _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
 _CLOSING_BRACKETS = {"[": "]", "(": ")", "{": "}"}
-# The state of an open object. For other containers, the state is their closing bracket.
+# The two states of an open object. The state of an open list or tuple is its closing bracket.
 _BEFORE_KEY = "}"  # A key or the closing brace follows.
 _AFTER_COLON = ":"  # A value follows, or has just been read.
 _MAX_DEPTH = 200

@@ -53,7 +53,7 @@ class TextWriter:
         self._trace: Trace | None = None
         self._blanks: list[str] = []
         self._call_text: list[str] = []
-        # The number of characters, at the start of the text that follows, that the prompt contains.
+        # The number of characters at the start of the next text that belong to the prompt.
         self._num_prompt_chars = 0
 
     def set_trace(self, trace: Trace | None) -> None:

@@ -34,6 +34,9 @@ from nereid_parsers.template.difference import (
 )
 
 _NUMBER_TEXT = str(NUMBER_VALUE)
+# The words of the two probe calls, in the order in which a reader of this module expects them.
+_FIRST_CALL = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
+_SECOND_CALL = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
 
 # ---- tagged arguments ---------------------------------------------------------------------------
 
@@ -41,30 +44,28 @@ _NUMBER_TEXT = str(NUMBER_VALUE)
 def read_tagged(texts: CallTexts) -> CallFormat | None:
     """Infer the format of calls whose arguments are written between tags that contain the key.
 
-    Returns None if key and value do not follow each other. Example:
+    Returns None if a value does not follow its key. Example:
     `<call f><arg key="a">1</arg></call>` has the head `<call {name}>` and arguments between
     `<arg key="{key}">` and `</arg>`.
     """
-    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
-    if not appear_in_order(texts.two_arguments, *words):
+    if not appear_in_order(texts.two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE):
         return None
-    before_name, before_key, before_value, between, after_arguments = _around_two_arguments(texts)
+    before_name, before_key, before_value, between, after = _around_two_arguments(texts)
     if FIRST_KEY in between:
         return None  # The closing tag repeats the key: see `read_nested`.
-    calls = ListMarkup(item_open=before_name, item_close=after_arguments)
+    # Split the text around the calls: `<call ` and `</arg></call>`.
+    calls = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
-        first, second = (
-            (FIRST_TOOL, FIRST_KEY, FIRST_VALUE),
-            (SECOND_TOOL, SECOND_KEY, SECOND_VALUE),
-        )
-        if not appear_in_order(texts.two_calls, *first, *second):
+        if not appear_in_order(texts.two_calls, *_FIRST_CALL, *_SECOND_CALL):
             return None
         calls = _markup_of_calls(texts.two_calls)
+    # Split the text around the arguments of a call: `>`, `<arg key="`, `</arg>` and `</call>`.
     arguments = list_markup(before_key, between, calls.item_close)
     values = _infer_value_tags(texts, arguments, before_value)
     values = _add_quoted_spelling(texts, values, before_value)
     calls = replace(calls, item_close=arguments.close)
-    return CallFormat("tagged arguments", calls_with_head(calls, arguments.open, values), calls)
+    spellings = calls_with_head(calls, arguments.open, values)
+    return CallFormat("tagged arguments", spellings, calls)
 
 
 def _around_two_arguments(texts: CallTexts) -> tuple[str, str, str, str, str]:
@@ -106,30 +107,36 @@ def _infer_value_tags(
         arguments: The markup of the list of arguments. `item_open` ends where a key starts.
         before_value: The text between the key and the value, if the value is a string.
     """
-    before_and_key = escape_braces(arguments.item_open) + "{key}"
     close = arguments.item_close + arguments.separator
-    string_tags = TaggedArguments(before_and_key + escape_braces(before_value), close)
+    string_tags = TaggedArguments(_open_pattern(arguments.item_open, before_value), close)
     if not appear_in_order(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT):
         return string_tags
     _, before_key, before_number, after_number = split_at_words(
         texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT
     )
-    number_open = ""
+    number_open = ""  # the text between the start of the arguments and the key
     if before_key.startswith(arguments.open):
         number_open = before_key[len(arguments.open) :]
     number_close = _number_close(after_number, _text_after_string(texts))
-    is_same_open = number_open == arguments.item_open
-    if is_same_open and before_number == before_value and not number_close:
-        return string_tags
-    if is_same_open:
+    if number_open == arguments.item_open:
+        if before_number == before_value and not number_close:
+            return string_tags
         pattern = _pattern_with_type(before_value, before_number)
         if pattern is not None:
-            return TaggedArguments(before_and_key + pattern, close)
-    number_before_key = escape_braces(number_open or arguments.item_open)
+            return TaggedArguments(_open_pattern(arguments.item_open) + pattern, close)
     number_tags = TaggedArguments(
-        f"{number_before_key}{{key}}{escape_braces(before_number)}", number_close or close
+        _open_pattern(number_open or arguments.item_open, before_number), number_close or close
     )
-    return TaggedArguments(string_tags.open, close, also=(number_tags,))
+    return replace(string_tags, also=(number_tags,))
+
+
+def _open_pattern(before_key: str, before_value: str = "") -> str:
+    """Return the pattern of an opening tag.
+
+    >>> _open_pattern('<arg key="', '">')
+    '<arg key="{key}">'
+    """
+    return f"{escape_braces(before_key)}{{key}}{escape_braces(before_value)}"
 
 
 def _text_after_string(texts: CallTexts) -> str:
@@ -201,23 +208,28 @@ def _differing_words(one: str, other: str) -> Difference:
 def _add_quoted_spelling(
     texts: CallTexts, values: TaggedArguments, before_value: str
 ) -> TaggedArguments:
-    """Return `values` with a second spelling if the template quotes strings that contain markup.
+    """Add a spelling for quoted strings, if the template quotes strings that contain markup.
 
-    Example: the template writes the string "a" as `<v>a</v>` and the string "a<b" as
-    `<v><![CDATA[a<b]]></v>`. The first spelling is then `<v><![CDATA[..]]></v>`, and `<v>..</v>`
-    is the second.
+    Example: the template writes the string "a" as `<v>a</v>`, and the string "a<b" as
+    `<v><![CDATA[a<b]]></v>`. The result is the spelling `<v><![CDATA[..]]></v>`, with the spelling
+    `<v>..</v>` as the second one.
+
+    Args:
+        texts: The renderings of calls.
+        values: The tags of values that are not quoted.
+        before_value: The text between the key and a value that is not quoted.
     """
-    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_VALUE)
+    words = (*_FIRST_CALL, SECOND_VALUE)  # SPECIAL_VALUE starts and ends with these values
     if not appear_in_order(texts.special_value, *words):
         return values
     _, before_special, _, after_special = split_at_words(
         texts.special_value, FIRST_KEY, FIRST_VALUE, SECOND_VALUE
     )
-    if not before_special.startswith(before_value):
-        return values
-    quote_open = before_special[len(before_value) :]
-    quote_close = after_special.removesuffix(_text_after_string(texts))
-    if not quote_open.strip() or not quote_close.strip() or quote_close == after_special:
+    after_unquoted = _text_after_string(texts)
+    is_same_tag = before_special.startswith(before_value) and after_special.endswith(after_unquoted)
+    quote_open = before_special.removeprefix(before_value)
+    quote_close = after_special.removesuffix(after_unquoted)
+    if not is_same_tag or not quote_open.strip() or not quote_close.strip():
         return values
     unquoted = TaggedArguments(values.open, values.close)
     return TaggedArguments(
@@ -236,19 +248,20 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     Returns None if the arguments are written otherwise. A marker may precede every tag. Example:
     `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.
     """
-    key_open, key_close = f"<{FIRST_KEY}>", f"</{FIRST_KEY}>"
-    last_close = f"</{SECOND_KEY}>"
-    words = (FIRST_TOOL, key_open, FIRST_VALUE, key_close, SECOND_VALUE)
-    if not appear_in_order(texts.two_arguments, *words):
+    first_open = f"<{FIRST_KEY}>"
+    first_close = f"</{FIRST_KEY}>"
+    second_close = f"</{SECOND_KEY}>"
+    words = (FIRST_TOOL, first_open, FIRST_VALUE, first_close)
+    if not appear_in_order(texts.two_arguments, *words, SECOND_VALUE):
         return None
     before_name, before_key, _, after_value, _, after = split_at_words(
-        texts.two_arguments, FIRST_TOOL, key_open, FIRST_VALUE, key_close, last_close
+        texts.two_arguments, *words, second_close
     )
-    marker = after_value.strip()
+    marker = after_value.strip()  # between a value and the closing tag is only the marker
     calls = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
         before, _, between, _, after = split_at_words(
-            texts.two_calls, FIRST_TOOL, key_close, SECOND_TOOL, last_close
+            texts.two_calls, FIRST_TOOL, first_close, SECOND_TOOL, second_close
         )
         calls = list_markup(before, between, after)
     calls = _move_marker_to_next_tag(calls, marker)

@@ -1,37 +1,52 @@
 r"""START HERE: `analyze_template` infers a Format from a chat template by comparing renderings.
 
-The analysis renders two conversations that differ in one thing. The difference between the two
-renderings shows one part of the format. Example: a template writes assistant messages as
+Each comparison renders two conversations that differ in one thing. The difference between the two
+renderings shows one part of the format. Take this template as an example:
 
-    <|im_start|>assistant\n<think>REASONING</think>CONTENT<tool_call>CALL</tool_call><|im_end|>\n
+    {%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.reasoning %}{{ '<think>' + m.reasoning + '</think>' }}{% endif %}
+    {{- m.content }}
+    {%- for c in m.tool_calls %}
+    {{- '<tool_call>' + c.function | tojson + '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+    {%- endfor %}
+    {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 
-The comparisons, what they show for this template, and the modules that make them:
+The tree below shows the modules and their comparisons. For each comparison, it shows the two
+conversations, what the second rendering has in addition (+), and what follows for this template.
 
     analyze_template
     |
     |-- frame.py: how the model's turn opens
-    |   `-- G       without / with generation prompt    + <|im_start|>assistant\n    header
+    |   `-- G   without, with generation prompt  + <|im_start|>assistant\n      header
     |
-    |-- reasoning.py: how reasoning is marked
-    |   |-- R1      message without / with reasoning    + <think>REASONING</think>   markers
-    |   |-- R2, R3  thinking switch on / off            + <think></think>            markers
-    |   |-- R4, R5  an empty block, the template's text   (only if R1 to R3 find nothing)
-    |   `-- R6      call without / with reasoning       + <think>REASONING</think>   not interrupted
+    |-- reasoning.py: how reasoning is marked (R2 to R5 are needed only if R1 finds no markers)
+    |   |-- R1  message without, with reasoning  + <think>REASONING</think>     markers
+    |   |-- R2  thinking switch on, off          (this template has no switch)
+    |   |-- R3  thinking switch on, off          (this template has no switch)
+    |   |-- R4  a message without reasoning      (this template has no empty <think></think>)
+    |   |-- R5  the template's string constants  '<think>' and '</think>'       markers
+    |   `-- R6  call without, with reasoning     + <think>REASONING</think>     always closed
     |
     |-- content.py: what surrounds content, and what ends a turn
-    |   |-- C1      question / answer                   + CONTENT<|im_end|>\n        end marker
-    |   `-- C2      call / content and call               (only if C1 finds no markers)
+    |   |-- C1  question without, with answer    + CONTENT<|im_end|>\n          no markers; turn end
+    |   `-- C2  call without, with content       + CONTENT                      no markers
     |
     |-- tools.py: how calls are written
-    |   |-- T1, T2  content / one call / two calls      + <tool_call>CALL</tool_call>
-    |   |-- T3..T7  other names and arguments           inside CALL: names, keys, values
-    |   |-- T8      call / content and call             + CONTENT                    both possible
-    |   `-- calls/: one reader for each form of calls; the first that matches is used
+    |   |-- T1  content, a call instead          + <tool_call>{..}</tool_call>  a call
+    |   |-- T2  one call, two calls              + <tool_call>{..}</tool_call>  calls in a row
+    |   |-- T3  one function, another            inside {..}                    key of the name
+    |   |-- T4 to T7  other arguments            inside {..}                    key of arguments
+    |   |-- T8  call without, with content       + CONTENT                      both are possible
+    |   `-- calls/: one reader for each form of calls; the first reader that matches is used
     |
-    `-- proof.py: the renderings are parsed with the format, and must give the messages again
+    `-- proof.py: the renderings are parsed with the format; the result must be the messages again
 
-The sum of these findings is `Sections(Reasoning("<think>", "</think>"), None, ToolSection(..))`.
-Templates that cannot be analysed in this manner are listed in quarantine.py.
+Together, these findings are the layout `Sections(Reasoning("<think>", "</think>"), None, tools)`,
+where `tools` is a section of JSON objects between `<tool_call>` and `</tool_call>`. Templates that
+cannot be analysed by comparisons are listed in quarantine.py.
 """
 
 from __future__ import annotations

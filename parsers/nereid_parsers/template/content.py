@@ -115,8 +115,8 @@ def compare_content_with_call(
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     r"""Return `text` without the markers of reasoning at its start.
 
-    Example: with the markers `<think>` and `</think>\n\n`, the text "<think></think>\n\nHello"
-    gives "Hello".
+    >>> strip_reasoning_markers("<think></think>\n\nHello", Reasoning("<think>", "</think>\n\n"))
+    'Hello'
     """
     if reasoning is None:
         return text

@@ -228,7 +228,10 @@ def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
 
 
 def _header_in_prompt(added: str, renderings: list[str]) -> str:
-    """Return the part of a generation prompt that all renderings of the model's turn contain.
+    r"""Return the part of a generation prompt that all renderings of the model's turn contain.
+
+    >>> _header_in_prompt("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
+    '<|a|>\n'
 
     Args:
         added: The text that the generation prompt adds.
@@ -257,7 +260,11 @@ def _longest_shared_prefix(added: str, rendering: str) -> str:
 
 
 def _shortest_prefix(text: str, renderings: list[str]) -> str:
-    """Return the shortest of the prefixes that `text` has in common with each rendering."""
+    """Return the shortest of the prefixes that `text` has in common with each rendering.
+
+    >>> _shortest_prefix("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
+    '<|a|>'
+    """
     prefixes = [common_prefix(text, rendering) for rendering in renderings]
     return min(prefixes, key=len, default="")
 
@@ -309,9 +316,11 @@ def _is_closed_in_answers(header: str, opening: str, answers: list[str]) -> bool
 def _drop_text_after_role(header: str, without_prompt: str) -> str:
     r"""Cut `header` after the part that has the same structure as the header of a user's message.
 
-    Example: the rendering "<|im_start|>user\nQuokka asks .." shows that the user's header is
-    `<|im_start|>`, a word and a line break. So the header "<|im_start|>assistant\n<think>\n" is cut
-    to "<|im_start|>assistant\n", even if every prompt and every answer continues with `<think>`.
+    Every prompt and every answer may continue with `<think>`, so that the header seems to contain
+    it. The user's header shows where the header really ends.
+
+    >>> _drop_text_after_role("<|start|>assistant\n<think>\n", f"<|start|>user\n{USER_TEXT}")
+    '<|start|>assistant\n'
     """
     before_question = without_prompt[: without_prompt.rfind(USER_TEXT)][-_MAX_USER_HEADER:]
     user_words = list(_USER_WORD.finditer(before_question))

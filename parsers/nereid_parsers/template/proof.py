@@ -94,11 +94,11 @@ def _prompt_and_output(
 ) -> tuple[str, str] | None:
     r"""Return the prompt, and the text that a model would generate for the answer.
 
-    Returns None if the template does not render them. What the prompt already contains is not in
-    the text. Example: the prompt ends with "<think>\n", and the rendered message starts with it.
+    Returns None if the template does not render them. The text does not repeat what the prompt
+    already contains. Example: if the prompt ends with "<think>\n", and the rendered message is
+    "<think>\nREASONING</think>CONTENT", then the text is "\nREASONING</think>CONTENT".
     """
-    asking = replace(conversation, answer=None, generation_prompt=True)
-    prompt = frame.prober.render(asking)
+    prompt = frame.prober.render(replace(conversation, answer=None, generation_prompt=True))
     if prompt is None:
         return None
     if conversation.after_tool_result:

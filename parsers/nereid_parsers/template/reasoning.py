@@ -376,7 +376,12 @@ def compare_instructions(frame: TurnFrame) -> MarkerFinding | None:
 
 
 def _reasoning_on_own_lines(opening: str, closing: str) -> Reasoning:
-    """Return the usual form of reasoning, for markers whose white space is not known."""
+    r"""Return the usual form of reasoning, for markers whose white space is not known.
+
+    >>> part = _reasoning_on_own_lines("<think>", "</think>")
+    >>> part.open, part.close
+    ('<think>\n', '\n</think>\n\n')
+    """
     return Reasoning(f"{opening}\n", f"\n{closing}\n\n")
 
 

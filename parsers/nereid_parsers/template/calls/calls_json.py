@@ -84,7 +84,10 @@ def _read_object_or_array(
 
 
 def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) -> CallFormat:
-    """Infer the format of calls that are all in one array, or each in an array of its own."""
+    """Infer the format of calls that are all in one array, or each in an array of its own.
+
+    Example: `<call>[{..}]</call><call>[{..}]</call>` has an array for each call.
+    """
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None or first.start == second.start:
@@ -94,7 +97,11 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
 
 
 def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
-    """Return the format of calls that are all in the one array of `text`."""
+    """Return the format of calls that are all in the one array of `text`.
+
+    Example: `<calls>[{..}, {..}]</calls>` is a section between `<calls>` and `</calls>`, and
+    `[TOOL_CALLS][{..}, {..}]` is a call that `[TOOL_CALLS]` opens.
+    """
     opening = text[: array.start]
     closing = text[array.end :]
     if opening.strip() and not closing.strip():

@@ -81,7 +81,11 @@ def _around_two_arguments(texts: CallTexts) -> tuple[str, str, str, str, str]:
 
 
 def _markup_of_calls(two_calls: str) -> ListMarkup:
-    """Return the markup around two calls. It ends where a name starts, and starts after a value."""
+    """Return the markup around two calls, from the end of a value to the start of the next name.
+
+    >>> _markup_of_calls("<c zqFirstTool>zqValueOne</c>, <c zqSecondTool>zqValueTwo</c>")
+    ListMarkup(open='', item_open='<c ', item_close='</c>', separator=', ', close='')
+    """
     before, _, between, _, after = split_at_words(
         two_calls, FIRST_TOOL, FIRST_VALUE, SECOND_TOOL, SECOND_VALUE
     )

@@ -116,7 +116,7 @@ bench-growth: setup ## Draw charts of the step time by batch size, context, wait
 	@$(BIN)/python -m loadtest.bench.growth $(ARGS)
 
 bench-gpu: ## Compare every GPU kernel with its reference and measure the kernels (needs an NVIDIA GPU and torch with CUDA)
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m loadtest.gpu.bench_gpu $(ARGS)
+	@PYTHONPATH="parsers:backend:$$PYTHONPATH" $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m loadtest.gpu.bench_gpu $(ARGS)
 
 loadtest: setup ## Run two minutes of mixed load and check every answer: make loadtest ARGS='--seconds 20'
 	@$(BIN)/python -m loadtest.load.load $(ARGS)

@@ -71,7 +71,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", found.end)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", found.release)
-    monkeypatch.setattr(cuda_capture, "_given_up", [])
+    monkeypatch.setattr(cuda_capture, "_failed_captures", [])
     return found
 
 
@@ -82,7 +82,7 @@ def test_a_capture_that_cuda_gives_up_is_over_for_the_allocator(cuda):
     assert cuda.under_way == []
     assert cuda.users == 0
     # The allocator of pinned memory goes on asking the graph.
-    assert len(cuda_capture._given_up) == 1
+    assert len(cuda_capture._failed_captures) == 1
 
 
 def test_a_capture_that_cuda_gives_up_silently_is_over_for_the_allocator(cuda):
@@ -102,7 +102,7 @@ def test_work_that_fails_by_itself_ends_its_capture(cuda):
     assert cuda.under_way == []
     # The graph is whole, and gives the pool back itself.
     assert cuda.users == 1
-    assert cuda_capture._given_up == []
+    assert cuda_capture._failed_captures == []
 
 
 def test_a_graph_for_which_there_is_no_memory_gives_its_pool_back_itself(cuda):
@@ -111,4 +111,4 @@ def test_a_graph_for_which_there_is_no_memory_gives_its_pool_back_itself(cuda):
         cuda_capture.capture_on(DEVICE)(lambda: None)
     assert cuda.under_way == []
     assert cuda.users == 1
-    assert cuda_capture._given_up == []
+    assert cuda_capture._failed_captures == []

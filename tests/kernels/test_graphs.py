@@ -17,8 +17,8 @@ from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model import choose_path, startup
 from nereid_backend.paths import compiled_forward, cuda_graphs, packed
-from nereid_backend.paths.cuda_capture import NoRoomError, capture_on, is_lost
-from nereid_backend.paths.cuda_graphs import DecodeGraphs, Shape, StaticStep, row_counts
+from nereid_backend.paths.cuda_capture import GraphMemoryError, capture_on, is_lost
+from nereid_backend.paths.cuda_graphs import DecodeGraphs, GraphShape, StaticStep, row_counts
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.paths.step_batch import BatchBuilder
 
@@ -181,7 +181,7 @@ def test_kernels_give_padded_rows_of_a_fixed_step_what_they_give_the_step(name, 
 
     def build_padded(plan, device):
         batch = build(plan, device)
-        step = StaticStep(Shape(8, 8, 0), 16, padded.cache.null_block, device)
+        step = StaticStep(GraphShape(8, 8, 0), 16, padded.cache.null_block, device)
         step._numbers[:3, :] = 2  # wrong slots where nothing is filled in
         step._table.zero_()
         step.fill(dataclasses.replace(batch, num_logits=len(lengths)))
@@ -212,7 +212,7 @@ def decodes_of(lengths, device):
 
 @pytest.mark.parametrize("many", [[15, 16, 70, 1, 33, 120], [5, 158, 6, 1]])
 def test_a_step_leaves_nothing_of_the_one_before_it(many, device):
-    used, fresh = (StaticStep(Shape(8, 10, 0), 16, 9999, device) for _ in range(2))
+    used, fresh = (StaticStep(GraphShape(8, 10, 0), 16, 9999, device) for _ in range(2))
     used.fill(decodes_of(many, device))
     for step in (used, fresh):
         step.fill(decodes_of([40, 2], device))
@@ -227,7 +227,7 @@ def test_a_step_leaves_nothing_of_the_one_before_it(many, device):
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 24])
 def test_what_kernels_read_begins_at_aligned_addresses(rows, device):
-    step = StaticStep(Shape(rows, 33, 0), 16, 9999, device)
+    step = StaticStep(GraphShape(rows, 33, 0), 16, 9999, device)
     batch = step.batch()
     decodes = batch.attention.device_rows.decodes
     read = [batch.input_ids, batch.position_ids, batch.attention.slots, batch.logits_index]
@@ -240,7 +240,7 @@ def test_groups_of_lengths_come_to_the_rows_that_they_have_in_the_step(device):
     lengths = [3, 1500, 5, 1400, 2]  # two groups, which alternate
     batch = decodes_of(lengths, device)
     assert len(batch.attention.decodes) == 2
-    step = StaticStep(Shape(8, 128, 0), 16, 9999, device)
+    step = StaticStep(GraphShape(8, 128, 0), 16, 9999, device)
     step.fill(batch)
     assert step._numbers[3].tolist() == [*lengths, 1, 1, 1]
     assert [row.tolist().index(9999) for row in step._table[:5]] == [1, 94, 1, 88, 1]
@@ -356,7 +356,7 @@ def test_a_capture_that_fails_is_reported_once_and_steps_run_as_they_are(engine_
     assert run(engine, 0) == run(engine_of("llama"), 0)
     assert graphs_of(engine).failure == "CUDA error: operation not permitted"
     assert len(captured) == at
-    assert caplog.text.count("steps are launched kernel by kernel") == 1
+    assert caplog.text.count("CUDA graphs are off, because a step could not be captured") == 1
 
 
 def test_without_room_for_more_graphs_those_that_are_there_are_replayed(engine_of, caplog):
@@ -365,7 +365,7 @@ def test_without_room_for_more_graphs_those_that_are_there_are_replayed(engine_o
     def full(work):
         captured.append(work)
         if len(captured) > 2:
-            raise NoRoomError("12 MiB are free")
+            raise GraphMemoryError("12 MiB are free")
         return record(work)
 
     engine = engine_of("llama", full)
@@ -393,7 +393,7 @@ def test_a_graph_that_computes_something_else_is_not_used(engine_of, wrong, monk
     engine = engine_of("llama", off)
     kept.append(graphs_of(engine))
     assert run(engine, 2) == run(engine_of("llama"), 2)
-    assert "a replay differs from its step" in graphs_of(engine).failure
+    assert "the logits of a replay differ from those of its step" in graphs_of(engine).failure
     assert graphs_of(engine).num_replays == 0
 
 
@@ -415,7 +415,7 @@ def test_a_request_whose_logits_are_not_finite_does_not_end_the_replays(engine_o
 def test_a_shape_is_captured_when_it_comes_again_and_the_one_used_longest_ago_is_dropped(
     engine_of, monkeypatch
 ):
-    monkeypatch.setattr(cuda_graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "_MAX_GRAPHS", 2)
     engine = engine_of("llama", record, patience=1)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
 
@@ -446,7 +446,7 @@ def test_parts_reach_to_the_end_of_every_sequence_that_a_shape_takes(span, monke
     rng = random.Random(0)
     nothing = torch.zeros(1, dtype=torch.int64)
     for _ in range(200):
-        shape = Shape(rng.choice(row_counts(256)), 2 ** rng.randint(5, 13), rng.randint(0, 4))
+        shape = GraphShape(rng.choice(row_counts(256)), 2 ** rng.randint(5, 13), rng.randint(0, 4))
         bounds = shape.bounds(16)
         assert sum(count for count, _ in bounds) == shape.rows
         rows = DecodeRows(shape.rows, bounds, *[nothing] * 4)
@@ -466,7 +466,11 @@ def test_one_long_sequence_among_short_ones_is_cut_into_as_many_parts_as_without
     skew = int(64 * 65536 / total).bit_length() // 2
     parts = [
         gpu_attention.split(DecodeRows(64, bounds, *[nothing] * 4), Span(), 8, 64, CPU)[1]
-        for bounds in (exact, Shape(64, 4096, skew).bounds(16), Shape(64, 4096, 0).bounds(16))
+        for bounds in (
+            exact,
+            GraphShape(64, 4096, skew).bounds(16),
+            GraphShape(64, 4096, 0).bounds(16),
+        )
     ]
     assert parts[0] / 4 <= parts[1] <= 4 * parts[0]
     assert parts[2] == 1
@@ -604,7 +608,7 @@ def test_captured_work_is_repeated_on_what_its_tensors_hold_then(device):
         capture(lambda: target.fill_(source.sum().item()))
     assert not is_lost(device)
     assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(GraphMemoryError):
         capture_on(device, 2**50)(lambda: None)
 
 

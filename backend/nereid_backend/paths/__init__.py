@@ -1,2 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward paths: how the tokens of one step go through a model."""
+"""The paths on which a model computes a step: packed, rows, padded and single.
+
+packed.py             all tokens of a step as one row; attention reads the KV cache in blocks
+recurrent.py          the path "rows": models that keep a state for each sequence
+padded.py             models with an attention of their own, which get a padded cache
+single_sequence.py    all other models, one sequence at a time
+step_batch.py         converts a step plan into tensors
+model_call.py         functions that several paths use
+compiled_forward.py   compiles a model's forward pass
+cuda_graphs.py        replays decode steps as CUDA graphs
+cuda_capture.py       captures CUDA graphs
+"""

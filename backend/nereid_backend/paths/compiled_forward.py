@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's forward pass as one compiled function.
+"""Compilation of a model's forward pass into one function.
 
-torch.export traces transformers' model code once, for any number of tokens, with attention and
-linear layers as operators of ours; AOTInductor fuses what is between them and compiles it into a
-library that runs without Python. The library is kept on disk under a name that says what it was
-made from. Weights are not in it: it reads those of the loaded model where they are.
+torch.export traces the model's code in transformers once, for any number of tokens. Attention and
+linear layers are operators of this package in the trace. AOTInductor fuses the code between them
+and compiles the trace into a library that runs without Python. The library is stored on disk, in a
+folder whose name is a hash of everything that the library depends on. The library contains no
+weights; it reads the weights of the loaded model.
 
-Made and tested on CPUs. For a GPU the same is done with the model's tensors there, and has never
-run on one.
+The code was made for CPUs and is tested there. On a GPU it has never run.
 """
 
 import hashlib
@@ -41,14 +41,23 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 Shims = dict[torch._ops.OpOverload, list[str]]
 
-# torch.export takes a size of one for a constant, so that every other size would need a second
-# trace; and it takes sizes that are equal in its example for the same size.
-_LEAST_ROWS = 2
-_EXAMPLE_TOKENS, _EXAMPLE_LOGITS = 7, 3
-# Literals in a model's code are small; what is larger depends on the checkpoint, one must assume.
-_LARGEST_LITERAL = 65536
-_LIBRARY, _LITERALS = "model.pt2", "literals.safetensors"
-# Whose text a library depends on, besides the model's own.
+# torch.export treats a size of 1 as a constant, so that other sizes would need a second trace.
+# Inputs are therefore extended to at least this many rows.
+_MIN_ROWS = 2
+# The sizes of the example that is traced. They differ, because torch.export treats equal sizes of
+# an example as one size.
+_EXAMPLE_TOKENS = 7
+_EXAMPLE_LOGITS = 3
+# Tensors that a model's code creates from constants are small. A tensor with more elements probably
+# depends on the checkpoint.
+_MAX_LITERAL_ELEMENTS = 65536
+_LIBRARY_FILE = "model.pt2"
+_LITERALS_FILE = "literals.safetensors"
+_NO_PARAMETER = (
+    "the model's code uses the tensor {name}, which is neither a parameter nor a buffer of the "
+    "model"
+)
+# The files of this package that a library depends on.
 _SOURCES = (
     "paths/compiled_forward.py",
     "linear/native_linear.py",
@@ -58,162 +67,183 @@ _SOURCES = (
 
 
 class CompiledForward:
-    """Runs steps of one model. Made by `compile_forward`."""
+    """Computes the steps of one model. `compile_forward` creates it."""
 
     def __init__(self, run: Callable[..., Tensor]) -> None:
+        """Wrap a compiled function.
+
+        Args:
+            run: computes logits from input_ids, position_ids and logits_index; shapes as in
+                StepBatch.
+        """
         self._run = run
 
     def __call__(self, batch: StepBatch, attention: PagedForward) -> Tensor:
-        """Logits of a step, [num_logits, vocab_size].
+        """Compute a step and return its logits, [num_logits, vocab_size].
 
-        Mutates: the KV cache behind ``attention``.
+        Mutates: the KV cache of `attention`.
         """
         rows = (batch.input_ids, batch.position_ids, batch.logits_index)
         with serving(attention):
-            logits = self._run(*(_at_least(tensor, _LEAST_ROWS) for tensor in rows))
+            logits = self._run(*(_at_least(tensor, _MIN_ROWS) for tensor in rows))
         return logits[: batch.num_logits]
 
 
 def compile_forward(
     model: PreTrainedModel, hook: AttentionHook, progress: Progress, *, is_native: bool = False
 ) -> CompiledForward:
-    """Compile a model for the device that it is on, or take what was compiled before.
+    """Compile a model for its device, or load the library that an earlier process compiled.
 
     Args:
-        model: with ``hook`` as its attention, on a CPU its linear layers packed
-            (`prepack_linears`).
+        model: the model, with `hook` as its attention. On a CPU, its linear layers must be packed
+            by `prepack_linears`.
         hook: the engine's entry in transformers' attention interface.
-        progress: gets a line when it takes long.
-        is_native: whether attention will be over a native cache, so that its kernels can be called
-            without Python.
+        progress: receives a line of text if the compilation takes long.
+        is_native: whether attention will use the CPU kernels, which can be called without Python.
 
     Raises:
-        Exception: of any kind, where torch cannot trace or compile the model's code.
+        Exception: of any class, if torch cannot trace or compile the model's code.
     """
-    whole, device = _Whole(model), model.device
+    traced = _TracedModel(model)
+    device = model.device
     shims = _shims(is_native) if device.type == "cpu" else {}
     folder = cache_folder() / "compiled" / _fingerprint(model, shims)
-    if not (folder / _LIBRARY).is_file():
+    if not (folder / _LIBRARY_FILE).is_file():
         progress(
-            f"compiling the forward pass of {type(model).__name__}: half a minute and more, once "
-            f"for this machine and shape; kept in {folder}"
+            f"compiling the forward pass of {type(model).__name__}. This takes at least half a "
+            f"minute, once for this machine and this model. The result is stored in {folder}"
         )
-        _build(whole, hook, folder, shims)
-    # An engine has one thread, and the library's own care for several cannot be captured.
+        _build(traced, hook, folder, shims)
+    # The engine computes in one thread. The library's locks for several threads cannot be captured
+    # into CUDA graphs.
     run = torch._inductor.aoti_load_package(
-        str(folder / _LIBRARY),
+        str(folder / _LIBRARY_FILE),
         run_single_threaded=True,
         device_index=-1 if device.index is None else device.index,
     )
-    known = _load_literals(folder / _LITERALS, device) | _tensors(whole)
+    tensors = _load_literals(folder / _LITERALS_FILE, device) | _tensors(traced)
     names = run.get_constant_fqns()
-    if unknown := [name for name in names if name not in known]:
-        raise UnfitError(f"its code uses {unknown[0]}, which is neither parameter nor buffer")
-    constants = {name: known[name] for name in names}
+    if unknown := [name for name in names if name not in tensors]:
+        raise UnfitError(_NO_PARAMETER.format(name=unknown[0]))
+    constants = {name: tensors[name] for name in names}
     run.load_constants(constants, check_full_update=True, user_managed=True)
     return CompiledForward(run)
 
 
-class _Whole(nn.Module):
-    """What is traced: from a packed step's tensors to its logits."""
+class _TracedModel(nn.Module):
+    """The module that is traced: computes the logits of a packed step."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self._selects = ModelCall(model).takes("logits_to_keep")
+        self._selects_logits = ModelCall(model).takes("logits_to_keep")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor) -> Tensor:
-        """Shapes as in `StepBatch`; returns [len(logits_index), vocab_size]."""
-        selected = {"logits_to_keep": logits_index} if self._selects else {}
+        """Return logits, [len(logits_index), vocab_size]. StepBatch describes the inputs."""
+        selected = {"logits_to_keep": logits_index} if self._selects_logits else {}
         output = self.model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **selected
         )
         logits: Tensor = output.logits[0]
-        return logits if self._selects else logits[logits_index]
+        return logits if self._selects_logits else logits[logits_index]
 
 
 def _shims(is_native: bool) -> Shims:
-    """Operators that compiled code calls as C functions, and their declarations (cpu_shim.cpp)."""
+    """Return the operators that compiled code calls as C functions, with the C declarations.
+
+    cpu_shim.cpp defines the functions.
+    """
     operators = torch.ops.nereid
     handle = "AtenTensorHandle"
-    found: Shims = {}
+    shims: Shims = {}
     if native_linear.is_available():
-        found[operators.packed_linear.default] = [
+        shims[operators.packed_linear.default] = [
             f"AOTITorchError aoti_torch_cpu_packed_linear({handle} x, {handle} packed, "
             f"{handle}* bias, int64_t out_features, {handle}* out)"
         ]
     if is_native:
-        found[operators.paged_attend.default] = [
+        shims[operators.paged_attend.default] = [
             f"AOTITorchError aoti_torch_cpu_paged_attend({handle} query, {handle} key, "
             f"{handle} value, {handle}* sinks, int64_t layer, double scale, {handle}* out)"
         ]
-    return found
+    return shims
 
 
-def _build(whole: _Whole, hook: AttentionHook, folder: Path, shims: Shims) -> None:
-    num_tokens = torch.export.Dim("num_tokens", min=_LEAST_ROWS)
-    num_logits = torch.export.Dim("num_logits", min=_LEAST_ROWS)
-    tokens = torch.arange(_EXAMPLE_TOKENS, device=whole.model.device)
+def _build(traced: _TracedModel, hook: AttentionHook, folder: Path, shims: Shims) -> None:
+    """Compile a model and store the library in `folder`."""
+    num_tokens = torch.export.Dim("num_tokens", min=_MIN_ROWS)
+    num_logits = torch.export.Dim("num_logits", min=_MIN_ROWS)
+    tokens = torch.arange(_EXAMPLE_TOKENS, device=traced.model.device)
     example = (torch.zeros_like(tokens)[None], tokens[None], tokens[:_EXAMPLE_LOGITS].clone())
-    with torch.no_grad(), _quiet(), hook.serving(TracedForward()):
+    with torch.no_grad(), _without_warnings(), hook.serving(TracedForward()):
         program = torch.export.export(
-            whole,
+            traced,
             example,
             dynamic_shapes=({1: num_tokens}, {1: num_tokens}, {0: num_logits}),
             strict=False,
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Made beside its place and moved there: another process may compile the same.
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary, _quiet():
-        made = Path(temporary) / "made"
-        made.mkdir()
+    # The library is compiled in a temporary folder and then moved, because another process may
+    # compile the same model at the same time.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary, _without_warnings():
+        finished = Path(temporary) / "library"
+        finished.mkdir()
         torch._inductor.aoti_compile_and_package(
             program,
-            package_path=str(made / _LIBRARY),
+            package_path=str(finished / _LIBRARY_FILE),
             inductor_configs={
                 "aot_inductor.package_constants_in_so": False,
                 "aot_inductor.custom_ops_to_c_shims": shims,
-                # Its pool of compiling processes would stay beside the engine.
+                # With more threads, torch's pool of compiler processes would keep running.
                 "compile_threads": 1,
             },
         )
-        _save_literals(_literals(program.constants, _tensors(whole)), made / _LITERALS)
+        literals = _literals(program.constants, _tensors(traced))
+        _save_literals(literals, finished / _LITERALS_FILE)
         if folder.is_dir():
             shutil.rmtree(folder)
-        made.rename(folder)
+        finished.rename(folder)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all of their names."""
+    """Return the parameters and buffers of a module by name.
+
+    Shared tensors appear under each name.
+    """
     named: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
     named.update(module.named_parameters(remove_duplicate=False))
     return {name: tensor.detach() for name, tensor in named.items()}
 
 
 def _literals(constants: dict[str, Any], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that the traced code makes out of nothing.
+    """Return the tensors that the traced code creates from constants.
+
+    Args:
+        constants: all constants of the trace, by name.
+        own: the model's parameters and buffers, by name.
 
     Raises:
-        UnfitError: one is so large that it must come from the checkpoint.
+        UnfitError: if a tensor is so large that it probably comes from the checkpoint.
     """
-    found = {}
+    literals = {}
     for name, tensor in constants.items():
         if name in own:
             continue
-        if not isinstance(tensor, Tensor) or tensor.numel() > _LARGEST_LITERAL:
-            raise UnfitError(f"its code uses {name}, which is neither parameter nor buffer")
-        found[name] = tensor.detach().clone().contiguous()
-    return found
+        if not isinstance(tensor, Tensor) or tensor.numel() > _MAX_LITERAL_ELEMENTS:
+            raise UnfitError(_NO_PARAMETER.format(name=name))
+        literals[name] = tensor.detach().clone().contiguous()
+    return literals
 
 
 def _save_literals(literals: dict[str, Tensor], file: Path) -> None:
-    # Some code keeps small tensors on the host, wherever the model is.
+    # Some code creates small tensors on the CPU even if the model is on a GPU.
+    """Store the tensors of the traced code in a file, with their devices."""
     kinds = {name: tensor.device.type for name, tensor in literals.items()}
     save_file(literals, file, metadata={"devices": json.dumps(kinds)})
 
 
 def _load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
-    """What was saved, on the device, but for what was on the host."""
+    """Load the tensors of the traced code onto the device, except those that belong on the CPU."""
     with safe_open(file, framework="pt") as opened:
         kinds = json.loads(opened.metadata()["devices"])
         return {
@@ -223,7 +253,10 @@ def _load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def _at_least(tensor: Tensor, num_rows: int) -> Tensor:
-    """The last dimension made longer by its last number where it is shorter."""
+    """Extend the last dimension to `num_rows` by repeating its last value.
+
+    Example: [5] with 2 rows gives [5, 5]. A longer tensor is returned unchanged.
+    """
     missing = num_rows - tensor.shape[-1]
     if missing <= 0:
         return tensor
@@ -231,7 +264,7 @@ def _at_least(tensor: Tensor, num_rows: int) -> Tensor:
 
 
 def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
-    """Changes with all that a library depends on but the weights' numbers."""
+    """Return a hash of everything that a library depends on, except the values of the weights."""
     config = {
         name: value
         for name, value in model.config.to_dict().items()
@@ -251,13 +284,13 @@ def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
         repr(tensors),
         repr(sorted(map(str, shims.values()))),
         str(torch.get_num_threads()),
-        *_machine(model.device),
+        *_target_hardware(model.device),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _machine(device: torch.device) -> list[str]:
-    """What compiled code is made for."""
+def _target_hardware(device: torch.device) -> list[str]:
+    """Return the hardware and the libraries that compiled code depends on."""
     if device.type != "cuda":
         return [processor()]
     capability = torch.cuda.get_device_capability(device)
@@ -268,8 +301,8 @@ def _machine(device: torch.device) -> list[str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings that torch gives about its own parts."""
+def _without_warnings() -> Iterator[None]:
+    """Suppress the warnings that torch gives about its own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines that talk to CUDA about captured graphs; what is captured, and when, is `graphs`'s.
+"""The calls of CUDA that capture a graph. cuda_graphs.py decides what is captured and when.
 
-Nothing here has run on a GPU yet.
+This code has not run on a GPU yet.
 """
 
 import gc
@@ -14,30 +14,31 @@ import torch
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
 
-# Left free besides what the largest step needs: graphs are the last to take memory.
+# Memory that stays free in addition to what the largest step needs.
 _SPARE_BYTES = 256 * 2**20
-# Captures that did not end well: the allocator of pinned memory, whose part cannot be ended from
-# Python, goes on asking them.
-_given_up: list[torch.cuda.CUDAGraph] = []
+# Cancelled captures. torch's allocator of pinned memory keeps using them, and this cannot be ended
+# from Python, so the objects must not be freed.
+_failed_captures: list[torch.cuda.CUDAGraph] = []
 
 
-class NoRoomError(Exception):
-    """There is too little memory for another graph; those that there are stay of use."""
+class GraphMemoryError(Exception):
+    """There is too little free memory for a further graph. Existing graphs can still be used."""
 
 
 def capture_on(device: torch.device, reserve_bytes: int = 0) -> Capture | None:
-    """What captures work on a device; None where there is nothing to capture.
+    """Return the function that captures graphs on a device, or None if the device is not a GPU.
+
+    The returned function takes a callable and returns a function that replays its work. It calls
+    the callable twice on a stream of its own: once to warm up, and once to capture. The callable
+    must store its results in tensors that existed before, must not wait for the device, and must
+    not read from it. A replay runs on the stream that is current at that time.
+
+    All graphs of one returned function share their memory, so a replay overwrites the intermediate
+    results of the previous one. The function raises GraphMemoryError if too little memory is free.
 
     Args:
         device: where the work runs.
-        reserve_bytes: memory that steps may still come to need.
-
-    Returns:
-        A function from work to its replay. The work is called twice, once to warm up and once to be
-        captured, on a stream of its own; it must leave what it computes in tensors that were there
-        before. It may not wait for the device, nor read from it. Replays run on the stream that is
-        current then; all of one such function share their memory, so that what one leaves in
-        tensors of its own is lost with the next. NoRoomError: too little memory is free.
+        reserve_bytes: memory that later steps may need, in bytes.
     """
     if device.type != "cuda":
         return None
@@ -47,24 +48,27 @@ def capture_on(device: torch.device, reserve_bytes: int = 0) -> Capture | None:
 
     def capture(work: Callable[[], None]) -> Replay:
         with torch.cuda.device(device):
-            # Replays must have ended before a graph is dropped, or memory taken over from one.
+            # Replays must have ended before a graph is freed and before its memory is reused.
             torch.cuda.synchronize()
             free = torch.cuda.mem_get_info()[0]
             if free < reserve_bytes + _SPARE_BYTES:
-                raise NoRoomError(
-                    f"{free / 2**20:.0f} MiB are free, and steps need {reserve_bytes / 2**20:.0f}"
+                needed = reserve_bytes + _SPARE_BYTES
+                raise GraphMemoryError(
+                    f"{free / 2**20:.0f} MiB of GPU memory are free, but {needed / 2**20:.0f} MiB "
+                    "must stay free for steps"
                 )
             with torch.cuda.stream(stream), _without_collection():
-                # Libraries make what they keep for a stream; that cannot be captured.
+                # Libraries allocate workspaces in their first call on a stream. Such an allocation
+                # cannot be captured, so the work runs once before.
                 work()
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                # Other threads may go on meanwhile.
+                # With "thread_local", other threads may use the device during the capture.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     work()
                 except BaseException:
-                    # Ends the capture; that this fails as well must not hide why.
+                    # Ending the capture usually fails, too. That error must not hide the first one.
                     with suppress(Exception):
                         _end(graph, pool)
                     raise
@@ -78,27 +82,28 @@ def capture_on(device: torch.device, reserve_bytes: int = 0) -> Capture | None:
 def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torch's handle
     """End a capture on the current device.
 
-    Where CUDA has given it up, as after a read from the device, torch's own end stops halfway: its
-    allocator then takes the capture for one that goes on. It asks it at every allocation, never
-    gives back what it has cached, so that memory runs out early, and fails when asked to.
+    CUDA cancels a capture after a forbidden operation, such as a read from the device. torch's
+    capture_end then stops halfway, and torch's allocator continues to treat the capture as running:
+    it asks the capture at every allocation, never frees cached memory, and fails when it is told
+    to. This function therefore also ends the capture in the allocator.
 
     Raises:
-        RuntimeError: there is no graph.
+        RuntimeError: if the capture produced no graph.
     """
     try:
         graph.capture_end()
     except Exception:
         device = torch.cuda.current_device()
-        # It says so itself where the allocator's part had ended before.
+        # These calls raise RuntimeError if the capture has already ended in the allocator.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
-            _given_up.append(graph)
+            _failed_captures.append(graph)
         raise
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether a device takes no more work, as after an access to memory that is not there."""
+    """Return whether a device can no longer compute, for example after an invalid memory access."""
     if device.type != "cuda":
         return False
     try:
@@ -110,7 +115,7 @@ def is_lost(device: torch.device) -> bool:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Objects that Python finds dead may free what a capture does not let go of."""
+    """Turn Python's garbage collection off, because freeing objects can break a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

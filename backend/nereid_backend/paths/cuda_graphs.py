@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of decodes as captured graphs: one launch in place of a thousand.
+"""CUDA graphs of decode steps: one launch replaces the launches of all kernels.
 
-A step in which every request adds one token runs the same kernels as the one before, only with
-other numbers. So it is captured once with its numbers in tensors that stay where they are, and
-replayed from then on: the step's numbers are copied into these tensors, the graph runs, and its
-logits are copied out.
+A step in which every sequence adds one token runs the same kernels as the step before, with
+different numbers. It is therefore captured once, with its inputs in tensors that keep their
+addresses. Each later step copies its inputs into these tensors, replays the graph, and copies the
+logits out.
 
-A graph serves all steps of one shape: so many rows, block tables so wide. A step takes the next
-larger shape, and its surplus rows are padding that computes something finite and touches nobody:
+A graph serves all steps of one shape: a number of rows and a width of the block tables. A step uses
+the next larger shape. The surplus rows are padding, whose results are finite and are not used.
+Example: a step of 3 sequences in a graph of 4 rows.
 
     row       0    1    2  |  3
     token     a    b    c  |  0
-    slot      17   40   3  |  -1     the cache write skips it
+    slot      17   40   3  |  -1     the kernel that writes to the cache skips this row
     length    9    1    4  |  1      one token
-    blocks    ...          |  null   the block that stays zero
+    blocks    ...          |  null   the null block, whose content is zero
 """
 
 import logging
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch, Decodes
 from nereid_backend.attention.gpu.gpu_attention import gpu_batch
-from nereid_backend.paths.cuda_capture import Capture, NoRoomError, Replay
+from nereid_backend.paths.cuda_capture import Capture, GraphMemoryError, Replay
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.step_batch import StepBatch
 
@@ -35,30 +36,33 @@ logger = logging.getLogger(__name__)
 
 Run = Callable[[StepBatch], Tensor]
 
-# A step of more rows has enough to do for launching it to be hidden.
-_MOST_ROWS = 512
-# Least tokens that tables are wide: shorter sequences share their graphs.
-_LEAST_TOKENS = 512
-# Graphs that are kept. Each takes some megabytes besides the memory that all share.
-_MOST_GRAPHS = 64
-# A step is run as it is until its shape has come so often. A capture takes as long as a few steps.
+# The largest number of rows of a graph. In larger steps, the GPU works longer than the launches
+# take, so a graph saves nothing.
+_MAX_ROWS = 512
+# Block tables have at least the width of this many tokens, so that shorter sequences share graphs.
+_MIN_TOKENS = 512
+# The largest number of graphs. Each takes some megabytes in addition to the memory that all share.
+_MAX_GRAPHS = 64
+# This many steps of a shape run without a graph before one is captured. A capture takes as long as
+# a few steps.
 _PATIENCE = 1
-# Of the spread of the logits. A replay repeats the very kernels, so only sums whose order is open
-# may differ; a wrong number somewhere gives 0.1 and more.
+# The largest accepted difference, relative to the spread of the logits. A replay runs the same
+# kernels, so only the order of sums may differ. A wrong input causes a difference of at least 0.1.
 _TOLERANCE = 0.03
+# The number of rows that are compared at once.
 _COMPARED_ROWS = 16
-# Integers of 8 bytes in a cache line.
-_ALIGNED = 64 // 8
+# The number of int64 values in 64 bytes, the alignment of tensors that kernels read.
+_ALIGNED_VALUES = 64 // 8
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What steps must have in common to be replays of one graph.
+class GraphShape:
+    """The sizes that all steps of one graph have in common.
 
     Attributes:
-        rows: tokens.
-        width: blocks in a row of the block table.
-        skew: how far the longest sequence stands out; see `bounds`.
+        rows: the number of tokens.
+        width: the number of blocks in a row of the block table.
+        skew: how much longer the longest sequence is than the average; see `bounds`.
     """
 
     rows: int
@@ -66,10 +70,13 @@ class Shape:
     skew: int
 
     def bounds(self, block_size: int) -> list[tuple[int, int]]:
-        """By which attention cuts sequences into parts: (sequences, most tokens of each).
+        """Return the lengths for which attention kernels divide sequences into parts.
 
-        Parts follow from the longest sequence and the sum of all. With equal lengths the sum is
-        rows times the longest; 4 ** skew times less than that otherwise.
+        The kernels derive the parts from the longest length and the sum of all lengths. Each pair
+        of the result is a number of sequences and their largest number of tokens. Without skew, all
+        sequences may have the largest length. Otherwise all sequences except one are shorter by a
+        factor of 4 ** skew. Example: 8 rows of 64 blocks of 16 tokens with skew 1 give [(1, 1024),
+        (7, 256)].
         """
         longest = self.width * block_size
         others = max(block_size, longest >> 2 * self.skew)
@@ -77,12 +84,12 @@ class Shape:
 
 
 class DecodeGraphs:
-    """Captures and replays the steps of one path.
+    """Captures and replays the decode steps of one path.
 
     Attributes:
-        failure: why steps are no longer replayed; None: they are.
-        num_captures: graphs that were made.
-        num_replays: steps that were replays.
+        failure: the reason why steps are no longer replayed; None if they are.
+        num_captures: the number of captured graphs.
+        num_replays: the number of replayed steps.
     """
 
     def __init__(
@@ -95,15 +102,17 @@ class DecodeGraphs:
         *,
         patience: int = _PATIENCE,
     ) -> None:
-        """Capture nothing so far.
+        """Create the class without graphs.
 
         Args:
-            run: computes a packed step; logits [num_logits, vocab_size].
-            capture: see `capture_on`.
-            sizes: of the path.
-            device: of the path.
-            report: gets a line when steps are not replayed any more, or no more shapes are.
-            patience: so many steps of a shape are run as they are before one is captured.
+            run: computes a packed step and returns its logits, [num_logits, vocab_size].
+            capture: captures a graph; see `capture_on`.
+            sizes: the sizes of the path.
+            device: the device of the path.
+            report: receives a line of text if steps are no longer replayed, or no more graphs are
+                captured.
+            patience: the number of steps of a shape that run without a graph before one is
+                captured.
         """
         self._run = run
         self._capture = capture
@@ -112,8 +121,8 @@ class DecodeGraphs:
         self._report = report
         self._patience = patience
         self._row_counts = row_counts(sizes.max_num_seqs)
-        self._graphs: OrderedDict[Shape, tuple[StaticStep, Replay]] = OrderedDict()
-        self._num_seen: dict[Shape, int] = {}
+        self._graphs: OrderedDict[GraphShape, tuple[StaticStep, Replay]] = OrderedDict()
+        self._num_seen: dict[GraphShape, int] = {}
         self._logits: Tensor | None = None
         self._is_full = False
         self.failure: str | None = None
@@ -121,76 +130,93 @@ class DecodeGraphs:
         self.num_replays = 0
 
     def forward(self, batch: StepBatch) -> Tensor | None:
-        """A step's logits, [num_logits, vocab_size], the caller's to keep; None: run it as it is.
+        """Replay a step and return its logits, [num_logits, vocab_size].
 
-        Mutates: the KV cache, as running the step does, unless it returns None.
+        The caller owns the returned tensor. Return None if the step cannot be replayed; the caller
+        then runs it kernel by kernel.
+
+        Mutates: the KV cache, unless the result is None.
         """
         shape = self.shape_of(batch)
         if shape is None or self.failure is not None:
             return None
-        found = self._graphs.get(shape) or self._try_capture(shape, batch)
-        if found is None or self._logits is None:
+        graph = self._graphs.get(shape) or self._try_capture(shape, batch)
+        if graph is None or self._logits is None:
             return None
         self._graphs.move_to_end(shape)
-        step, replay = found
+        step, replay = graph
         step.fill(batch)
         replay()
         self.num_replays += 1
-        # The next replay writes there, and may be queued before anybody has read these.
+        # The next replay overwrites these logits, and may be queued before the caller reads them.
         return self._logits[: batch.num_logits].clone()
 
-    def shape_of(self, batch: StepBatch) -> Shape | None:
-        """The shape that a step takes; None where it is not one of decodes that all want logits."""
+    def shape_of(self, batch: StepBatch) -> GraphShape | None:
+        """Return the shape of the graph for a step.
+
+        Return None if the step is not a decode step, if some tokens need no logits, or if it has
+        too many rows.
+        """
         attention = batch.attention
-        count = attention.num_decodes
-        if attention.prefills or not count or batch.num_logits != count:
+        num_decodes = attention.num_decodes
+        if attention.prefills or not num_decodes or batch.num_logits != num_decodes:
             return None
-        rows = next((n for n in self._row_counts if n >= count), None)
+        rows = next((rows for rows in self._row_counts if rows >= num_decodes), None)
         if rows is None:
             return None
-        widths = [(group.blocks.shape[0], group.blocks.shape[1]) for group in attention.decodes]
-        widest = max(width for _, width in widths)
-        total = sum(number * width for number, width in widths)
+        table_shapes = [tuple(group.blocks.shape) for group in attention.decodes]
+        widest = max(width for _, width in table_shapes)
+        num_blocks = sum(num_rows * width for num_rows, width in table_shapes)
         size = self._sizes.block_size
-        width = max(1 << (widest - 1).bit_length(), -(-_LEAST_TOKENS // size))
+        # The next power of two, but at least _MIN_TOKENS and at most the longest sequence.
+        width = max(1 << (widest - 1).bit_length(), -(-_MIN_TOKENS // size))
         width = max(widest, min(width, -(-self._sizes.max_model_len // size)))
-        return Shape(rows, width, int(math.log2(count * widest / total)) // 2)
+        skew = int(math.log2(num_decodes * widest / num_blocks)) // 2
+        return GraphShape(rows, width, skew)
 
-    def _try_capture(self, shape: Shape, batch: StepBatch) -> "tuple[StaticStep, Replay] | None":
+    def _try_capture(
+        self, shape: GraphShape, batch: StepBatch
+    ) -> "tuple[StaticStep, Replay] | None":
+        """Capture a graph for a step.
+
+        Return None if the shape is too rare so far, if memory is short, or if the capture fails.
+        """
         if self._is_full:
             return None
-        number = self._num_seen[shape] = self._num_seen.get(shape, 0) + 1
-        if number <= self._patience:
+        self._num_seen[shape] = self._num_seen.get(shape, 0) + 1
+        if self._num_seen[shape] <= self._patience:
             return None
         try:
-            found = self._graphs[shape] = self._make(shape, batch)
-        except NoRoomError as error:
+            graph = self._make(shape, batch)
+        except GraphMemoryError as error:
             self._is_full = True
-            self._report(f"no more steps are captured: {error}")
+            self._report(f"No more CUDA graphs are captured: {error}.")
             return None
         except Exception as error:  # noqa: BLE001 - models' code fails to be captured in any way
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self.failure = reason
             self._graphs.clear()
             self._logits = None
-            self._report(f"steps are launched kernel by kernel: {reason}")
+            self._report(f"CUDA graphs are off, because a step could not be captured: {reason}")
             return None
+        self._graphs[shape] = graph
         self.num_captures += 1
-        while len(self._graphs) > _MOST_GRAPHS:
+        while len(self._graphs) > _MAX_GRAPHS:
             dropped, _ = self._graphs.popitem(last=False)
             del self._num_seen[dropped]
-        return found
+        return graph
 
-    def _make(self, shape: Shape, batch: StepBatch) -> "tuple[StaticStep, Replay]":
-        """Capture a shape by a step that has it, and see that a replay computes the same.
+    def _make(self, shape: GraphShape, batch: StepBatch) -> "tuple[StaticStep, Replay]":
+        """Capture a graph with the inputs of a step, and compare its logits with those of the step.
 
         Raises:
-            NoRoomError: too little memory is free.
-            Exception: of any kind, where it cannot be captured.
+            GraphMemoryError: if too little memory is free.
+            Exception: of any class, if the step cannot be captured.
         """
         step = StaticStep(shape, self._sizes.block_size, self._sizes.num_blocks, self._device)
         step.fill(batch)
-        # Compiles what is not compiled, too. It stores the same keys and values as replays do.
+        # This run also compiles kernels that are not compiled yet. It stores the same keys and
+        # values as the replays.
         expected = self._run(step.batch())
         if self._logits is None:
             self._logits = expected.new_empty(self._row_counts[-1], expected.shape[1])
@@ -204,33 +230,45 @@ class DecodeGraphs:
         replay()
         difference = _difference(logits[: batch.num_logits], expected[: batch.num_logits])
         if not difference <= _TOLERANCE:
-            raise UnfitError(f"a replay differs from its step by {difference:.2g} of the logits")
+            raise UnfitError(
+                f"the logits of a replay differ from those of its step by {difference:.2g} of "
+                f"their spread, but the limit is {_TOLERANCE:g}"
+            )
         return step, replay
 
 
 class StaticStep:
-    """The numbers of a step of decodes, in tensors that stay where they are."""
+    """The inputs of a decode step, in tensors that keep their addresses."""
 
     def __init__(
-        self, shape: Shape, block_size: int, null_block: int, device: torch.device
+        self, shape: GraphShape, block_size: int, null_block: int, device: torch.device
     ) -> None:
+        """Create the inputs of a step that contains only padding.
+
+        Args:
+            shape: the shape of the graph.
+            block_size: tokens in one block.
+            null_block: the block whose content is always zero.
+            device: where the tensors are created.
+        """
         self._shape = shape
         self._block_size = block_size
         self._null_block = null_block
-        # Tokens, positions, slots and lengths: [4, rows].
+        # The token, position, slot and length of a padding row. `_numbers` is [4, rows].
         self._padding = torch.tensor([[0], [0], [-1], [1]], device=device)
-        # Each from an aligned address on: kernels are compiled anew for others.
-        room = -(-shape.rows // _ALIGNED) * _ALIGNED
-        self._numbers = self._padding.repeat(1, room)[:, : shape.rows]
+        # Each row of `_numbers` starts at an aligned address, because Triton compiles a second
+        # kernel for unaligned pointers.
+        num_aligned = -(-shape.rows // _ALIGNED_VALUES) * _ALIGNED_VALUES
+        self._numbers = self._padding.repeat(1, num_aligned)[:, : shape.rows]
         self._table = torch.full((shape.rows, shape.width), null_block, device=device)
         self._index = torch.arange(shape.rows, device=device)
-        # Uploads what kernels must know of the layout, which a capture must not.
+        # This uploads the layout of the batch, which is not possible during a capture.
         self._rows = gpu_batch(self._attention())
         assert self._rows.decodes is not None
         self._rows.decodes.bounds = shape.bounds(block_size)
 
     def fill(self, batch: StepBatch) -> None:
-        """Put a step's numbers in place, padding behind them. Nothing of earlier steps stays."""
+        """Copy the inputs of a step into the tensors, and fill the other rows with padding."""
         count = batch.num_logits
         tokens, positions, slots, lens = self._numbers
         self._numbers[:, count:] = self._padding
@@ -248,48 +286,59 @@ class StaticStep:
                 columns.index_copy_(0, group.tokens, group.blocks)
 
     def batch(self) -> StepBatch:
-        """The step, for one run: nothing in it was computed from earlier numbers."""
+        """Return the step for one run. Nothing in it was computed from earlier inputs."""
         tokens, positions, _, _ = self._numbers
         attention = self._attention()
         assert self._rows.decodes is not None
-        # Memory for intermediate results is then a graph's own, which graphs share.
+        # Without workspaces of earlier runs, intermediate results use the memory that graphs share.
         decodes = replace(self._rows.decodes, _workspaces={})
         attention.device_rows = replace(self._rows, decodes=decodes)
         return StepBatch(tokens[None], positions[None], attention, self._index, self._shape.rows)
 
     def _attention(self) -> AttentionBatch:
+        """Return the attention batch, which reads from the tensors of this step."""
         _, _, slots, lens = self._numbers
         decodes = Decodes(None, self._table, lens, self._block_size)
         return AttentionBatch(slots, self._shape.rows, [decodes], [], self._block_size)
 
 
 def row_counts(most: int) -> list[int]:
-    """The numbers of rows that graphs have, for steps of up to so many: 1 2 4 8 16 24 32 ...
+    """Return the numbers of rows for which graphs are captured: 1, 2, 4, 8, 16, 24, 32 and so on.
 
-    Steps of 8 up to 64, of a quarter of the power of two below from there on: padding is at most a
-    quarter, and where it is that much a step reads weights longer than it multiplies.
+    The distance is 8 up to 64 rows. Above, it is a quarter of the largest power of two that is not
+    greater than the number. Above 24 rows, padding is then at most a quarter of the
+    rows. In smaller steps it can be more, but they spend more time on reading weights than on
+    multiplying them.
+
+    Args:
+        most: the largest number of rows of a step.
     """
     counts = [1, 2, 4, 8]
-    while counts[-1] < min(most, _MOST_ROWS):
+    while counts[-1] < min(most, _MAX_ROWS):
         last = counts[-1]
         counts.append(last + max(8, (1 << (last.bit_length() - 1)) // 4))
-    return [n for i, n in enumerate(counts) if i == 0 or counts[i - 1] < most]
+    # Keep the smallest number that is not below `most`, and all smaller ones.
+    return [count for i, count in enumerate(counts) if i == 0 or counts[i - 1] < most]
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """Root mean square over the logits' spread, of the worst row; NaN where only one is finite.
+def _difference(replayed: Tensor, expected: Tensor) -> float:
+    """Return the largest difference between the logits of two rows, relative to their spread.
 
-    Rows that are not finite in both say nothing: their request went wrong before.
+    The difference of a row is the root mean square of the errors, divided by the standard deviation
+    of the expected logits. Rows in which neither side is finite are ignored, because their
+    sequences failed before. Return NaN if only one side of a row is finite.
     """
     worst = 0.0
-    # In slices, lest numbers of 32 bits take memory that only graphs left free.
-    parts = (torch.split(found, _COMPARED_ROWS), torch.split(expected, _COMPARED_ROWS))
-    for ours, theirs in zip(*parts, strict=True):
-        is_finite = theirs.isfinite().all(-1)
-        if not torch.equal(is_finite, ours.isfinite().all(-1)):
+    # The rows are compared in slices, because float32 copies of all rows would need much memory.
+    replayed_parts = torch.split(replayed, _COMPARED_ROWS)
+    expected_parts = torch.split(expected, _COMPARED_ROWS)
+    for actual, wanted in zip(replayed_parts, expected_parts, strict=True):
+        is_finite = wanted.isfinite().all(-1)
+        if not torch.equal(is_finite, actual.isfinite().all(-1)):
             return math.nan
         if is_finite.any():
-            ours, theirs = ours[is_finite].float(), theirs[is_finite].float()
-            errors = (ours - theirs).square().mean(-1).sqrt() / theirs.std(-1)
+            actual_rows = actual[is_finite].float()
+            wanted_rows = wanted[is_finite].float()
+            errors = (actual_rows - wanted_rows).square().mean(-1).sqrt() / wanted_rows.std(-1)
             worst = max(worst, float(errors.max()))
     return worst

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the forward paths have in common: their sizes, and how a model is called."""
+"""Functions and classes that several forward paths use: sizes, and the call of a model."""
 
 import inspect
 from collections.abc import Iterable
@@ -15,19 +15,23 @@ from nereid_backend.paths.step_batch import tokens_of
 
 
 class UnfitError(Exception):
-    """A model cannot take a path; the message says why. Another path is tried then."""
+    """A model cannot run on a path. The engine then tries the next path.
+
+    The message is the reason, as a clause without a final period.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much a path has to hold.
+    """The sizes of a path's cache.
 
     Attributes:
-        num_blocks: blocks that requests may hold.
+        num_blocks: the number of blocks that sequences may use.
         block_size: tokens in one block.
-        max_num_seqs: requests that run at once; their rows are below that.
-        max_model_len: longest request in tokens.
-        stored: how keys and values are kept, as in the setting kv_cache_dtype.
+        max_num_seqs: the largest number of sequences that run at the same time. Their rows are
+            numbered from 0.
+        max_model_len: the largest number of tokens in a sequence.
+        stored: the data type of keys and values, as in the setting kv_cache_dtype.
     """
 
     num_blocks: int
@@ -38,9 +42,14 @@ class Sizes:
 
 
 class ModelCall:
-    """Calls a transformers model with those of the arguments that its forward takes."""
+    """Calls a transformers model with the arguments that its forward method accepts.
+
+    Attributes:
+        cache_name: the name of the cache argument; None if the model accepts no cache.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Read the parameters of a model's forward method."""
         self._model: Any = model
         self._names = frozenset(inspect.signature(model.forward).parameters)
         self.cache_name = next(
@@ -48,7 +57,7 @@ class ModelCall:
         )
 
     def takes(self, name: str) -> bool:
-        """Whether forward has an argument of this name."""
+        """Return whether the forward method has a parameter of this name."""
         return name in self._names
 
     def __call__(
@@ -60,18 +69,30 @@ class ModelCall:
         attention_mask: Tensor | None = None,
         cache: object | None = None,
     ) -> Tensor:
-        """Run the model.
+        """Run the model and return the logits of the last tokens, [batch, num_logits, vocab_size].
 
-        Shapes: input_ids, position_ids [batch, num_tokens] int64, attention_mask [batch, past +
-        num_tokens] int64; returns logits [batch, num_logits, vocab_size] of the last tokens.
+        Arguments that the model does not accept are left out.
+
+        Args:
+            input_ids: [batch, num_tokens] int64.
+            num_logits: the number of last tokens whose logits are returned.
+            position_ids: [batch, num_tokens] int64.
+            attention_mask: [batch, past + num_tokens] int64, where `past` is the length of the
+                cache.
+            cache: a cache of transformers.
+
         Mutates: cache.
         """
-        found: dict[str, object] = {
+        optional: dict[str, object] = {
             "position_ids": position_ids,
             "attention_mask": attention_mask,
             "logits_to_keep": num_logits,
         }
-        arguments = {k: v for k, v in found.items() if v is not None and k in self._names}
+        arguments = {
+            name: value
+            for name, value in optional.items()
+            if value is not None and name in self._names
+        }
         if self.takes("use_cache"):
             arguments["use_cache"] = cache is not None
         if cache is not None and self.cache_name is not None:
@@ -81,23 +102,33 @@ class ModelCall:
 
 
 def ids_of(chunk: Chunk, device: torch.device) -> Tensor:
-    """A chunk's tokens as [1, num_tokens] int64."""
+    """Return the token ids of a chunk, [1, num_tokens] int64."""
     return torch.tensor([tokens_of(chunk)], device=device)
 
 
 def positions_of(chunk: Chunk, device: torch.device) -> Tensor:
-    """Their positions as [1, num_tokens] int64."""
+    """Return the positions of a chunk's tokens, [1, num_tokens] int64."""
     return torch.arange(chunk.start, chunk.start + chunk.num_tokens, device=device)[None]
 
 
-def from_the_start(chunk: Chunk) -> Chunk:
-    """The chunk made longer at its front, so that it begins with the request's first token."""
+def extend_to_start(chunk: Chunk) -> Chunk:
+    """Return the chunk extended to the left, so that it begins with the sequence's first token.
+
+    Example: a chunk of 3 tokens that starts at 5 becomes a chunk of 8 tokens that starts at 0.
+    """
     return chunk._replace(start=0, num_tokens=chunk.start + chunk.num_tokens)
 
 
-def joined(parts: Iterable[Tensor | None], like: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits of a plan, [sum of num_logits, vocab_size], from those of its chunks in order."""
-    found = [part for part in parts if part is not None and part.shape[0]]
-    if found:
-        return torch.cat(found)
+def join_logits(parts: Iterable[Tensor | None], like: Tensor | None, vocab_size: int) -> Tensor:
+    """Concatenate the logits of chunks, [sum of num_logits, vocab_size].
+
+    Args:
+        parts: [num_logits, vocab_size], the logits of each chunk, in order; None for a chunk
+            without logits.
+        like: a tensor with the data type and device of an empty result; None selects the defaults.
+        vocab_size: the number of columns of an empty result.
+    """
+    filled = [part for part in parts if part is not None and part.shape[0]]
+    if filled:
+        return torch.cat(filled)
     return torch.empty(0, vocab_size) if like is None else like.new_empty(0, vocab_size)

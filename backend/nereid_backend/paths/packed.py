@@ -18,12 +18,13 @@ from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 
 
 class PackedPath:
-    """Runs plans on models whose state is attention's keys and values alone.
+    """Runs models whose only state is the keys and values of attention.
 
-    Owns the KV cache and the tables that name its blocks.
+    The path owns the KV cache and the block tables.
 
     Attributes:
-        graphs: what replays steps of decodes; None: every step is launched kernel by kernel.
+        graphs: replays decode steps as CUDA graphs; None if every step launches its kernels one by
+            one.
     """
 
     def __init__(
@@ -34,31 +35,49 @@ class PackedPath:
         cache: KVCache,
         builder: BatchBuilder,
     ) -> None:
+        """Create a path.
+
+        Args:
+            model: a model whose attention is `hook`.
+            hook: the engine's entry in transformers' attention interface.
+            layers: the attention layers of a forward pass, in order.
+            cache: the KV cache.
+            builder: converts plans into tensors.
+        """
         self._model = model
         self._hook = hook
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        self._selects = ModelCall(model).takes("logits_to_keep")
+        # Whether the model can compute the logits of selected tokens only.
+        self._selects_logits = ModelCall(model).takes("logits_to_keep")
         self._compiled: CompiledForward | None = None
         self.graphs: DecodeGraphs | None = None
 
     @property
     def has_kernels(self) -> bool:
-        """Whether attention takes all from tensors, and skips tokens that have no slot."""
+        """Whether attention runs in GPU kernels, which read all their inputs from tensors."""
         return isinstance(self._cache, GpuKVCache)
 
     @property
     def is_native(self) -> bool:
-        """Whether attention is computed by the kernels for CPUs."""
+        """Whether attention runs in the CPU kernels."""
         return isinstance(self._cache, CpuKVCache)
 
     def use(self, compiled: CompiledForward) -> None:
-        """Let a compiled forward pass of the same model take the steps from now on."""
+        """Compute all further steps with a compiled forward pass of the same model."""
         self._compiled = compiled
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """See `ForwardPath.forward`, and `AsyncPath.forward` for a step that was planned ahead."""
+        """Return the logits of a plan, [num_logits, vocab_size]; see `ForwardPath.forward`.
+
+        Args:
+            plan: the step.
+            sampled: [n] int64, the previous step's tokens if the plan was made ahead; see
+                `AsyncPath.forward`.
+
+        Mutates: the KV cache.
+        """
         self._cache.copy_blocks(plan.copies)
         batch = self._builder.build(plan, self._cache.device, sampled)
         if self.graphs is not None:
@@ -68,7 +87,7 @@ class PackedPath:
         return self.run(batch)
 
     def run(self, batch: StepBatch) -> Tensor:
-        """Logits of a step, [num_logits, vocab_size], launched kernel by kernel.
+        """Compute a step kernel by kernel and return its logits, [num_logits, vocab_size].
 
         Mutates: the KV cache.
         """
@@ -80,16 +99,18 @@ class PackedPath:
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
-                **({"logits_to_keep": batch.logits_index} if self._selects else {}),
+                **({"logits_to_keep": batch.logits_index} if self._selects_logits else {}),
             )
         logits: Tensor = output.logits[0]
-        return (logits if self._selects else logits[batch.logits_index])[: batch.num_logits]
+        if not self._selects_logits:
+            logits = logits[batch.logits_index]
+        return logits[: batch.num_logits]
 
     def empty(self) -> None:
-        """Forget all that was computed. Mutates: the KV cache."""
+        """Set all keys and values to zero. Mutates: the KV cache."""
         for tensor in self._cache.tensors():
             tensor.zero_()
 
     def clear(self, request: Request) -> None:
-        """See `ForwardPath.clear`."""
+        """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""
         self._cache.clear(request.block_table)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of models with attention of their own, which read keys and values from a cache.
+"""The padded path: models with an attention of their own that read keys and values from a cache.
 
-The cache that they are given writes what is new into blocks, and answers with all there is, copied
-out of the blocks and padded on the left to one length, layer by layer:
+The path gives such a model a cache object. The object writes new keys and values into the blocks of
+the KV cache, and returns a copy of all keys and values of the batch. Shorter sequences are padded
+on the left. Example of a step with three sequences, whose new tokens are to the right of the bar:
 
     a   . . . 0 1 2 3 | 4
-    b   0 1 2 3 4 5 6 | 7      the model's own attention, masks of its own for the padding
+    b   0 1 2 3 4 5 6 | 7      the attention mask excludes the padding
     c   . 0 1 2 3 4 5 | 6
 """
 
@@ -26,20 +27,22 @@ from nereid_backend.paths.model_call import (
     ModelCall,
     UnfitError,
     ids_of,
-    joined,
+    join_logits,
     positions_of,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What a model's cache holds for one token.
+    """The parts of a model's cache that are stored in blocks.
 
     Attributes:
-        layers: what is stored in blocks.
-        keys: by the cache's layer, its number in layers; None: it stores nothing.
-        indexers: likewise for the keys of a sparse indexer, which are stored as half key, half
-            value.
+        layers: the shapes of what is stored, one for each part.
+        keys: for each layer of the cache, the index in `layers` of its keys and values; None if the
+            layer stores none.
+        indexers: for each layer of the cache, the index in `layers` of its sparse indexer's keys;
+            None if the layer has no indexer. One half of these keys is stored as keys, the other
+            half as values.
     """
 
     layers: list[LayerSpec]
@@ -49,14 +52,19 @@ class CacheLayout:
 
 @torch.inference_mode()
 def probe_cache(checkpoint: Checkpoint, token_id: int) -> CacheLayout:
-    """Run one token and see what the model's own cache holds then.
+    """Run the model with one token, and return the layout of its cache.
+
+    Args:
+        checkpoint: the model.
+        token_id: the token.
 
     Raises:
-        UnfitError: it does not use transformers' cache, or keeps more than blocks can.
+        UnfitError: if the model does not use transformers' cache, or stores something that blocks
+            cannot contain.
     """
     call = ModelCall(checkpoint.model)
     if call.cache_name is None:
-        raise UnfitError("it takes no cache")
+        raise UnfitError("the model's forward method has no cache argument")
     ids = torch.tensor([[token_id]], device=checkpoint.device)
     cache: Any = DynamicCache(config=checkpoint.model.config)
     call(
@@ -69,40 +77,49 @@ def probe_cache(checkpoint: Checkpoint, token_id: int) -> CacheLayout:
     layout = CacheLayout([], [], [])
     for layer in cache.layers:
         if not isinstance(layer, DynamicLayer):
-            raise UnfitError(f"its cache has layers of the kind {type(layer).__name__}")
+            raise UnfitError(
+                f"the model's cache has layers of the class {type(layer).__name__}, which this "
+                "path does not support"
+            )
         keys: Any = layer.keys
         values: Any = layer.values
         indexer = getattr(layer, "indexer_keys", None)
         layout.keys.append(None if keys is None else len(layout.layers))
         if keys is not None:
             if keys.shape[0] != 1 or keys.shape[2] != 1 or values.shape[:3] != keys.shape[:3]:
-                raise UnfitError(f"its cache holds keys of shape {tuple(keys.shape)} for one token")
+                raise UnfitError(
+                    "the model's cache stores keys of the unsupported shape "
+                    f"{tuple(keys.shape)} for one token"
+                )
             num_heads = keys.shape[1]
             layout.layers.append(LayerSpec(num_heads, num_heads, keys.shape[3], values.shape[3]))
         layout.indexers.append(None if indexer is None else len(layout.layers))
         if indexer is not None:
             if indexer.shape[:2] != (1, 1) or indexer.shape[2] % 2:
-                raise UnfitError(f"its indexer has keys of shape {tuple(indexer.shape)}")
+                raise UnfitError(
+                    "the model's sparse indexer has keys of the unsupported shape "
+                    f"{tuple(indexer.shape)} for one token"
+                )
             half = indexer.shape[2] // 2
             layout.layers.append(LayerSpec(1, 1, half, half))
     if not layout.layers:
-        raise UnfitError("it stores nothing in transformers' cache")
+        raise UnfitError("the model stores nothing in transformers' cache")
     return layout
 
 
 class PaddedPath:
-    """Runs plans on models that bring their own attention. Owns the KV cache."""
+    """Runs models that have an attention of their own. The path owns the KV cache."""
 
     def __init__(
         self, checkpoint: Checkpoint, layout: CacheLayout, cache: KVCache, *, together: bool
     ) -> None:
-        """Make a path.
+        """Create a path.
 
         Args:
-            checkpoint: the model, with attention of its own.
-            layout: what its cache holds.
-            cache: the blocks.
-            together: whether several requests may share a forward pass.
+            checkpoint: the model.
+            layout: the layout of the model's cache.
+            cache: the KV cache.
+            together: whether several sequences may share a forward pass.
         """
         self._call = ModelCall(checkpoint.model)
         self._device = checkpoint.device
@@ -112,7 +129,7 @@ class PaddedPath:
         self._together = together
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """See `ForwardPath.forward`."""
+        """Return the logits of a plan; see `ForwardPath.forward`."""
         self._cache.copy_blocks(plan.copies)
         parts: list[Tensor | None] = [None] * len(plan.chunks)
         logits: Tensor | None = None
@@ -121,31 +138,44 @@ class PaddedPath:
             logits = self._run(chunks)
             for index, chunk, rows in zip(group, chunks, logits, strict=True):
                 parts[index] = rows[len(rows) - chunk.num_logits :]
-        return joined(parts, logits, self._vocab_size)
+        return join_logits(parts, logits, self._vocab_size)
 
     def clear(self, request: Request) -> None:
-        """See `ForwardPath.clear`."""
+        """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""
         self._cache.clear(request.block_table)
 
     def _groups(self, chunks: list[Chunk]) -> list[list[int]]:
-        """Which chunks go together: single tokens of sequences whose lengths differ little."""
+        """Divide chunks into groups that share a forward pass, as lists of their indices.
+
+        Decodes share a pass if their lengths have the same number of bits. Every other chunk is a
+        group of its own. Example: decodes at positions 5 and 7 share a pass, a decode at 9 does
+        not.
+        """
         groups: dict[int, list[int]] = {}
         for index, chunk in enumerate(chunks):
-            alone = not self._together or chunk.num_tokens > 1 or chunk.start == 0
-            groups.setdefault(-1 - index if alone else chunk.start.bit_length(), []).append(index)
+            is_alone = not self._together or chunk.num_tokens > 1 or chunk.start == 0
+            # A negative key belongs to one chunk only.
+            key = -1 - index if is_alone else chunk.start.bit_length()
+            groups.setdefault(key, []).append(index)
         return list(groups.values())
 
     def _run(self, chunks: list[Chunk]) -> Tensor:
-        """Logits [num_chunks, n, vocab_size], n the most that a chunk wants, but at least 1."""
+        """Compute one group of chunks.
+
+        Returns:
+            Logits, [num_chunks, n, vocab_size]. n is the largest num_logits of the chunks, at least
+            1.
+        """
         if len(chunks) == 1:
-            ids, positions = ids_of(chunks[0], self._device), positions_of(chunks[0], self._device)
+            ids = ids_of(chunks[0], self._device)
+            positions = positions_of(chunks[0], self._device)
         else:
-            tokens = [[c.request.token_ids[c.start]] for c in chunks]
+            tokens = [[chunk.request.token_ids[chunk.start]] for chunk in chunks]
             ids = torch.tensor(tokens, device=self._device)
             positions = torch.tensor([[chunk.start] for chunk in chunks], device=self._device)
         step = _Step.of(chunks, self._cache)
         cache: Any = DynamicCache()
-        # Without this, layers would be added as they are asked for.
+        # Without this line, DynamicCache would add further layers during the forward pass.
         cache.layer_class_to_replicate = None
         cache.layers = [
             _PagedLayer(self._cache, step, keys, indexer)
@@ -163,14 +193,14 @@ class PaddedPath:
 
 @dataclass(slots=True)
 class _Step:
-    """Where the sequences of one forward pass are.
+    """The tensors that describe the sequences of one forward pass.
 
     Attributes:
-        blocks: [num_seqs, n] int64 block tables, padded with the null block.
-        slots: [num_seqs * num_tokens] int64, where the new tokens go.
-        mask: [num_seqs, longest] int64, 1 where there is a token, 0 for padding.
-        order: [num_seqs, longest] int64, which token of its sequence stands there.
-        past: tokens before the new ones in the longest sequence.
+        blocks: [num_seqs, n] int64, the block tables, padded with the null block.
+        slots: [num_seqs * num_tokens] int64, the slots of the new tokens.
+        mask: [num_seqs, longest] int64, 1 for a token and 0 for padding.
+        order: [num_seqs, longest] int64, the position of the token at each place; 0 for padding.
+        past: the number of tokens of the longest sequence before the new ones.
         block_size: tokens in one block.
     """
 
@@ -183,17 +213,17 @@ class _Step:
 
     @classmethod
     def of(cls, chunks: list[Chunk], cache: KVCache) -> "_Step":
+        """Build the tensors of a group of chunks, which have equal numbers of tokens."""
         size = block_size_of(cache)
         num_tokens = chunks[0].num_tokens
         starts = torch.tensor([chunk.start for chunk in chunks])
         longest = int(starts.max()) + num_tokens
         width = -(-longest // size)
-        tables = [
-            (c.request.block_table[:width] + [cache.null_block] * width)[:width] for c in chunks
-        ]
+        padding = [cache.null_block] * width
+        tables = [(chunk.request.block_table[:width] + padding)[:width] for chunk in chunks]
         blocks = torch.tensor(tables)
-        new = starts[:, None] + torch.arange(num_tokens)
-        slots = blocks.gather(1, new // size) * size + new % size
+        positions = starts[:, None] + torch.arange(num_tokens)
+        slots = blocks.gather(1, positions // size) * size + positions % size
         lens = starts[:, None] + num_tokens
         order = torch.arange(longest)[None] - (longest - lens)
         mask = (order >= 0).long()
@@ -209,17 +239,17 @@ class _Step:
 
     @property
     def is_padded(self) -> bool:
-        """Whether sequences differ in length."""
+        """Whether the pass has several sequences, which may differ in length."""
         return self.blocks.shape[0] > 1
 
 
 def block_size_of(cache: KVCache) -> int:
-    """Tokens in one block of a cache."""
+    """Return the number of tokens in one block of a KV cache."""
     return cache.values[0].shape[2]
 
 
 class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' is untyped
-    """A layer of a model's cache whose tokens are in blocks. Made for one forward pass."""
+    """A layer of a model's cache that stores its tokens in blocks, for one forward pass."""
 
     is_sliding = False
     is_croppable = False
@@ -227,6 +257,15 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
     def __init__(
         self, cache: KVCache, step: _Step, number: int | None, indexer: int | None
     ) -> None:
+        """Create a layer.
+
+        Args:
+            cache: the KV cache.
+            step: the sequences of the forward pass.
+            number: the index of the layer's keys and values in the KV cache; None if it stores
+                none.
+            indexer: the index of the sparse indexer's keys in the KV cache; None if there are none.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
         self._step = step
@@ -234,7 +273,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         self._indexer = indexer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare."""
+        """Do nothing, because the blocks exist already."""
 
     def update(
         self,
@@ -243,42 +282,57 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         *args: object,  # noqa: ARG002 - transformers' signature
         **kwargs: object,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values and answer with all.
+        """Store the new keys and values, and return the keys and values of all tokens.
 
-        Shapes: [num_seqs, num_heads, num_tokens, dim]; returns [num_seqs, num_heads, longest, dim].
+        The new keys and values are [num_seqs, num_heads, num_tokens, dim]. The returned ones are
+        [num_seqs, num_heads, longest, dim].
         """
         if self._number is None:
-            raise UnfitError("a layer stores keys and values that stored none when it was probed")
+            raise UnfitError(
+                "a layer of the model stores keys and values, but stored none in the probe"
+            )
         return self._exchange(self._number, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """The same for the keys of a sparse indexer, [num_seqs, num_tokens, dim]."""
+        """Store the new keys of a sparse indexer, and return those of all tokens.
+
+        Args:
+            indexer_key_states: [num_seqs, num_tokens, dim].
+
+        Returns:
+            Keys, [num_seqs, longest, dim].
+        """
         if self._indexer is None:
-            raise UnfitError("a layer has an indexer that it had not when it was probed")
+            raise UnfitError("a layer of the model has a sparse indexer, but had none in the probe")
         key, value = indexer_key_states[:, None].chunk(2, dim=-1)
         return torch.cat(self._exchange(self._indexer, key, value), dim=-1)[:, 0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what masks cover."""
+        """Return the length of the attention mask and the offset of its first token."""
         return self._step.past + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens before this step, padding included."""
+        """Return the number of tokens before this step, including padding."""
         return self._step.past
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1, because the length is not limited."""
         return -1
 
     def _exchange(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        step, num_heads = self._step, key.shape[1]
+        """Store the new keys and values in blocks, and return those of all tokens."""
+        step = self._step
+        num_heads = key.shape[1]
         rows = store_rows(step.slots, num_heads, step.block_size)
-        flat = [part.transpose(1, 2).flatten(0, 1) for part in (key, value)]
-        self._cache.store(number, flat[0], flat[1], rows)
-        found = self._cache.gather(number, gather_rows(step.blocks, num_heads))
+        new_keys = key.transpose(1, 2).flatten(0, 1)
+        new_values = value.transpose(1, 2).flatten(0, 1)
+        self._cache.store(number, new_keys, new_values, rows)
+        keys, values = self._cache.gather(number, gather_rows(step.blocks, num_heads))
         longest = step.mask.shape[1]
         if not step.is_padded:
-            return found[0][:, :, :longest], found[1][:, :, :longest]
+            return keys[:, :, :longest], values[:, :, :longest]
         order = step.order[:, None, :, None]
-        keys, values = (torch.take_along_dim(part, order, dim=2) for part in found)
-        return keys, values
+        return (
+            torch.take_along_dim(keys, order, dim=2),
+            torch.take_along_dim(values, order, dim=2),
+        )

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of models that keep a state for each sequence besides attention's keys and values.
+"""The path "rows": models that keep a state for each sequence besides the keys and values.
 
-Convolutions and recurrences mix neighbouring tokens of a row, so a row must hold one sequence:
-requests that add a single token are rows of one batch, every other chunk is a forward pass of its
-own. Attention goes through the hook and the block tables as on the packed path.
+Convolutions and recurrences mix the neighbouring tokens of a row, so a row must contain tokens of
+one sequence only. All decodes of a step form one batch with one row for each sequence. Every other
+chunk is computed in a forward pass of its own. Attention uses the engine's attention hook and block
+tables, as on the packed path.
 
-    decodes   [a]  keys and values: the blocks      state: the cache of the last step, as it is,
-              [b]                                   when the same rows take part again; otherwise
-              [c]                                   taken apart by row and put together anew
+    decodes   [a]   keys and values: in blocks
+              [b]   states: one cache for the batch
+              [c]
+
+If the next step has the same rows, its decodes use the same cache. Otherwise the cache is split
+into the states of the sequences, and the states of the next step's rows are merged into a cache.
 """
 
 import copy
@@ -35,19 +39,19 @@ from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import (
     ModelCall,
     UnfitError,
-    from_the_start,
+    extend_to_start,
     ids_of,
-    joined,
+    join_logits,
     positions_of,
 )
 from nereid_backend.paths.step_batch import BatchBuilder
 
-# By cache layer: its attributes, tensors cut to one sequence.
+# The state of one sequence: for each cache layer, its attributes. Tensors are cut to the sequence.
 State = list[dict[str, Any]]
 
 
 class _PassLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' is untyped
-    """Stands for an attention layer in a cache: the blocks hold what it would store."""
+    """A cache layer for attention. It stores nothing, because keys and values are in blocks."""
 
     is_sliding = False
 
@@ -56,7 +60,7 @@ class _PassLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare."""
+        """Do nothing, because the layer stores nothing."""
 
     def update(
         self,
@@ -65,24 +69,24 @@ class _PassLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         *args: object,  # noqa: ARG002 - transformers' signature
         **kwargs: object,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Hand the new keys and values on."""
+        """Return the new keys and values unchanged."""
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what masks cover."""
+        """Return the length of the attention mask and the offset of its first token."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens before this step, of the longest sequence."""
+        """Return the number of tokens of the longest sequence before this step."""
         return self.length
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1, because the length is not limited."""
         return -1
 
 
 class _StateAndPassLayer(LinearAttentionLayer, _PassLayer):  # type: ignore[no-untyped-call, override]
-    """The same for layers that have a state, too."""
+    """A cache layer for attention with a recurrent state. It stores the state, but no keys."""
 
     def __init__(self, number_of_states: int) -> None:
         _PassLayer.__init__(self)
@@ -90,19 +94,21 @@ class _StateAndPassLayer(LinearAttentionLayer, _PassLayer):  # type: ignore[no-u
 
 
 def make_cache(config: PretrainedConfig) -> DynamicCache:
-    """An empty cache whose attention layers store nothing.
+    """Return an empty cache whose attention layers store nothing.
 
     Raises:
-        UnfitError: a layer keeps something that is neither keys and values nor a state by sequence.
+        UnfitError: if a layer stores something that is neither keys and values nor a state of each
+            sequence.
     """
     cache: Any = DynamicCache(config=config)
     if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-        raise UnfitError("its cache has no state besides keys and values")
+        raise UnfitError("the model's cache has no state besides keys and values")
     cache.layers = [_replaced(layer) for layer in cache.layers]
     return cache  # type: ignore[no-any-return]
 
 
 def _replaced(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are untyped
+    """Return the layer that replaces a layer of transformers' cache."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         if issubclass(type(layer), DynamicLayer):
             return _StateAndPassLayer(layer.number_of_states)
@@ -111,11 +117,17 @@ def _replaced(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are unt
         return _PassLayer()
     if isinstance(layer, DummyLayer):
         return layer
-    raise UnfitError(f"its cache has layers of the kind {type(layer).__name__}")
+    raise UnfitError(
+        f"the model's cache has layers of the class {type(layer).__name__}, which this path does "
+        "not support"
+    )
 
 
 class RowsPath:
-    """Runs plans on models with a state for each sequence. Owns the states and the KV cache."""
+    """Runs models that keep a state for each sequence.
+
+    The path owns the states and the KV cache.
+    """
 
     def __init__(
         self,
@@ -127,17 +139,18 @@ class RowsPath:
         whole: bool,
         replays: bool = False,
     ) -> None:
-        """Make a path without requests.
+        """Create a path without sequences.
 
         Args:
             checkpoint: the model.
-            hook: serves its attention.
-            layers: the attention calls of a forward pass.
-            paged: the KV cache and the tables that name its blocks; None: there is no attention.
-            whole: chunks that continue a sequence by several tokens are not exact on this model,
-                so every chunk but one of a single token starts at the sequence's beginning.
-            replays: a sequence that starts again goes the way that it went at first, its prompt in
-                one pass and then token by token: the two ways differ on this model.
+            hook: the engine's entry in transformers' attention interface.
+            layers: the attention layers of a forward pass, in order.
+            paged: the KV cache and the block tables; None if the model has no attention.
+            whole: if True, the model cannot continue a sequence by several tokens exactly. Every
+                chunk of several tokens is then computed from the start of the sequence.
+            replays: if True, a preempted sequence is computed again as it was the first time: the
+                prompt in one pass and then token by token. On some models, one pass over all tokens
+                gives different logits.
         """
         self._call = ModelCall(checkpoint.model)
         self._config = checkpoint.model.config
@@ -150,10 +163,11 @@ class RowsPath:
         self._replays = replays
         self._states: dict[int, State] = {}
         self._lengths: dict[int, int] = {}
-        self._resident: tuple[tuple[int, ...], Any] | None = None
+        # The rows of the last batch and their merged cache; None if all states are split.
+        self._batch_cache: tuple[tuple[int, ...], Any] | None = None
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """See `ForwardPath.forward`."""
+        """Return the logits of a plan; see `ForwardPath.forward`."""
         parts: list[Tensor | None] = [None] * len(plan.chunks)
         decodes: list[int] = []
         for index, chunk in enumerate(plan.chunks):
@@ -168,73 +182,99 @@ class RowsPath:
         for index, chunk in enumerate(plan.chunks):
             if index not in decodes:
                 parts[index] = self._prefill(chunk)
-        return joined(parts, logits if decodes else None, self._vocab_size)
+        return join_logits(parts, logits if decodes else None, self._vocab_size)
 
     def clear(self, request: Request) -> None:
-        """See `ForwardPath.clear`."""
+        """Delete the state of a sequence and set its blocks to zero; see `ForwardPath.clear`."""
         if request.row is not None:
             self._forget(request.row)
         if self._paged is not None:
             self._paged[0].clear(request.block_table)
 
     def state_bytes(self) -> int:
-        """Memory of one sequence's state; at least one sequence has one."""
-        self._take_apart()
+        """Return the size of one sequence's state in bytes.
+
+        At least one sequence must have a state.
+        """
+        self._split_batch_cache()
         state = next(iter(self._states.values()))
         return sum(_num_bytes(value) for layer in state for value in layer.values())
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
-        """One token of each of several sequences; returns logits [num_chunks, 1, vocab_size]."""
+        """Compute one token of each of several sequences.
+
+        Returns:
+            Logits, [num_chunks, 1, vocab_size].
+        """
         rows = tuple(_row(chunk) for chunk in chunks)
-        if self._resident is None or self._resident[0] != rows:
-            self._take_apart()
-            cache = self._put_together([self._states.pop(row) for row in rows])
+        if self._batch_cache is None or self._batch_cache[0] != rows:
+            self._split_batch_cache()
+            cache = self._merge_states([self._states.pop(row) for row in rows])
         else:
-            cache = self._resident[1]
-        # What fails from here on leaves no state behind: the cache may be half changed.
-        self._resident = None
+            cache = self._batch_cache[1]
+        # If the pass fails, the cache may be partly changed. It is therefore removed before the
+        # pass and stored again afterwards.
+        self._batch_cache = None
         lengths = [self._lengths.pop(row) for row in rows]
-        ids = torch.tensor([[c.request.token_ids[c.start]] for c in chunks], device=self._device)
+        tokens = [[chunk.request.token_ids[chunk.start]] for chunk in chunks]
+        ids = torch.tensor(tokens, device=self._device)
         positions = torch.tensor([[chunk.start] for chunk in chunks], device=self._device)
         logits = self._run(chunks, ids, positions, cache, 1)
-        self._resident = (rows, cache)
+        self._batch_cache = (rows, cache)
         self._lengths.update((row, n + 1) for row, n in zip(rows, lengths, strict=True))
         return logits
 
     def _prefill(self, chunk: Chunk) -> Tensor | None:
+        """Compute a chunk of one sequence in a pass of its own.
+
+        Returns:
+            Logits, [num_logits, vocab_size]. None if the chunk is left for a later pass.
+        """
         row = _row(chunk)
-        known = self._lengths.get(row, 0)
+        state_length = self._lengths.get(row, 0)
         if self._whole:
-            ends = chunk.start + chunk.num_tokens >= len(chunk.request.token_ids)
-            if not ends and chunk.num_logits == 0:
+            is_last = chunk.start + chunk.num_tokens >= len(chunk.request.token_ids)
+            if not is_last and chunk.num_logits == 0:
+                # The last chunk of the prompt will compute these tokens, too.
                 return None
-        if known != chunk.start or (self._whole and chunk.num_tokens > 1):
-            # Tokens were taken back, or left for this chunk: the state starts anew.
-            chunk = from_the_start(chunk)
+        if state_length != chunk.start or (self._whole and chunk.num_tokens > 1):
+            # The state covers rejected draft tokens, or earlier chunks were left for this one. The
+            # state is therefore computed again from the first token.
+            chunk = extend_to_start(chunk)
             prompt_len = chunk.request.num_prompt_tokens
             if self._replays and chunk.num_tokens > prompt_len:
                 return self._replay(chunk, prompt_len)
         return self._continue(chunk)
 
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
-        """A sequence from its start: its prompt, then every token by itself."""
-        steps = range(prompt_len, chunk.num_tokens)
-        num_logits = max(0, chunk.num_logits - len(steps))
-        parts = [self._continue(chunk._replace(num_tokens=prompt_len, num_logits=num_logits))]
-        parts += [self._decode([chunk._replace(start=n, num_tokens=1)])[0] for n in steps]
+        """Compute a sequence from its start: the prompt in one pass, then every token by itself."""
+        positions = range(prompt_len, chunk.num_tokens)
+        num_logits = max(0, chunk.num_logits - len(positions))
+        prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_logits)
+        parts = [self._continue(prompt)]
+        for position in positions:
+            decode = chunk._replace(start=position, num_tokens=1)
+            parts.append(self._decode([decode])[0])
         return torch.cat(parts)[-chunk.num_logits :]
 
     def _continue(self, chunk: Chunk) -> Tensor:
-        """Several tokens of one sequence; returns logits [num_logits, vocab_size]."""
+        """Compute several tokens of one sequence.
+
+        Returns:
+            Logits, [num_logits, vocab_size].
+        """
         row = _row(chunk)
-        self._take_apart()
+        self._split_batch_cache()
         state = self._states.pop(row, None)
         self._lengths.pop(row, None)
-        started = state is not None and chunk.start > 0
-        cache = self._put_together([state]) if started and state else make_cache(self._config)
-        ids, positions = ids_of(chunk, self._device), positions_of(chunk, self._device)
+        if state and chunk.start > 0:
+            cache = self._merge_states([state])
+        else:
+            cache = make_cache(self._config)
+        ids = ids_of(chunk, self._device)
+        positions = positions_of(chunk, self._device)
         logits = self._run([chunk], ids, positions, cache, max(1, chunk.num_logits))
-        self._resident = ((row,), cache)
+        self._batch_cache = ((row,), cache)
         self._lengths[row] = chunk.start + chunk.num_tokens
         return logits[0, : chunk.num_logits]
 
@@ -246,6 +286,18 @@ class RowsPath:
         cache: Any,  # noqa: ANN401 - an untyped cache
         num_logits: int,
     ) -> Tensor:
+        """Run the model on some chunks.
+
+        Args:
+            chunks: the chunks, one for each row.
+            ids: [num_chunks, num_tokens] int64.
+            positions: [num_chunks, num_tokens] int64.
+            cache: the cache with the states of the rows. Mutated.
+            num_logits: the number of last tokens whose logits are returned.
+
+        Returns:
+            Logits, [num_chunks, num_logits, vocab_size].
+        """
         for layer in cache.layers:
             if isinstance(layer, _PassLayer):
                 layer.length = max(chunk.start for chunk in chunks)
@@ -259,28 +311,30 @@ class RowsPath:
             return self._call(ids, num_logits=num_logits, position_ids=positions, cache=cache)
 
     def _forget(self, row: int) -> None:
-        if self._resident is not None and row in self._resident[0]:
-            self._take_apart()
+        """Delete the state of a row."""
+        if self._batch_cache is not None and row in self._batch_cache[0]:
+            self._split_batch_cache()
         self._states.pop(row, None)
         self._lengths.pop(row, None)
 
-    def _take_apart(self) -> None:
-        """Give each row of the last step its own part of the cache."""
-        if self._resident is None:
+    def _split_batch_cache(self) -> None:
+        """Split the cache of the last batch into the states of its rows."""
+        if self._batch_cache is None:
             return
-        rows, cache = self._resident
-        self._resident = None
+        rows, cache = self._batch_cache
+        self._batch_cache = None
         for number, row in enumerate(rows):
             self._states[row] = [
                 {
                     name: _cut(value, number, len(rows))
                     for name, value in ({} if _is_plain(layer) else vars(layer)).items()
-                    if name != "length"  # of the step, not of the sequence
+                    if name != "length"  # the length belongs to the step
                 }
                 for layer in cache.layers
             ]
 
-    def _put_together(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
+    def _merge_states(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
+        """Return a cache for a batch, merged from the states of its rows."""
         cache: Any = make_cache(self._config)
         for layer, parts in zip(cache.layers, zip(*states, strict=True), strict=True):
             for name in parts[0]:
@@ -289,7 +343,10 @@ class RowsPath:
 
 
 class RowsForward:
-    """Hands attention over rows of one token each to the packed attention, as one row of all."""
+    """Attention for a batch of rows with one token each.
+
+    The packed attention expects all tokens in one row, so the rows are transposed into one.
+    """
 
     def __init__(self, packed: PagedForward) -> None:
         self._packed = packed
@@ -297,25 +354,36 @@ class RowsForward:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """See `AttentionForward`; here the batch may have several rows of one token."""
+        """Compute attention; see `AttentionForward`.
+
+        The batch may have several rows of one token.
+        """
         if query.shape[0] == 1:
             return self._packed(module, query, key, value, **kwargs)
-        query, key, value = (part.transpose(0, 2) for part in (query, key, value))
-        return self._packed(module, query, key, value, **kwargs).transpose(0, 1)
+        output = self._packed(
+            module, query.transpose(0, 2), key.transpose(0, 2), value.transpose(0, 2), **kwargs
+        )
+        return output.transpose(0, 1)
 
 
 def _row(chunk: Chunk) -> int:
+    """Return the row of a chunk's sequence."""
     assert chunk.request.row is not None
     return chunk.request.row
 
 
 def _is_plain(layer: object) -> bool:
+    """Return whether a cache layer has no state of a sequence."""
     return isinstance(layer, DummyLayer) or type(layer) is _PassLayer
 
 
 def _cut(value: Any, number: int, count: int) -> Any:  # noqa: ANN401 - any attribute of a layer
+    """Return the part of a layer's attribute that belongs to one sequence.
+
+    Example: for number 1 of 3 sequences, a tensor [3, 8] gives its second row as [1, 8].
+    """
     if isinstance(value, Tensor) and value.dim() and value.shape[0] == count:
-        # A copy, so that one sequence's state does not keep the whole batch's memory.
+        # A view would keep the memory of the whole batch allocated.
         return value[number : number + 1].clone() if count > 1 else value
     if isinstance(value, dict):
         return {key: _cut(part, number, count) for key, part in value.items()}
@@ -323,17 +391,25 @@ def _cut(value: Any, number: int, count: int) -> Any:  # noqa: ANN401 - any attr
 
 
 def _merge(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut
+    """Return the attribute of a batch, merged from those of its sequences.
+
+    This is the inverse of _cut.
+    """
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts) if len(parts) > 1 else first
     if isinstance(first, dict):
         return {key: _merge([part[key] for part in parts]) for key in first}
     if any(part != first for part in parts):
-        raise UnfitError(f"its sequences cannot share a batch: {first} beside {parts[-1]}")
+        raise UnfitError(
+            "sequences of this model cannot share a batch, because an attribute of their states "
+            f"differs: {first} and {parts[-1]}"
+        )
     return first
 
 
 def _num_bytes(value: object) -> int:
+    """Return the size in bytes of a tensor, or of all tensors in a dict."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(_num_bytes, value.values())) if isinstance(value, dict) else 0

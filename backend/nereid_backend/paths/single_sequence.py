@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path of models that fit no other: one sequence at a time, by transformers' own rules.
+"""The path "single": models that fit no other path run one sequence at a time.
 
-Inputs are prepared as transformers' generate prepares them, and what a model keeps from one token
-to the next, under whatever name, stays with the request's row. Models that keep nothing get their
-whole sequence at every step.
+The path prepares inputs as transformers' `generate` does. The arguments that a model needs for the
+next token, such as its cache, are stored for each sequence. If a model has no cache, every step
+computes the whole sequence.
 """
 
 import inspect
@@ -17,97 +17,111 @@ from transformers import DynamicCache
 from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.paths.model_call import joined
+from nereid_backend.paths.model_call import join_logits
 
 
 @dataclass(slots=True)
-class _Kept:
-    """What is kept of one sequence: the arguments of the next call, and the tokens in them."""
+class _SequenceState:
+    """The stored state of one sequence.
+
+    Attributes:
+        arguments: the arguments of the next call of the model, including its cache.
+        num_tokens: the number of tokens that the cache contains.
+    """
 
     arguments: dict[str, Any]
     num_tokens: int
 
 
 class SinglePath:
-    """Runs plans one sequence after the other. Owns what the model keeps of each."""
+    """Runs models one sequence at a time. The path owns the state of each sequence."""
 
     def __init__(self, checkpoint: Checkpoint, *, keeps: bool) -> None:
-        """Make a path.
+        """Create a path.
 
         Args:
-            checkpoint: the model, with attention of its own.
-            keeps: whether the model's own cache is used; otherwise each step computes the whole
+            checkpoint: the model.
+            keeps: whether the model's own cache is used. If False, each step computes the whole
                 sequence.
         """
         self._model: Any = checkpoint.model
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
         self._keeps = keeps
-        self._kept: dict[int, _Kept] = {}
+        self._states: dict[int, _SequenceState] = {}
         names = inspect.signature(self._model.forward).parameters
         self._takes_positions = "position_ids" in names
         self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """See `ForwardPath.forward`."""
+        """Return the logits of a plan; see `ForwardPath.forward`."""
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
             row = chunk.request.row
             assert row is not None
             if chunk.is_first:
-                self._kept.pop(row, None)
+                self._states.pop(row, None)
             parts.append(self._logits(row, chunk))
-        found = next((part for part in parts if part is not None), None)
-        return joined(parts, found, self._vocab_size)
+        first = next((part for part in parts if part is not None), None)
+        return join_logits(parts, first, self._vocab_size)
 
     def clear(self, request: Request) -> None:
-        """See `ForwardPath.clear`."""
+        """Delete the state of a sequence; see `ForwardPath.clear`."""
         if request.row is not None:
-            self._kept.pop(request.row, None)
+            self._states.pop(request.row, None)
 
     def kept_bytes(self) -> int:
-        """Memory of all that is kept."""
-        return sum(_num_bytes(kept.arguments, set()) for kept in self._kept.values())
+        """Return the size of all stored states in bytes."""
+        return sum(_num_bytes(state.arguments, set()) for state in self._states.values())
 
     def _logits(self, row: int, chunk: Chunk) -> Tensor | None:
-        """Logits [num_logits, vocab_size] after the chunk's last tokens.
+        """Return the logits after a chunk's last tokens, [num_logits, vocab_size].
 
-        A prompt goes through the model once, when its last chunk comes: not every model's own cache
-        can be continued by several tokens.
+        The whole prompt goes through the model with its last chunk, because not every model can
+        continue its cache by several tokens. Earlier chunks return None.
         """
         if chunk.num_logits == 0:
             return None
-        end = chunk.start + chunk.num_tokens
-        first = end - chunk.num_logits + 1
-        kept = self._kept.get(row)
-        if self._keeps and (kept is None or kept.num_tokens != first - 1):
-            # A request that starts again goes the way that it went at first, its prompt in one
-            # pass and then token by token: on some models the two ways differ.
-            first = min(first, chunk.request.num_prompt_tokens)
-        found = [self._after(row, chunk.request.token_ids[:n]) for n in range(first, end + 1)]
-        return torch.stack(found[-chunk.num_logits :])
+        # Logits are needed after the first `shortest`, ..., `longest` tokens of the sequence.
+        longest = chunk.start + chunk.num_tokens
+        shortest = longest - chunk.num_logits + 1
+        state = self._states.get(row)
+        if self._keeps and (state is None or state.num_tokens != shortest - 1):
+            # A preempted sequence is computed as it was the first time: the prompt in one pass and
+            # then token by token. On some models, one pass over all tokens gives different logits.
+            shortest = min(shortest, chunk.request.num_prompt_tokens)
+        token_ids = chunk.request.token_ids
+        logits = [self._after(row, token_ids[:n]) for n in range(shortest, longest + 1)]
+        return torch.stack(logits[-chunk.num_logits :])
 
     def _after(self, row: int, token_ids: list[int]) -> Tensor:
-        """Logits [vocab_size] after these tokens, the sequence's first ones."""
-        kept = self._kept.pop(row, None)
+        """Return the logits after the first tokens of a sequence, [vocab_size].
+
+        Args:
+            row: the row of the sequence.
+            token_ids: the first tokens of the sequence.
+        """
+        state = self._states.pop(row, None)
         ids = torch.tensor([token_ids], device=self._device)
-        if kept is None or kept.num_tokens != len(token_ids) - 1:
-            kept = _Kept(self._first_arguments(ids), 0)
-        is_first = kept.num_tokens == 0
+        if state is None or state.num_tokens != len(token_ids) - 1:
+            state = _SequenceState(self._first_arguments(ids), 0)
+        is_first = state.num_tokens == 0
+        # The number of tokens that this call adds to the cache; None if there is no cache.
         length = 1 if self._keeps and not is_first else None
-        if is_first and kept.arguments.get(self._cache_name) is not None:
+        if is_first and state.arguments.get(self._cache_name) is not None:
             length = len(token_ids)
         inputs = self._model.prepare_inputs_for_generation(
-            ids, next_sequence_length=length, is_first_iteration=is_first, **kept.arguments
+            ids, next_sequence_length=length, is_first_iteration=is_first, **state.arguments
         )
         output = self._model(**inputs, return_dict=True)
         if self._keeps:
-            arguments = self._model._update_model_kwargs_for_generation(output, kept.arguments)
-            self._kept[row] = _Kept(arguments, len(token_ids))
+            arguments = self._model._update_model_kwargs_for_generation(output, state.arguments)
+            self._states[row] = _SequenceState(arguments, len(token_ids))
         logits: Tensor = output.logits[0, -1]
         return logits
 
     def _first_arguments(self, ids: Tensor) -> dict[str, Any]:
+        """Return the arguments of a sequence's first call of the model."""
         arguments: dict[str, Any] = {
             "attention_mask": torch.ones_like(ids),
             "use_cache": self._keeps,
@@ -122,7 +136,12 @@ class SinglePath:
 
 
 def _num_bytes(value: object, seen: set[int]) -> int:
-    """Bytes of all tensors that can be reached from a value."""
+    """Return the size in bytes of all tensors that a value contains.
+
+    Args:
+        value: any value.
+        seen: the ids of objects that were counted already. Mutated.
+    """
     if id(value) in seen:
         return 0
     seen.add(id(value))
@@ -132,7 +151,7 @@ def _num_bytes(value: object, seen: set[int]) -> int:
         return sum(_num_bytes(part, seen) for part in value.values())
     if isinstance(value, list | tuple):
         return sum(_num_bytes(part, seen) for part in value)
-    # A cache and its layers; nothing else in the arguments has attributes that matter.
+    # Caches and their layers are the only objects of transformers in the arguments.
     if type(value).__module__.startswith("transformers."):
         return _num_bytes(vars(value), seen)
     return 0

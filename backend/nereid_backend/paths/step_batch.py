@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a step plan to the tensors of one packed forward pass."""
+"""Conversion of a step plan into the tensors of one packed forward pass.
+
+Example: a plan with two decodes and a prefill of three tokens becomes one row of five tokens. The
+attention sees the two decodes as one group and the prefill by itself.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -13,21 +17,23 @@ from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
 
-# Decodes of at most so many blocks are one group: splitting them costs more than padding them.
+# Decodes of at most this many blocks form one group, because a further group takes longer than the
+# padding.
 _SHORT_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One packed step.
+    """The tensors of one packed step.
 
     Attributes:
         input_ids: [1, num_tokens] int64.
-        position_ids: [1, num_tokens] int64; every request counts from 0.
-        attention: where keys and values are.
-        logits_index: [max(1, num_logits)] int64, tokens whose logits are wanted, chunk by chunk;
-            when there are none it names the first token, because models do not take an empty index.
-        num_logits: how many are wanted.
+        position_ids: [1, num_tokens] int64. The first token of each sequence has position 0.
+        attention: where the keys and values of the tokens are stored.
+        logits_index: [max(1, num_logits)] int64, the indices of the tokens whose logits are needed,
+            in the order of the chunks. If no logits are needed, the index contains the first token,
+            because models do not accept an empty index.
+        num_logits: the number of tokens whose logits are needed.
     """
 
     input_ids: Tensor
@@ -38,31 +44,31 @@ class StepBatch:
 
 
 def tokens_of(chunk: Chunk) -> list[int]:
-    """A chunk's tokens: what is known, then what is guessed to follow."""
+    """Return the token ids of a chunk: known tokens, followed by draft tokens."""
     request = chunk.request
     token_ids = request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
     return token_ids + request.draft_token_ids[: chunk.num_tokens - len(token_ids)]
 
 
 class BatchBuilder:
-    """Builds batches and keeps the running requests' block tables as rows of one array.
+    """Builds the tensors of steps, and stores the block tables of running sequences in one array.
 
-    A row is filled from the request's own list as that grows, so that a step costs a few operations
-    on arrays instead of a copy of every list.
+    Each sequence has a row in the array. Blocks that were added to the sequence's own list since
+    the last step are copied into the row, so that a step does not copy all block tables.
     """
 
     def __init__(
         self, *, max_num_seqs: int, max_model_len: int, block_size: int, null_block: int
     ) -> None:
-        """Make empty tables.
+        """Create empty block tables.
 
         Args:
-            max_num_seqs: number of rows.
-            max_model_len: longest request in tokens.
+            max_num_seqs: the number of rows.
+            max_model_len: the largest number of tokens in a sequence.
             block_size: tokens in one block.
-            null_block: a block that is never written; pads the tables. What a table is padded with
-                is read, and then masked; another request's block could hold NaN, which masking
-                does not stop.
+            null_block: a block that is never written. It pads the tables. Attention reads the
+                padding and then masks it. Another sequence's block could contain NaN, which masking
+                does not remove.
         """
         self._block_size = block_size
         self._null_block = null_block
@@ -74,19 +80,19 @@ class BatchBuilder:
     def build(
         self, plan: StepPlan, device: torch.device, sampled: Tensor | None = None
     ) -> StepBatch:
-        """Tensors of a plan that has at least one chunk.
+        """Return the tensors of a plan.
 
-        Nothing is read from the device, and nothing of what was asked of it before is waited for.
+        The call does not read from the device and does not wait for work on the device.
 
         Args:
-            plan: the step.
-            device: where the tensors go.
-            sampled: [n] int64 on the device, what the step before samples; the plan's pending
-                chunks get their tokens from there.
+            plan: the step, with at least one chunk.
+            device: where the tensors are created.
+            sampled: [n] int64 on the device, the tokens that the previous step samples. Needed if
+                the plan was made ahead: its pending chunks compute these tokens.
 
-        Mutates: the block tables of the requests that take part.
+        Mutates: the block tables of the plan's sequences.
         """
-        token_ids, rows, wanted = self._take_in(plan)
+        token_ids, rows, logits_index = self._update_tables(plan)
         starts = [chunk.start for chunk in plan.chunks]
         counts = [chunk.num_tokens for chunk in plan.chunks]
         num_decodes = counts.count(1)
@@ -101,23 +107,23 @@ class BatchBuilder:
         slots = tables * self._block_size + positions % self._block_size
         groups = self._group(start_array[:num_decodes] + 1)
         prefills = range(num_decodes, len(counts))
-        arrays = [np.array(token_ids), positions, slots, np.array(wanted or [0])]
+        arrays = [np.array(token_ids), positions, slots, np.array(logits_index or [0])]
         for tokens, lens in groups:
             arrays += (self._blocks(row_array[tokens], lens.max()), lens)
             if not isinstance(tokens, slice):
                 arrays.append(tokens)
         arrays += [self._blocks(row_array[i : i + 1], starts[i] + counts[i]) for i in prefills]
         arrays.append(np.array(plan.pending, dtype=np.int64).reshape(-1, 2).T)
-        parts = iter(upload_all(arrays, device))
-        input_ids, position_ids, slot_ids, logits_index = itertools.islice(parts, 4)
+        tensors = iter(upload_all(arrays, device))
+        input_ids, position_ids, slot_ids, index = itertools.islice(tensors, 4)
         attention = AttentionBatch(
             slots=slot_ids,
             num_decodes=num_decodes,
             decodes=[
                 Decodes(
-                    blocks=next(parts),
-                    lens=next(parts),
-                    tokens=None if isinstance(tokens, slice) else next(parts),
+                    blocks=next(tensors),
+                    lens=next(tensors),
+                    tokens=None if isinstance(tokens, slice) else next(tensors),
                     block_size=self._block_size,
                 )
                 for tokens, _ in groups
@@ -127,30 +133,35 @@ class BatchBuilder:
                     start=int(ends[i]) - counts[i],
                     end=int(ends[i]),
                     num_cached=starts[i],
-                    blocks=next(parts),
+                    blocks=next(tensors),
                 )
                 for i in prefills
             ],
             block_size=self._block_size,
         )
         if plan.pending:
-            assert sampled is not None, "a step that was planned ahead needs what comes before it"
-            # Chunks of one token come first, so that the chunk's number is its token's.
-            chunks, sources = next(parts)
+            assert sampled is not None, "a plan with pending tokens needs the sampled tokens"
+            # Chunks of one token come first, so the index of such a chunk is its token's index.
+            chunks, sources = next(tensors)
             input_ids.index_copy_(0, chunks, sampled.index_select(0, sources))
         return StepBatch(
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             attention=attention,
-            logits_index=logits_index,
-            num_logits=len(wanted),
+            logits_index=index,
+            num_logits=len(logits_index),
         )
 
-    def _take_in(self, plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
-        """Bring the tables up to date; returns tokens, the chunks' rows, and wanted logits."""
+    def _update_tables(self, plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
+        """Update the block tables.
+
+        Returns:
+            The token ids of the step, the row of each chunk, and the indices of the tokens whose
+            logits are needed.
+        """
         token_ids: list[int] = []
         rows: list[int] = []
-        wanted: list[int] = []
+        logits_index: list[int] = []
         for chunk in plan.chunks:
             request, start, num_tokens, _, is_first, num_logits = chunk
             row = request.row
@@ -161,44 +172,55 @@ class BatchBuilder:
             elif start < len(request.token_ids):
                 token_ids.append(request.token_ids[start])
             else:
-                token_ids.append(0)  # It is pending.
+                # The token is pending: the previous step has not sampled it yet.
+                token_ids.append(0)
             rows.append(row)
             end = len(token_ids)
-            wanted.extend(range(end - num_logits, end))
-        return token_ids, rows, wanted
+            logits_index.extend(range(end - num_logits, end))
+        return token_ids, rows, logits_index
 
     def _fill_row(self, row: int, request: Request, is_first: bool) -> None:
+        """Copy a sequence's new blocks into its row, and replace freed blocks by the null block."""
         block_table = request.block_table
-        filled = self._num_filled[row]
+        num_filled = self._num_filled[row]
         if is_first:
-            self._tables[row, :filled] = self._null_block
-            filled = self._num_dropped[row] = 0
+            self._tables[row, :num_filled] = self._null_block
+            num_filled = 0
+            self._num_dropped[row] = 0
         elif request.num_dropped_blocks > self._num_dropped[row]:
-            # They are another request's by now.
+            # Another sequence may use the freed blocks by now.
             self._tables[row, self._num_dropped[row] : request.num_dropped_blocks] = (
                 self._null_block
             )
             self._num_dropped[row] = request.num_dropped_blocks
-        if len(block_table) > filled:
-            self._tables[row, filled : len(block_table)] = block_table[filled:]
+        if len(block_table) > num_filled:
+            self._tables[row, num_filled : len(block_table)] = block_table[num_filled:]
             self._num_filled[row] = len(block_table)
         elif is_first:
             self._num_filled[row] = 0
 
     def _group(self, lens: Integers) -> list[tuple[Integers | slice, Integers]]:
-        """Split decodes by length, so that padding is at most as much as there is to pad.
+        """Divide decodes into groups of similar length, so that padding at most doubles the work.
+
+        Example: with 16 tokens in a block, the lengths [20, 30, 9000] give the groups [0, 1] and
+            [2].
+
+        Args:
+            lens: [num_decodes] int64, the number of tokens that each decode attends to.
 
         Returns:
-            Pairs of indices into lens and the lengths there; one pair if all go together.
+            Pairs of the indices of a group in `lens` and the lengths at these indices. If all
+            decodes form one group, the indices are a slice.
         """
         num_blocks = -(-lens // self._block_size)
-        most = num_blocks.max(initial=0)
-        if most <= _SHORT_BLOCKS or len(lens) * most <= 2 * num_blocks.sum():
+        longest = num_blocks.max(initial=0)
+        if longest <= _SHORT_BLOCKS or len(lens) * longest <= 2 * num_blocks.sum():
             return [(slice(len(lens)), lens)] if len(lens) else []
-        kinds = np.ceil(np.log2(num_blocks.clip(min=_SHORT_BLOCKS))).astype(np.int64)
-        groups = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+        # Lengths with the same rounded logarithm differ by a factor of two at most.
+        levels = np.ceil(np.log2(num_blocks.clip(min=_SHORT_BLOCKS))).astype(np.int64)
+        groups = [np.flatnonzero(levels == level) for level in np.unique(levels)]
         return [(group, lens[group]) for group in groups]
 
     def _blocks(self, rows: Integers, num_tokens: int) -> Integers:
-        """The rows' tables as far as num_tokens tokens reach; a copy."""
+        """Return a copy of the block tables of `rows`, cut to the blocks of `num_tokens` tokens."""
         return self._tables[rows, : -(-int(num_tokens) // self._block_size)]

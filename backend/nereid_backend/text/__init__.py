@@ -1,1 +1,1 @@
-"""What the postprocessor does with tokens: text, stops."""
+"""Conversion of generated tokens into text, stop strings and log-probabilities."""

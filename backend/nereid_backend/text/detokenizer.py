@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids to text, a few at a time, in time linear in the output and never half a character."""
+"""Incremental conversion of token ids into text.
+
+The time is linear in the length of the output, and no incomplete character is returned.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -10,25 +13,31 @@ if TYPE_CHECKING:
 Decode = Callable[[list[int]], str]
 
 _REPLACEMENT = "�"
-# A character has at most 4 bytes, hence at most 4 byte tokens; more undecodable tokens than that in
-# a row are wrong bytes, and waiting longer will not mend them.
+# A character has at most 4 bytes, and therefore at most 4 tokens of one byte.
+_MAX_CHARACTER_TOKENS = 4
+# The largest number of tokens that are kept. If more tokens in a row cannot be decoded, their bytes
+# are invalid, and waiting for further tokens does not help.
 _MAX_HELD_TOKENS = 8
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool) -> Decode:
-    """The quickest exact way to decode ids with this tokenizer.
+    """Return the fastest function that decodes token ids with this tokenizer.
 
-    A fast tokenizer whose class adds nothing to decoding is asked directly, which saves most of a
-    call's cost; any other goes through transformers.
+    If the tokenizer's class does not change how transformers decodes, the function calls the
+    library tokenizers directly. Such a call costs much less than a call of transformers.
+
+    Args:
+        tokenizer: the tokenizer of the checkpoint.
+        skip_special_tokens: whether the text of special tokens is left out.
     """
     from transformers import TokenizersBackend
 
     kind = type(tokenizer)
-    untouched = all(
+    has_standard_decoding = all(
         getattr(kind, name) is getattr(TokenizersBackend, name, None)
         for name in ("decode", "_decode", "convert_tokens_to_string")
     )
-    if isinstance(tokenizer, TokenizersBackend) and untouched:
+    if isinstance(tokenizer, TokenizersBackend) and has_standard_decoding:
         backend = tokenizer.backend_tokenizer
         return lambda ids: str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
     return lambda ids: str(
@@ -39,26 +48,32 @@ def decoder(tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool) 
 
 
 class Detokenizer:
-    """Incremental detokeniser of one answer.
+    """Converts the tokens of one answer into text, a few tokens at a time.
 
-    Text is found as the difference of two decodings: of the tokens that were last given out, and of
-    those with the new ones behind. What a tokenizer does at the very start of a text (dropping the
-    first space, say) is in both, and so falls away. Text that ends in the middle of a character is
-    held until the rest of it is there.
+    The new text is the difference of two decodings: the text of the last returned tokens, and the
+    text of these tokens followed by the new ones. Some tokenizers change the start of a text, for
+    example by dropping its first space. Both decodings have this change, so the difference does
+    not.
 
-    Args:
-        decode: ids to text.
-        seed_token_ids: tokens before the first (the prompt's last ones); their text is not given.
+    Text that ends in the middle of a character is kept until the rest of the character arrives.
+    Example: if two tokens spell the bytes of "é", the first `feed` returns "" and the second "é".
     """
 
     def __init__(self, decode: Decode, seed_token_ids: Sequence[int] = ()) -> None:
+        """Start before the first token of an answer.
+
+        Args:
+            decode: converts token ids into text; see `decoder`.
+            seed_token_ids: the last tokens before the answer, usually of the prompt. Their text is
+                not returned.
+        """
         self._decode = decode
-        # Given out last, and where the new ones begin behind them.
+        # The last returned tokens, and after them, from the index _start on, the new tokens.
         self._window = list(seed_token_ids)
         self._start = len(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Add tokens and return the text that they complete."""
         if not token_ids:
             return ""
         self._window.extend(token_ids)
@@ -66,15 +81,15 @@ class Detokenizer:
         text = self._decode(self._window)
         may_hold = len(self._window) - self._start <= _MAX_HELD_TOKENS
         if may_hold and len(text) == len(before):
-            # Tokens without text (special ones) would be poor context for what follows them.
+            # Tokens without text, such as special tokens, are no useful context for later tokens.
             return ""
         if text.endswith(_REPLACEMENT):
-            return "" if may_hold else self._give_all_but_the_end(before)
+            return "" if may_hold else self._return_decodable(before)
         self._advance(len(self._window))
         return text[len(before) :]
 
     def finish(self) -> str:
-        """What is still held; an incomplete character comes as U+FFFD."""
+        """Return the text that is still kept. An incomplete character is returned as U+FFFD."""
         if self._start == len(self._window):
             return ""
         before = self._decode(self._window[: self._start]) if self._start else ""
@@ -82,23 +97,26 @@ class Detokenizer:
         self._advance(len(self._window))
         return text
 
-    def _give_all_but_the_end(self, before: str) -> str:
-        """Text up to the last of the held tokens that ends a character.
+    def _return_decodable(self, before: str) -> str:
+        """Return text although the last tokens are incomplete, because too many tokens are kept.
 
-        Where none does, all but the last few: wrong bytes come as U+FFFD.
+        The text ends after the last of the kept tokens that completes a character. If none of the
+        last
+        tokens does, their bytes are invalid: all tokens except the last few are returned, with
+            U+FFFD.
         """
         newest = len(self._window)
-        for end in range(newest - 1, max(newest - 4, self._start), -1):
+        for end in range(newest - 1, max(newest - _MAX_CHARACTER_TOKENS, self._start), -1):
             text = self._decode(self._window[:end])
             if not text.endswith(_REPLACEMENT):
                 self._advance(end)
                 return text[len(before) :]
-        end = newest - 4
+        end = newest - _MAX_CHARACTER_TOKENS
         text = self._decode(self._window[:end])
         self._advance(end)
         return text[len(before) :]
 
     def _advance(self, end: int) -> None:
-        """Tokens before `end` are given out now; those of this turn stay as context."""
+        """Mark the tokens before `end` as returned, and keep the latest of them as context."""
         self._window = self._window[self._start :] if self._start < end else self._window
         self._start = end - self._start

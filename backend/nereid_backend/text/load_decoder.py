@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids to text for the offline door; the Triton server's doors have their own detokenizer."""
+"""The tokenizer of the offline API. The server's postprocessor uses detokenizer.py instead."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +12,24 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 def load_decoder(path: str) -> Callable[[list[int]], str]:
-    """The checkpoint's decoder; one that answers "" when the checkpoint brings no tokenizer.
+    """Load a checkpoint's tokenizer and return a function that converts token ids into text.
+
+    If the checkpoint has no tokenizer, the function returns "" for all ids.
+
+    Args:
+        path: the folder of the checkpoint.
 
     Raises:
-        ModelError: it brings one that cannot be loaded.
+        ModelError: if the checkpoint has a tokenizer that cannot be loaded.
     """
     if not any((Path(path) / name).is_file() for name in _FILES):
-        return lambda token_ids: ""  # noqa: ARG005 - there is nothing to decode with
+        return lambda token_ids: ""  # noqa: ARG005 - no tokenizer can decode the ids
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
     except (ValueError, OSError, KeyError, ImportError) as error:
-        raise ModelError(f"{path}: its tokenizer cannot be loaded: {error}") from error
+        raise ModelError(f"{path}: the checkpoint's tokenizer cannot be loaded: {error}") from error
 
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities as clients see them: entries of the OpenAI API, vLLM's mapping by token id."""
+"""Log-probabilities in the forms that clients read: those of the OpenAI API and of vLLM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,16 +7,20 @@ from typing import Any
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.text.token_text import TokenText
 
-# JSON has no infinity. The OpenAI API gives this for tokens that are all but impossible.
+# The lowest log-probability in answers. JSON has no infinity, so the OpenAI API uses this number
+# for tokens that are almost impossible.
 LOWEST = -9999.0
 
 
 def openai_entry(row: Sequence[Any], texts: TokenText) -> dict[str, Any]:
-    """One token as an entry of a delta's `logprobs` (docs/contract.md).
+    """Return the log-probabilities of one position as an entry of the OpenAI API.
+
+    Example: {"token": "a", "token_id": 5, "logprob": -0.1, "bytes": [97], "rank": 1,
+    "top_logprobs": [...]}.
 
     Args:
-        row: the fields of TokenLogprobs.
-        texts: of single tokens.
+        row: the fields of TokenLogprobs: the token, the most likely tokens, and the token's rank.
+        texts: the texts of single tokens.
     """
     token_ids, logprobs, rank = TokenLogprobs(*row)
     top = zip(token_ids[1:], logprobs[1:], strict=True)
@@ -28,30 +32,42 @@ def openai_entry(row: Sequence[Any], texts: TokenText) -> dict[str, Any]:
 
 
 def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]]:
-    """One token as vLLM gives it: the chosen token first, then the likeliest ones, by their ids."""
+    """Return the log-probabilities of one position in vLLM's form, a dict with token ids as keys.
+
+    The token of the text comes first, followed by the most likely tokens. Example:
+    {"5": {"logprob": -0.1, "rank": 1, "decoded_token": "a"}}.
+
+    Args:
+        row: the fields of TokenLogprobs.
+        texts: the texts of single tokens.
+    """
     token_ids, logprobs, rank = TokenLogprobs(*row)
     ranks = [rank, *range(1, len(token_ids))]
-    found: dict[str, dict[str, Any]] = {}
-    for token_id, logprob, place in zip(token_ids, logprobs, ranks, strict=True):
-        found.setdefault(
+    entry: dict[str, dict[str, Any]] = {}
+    for token_id, logprob, token_rank in zip(token_ids, logprobs, ranks, strict=True):
+        entry.setdefault(
             str(token_id),
             {
                 "logprob": max(logprob, LOWEST),
-                "rank": place,
+                "rank": token_rank,
                 "decoded_token": texts.text(token_id),
             },
         )
-    return found
+    return entry
 
 
 def prompt_entries(
     rows: Sequence[Sequence[Any] | None], texts: TokenText
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """A prompt's tokens as vLLM gives them; None for the first, which nothing predicts."""
+    """Return the log-probabilities of a prompt in vLLM's form.
+
+    The entry of the first token is None, because the model does not predict it.
+    """
     return [None if row is None else vllm_entry(row, texts) for row in rows]
 
 
 def _token(token_id: int, logprob: float, texts: TokenText) -> dict[str, Any]:
+    """Return the fields of one token in an entry of the OpenAI API."""
     return {
         "token": texts.text(token_id),
         "token_id": token_id,

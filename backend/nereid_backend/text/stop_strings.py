@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop strings in streamed text: nothing of one reaches the client, not even its first half."""
+"""Stop strings in streamed text.
+
+Text that may be the beginning of a stop string is kept back, so that clients never receive a part
+of a stop string.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """What a piece of text came to.
+    """The result of one piece of text.
 
     Attributes:
-        text: may be given out.
-        stop: the string that ended the answer, None while it goes on.
+        text: the text that may be sent to the client.
+        stop: the stop string that ended the answer; None if the answer continues.
     """
 
     text: str
@@ -19,49 +23,60 @@ class StopMatch:
 
 
 class StopStrings:
-    """Looks for stop strings in text that comes in pieces, in time linear in the text.
+    """Finds stop strings in text that arrives in pieces.
 
-    Args:
-        stops: non-empty strings; the one that is complete first wins, the longest among those that
-            are complete at the same character.
-        include_in_output: leave the string that was found in the text.
+    The stop string that is complete first ends the answer. If several are complete at the same
+    character, the longest one does. Example with the stop string "END": `feed("one E")` returns the
+    text "one ", and `feed("ND two")` then returns the text "" and the stop string "END".
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
+        """Start before the first piece of text.
+
+        Args:
+            stops: the stop strings, none of them empty.
+            include_in_output: whether the text of the answer contains the stop string that ended
+                it.
+        """
         self._stops = sorted(stops, key=len, reverse=True)
         self._longest = max(map(len, stops), default=0)
         self._include = include_in_output
         self._held = ""
 
     def feed(self, text: str) -> StopMatch:
-        """Take the next piece; once a stop was found, nothing more must be fed."""
+        """Add a piece of text and return the text that may be sent.
+
+        Do not call this method again after a stop string was found.
+        """
         if not self._stops:
             return StopMatch(text)
         text = self._held + text
-        found = self._find(text)
-        if found is not None:
-            start, stop = found
+        match = self._find(text)
+        if match is not None:
+            start, stop = match
             self._held = ""
             return StopMatch(text[: start + len(stop) if self._include else start], stop)
-        keep = self._held_length(text)
-        self._held = text[len(text) - keep :]
-        return StopMatch(text[: len(text) - keep])
+        num_sendable = len(text) - self._held_length(text)
+        self._held = text[num_sendable:]
+        return StopMatch(text[:num_sendable])
 
     def finish(self) -> str:
-        """What was held back as the possible start of a stop string."""
+        """Return the text that was kept back as the possible start of a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        found = [(text.find(stop), stop) for stop in self._stops]
-        return min(
-            ((start, stop) for start, stop in found if start >= 0),
-            key=lambda hit: (hit[0] + len(hit[1]), hit[0]),
-            default=None,
-        )
+        """Return the start and the text of the stop string that ends the answer, or None."""
+        positions = [(text.find(stop), stop) for stop in self._stops]
+        matches = [(start, stop) for start, stop in positions if start >= 0]
+        # The smallest end comes first, and among equal ends the smallest start.
+        return min(matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
     def _held_length(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest end of `text` that is the beginning of a stop string.
+
+        Example: for the stop string "END", the text "the E" gives 1 and the text "the" gives 0.
+        """
         for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) for stop in self._stops):

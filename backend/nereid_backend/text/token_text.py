@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What single tokens stand for: their exact bytes, which text alone cannot show.
+"""The exact bytes and the text of single tokens.
 
-A token of a byte-level vocabulary may be part of a character; its text is then U+FFFD, and a client
-that joins tokens needs the bytes.
+A token may contain only a part of a character. Its text is then U+FFFD, so clients that join tokens
+need the bytes.
 """
 
 import contextlib
@@ -16,54 +16,61 @@ if TYPE_CHECKING:
 
 BytesOfPiece = Callable[[str], bytes]
 
-_BLANK = "▁"  # how SentencePiece vocabularies write a space
+_BLANK = "▁"  # SentencePiece vocabularies write a space as this character
+_BYTE_PIECE_LENGTH = 6  # the length of an entry for one byte, such as "<0x0A>"
 
 
 class TokenText:
-    """Bytes and text of token ids, remembered once asked for.
-
-    Args:
-        tokenizer: any of transformers'. Bytes are exact where its decoder says how its vocabulary
-            is written (byte-level, byte fallback, SentencePiece); else they are the text's.
-    """
+    """The bytes and texts of token ids. They are computed once and then cached."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Read the vocabulary's encoding from a tokenizer.
+
+        Args:
+            tokenizer: any tokenizer of transformers. The bytes are exact if its decoder defines how
+                the vocabulary is written (byte-level, byte fallback or SentencePiece). Otherwise
+                they are the UTF-8 bytes of the token's text.
+        """
         self._tokenizer = tokenizer
         self._added = {
             token_id: str(token.content)
             for token_id, token in tokenizer.added_tokens_decoder.items()
         }
-        self._of_piece = _piece_reader(tokenizer)
+        self._bytes_of_piece = _piece_reader(tokenizer)
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 
     def data(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text; empty for an id that no token has."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._read(token_id)
-        return known
+        """Return the bytes that a token adds to a text, or b"" if no token has this id."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._read(token_id)
+        return data
 
     def text(self, token_id: int) -> str:
-        """The same as text; what is no whole character is U+FFFD."""
-        known = self._texts.get(token_id)
-        if known is None:
-            known = self.data(token_id).decode("utf-8", errors="replace")
-            self._texts[token_id] = known
-        return known
+        """Return the text of a token. Bytes that are not complete characters become U+FFFD."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self.data(token_id).decode("utf-8", errors="replace")
+            self._texts[token_id] = text
+        return text
 
     def _read(self, token_id: int) -> bytes:
+        """Compute the bytes of a token."""
         if token_id in self._added:
             return self._added[token_id].encode("utf-8")
-        if self._of_piece is None:
+        if self._bytes_of_piece is None:
             text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
             return str(text).encode("utf-8")
         piece: Any = self._tokenizer.convert_ids_to_tokens(token_id)
-        return self._of_piece(piece) if isinstance(piece, str) else b""
+        return self._bytes_of_piece(piece) if isinstance(piece, str) else b""
 
 
 def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
-    """How a piece of this vocabulary is read; None where its decoder does not say."""
+    """Return the function that converts an entry of the vocabulary into bytes.
+
+    Return None if the tokenizer's decoder does not define how the vocabulary is written.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -81,6 +88,7 @@ def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps of a tokenizer's decoder as a flat list."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":
@@ -89,6 +97,7 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _byte_level(piece: str) -> bytes:
+    """Return the bytes of a byte-level entry. Example: "Ġhi" gives b" hi"."""
     table = _byte_of_letter()
     return b"".join(
         bytes([table[letter]]) if letter in table else letter.encode("utf-8") for letter in piece
@@ -96,11 +105,16 @@ def _byte_level(piece: str) -> bytes:
 
 
 def _sentence_piece(piece: str) -> bytes:
+    """Return the bytes of a SentencePiece entry. Example: "▁hi" gives b" hi"."""
     return piece.replace(_BLANK, " ").encode("utf-8")
 
 
 def _byte_fallback(piece: str) -> bytes:
-    is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+    r"""Return the bytes of a SentencePiece entry, which may be one byte.
+
+    Example: "<0x0A>" gives b"\n".
+    """
+    is_byte = len(piece) == _BYTE_PIECE_LENGTH and piece.startswith("<0x") and piece.endswith(">")
     if is_byte:
         with contextlib.suppress(ValueError):
             return bytes([int(piece[3:5], 16)])
@@ -109,12 +123,12 @@ def _byte_fallback(piece: str) -> bytes:
 
 @cache
 def _byte_of_letter() -> dict[str, int]:
-    """Letter -> byte of the byte-level alphabet (GPT-2).
+    """Return the byte of each letter of the byte-level alphabet of GPT-2.
 
-    Printable bytes of Latin-1 stand for themselves; the others, in order, for the letters from
-    U+0100 on.
+    Printable bytes of Latin-1 are written as themselves. The other bytes, in order, are written as
+    the letters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
-    return table | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return table | {chr(0x100 + number): byte for number, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""What the template tests share: the small templates, and a renderer that knows no analysis."""
+"""Helpers of the template tests: small templates, and a renderer without any analysis."""
 
 import json
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ USER = "Please look into it."
 
 
 def source(name):
-    """A small template's text."""
+    """Return the text of a small template."""
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def tool(name, /, **properties):
-    """An OpenAI tool; properties by name and JSON type."""
+    """Return an OpenAI tool. `properties` maps the names of arguments to JSON types."""
     schema = {key: {"type": kind} for key, kind in properties.items()}
     parameters = {"type": "object", "properties": schema}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
@@ -49,7 +49,7 @@ def _tojson(value, ensure_ascii=False, indent=None):
 
 @dataclass(frozen=True)
 class Written:
-    """What a model would write for a message, and the prompt before it."""
+    """The text that a model would generate for a message, and the prompt before the message."""
 
     prompt: str
     text: str
@@ -67,14 +67,14 @@ class Renderer:
         self._template = env.from_string(text)
 
     def render(self, messages, tools=None, prompt=False, **kwargs):
-        """The template's text."""
+        """Return the rendered conversation."""
         return self._template.render(
             messages=messages, tools=tools, add_generation_prompt=prompt,
             bos_token="", eos_token="</s>", **kwargs,
         )  # fmt: skip
 
     def written(self, message, tools=None, **kwargs):
-        """What follows the prompt once the message is there; None if the prompt is no start."""
+        """Return the text of a message after its prompt; None if the text does not follow it."""
         user = [{"role": "user", "content": USER}]
         prompt = self.render(user, tools, prompt=True, **kwargs)
         whole = self.render([*user, message], tools, **kwargs)
@@ -82,7 +82,7 @@ class Renderer:
 
 
 def message_of(content="", reasoning="", calls=(), supports=None):
-    """An assistant message as the template wants it put."""
+    """Return an assistant message in the form that the template expects."""
     message = {"role": "assistant", "content": content}
     fields = supports.reasoning if supports is not None else ()
     if reasoning and fields == ("parts",):

@@ -13,7 +13,7 @@ SPECS = json.loads((TEMPLATES / "response_templates.json").read_text(encoding="u
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Writes a checkpoint's files and gives its folder."""
+    """Return a function that writes the files of a checkpoint and returns its folder."""
 
     def write(config=None, **files):
         if config is not None:
@@ -31,7 +31,7 @@ def body_of(chosen):
     return type(chosen.format.layout.tools.calls[0].body).__name__
 
 
-def test_a_name_goes_first(checkpoint):
+def test_a_chosen_name_precedes_the_checkpoints_template(checkpoint):
     folder = checkpoint({"chat_template": source("tag_json")})
     chosen = format_for_checkpoint(folder, name="qwen3_coder")
     assert chosen.source == "chosen"
@@ -43,7 +43,7 @@ def test_two_names_make_one_format(checkpoint):
     assert chosen.format == get_format(reasoning="qwen3", tools="hermes")
 
 
-def test_one_name_leaves_the_other_half_to_the_template(checkpoint):
+def test_one_chosen_name_leaves_the_other_part_to_the_template(checkpoint):
     folder = checkpoint({"chat_template": source("name_marker_json")})
     chosen = format_for_checkpoint(folder, tools="hermes")
     assert chosen.format.layout.reasoning.open == "[THINK]"
@@ -53,7 +53,7 @@ def test_one_name_leaves_the_other_half_to_the_template(checkpoint):
     assert body_of(other) == "JsonArguments"
 
 
-def test_a_name_that_stands_for_whole_messages_takes_all(checkpoint):
+def test_a_chosen_format_of_messages_is_used_completely(checkpoint):
     folder = checkpoint({"chat_template": source("tag_json")})
     chosen = format_for_checkpoint(folder, tools="gpt_oss")
     assert chosen.format.layout == get_format("gpt_oss").layout
@@ -64,14 +64,14 @@ def test_an_unknown_name_is_an_error(checkpoint):
         format_for_checkpoint(checkpoint({}), name="no_such_format")
 
 
-def test_a_response_template_goes_before_the_chat_template(checkpoint):
+def test_a_response_template_precedes_the_chat_template(checkpoint):
     declared = SPECS["tagged values"]["spec"]
     folder = checkpoint({"chat_template": source("tag_json"), "response_template": declared})
     chosen = format_for_checkpoint(folder)
     assert (chosen.source, body_of(chosen)) == ("response_template", "TaggedArguments")
 
 
-def test_a_response_template_that_cannot_be_used_leaves_it_to_the_chat_template(checkpoint):
+def test_an_unusable_response_template_falls_back_to_the_chat_template(checkpoint):
     declared = {"start_anchor": "x", "fields": {"mood": {}}}
     folder = checkpoint({"chat_template": source("tag_json"), "response_template": declared})
     chosen = format_for_checkpoint(folder)
@@ -93,32 +93,32 @@ def test_the_template_is_analysed_with_the_tokenizers_own_tokens(checkpoint):
     assert chosen.format.ends == ("</s>",)
 
 
-def test_without_any_template_it_is_plain_content_and_a_warning(checkpoint, caplog):
+def test_without_a_template_the_format_is_plain_content_with_a_warning(checkpoint, caplog):
     with caplog.at_level(logging.WARNING):
         chosen = format_for_checkpoint(checkpoint({}))
     assert chosen.source == "plain"
     assert "no chat template" in caplog.text
 
 
-def test_a_template_that_cannot_be_analysed_is_plain_content_and_a_warning(checkpoint, caplog):
+def test_a_template_that_cannot_be_analysed_gives_plain_content_with_a_warning(checkpoint, caplog):
     with caplog.at_level(logging.WARNING):
         chosen = format_for_checkpoint(checkpoint({"chat_template": "{% for %}"}))
     assert chosen.source == "plain"
     assert "does not compile" in caplog.text
 
 
-def test_a_file_of_its_own_goes_before_the_config(checkpoint):
+def test_chat_template_jinja_precedes_the_config(checkpoint):
     folder = checkpoint({"chat_template": "old"}, chat_template_DOT_jinja="new")
     assert read_checkpoint(folder).template == "new"
 
 
-def test_a_json_file_goes_before_the_config(checkpoint):
+def test_chat_template_json_precedes_the_config(checkpoint):
     new = json.dumps({"chat_template": "new"})
     folder = checkpoint({"chat_template": "old"}, chat_template_DOT_json=new)
     assert read_checkpoint(folder).template == "new"
 
 
-def test_of_named_templates_the_one_for_tools_is_taken(checkpoint):
+def test_the_template_named_tool_use_is_selected(checkpoint):
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     assert read_checkpoint(checkpoint({"chat_template": named})).template == "b"
 
@@ -130,17 +130,17 @@ def test_additional_templates_are_found(checkpoint):
     assert read_checkpoint(folder).template == "b"
 
 
-def test_a_file_with_a_template_will_do():
+def test_a_file_with_a_template_is_accepted():
     chosen = format_for_checkpoint(TEMPLATES / "tag_json.jinja")
     assert (chosen.source, body_of(chosen)) == ("template", "JsonObject")
 
 
-def test_a_path_that_is_nothing_is_an_error(tmp_path):
+def test_a_missing_path_is_an_error(tmp_path):
     with pytest.raises(FormatError, match="neither"):
         format_for_checkpoint(tmp_path / "absent")
 
 
-def test_a_config_that_is_no_json_is_an_error(tmp_path):
+def test_a_config_that_is_not_valid_json_is_an_error(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(FormatError, match="not a valid JSON file"):
         format_for_checkpoint(tmp_path)

@@ -31,13 +31,13 @@ def test_it_prints_comparisons_format_samples_and_constraint(capsys):
     assert "\x1b[" not in text
 
 
-def test_colour_is_given_where_it_is_asked_for(capsys):
+def test_the_option_colour_always_prints_colours(capsys):
     run(TEMPLATES / "tag_json.jinja", "--colour", "always")
     assert "\x1b[" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_samples_hold_every_character(name, capsys):
+def test_the_samples_have_known_kinds_and_no_differences(name, capsys):
     assert run(TEMPLATES / f"{name}.jinja", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["format"]["part"] == "Format"
@@ -48,7 +48,7 @@ def test_the_samples_hold_every_character(name, capsys):
 
 
 class Page(HTMLParser):
-    """Notes what a page loads and whether its elements are closed."""
+    """Records the files that a page loads, and the elements that are not closed."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path, capsys):
+def test_the_page_loads_no_file_and_is_well_formed(tmp_path, capsys):
     out = tmp_path / "page.html"
     assert run(TEMPLATES / "tagged_section.jinja", "--html", out) == 0
     assert capsys.readouterr().out == ""
@@ -88,11 +88,11 @@ def test_a_checkpoint_without_a_template_is_shown_as_plain(tmp_path, capsys):
     )
 
 
-def test_more_than_one_path_is_a_wrong_call(capsys):
+def test_more_than_one_path_is_rejected(capsys):
     assert run("a", "b") == 2
     assert "exactly one file or checkpoint, but 2 were given: a, b" in capsys.readouterr().err
 
 
-def test_a_path_that_is_nothing_is_an_error(tmp_path):
+def test_a_missing_path_is_an_error(tmp_path):
     with pytest.raises(FormatError):
         run(tmp_path / "absent")

@@ -1,4 +1,4 @@
-"""Real templates, where the cases stand beside the repository."""
+"""Real templates, if the conformance cases are installed beside the repository."""
 
 import json
 import time
@@ -12,7 +12,7 @@ CASES = conformance()
 pytestmark = pytest.mark.skipif(
     CASES is None, reason="no conformance cases beside the repository (NEREID_CONFORMANCE)"
 )
-# What one rendering calls content is what another calls reasoning: the same text, two truths.
+# The same text is content in one rendering and reasoning in another, so no parser can be right.
 CONTRADICTORY = {"openai-gpt-oss-120b.jinja::content_then_tool"}
 FLOOR = 0.98
 
@@ -50,7 +50,7 @@ def is_same(expected, message):
 
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
-def test_what_a_template_renders_is_read_back(formats, size):
+def test_rendered_messages_are_parsed_correctly(formats, size):
     cases = judged_cases()
     failed = [
         case["id"]
@@ -62,7 +62,7 @@ def test_what_a_template_renders_is_read_back(formats, size):
     assert 1 - len(CONTRADICTORY) / len(cases) > FLOOR
 
 
-def test_an_analysis_takes_a_small_part_of_the_time_that_it_may():
+def test_an_analysis_takes_less_than_half_of_its_time_limit():
     slow = {}
     for path in sorted((CASES / "templates").glob("*.jinja")):
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Differences with markers kept whole."""
+"""Differences between texts never cut a marker in two."""
 
 import pytest
 from nereid_parsers.template.difference import (
@@ -12,11 +12,11 @@ from nereid_parsers.template.difference import (
 )
 
 
-def test_a_common_start_cuts_no_marker():
+def test_a_common_prefix_cuts_no_marker():
     assert common_prefix("a<tool_call>x", "a<tool_result>x") == "a"
 
 
-def test_a_common_end_cuts_no_marker():
+def test_a_common_suffix_cuts_no_marker():
     assert common_suffix("x</tool_call>", "y</stool_call>") == ""
     assert common_suffix("x</tool_call>\n", "y</tool_call>\n") == "</tool_call>\n"
 
@@ -25,13 +25,13 @@ def test_words_are_kept_whole():
     assert common_prefix("walking", "walker") == ""
 
 
-def test_a_row_tells_section_call_and_separator_apart():
+def test_list_markup_separates_section_call_and_separator():
     found = list_markup("<all><one>", "</one>, <one>", "</one></all>")
     assert (found.open, found.item_open) == ("<all>", "<one>")
     assert (found.item_close, found.separator, found.close) == ("</one>", ", ", "</all>")
 
 
-def test_a_row_without_a_section_has_none():
+def test_list_markup_without_a_section_has_no_open_marker():
     found = list_markup("<one>", "</one>\n<one>", "</one>")
     assert (found.open, found.separator, found.close) == ("", "\n", "")
 
@@ -47,7 +47,7 @@ def test_a_row_without_a_section_has_none():
         ("◁think▷", "◁/think▷"),
     ],
 )
-def test_markers_mirror_each_other(opened, closed):
+def test_opening_and_closing_spellings_match(opened, closed):
     assert markers(f"a{opened}b{closed}c") == [opened, closed]
     assert closed in closing_spellings(opened)
     assert opened in opening_spellings(closed) or "◁" in opened

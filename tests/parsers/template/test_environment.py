@@ -1,4 +1,4 @@
-"""Rendering as transformers does it."""
+"""Templates are rendered as transformers renders them."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_transformers_renders_the_same(text, wanted):
     assert _compile_jinja_template(text).render() == wanted
 
 
-def test_changing_a_list_is_allowed_and_noted():
+def test_changing_a_list_is_allowed_and_recorded():
     template = CompiledTemplate("{% set a = [] %}{% set _ = a.append(1) %}{{ a }}", Budget())
     assert template.changes_lists
     assert template.render({}) == "[1]"
@@ -34,13 +34,13 @@ def test_a_dict_may_not_be_changed():
         CompiledTemplate("{{ {}.update(a=1) }}", Budget()).render({})
 
 
-def test_names_and_constants_are_noted():
+def test_names_and_constants_are_recorded():
     template = CompiledTemplate("{% if mode == 'on' %}<x>{% endif %}", Budget())
     assert "mode" in template.names
     assert template.compared["mode"] == ("on",)
     assert "<x>" in template.literals
 
 
-def test_a_missing_include_is_the_templates_failure():
+def test_a_missing_include_refuses_the_rendering():
     with pytest.raises(RenderRefused):
         CompiledTemplate("{% include 'other' %}", Budget()).render({})

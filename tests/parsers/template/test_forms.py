@@ -1,4 +1,4 @@
-"""The small templates of tests/data/templates: each shows one form, forms.json says which."""
+"""The small templates of tests/data/templates. forms.json declares the form of each template."""
 
 import json
 
@@ -18,7 +18,7 @@ from parsers.template.support import (
     source,
 )
 
-# What these write for a message begins otherwise than their generation prompt ends.
+# The messages of these templates do not start with their generation prompt.
 UNLIKE_PROMPT = {"prompt_opens_thinking", "tagged_section", "effort_switch", "delimited_by_words"}
 UNLIKE_PROMPT |= {
     "prompt_opens_channel",
@@ -36,7 +36,7 @@ def analyses():
 
 
 def described(analysis):
-    """An inferred format in the words of forms.json."""
+    """Return an inferred format in the notation of forms.json."""
     layout, calls = analysis.format.layout, analysis.supports.calls
     if isinstance(layout, Messages):
         return {"layout": "Messages", "calls": calls}
@@ -64,7 +64,7 @@ def test_the_form_is_inferred(name, analyses):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rendering_is_read_back(name, analyses):
+def test_every_rendering_is_parsed_correctly(name, analyses):
     analysis = analyses[name]
     assert analysis.proofs
     assert [(proof.name, proof.differs) for proof in analysis.proofs if proof.differs] == []
@@ -81,7 +81,7 @@ def streamed(fmt, written, size):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - UNLIKE_PROMPT))
 @pytest.mark.parametrize("size", [1, 4, 10**6])
-def test_other_messages_come_back_as_they_were_put(name, size, analyses):
+def test_other_messages_are_parsed_as_they_were_rendered(name, size, analyses):
     analysis = analyses[name]
     supports, renderer = analysis.supports, Renderer(source(name))
     calls = CALLS if supports.parallel_calls else CALLS[:1]
@@ -108,7 +108,7 @@ def test_other_messages_come_back_as_they_were_put(name, size, analyses):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"no_switch_prompt", "parts_only"}))
 @pytest.mark.parametrize("size", [1, 10**6])
-def test_an_answer_behind_a_tools_result_comes_back(name, size, analyses):
+def test_an_answer_after_a_tool_result_is_parsed_correctly(name, size, analyses):
     analysis, renderer = analyses[name], Renderer(source(name))
     if analysis.supports.calls == "none":
         pytest.skip("this template makes no calls")
@@ -128,7 +128,7 @@ def test_an_answer_behind_a_tools_result_comes_back(name, size, analyses):
         )
 
 
-def test_reasoning_that_the_prompt_opens_behind_a_tools_result_comes_back(analyses):
+def test_reasoning_that_the_prompt_opens_after_a_tool_result_is_parsed_correctly(analyses):
     fmt, renderer = analyses["results_then_think"].format, Renderer(source("results_then_think"))
     result = {"role": "tool", "name": CALLS[0][0], "content": "Open."}
     history = [{"role": "user", "content": "Is it?"}, message_of(calls=CALLS[:1]), result]
@@ -138,7 +138,7 @@ def test_reasoning_that_the_prompt_opens_behind_a_tools_result_comes_back(analys
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_inferred_format_can_be_constrained_or_says_why_not(name, analyses):
+def test_an_inferred_format_has_a_constraint_or_an_error_with_the_reason(name, analyses):
     fmt = analyses[name].format
     tools = TOOLS[:1]
     if analyses[name].supports.calls == "none":
@@ -150,25 +150,25 @@ def test_an_inferred_format_can_be_constrained_or_says_why_not(name, analyses):
     assert "get_Station" in json.dumps(fmt.structural_tag(tools, "required"))
 
 
-def test_a_switch_is_reported_with_what_it_opens(analyses):
+def test_a_switch_is_reported_with_its_effect_on_the_prompt(analyses):
     switches = analyses["tag_json"].supports.switches
     assert switches["enable_thinking=False"] == "<think>\n\n</think>\n\n"
     assert "thinking_mode='disabled'" in analyses["mode_switch"].supports.switches
 
 
-def test_reasoning_fields_are_told_apart(analyses):
+def test_the_rendered_reasoning_field_is_reported(analyses):
     assert analyses["tag_json"].supports.reasoning == ("reasoning_content",)
     assert analyses["thinking_only_with_calls"].supports.reasoning == ("thinking",)
     assert analyses["reasoning_parts"].supports.reasoning == ("parts",)
 
 
-def test_how_calls_must_be_put_is_reported(analyses):
+def test_the_input_form_of_calls_is_reported(analyses):
     assert analyses["text_arguments"].supports.arguments == "text"
     assert analyses["numbered_ids"].supports.ids == "numbered"
     assert not analyses["bare_json"].supports.parallel_calls
 
 
-def test_recognised_templates_say_whose_they_are(analyses):
+def test_recognised_templates_are_reported_as_recognised(analyses):
     for name in ("harmony", "recipients"):
         assert "was recognised, not inferred" in analyses[name].undecided[0]
 
@@ -178,7 +178,7 @@ def test_quarantine_entries_name_a_model_and_a_reason():
     assert all(entry.model and len(entry.reason) > 40 for entry in QUARANTINE)
 
 
-def test_switches_given_as_template_variables_are_kept():
+def test_switches_that_the_caller_sets_are_not_tried():
     given = analyze_template(source("tag_json"), enable_thinking=False)
     assert given.supports.switches == {}
 
@@ -190,19 +190,19 @@ def test_switches_given_as_template_variables_are_kept():
         ("python_list", "<|tool_call_start|>list_all()<|tool_call_end|>"),
     ],
 )
-def test_rows_with_brackets_too_many_or_none_are_calls(name, text, analyses):
+def test_calls_with_additional_or_missing_brackets_are_parsed(name, text, analyses):
     message = parse(text, format=analyses[name].format, tools=TOOLS)
     assert [(call.name, call.arguments) for call in message.tool_calls] == [("list_all", "{}")]
     assert not message.content
 
 
-def test_a_template_that_shows_no_calls_leaves_them_out():
+def test_a_template_without_calls_gives_a_format_without_calls():
     analysis = analyze_template(source("plain"))
     assert analysis.format.layout.tools is None
     assert "The template does not render the call." in analysis.explain()
 
 
-def test_calls_that_do_not_come_back_are_not_decided():
+def test_calls_that_are_parsed_wrongly_are_reported_as_undecided():
     no_words = (
         "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
@@ -222,13 +222,13 @@ def test_explain_shows_comparisons_format_and_proofs(analyses):
         assert words in text
 
 
-def test_calls_of_no_known_form_are_not_decided():
+def test_calls_of_an_unknown_form_give_a_format_without_calls():
     unreadable = source("tag_json").replace("(f.arguments | tojson)", "(f.arguments | length)")
     analysis = analyze_template(unreadable)
     assert analysis.format.layout.tools is None
 
 
-def test_an_analysis_is_well_within_its_time():
+def test_an_analysis_takes_less_than_a_quarter_of_its_time_limit():
     import time
 
     started = time.thread_time()

@@ -1,4 +1,4 @@
-"""A template is untrusted: what it must not do, and that it is rejected in time."""
+"""Templates are untrusted: those that exceed a limit are rejected in time."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ HOSTILE = json.loads((TEMPLATES / "hostile.json").read_text(encoding="utf-8")) |
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_template_is_refused_in_time_and_space(text):
+def test_a_hostile_template_is_rejected_within_limits_of_time_and_memory(text):
     tracemalloc.start()
     started = time.monotonic()
     try:
@@ -35,7 +35,7 @@ def test_a_hostile_template_is_refused_in_time_and_space(text):
     assert peak_bytes < 64_000_000
 
 
-def test_a_machine_that_is_busy_with_other_things_takes_nothing_from_a_template(monkeypatch):
+def test_time_of_other_programs_does_not_count_against_a_template(monkeypatch):
     hours = itertools.count(step=3600)
     clock = SimpleNamespace(thread_time=time.thread_time, monotonic=lambda: next(hours))
     monkeypatch.setattr(limits, "time", clock)
@@ -43,7 +43,7 @@ def test_a_machine_that_is_busy_with_other_things_takes_nothing_from_a_template(
     assert template.render({}) == "x" * 999
 
 
-def test_the_limits_are_of_all_renderings_together():
+def test_the_limits_apply_to_all_renderings_together():
     template = CompiledTemplate("{{ 'x' * 200000 }}", Budget())
 
     def render_often():
@@ -59,18 +59,18 @@ def test_a_syntax_error_names_its_line():
         analyze_template("a\n{% if %}")
 
 
-def test_a_template_that_fails_is_analysed_for_what_it_shows():
+def test_a_template_that_refuses_every_message_is_still_analysed():
     analysis = analyze_template("{{ raise_exception('never') }}")
     assert "never" in analysis.undecided[0]
     assert analysis.format.layout.tools is None
 
 
-def test_what_a_template_says_when_it_refuses_is_kept():
+def test_the_message_of_a_refusal_is_kept():
     template = CompiledTemplate("{{ raise_exception('roles must alternate') }}", Budget())
     with pytest.raises(RenderRefused, match="roles must alternate"):
         template.render({})
 
 
-def test_shared_lists_weigh_as_often_as_they_are_met():
+def test_a_list_that_is_contained_twice_counts_twice():
     shared = ["abc"]
     assert size_of([shared, shared]) > 2 * len("abc")

@@ -1,4 +1,4 @@
-"""transformers' own declaration as a Format."""
+"""A `response_template` is converted into a Format."""
 
 import json
 
@@ -26,7 +26,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_declaration_reads_its_own_example(name):
+def test_a_declared_format_parses_its_example(name):
     row = SPECS[name]
     got = parse(
         row["text"],
@@ -41,7 +41,7 @@ def test_a_declaration_reads_its_own_example(name):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_transformers_reads_the_same(name):
+def test_transformers_parses_the_example_in_the_same_way(name):
     pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers.utils.chat_parsing import parse_response
 
@@ -111,12 +111,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("declared", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_no_format_says_is_refused_with_its_name(declared, words):
+def test_an_invalid_declaration_is_rejected_with_the_reason(declared, words):
     with pytest.raises(FormatError, match=words):
         format_of_response_template(declared)
 
 
-def test_a_regex_is_read_as_literals_blanks_and_fields():
+def test_a_regex_is_split_into_literals_white_space_and_fields():
     assert alternatives(r"\s*<f=(?P<name>[^>\n]+)>") == [
         (Blank(), "<f=", Field("name"), ">"),
     ]
@@ -128,11 +128,11 @@ def test_a_regex_is_read_as_literals_blanks_and_fields():
 
 
 @pytest.mark.parametrize("regex", ["a+", "(a", "(?P<name>a", "[a", "a)", "(?!a)", "(?:a?b?c?){9}"])
-def test_other_regexes_are_refused(regex):
+def test_other_regexes_are_rejected(regex):
     with pytest.raises(FormatError):
         alternatives(regex)
 
 
-def test_too_many_alternatives_are_refused():
+def test_too_many_alternatives_are_rejected():
     with pytest.raises(FormatError, match="too many"):
         alternatives("a?" * 9)

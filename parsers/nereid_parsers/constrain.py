@@ -292,7 +292,10 @@ def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
 
 
 def _text_with_calls(tools: ToolSection, request: Request) -> Node:
-    """Return the node for free text that may contain valid calls."""
+    """Return the node for free text that may contain valid calls.
+
+    Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
+    """
     first = tools.calls[0]
     accepts_all_tools = isinstance(first.body, JsonArray | PythonCalls)
     if accepts_all_tools and not (tools.opens or first.trigger):
@@ -347,7 +350,11 @@ def _header_text(layout: Messages, route: Route, name: str = "") -> str:
 
 
 def _all_messages(fmt: FormatData, layout: Messages, request: Request, stage: Stage) -> Node:
-    """Return the node for output that starts in a header or inside a reasoning message."""
+    """Return the node for output that starts in a header or inside a reasoning message.
+
+    Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, followed
+    by the call or the answer.
+    """
     end = layout.ends[0] if layout.ends else ""
     reasoning_route = _first_route(layout, Stage.REASONING)
     parts: list[Node] = []
@@ -382,7 +389,10 @@ def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node
 
 
 def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
-    """Return the node for one or more messages that are calls."""
+    """Return the node for one or more messages that are calls.
+
+    Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`.
+    """
     routes = [route for route in layout.routes if route.stage is Stage.CALLS]
     if not routes or not isinstance(layout.body, JsonArguments):
         raise ConstraintError(

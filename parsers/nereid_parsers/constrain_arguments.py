@@ -125,7 +125,10 @@ def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) ->
 
 
 def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the node for a tagged value that may be a string, and so may be any text."""
+    """Return the node for a tagged value that may be a string, and so may be any text.
+
+    Example of matching text: `<parameter=city>Paris</parameter>`.
+    """
     values = {"key": [key], "string": ["true"], "type": ["string"]}
     opening = pattern_node(part.open, values)
     choices = schema.get("enum")

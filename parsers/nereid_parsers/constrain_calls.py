@@ -189,7 +189,10 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
 
 
 def _fill_in_id(text: str) -> list[Node]:
-    """Return the nodes for JSON text in which the placeholder `"{id}"` stands for any id."""
+    """Return the nodes for JSON text in which the placeholder `"{id}"` stands for any id.
+
+    Example: `{"id": "{id}"}` gives the constant `{"id": `, a regex, and the constant `}`.
+    """
     before, placeholder, after = text.partition(_ID_PLACEHOLDER)
     return [const(before), _QUOTED_ID, const(after)] if placeholder else [const(text)]
 

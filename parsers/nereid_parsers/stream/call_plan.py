@@ -112,14 +112,19 @@ class CallPlan:
         """
         if pos == len(text) or tags.is_at_stop_marker(text, pos):
             return None
-        _, end, _ = tags.match(text, pos, is_final)
-        if end == NO_MATCH:
-            is_possible = not is_final and tags.may_become_stop_marker(text, pos)
-            return NEED_MORE if is_possible else NO_MATCH
-        return NEED_MORE if end == NEED_MORE else None
+        opening = tags.match(text, pos, is_final)
+        if opening == NEED_MORE:
+            return NEED_MORE
+        if opening != NO_MATCH:
+            return None
+        is_possible = not is_final and tags.may_become_stop_marker(text, pos)
+        return NEED_MORE if is_possible else NO_MATCH
 
     def _check_body_start(self, text: str, pos: int, is_final: bool) -> int | None:
-        """Return None if the body starts at `pos`, otherwise NEED_MORE or NO_MATCH."""
+        """Return None if the body starts at `pos`, otherwise NEED_MORE or NO_MATCH.
+
+        Example: for a JSON array of calls, `[{` gives None, `[` NEED_MORE and `[1` NO_MATCH.
+        """
         if self._body_start.match(text, pos) is not None:
             return None
         is_possible = not is_final and self._possible_body_start.match(text, pos) is not None

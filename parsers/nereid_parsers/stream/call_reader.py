@@ -169,7 +169,10 @@ class CallReader:
     # ---- CALL_START and CALL_BODY ----------------------------------------------------------------
 
     def read_start(self) -> State | None:
-        """Read the marker and the head of a call. If none matches, the marker is content."""
+        """Read the marker and the head of a call. If none matches, the marker is content.
+
+        Example: `<tool_call>{` starts a call, but in `<tool_call> is a tag`, the marker is content.
+        """
         buffer = self._buffer
         for plan in self._candidates:
             head = plan.match(buffer.text, buffer.pos, buffer.is_final)
@@ -205,7 +208,12 @@ class CallReader:
         return self._read_body(self._body)
 
     def _read_body(self, body: BodyReader) -> State | None:
-        """Read a part of the body, and classify its text as call, markup or tentative text."""
+        """Read a part of the body, and decide what its text is.
+
+        While a call is open, its text is the text of the call. If a call of a list has ended, the
+        text after it is tentative, because another call may or may not follow. If no call has
+        started, the text is tentative.
+        """
         writer = self._writer
         buffer = self._buffer
         was_open = writer.is_open
@@ -274,7 +282,10 @@ class CallReader:
         return self._end_body(call)
 
     def read_broken(self) -> State | None:
-        """Pass on arguments that are not valid JSON, up to the next marker."""
+        """Pass on arguments that are not valid JSON, up to the next marker.
+
+        Example: for `{"a": x}</tool_call>`, the text up to the marker is passed on unchanged.
+        """
         assert self._call is not None
         start, marker = self._call.end_of_broken.find(self._buffer)
         if start > self._buffer.pos:
@@ -289,7 +300,12 @@ class CallReader:
     # ---- CALL_END and BETWEEN_CALLS --------------------------------------------------------------
 
     def read_end(self) -> State | None:
-        """Read the closing markers of a call. A model may leave out any of them."""
+        """Read the closing markers of a call. A model may leave out any of them.
+
+        White space and superfluous brackets before a marker are skipped. Example: with the closing
+        markers `</function>` and `</tool_call>`, both `</tool_call>` and `}</tool_call>` end the
+        call.
+        """
         text = self._buffer.text
         after_blanks = skip_blanks(text, self._buffer.pos)
         end = after_blanks
@@ -336,7 +352,11 @@ class CallReader:
         return self._start_body(self._call, Head(pos))
 
     def read_between(self) -> State | None:
-        """Read white space, a separator or the section's closing marker, and what follows them."""
+        """Read white space, a separator or the section's closing marker after a call.
+
+        Example: after a call, the text `, {"name": ` contains the separator `,` and another call.
+        The text `Hello` is content.
+        """
         tools = self._plan.tools
         assert tools is not None
         buffer = self._buffer

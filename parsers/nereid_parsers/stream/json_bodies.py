@@ -138,7 +138,7 @@ class ObjectReader(BodyReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read a comma, `}`, or the quote before a key."""
+        """Read white space, a comma or `}`. If a quote stands at `pos`, prepare to read a key."""
         if text[pos].isspace() or text[pos] == ",":
             return skip_blanks(text, pos + 1)
         if text[pos] == "}":
@@ -149,7 +149,11 @@ class ObjectReader(BodyReader):
         return pos
 
     def _close_object(self, pos: int) -> int:
-        """Leave an inner object, or end the call if the outermost object closes."""
+        """Leave an inner object, or end the call if the outermost object closes.
+
+        Example: in `{"function": {"name": "f"}}`, the first `}` leaves the object `function`, and
+        the second one ends the call.
+        """
         if self._outer_keys:
             self._outer_keys.pop()
             return pos + 1
@@ -177,7 +181,11 @@ class ObjectReader(BodyReader):
         return pos + 1
 
     def _read_value(self, text: str, pos: int) -> int:
-        """Select the step that reads the value of the member, by the role of its key."""
+        """Select the step that reads the value of the current key.
+
+        Example: in `{"name": "f", "type": 1}`, the value of `name` is read as the function's name,
+        and the value of `type` is skipped.
+        """
         if text[pos].isspace():
             return skip_blanks(text, pos)
         role = self._role_of_key()
@@ -200,7 +208,11 @@ class ObjectReader(BodyReader):
         return pos
 
     def _role_of_key(self) -> _Role:
-        """Return the role of the current key. With NameIsKey, the key is stored as the name."""
+        """Return the role of the current key. With NameIsKey, the key is stored as the name.
+
+        Example: with the keys `function.name` and `function.arguments`, the role of `function` is
+        PARENT.
+        """
         keys = self._keys
         if isinstance(keys, NameIsKey):
             if self._name is not None:
@@ -230,7 +242,10 @@ class ObjectReader(BodyReader):
         self._step = self._read_string
 
     def _read_string(self, text: str, pos: int) -> int:
-        """Read a string and pass its value on."""
+        """Read a string, and pass its value on when it is complete.
+
+        Example: the pieces `"get_` and `sum"` pass on `get_sum`.
+        """
         end = self._scanner.scan(text, pos)
         self._value_pieces.append(text[pos:end])
         if self._scanner.status is DONE:
@@ -272,7 +287,10 @@ class ObjectReader(BodyReader):
         return True
 
     def _start_call(self) -> bool:
-        """Start the call and write the arguments that preceded its name."""
+        """Start the call and write the arguments that preceded its name.
+
+        Return whether the object is a call.
+        """
         if self._name is None:
             return False
         if not self.writer.start(self._name, self._call_id, self._is_certain):
@@ -283,7 +301,12 @@ class ObjectReader(BodyReader):
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int:
-        """Select the step that reads the arguments: an object, a string of JSON, or null."""
+        r"""Start the call if its name is known, and select the step that reads the arguments.
+
+        Arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`. Without
+        a marker, only an object is accepted. Return `pos`, or NEED_MORE if the object may still
+        turn out not to be one.
+        """
         first_char = text[pos]
         if not (self._is_certain or self.writer.is_open):
             # Only the shape of the text indicates a call, so the arguments must be an object.
@@ -323,7 +346,10 @@ class ObjectReader(BodyReader):
         return self._after_scan(end)
 
     def _write_decoded_arguments(self, text: str) -> bool:
-        r"""Write arguments that the model wrote as a string of JSON: `"{\"a\": 1}"`."""
+        r"""Write the arguments that the model wrote as a string of JSON.
+
+        Example: the string `"{\"a\": 1}"` has the value `{"a": 1}`, which is written.
+        """
         self._write(text.strip() or "{}")
         self._step = self._read_key_or_closing_brace
         return True
@@ -371,7 +397,10 @@ class ArrayReader(BodyReader):
         return pos
 
     def _read_between_members(self, text: str, pos: int) -> int:
-        """Read a bracket, a comma or white space, or create the reader of the next member."""
+        """Read a bracket, a comma or white space, or create the reader of the next member.
+
+        Return the position after the character that was read. A member is not read here.
+        """
         char = text[pos]
         if char.isspace() or (char == "," and self._is_bracket_open):
             return pos + 1

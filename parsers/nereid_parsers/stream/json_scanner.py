@@ -65,7 +65,10 @@ class JsonScanner:
         return pos
 
     def _scan_outside_string(self, text: str, pos: int) -> int:
-        """Read up to the next bracket or quote, and return the position after it."""
+        """Read up to the next bracket or quote, and return the position after it.
+
+        Example: for `1, [2]`, inside an array, the result is the position after `[`.
+        """
         skipped = _CHARS_IN_CONTAINER if self._closing_brackets else _SCALAR_CHARS
         pos = _end_of(skipped, text, pos)
         if pos == len(text):

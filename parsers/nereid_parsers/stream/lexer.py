@@ -29,6 +29,11 @@ class Lexer:
     __slots__ = ("_find_complete", "_find_possible", "_markers")
 
     def __init__(self, markers: Iterable[str]) -> None:
+        """Compile two regexes that find the markers.
+
+        One regex finds complete markers. The other one also finds a prefix of a marker at the end
+        of the text, because the next piece of text may complete the marker.
+        """
         self._markers = frozenset(marker for marker in markers if marker)
         longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
         complete: list[str] = []
@@ -75,7 +80,11 @@ class Lexer:
         return match.start(), ""
 
     def _is_decided(self, matched: str, end: int, text: str) -> bool:
-        """Return whether `matched` is a complete marker that more text cannot turn into another."""
+        """Return whether `matched` is a complete marker that more text cannot make longer.
+
+        Example: with the markers `<a>` and `<a><b>`, the text `<a>` is decided only if other text
+        follows it.
+        """
         if matched not in self._markers:
             return False
         if end < len(text):

@@ -111,7 +111,10 @@ class LiteralReader:
         return quote + "".join(_json_bracket(state) for state in reversed(self._containers))
 
     def _read_token(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
-        """Read white space, a value, or the punctuation after a value."""
+        """Read white space, a value, or the punctuation after a value.
+
+        Example: in `[1, 2]`, the tokens are `[`, `1`, `,`, ` `, `2` and `]`.
+        """
         char = text[pos]
         if char.isspace():
             return skip_blanks(text, pos)
@@ -123,7 +126,10 @@ class LiteralReader:
         return self._read_punctuation(text, pos, json_parts)
 
     def _read_punctuation(self, text: str, pos: int, json_parts: list[str]) -> int:
-        """Read the comma, colon or closing bracket after a value or key."""
+        """Read the comma, colon or closing bracket after a value or key.
+
+        Example: after the key in `{'a': 1}`, the colon is written as `: `, and a value must follow.
+        """
         char = text[pos]
         state = self._containers[-1]
         closing_bracket = "}" if state == _AFTER_COLON else state
@@ -154,7 +160,8 @@ class LiteralReader:
     def _read_value(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
         """Read the start of a string or container, a whole word, or a closing bracket.
 
-        A closing bracket may stand here in an empty container, or after a trailing comma.
+        A closing bracket may stand here in an empty container or after a trailing comma, as in `[]`
+        and `(1,)`. Example: `[` opens an array, and `None` is written as `null`.
         """
         char = text[pos]
         state = self._containers[-1] if self._containers else ""
@@ -200,7 +207,11 @@ class LiteralReader:
         self._expects_value = False
 
     def _read_word(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
-        """Read a number, a constant or a bare key, for example `3`, `None` or `days`."""
+        """Read a number, a constant or a bare key.
+
+        Examples: `3` is written as `3`, `True` as `true`, and the key `days` as `"days"`. A word at
+        the end of the text is not read, because it may continue.
+        """
         match = _WORD(text, pos)
         end = match.end() if match else pos
         if end == len(text) and not is_final:
@@ -231,7 +242,10 @@ class LiteralReader:
         self._string_end = re.compile("|".join(options))
 
     def _read_string(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
-        """Read a piece of the open string, up to its end or the next escape sequence."""
+        r"""Read a piece of the open string, up to its end or the next escape sequence.
+
+        Example: in a string between single quotes, the text `it"s'` is written as `it\"s"`.
+        """
         match = self._string_end.search(text, pos)
         start = match.start() if match else len(text)
         if start > pos:
@@ -250,7 +264,10 @@ class LiteralReader:
         return start
 
     def _read_escape(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
-        r"""Read the escape sequence at `pos`, for example `\n` or `\u00e9`."""
+        r"""Read the escape sequence at `pos`.
+
+        Examples: `\n` is written as `\n`, `\x41` as `A`, and the unknown sequence `\d` as `\\d`.
+        """
         if pos + 1 == len(text):
             return len(text) if is_final else pos
         char = text[pos + 1]

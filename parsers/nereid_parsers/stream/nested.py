@@ -117,7 +117,13 @@ class NestedReader(BodyReader):
         return pos
 
     def _read_piece(self, text: str, pos: int) -> int:
-        """Read a piece of text or one tag. Return the position after it, or NEED_MORE."""
+        """Read a piece of text or one tag, whichever stands at `pos`.
+
+        Example: `~<city>Paris~</city>` is read in three pieces, and `"city": "Paris"` is written.
+
+        Returns:
+            The position after the piece, or NEED_MORE.
+        """
         element = self._elements[-1]
         if element.kind is _Kind.UNDECIDED:
             return self._decide_kind(element, text, pos)
@@ -157,7 +163,10 @@ class NestedReader(BodyReader):
         return match.end()
 
     def _open_element(self, name: str) -> None:
-        """Open a child of the innermost element, and write the comma and key before its value."""
+        """Open a child of the innermost element, and write the comma and key before its value.
+
+        Example: for the second child `days` of an object, `, "days": ` is written.
+        """
         parent = self._elements[-1]
         comma = ", " if parent.num_children else ""
         key = f"{quote_json(name)}: " if parent.kind is _Kind.OBJECT else ""
@@ -169,25 +178,31 @@ class NestedReader(BodyReader):
     def _decide_kind(self, element: _Element, text: str, pos: int) -> int:
         """Decide the kind of an element by what follows its opening tag.
 
-        Another opening tag shows that the element has children. Text, or the closing tag, shows
-        that it has none. Return the position at which reading goes on, or NEED_MORE.
+        Another opening tag shows that the element has children. Text or the closing tag shows that
+        it has none. Examples: `~<city>~<name>` has children, `~<city>Paris` and `~<city>~</city>`
+        have none.
+
+        Returns:
+            The position at which reading goes on, or NEED_MORE.
         """
         mark_start, is_whole_mark = self._next_mark(text, pos)
-        text_start = skip_blanks(text, pos)
-        if is_whole_mark and text_start == mark_start:
-            tag_start = mark_start + len(self._mark)
-            tag_head = text[tag_start : tag_start + len(_CLOSING_TAG_START)]
-            if len(tag_head) < len(_CLOSING_TAG_START) and not self.is_final:
+        if skip_blanks(text, pos) < mark_start:
+            return self._start_text(element, pos)
+        if not is_whole_mark:
+            return self._start_text(element, pos) if self.is_final else NEED_MORE
+        tag_start = mark_start + len(self._mark)
+        if text.startswith(_CLOSING_TAG_START, tag_start):
+            return self._start_text(element, pos)
+        match = _TAG(text, tag_start)
+        if match is None and not self.is_final:
+            is_short = len(text) - tag_start < len(_CLOSING_TAG_START)
+            if is_short or len(text) - mark_start < _MAX_TAG_CHARS:
                 return NEED_MORE
-            if tag_head != _CLOSING_TAG_START:
-                match = _TAG(text, tag_start)
-                is_possible = len(text) - mark_start < _MAX_TAG_CHARS and not self.is_final
-                if match is None and is_possible:
-                    return NEED_MORE
-                self._open_container(element, match.group(2) if match else "")
-                return mark_start
-        elif text_start >= mark_start and not self.is_final:
-            return NEED_MORE
+        self._open_container(element, match.group(2) if match else "")
+        return mark_start
+
+    def _start_text(self, element: _Element, pos: int) -> int:
+        """Make the element one without children, and return `pos`."""
         if json_types_of(element.schema, self._root_schema) == _STRING_ONLY:
             element.kind = _Kind.STRING
             self.writer.write('"')
@@ -196,7 +211,10 @@ class NestedReader(BodyReader):
         return pos
 
     def _open_container(self, element: _Element, child_name: str) -> None:
-        """Make the element an array or an object, and write the opening bracket."""
+        """Make the element an array or an object, and write the opening bracket.
+
+        Example: without a schema, an element whose first child is called `item` becomes an array.
+        """
         types = json_types_of(element.schema, self._root_schema)
         if types is None:
             is_array = child_name == _ARRAY_ITEM
@@ -208,8 +226,8 @@ class NestedReader(BodyReader):
     def _next_mark(self, text: str, pos: int) -> tuple[int, bool]:
         """Return the position of the next mark, and whether the mark is complete.
 
-        Without a mark, the position is the end of the text. An incomplete mark is a prefix of the
-        mark at the end of the text.
+        Example: with the mark `]<]`, the text `a]<]` gives `(1, True)`, `a]<` gives `(1, False)`
+        and `a` gives `(1, False)`. Without a mark, the position is the end of the text.
         """
         match = self._find_mark(text, pos)
         if match is None:
@@ -217,7 +235,10 @@ class NestedReader(BodyReader):
         return match.start(), match.group() == self._mark
 
     def _read_text(self, element: _Element, text: str, pos: int) -> int:
-        """Read the text of an element up to the next mark, or the tag if there is no text."""
+        """Read the text of an element up to the next mark, or the tag if there is no text.
+
+        Example: from `Paris~</city>`, first `Paris` is read, and then the closing tag.
+        """
         mark_start, is_whole_mark = self._next_mark(text, pos)
         if mark_start > pos:
             self._add_text(element, text[pos:mark_start])

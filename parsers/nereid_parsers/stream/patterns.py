@@ -35,14 +35,40 @@ _FIELD_CLASSES = {
 
 
 @dataclass(frozen=True, slots=True)
+class FieldStep:
+    """A field of a compiled pattern: its name, and the regex of its text."""
+
+    name: str
+    regex: re.Pattern[str]
+
+    def match(self, text: str, pos: int, is_final: bool, fields: dict[str, str]) -> int:
+        """Match the field at `pos`, store its text in `fields`, and return the end of the match.
+
+        Example: the field `name` matches `sum` in `"sum>"`. In `"sum"`, it returns NEED_MORE,
+        because the name may continue.
+        """
+        match = self.regex.match(text, pos)
+        end = match.end() if match else pos
+        if end == len(text) and not is_final:
+            return NEED_MORE if end - pos < MAX_HEAD_CHARS else NO_MATCH
+        if end == pos and self.name != "rest":
+            return NO_MATCH
+        value = text[pos:end]
+        if self.name == "name" and fields.get(self.name, value) != value:
+            return NO_MATCH  # A name that occurs twice must be the same both times.
+        fields[self.name] = value
+        return end
+
+
+class BlanksStep:
+    """White space of any length in a compiled pattern."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pattern:
-    """A compiled pattern.
+    """A compiled pattern. A step is a literal, white space or a field."""
 
-    A step is a literal `(text, None, "")`, white space `("", None, "")` or a field
-    `("", regex, name)`.
-    """
-
-    steps: tuple[tuple[str, re.Pattern[str] | None, str], ...]
+    steps: tuple[str | BlanksStep | FieldStep, ...]
 
     def match(self, text: str, pos: int, is_final: bool, fields: dict[str, str]) -> int:
         """Match the pattern at `pos` and return the end of the match, NEED_MORE or NO_MATCH.
@@ -56,27 +82,18 @@ class Pattern:
             is_final: Whether no more text follows.
             fields: The dict in which the values of the fields are stored.
         """
-        size = len(text)
-        for literal, regex, name in self.steps:
-            if regex is not None:
-                match = regex.match(text, pos)
-                end = match.end() if match else pos
-                if end == size and not is_final:
-                    return NEED_MORE if size - pos < MAX_HEAD_CHARS else NO_MATCH
-                if end == pos and name != "rest":
-                    return NO_MATCH
-                value = text[pos:end]
-                if name == "name" and fields.get(name, value) != value:
-                    return NO_MATCH  # A name that occurs twice must be the same both times.
-                fields[name] = value
-                pos = end
-            elif literal:
-                if not text.startswith(literal, pos):
-                    is_prefix = not is_final and literal.startswith(text[pos:])
-                    return NEED_MORE if is_prefix else NO_MATCH
-                pos += len(literal)
-            else:
+        for step in self.steps:
+            if isinstance(step, BlanksStep):
                 pos = skip_blanks(text, pos)
+            elif isinstance(step, FieldStep):
+                pos = step.match(text, pos, is_final, fields)
+                if pos < 0:
+                    return pos
+            elif text.startswith(step, pos):
+                pos += len(step)
+            else:
+                is_prefix = not is_final and step.startswith(text[pos:])
+                return NEED_MORE if is_prefix else NO_MATCH
         return pos
 
 
@@ -94,23 +111,26 @@ def compile_pattern(source: str) -> Pattern:
     the field `name` and the literal `>`.
     """
     parts = pattern(source)
-    steps: list[tuple[str, re.Pattern[str] | None, str]] = []
+    steps: list[str | BlanksStep | FieldStep] = []
     for index, part in enumerate(parts):
         if isinstance(part, Slot):
             next_part = parts[index + 1] if index + 1 < len(parts) else ""
             next_literal = next_part if isinstance(next_part, str) else ""
-            steps.append(("", _field_regex(part.field, next_literal), part.field))
+            steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
             continue
         for number, word in enumerate(_BLANKS_OR_TAG_GAP.split(part)):
             if number:
-                steps.append(("", None, ""))
+                steps.append(BlanksStep())
             if word:
-                steps.append((word, None, ""))
+                steps.append(word)
     return Pattern(tuple(steps))
 
 
 def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
-    """Return the regex for a field that ends where the next literal of the pattern begins."""
+    """Return the regex for a field, which ends where the next literal of the pattern begins.
+
+    Example: in the pattern `{name}<sep>`, the regex of the name excludes `<`.
+    """
     if name == "rest":
         stop = re.escape(next_literal.strip())
         return re.compile(f"(?:(?!{stop}).)*" if stop else ".*")

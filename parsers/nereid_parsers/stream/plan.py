@@ -200,7 +200,10 @@ def _call_kinds(
     calls_by_trigger: dict[str, tuple[CallPlan, ...]],
     bare_calls: tuple[CallPlan, ...],
 ) -> dict[str, MarkerKind]:
-    """Return the meanings of the markers that belong to calls."""
+    """Return the meanings of the markers that belong to calls.
+
+    Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
+    """
     kinds: dict[str, MarkerKind] = {}
     for plan in calls:
         for marker in plan.closing_markers:

@@ -61,7 +61,7 @@ class PythonCallsReader(BodyReader):
         return NEED_MORE
 
     def _read_opening_bracket(self, text: str, pos: int) -> int:
-        """Read the bracket before all calls."""
+        """Read the bracket before all calls, for example `[`, and return the position after it."""
         if not text.startswith(self._part.open, pos):
             return self._reject(pos)
         self._step = self._read_call_start
@@ -101,7 +101,11 @@ class PythonCallsReader(BodyReader):
         return bracket + 1
 
     def _read_keyword_or_end(self, text: str, pos: int) -> int:
-        """Read `)`, or the keyword of an argument and its `=`."""
+        """Read the keyword of an argument and its `=`, or the `)` that ends the call.
+
+        Example: in `f(city="Paris")`, the text `city=` is read, and `{"city": ` is written. Return
+        the position after the text that was read, or NEED_MORE.
+        """
         if text[pos] == ")":
             return self._end_call(pos + 1)
         match = _KEYWORD(text, pos)
@@ -120,7 +124,10 @@ class PythonCallsReader(BodyReader):
         return equals + 1
 
     def _read_value(self, text: str, pos: int) -> int:
-        """Read the value of an argument."""
+        """Read the value of an argument, and write it as JSON.
+
+        Example: `'Paris'` is written as `"Paris"`.
+        """
         json_parts: list[str] = []
         end = self._literal.read(text, pos, self.is_final, json_parts)
         if json_parts:
@@ -134,7 +141,7 @@ class PythonCallsReader(BodyReader):
         return end
 
     def _read_comma_or_end(self, text: str, pos: int) -> int:
-        """Read the comma or `)` after an argument."""
+        """Read the `,` after an argument, or the `)` that ends the call."""
         if text[pos] == ",":
             self._step = self._read_keyword_or_end
             return pos + 1
@@ -154,7 +161,10 @@ class PythonCallsReader(BodyReader):
         return pos
 
     def _read_between_calls(self, text: str, pos: int) -> int:
-        """Read the separator between two calls, or the bracket after all calls."""
+        """Read the separator between two calls, or the bracket after all calls.
+
+        Example: in `[f(), g()]`, the text `, ` separates the calls, and `]` ends them.
+        """
         part = self._part
         if part.close and text.startswith(part.close, pos):
             self.status = DONE

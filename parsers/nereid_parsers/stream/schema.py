@@ -89,7 +89,11 @@ def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> fr
 def _declared_types(
     schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
 ) -> frozenset[str] | None:
-    """Return the JSON types that a schema allows, without regard to `nullable`."""
+    """Return the JSON types that a schema allows, without regard to `nullable`.
+
+    Examples: `{"type": "int"}` gives `{"integer"}`, `{"enum": ["a", 1]}` gives `{"string",
+    "integer"}`, and `{"items": {}}` gives `{"array"}`.
+    """
     reference = schema.get("$ref")
     if isinstance(reference, str):
         return json_types_of(_resolve(reference, root), root, depth + 1)
@@ -171,19 +175,30 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
     literal = _parse_literal(text.strip())
     if literal is not None:
         json_type, json_text = literal
-        is_integer_for_number = json_type == "integer" and types is not None and "number" in types
-        if types is None or json_type in types or is_integer_for_number:
-            is_accepted = json_type != "string"
-        elif "string" in types:
-            is_accepted = False
-        else:
-            # The schema allows no string, so a value of another type is returned as the model wrote
-            # it. Only booleans and numbers that the schema does not allow become strings.
-            is_fraction = json_type == "number" and "integer" in types
-            is_accepted = is_fraction or json_type in ("string", "null", "object", "array")
-        if is_accepted:
+        if _is_returned_as(json_type, types):
             return json_text
     return json.dumps(text, ensure_ascii=False)
+
+
+def _is_returned_as(json_type: str, types: frozenset[str] | None) -> bool:
+    """Return whether a value of `json_type` keeps this type, rather than becoming a string.
+
+    Args:
+        json_type: The JSON type of the value.
+        types: The JSON types that the schema allows, or None if they are not known.
+    """
+    if json_type == "string":
+        # The text has quotes. If a string is allowed, the quotes are a part of the string.
+        return types is not None and "string" not in types
+    if types is None or json_type in types:
+        return True
+    if json_type == "integer" and "number" in types:
+        return True
+    if "string" in types:
+        return False
+    # The schema does not allow the value's type. These values are returned as the model wrote them.
+    is_fraction_for_integer = json_type == "number" and "integer" in types
+    return is_fraction_for_integer or json_type in ("null", "object", "array")
 
 
 def _parse_literal(text: str) -> tuple[str, str] | None:

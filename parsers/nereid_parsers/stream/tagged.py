@@ -7,6 +7,7 @@ closing marker has been read, because the text `12` may continue as `12 Main Str
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.body import BROKEN, DONE, MORE, BodyReader
@@ -49,6 +50,11 @@ class TagPlan:
     __slots__ = ("close", "find_end", "find_possible_end", "key", "padding")
 
     def __init__(self, part: TaggedArguments) -> None:
+        r"""Compile one spelling.
+
+        Example: `</p>` and the declaration `"\n</p>\n"` both end a value. A line break before the
+        marker is then not a part of the value.
+        """
         opening = part.open.rstrip()
         self.key: Pattern = compile_pattern(opening)
         self.padding = part.open[len(opening) :]
@@ -65,6 +71,21 @@ class TagPlan:
         ).search
 
 
+@dataclass(frozen=True, slots=True)
+class TagOpening:
+    """The matched opening of a tagged value, for example `<parameter=city>`.
+
+    Attributes:
+        spelling: The spelling of the tagged value.
+        end: The position after the opening.
+        fields: The values of the fields, for example `{"key": "city"}`.
+    """
+
+    spelling: TagPlan
+    end: int
+    fields: dict[str, str]
+
+
 class TagsPlan:
     """A TaggedArguments part, compiled.
 
@@ -79,22 +100,16 @@ class TagsPlan:
         self.spellings = tuple(TagPlan(spelling) for spelling in (part, *part.also))
         self.stop_markers = stop_markers
 
-    def match(
-        self, text: str, pos: int, is_final: bool
-    ) -> tuple[TagPlan | None, int, dict[str, str]]:
-        """Match the opening of a tagged value at `pos`, for example `<parameter=city>`.
-
-        Returns:
-            The spelling that matches, the position after the opening, and the values of the fields.
-            If more text must decide, the position is NEED_MORE. If no spelling matches, the
-            spelling is None and the position is NO_MATCH.
-        """
+    def match(self, text: str, pos: int, is_final: bool) -> TagOpening | int:
+        """Match the opening of a tagged value at `pos`, or return NEED_MORE or NO_MATCH."""
         for spelling in self.spellings:
             fields: dict[str, str] = {}
             end = spelling.key.match(text, pos, is_final, fields)
+            if end == NEED_MORE:
+                return NEED_MORE
             if end != NO_MATCH:
-                return spelling, end, fields
-        return None, NO_MATCH, {}
+                return TagOpening(spelling, end, fields)
+        return NO_MATCH
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether a marker that ends the body stands at `pos`."""
@@ -148,7 +163,14 @@ class TaggedReader(BodyReader):
         return pos
 
     def _read_tag_or_end(self, text: str, pos: int) -> int:
-        """Read the opening of the next value, or find a marker that ends the body."""
+        """Read the opening of the next value, or find a marker that ends the body.
+
+        Examples: `<parameter=city>` starts a value. `</function>` ends the body. Other text is not
+        valid here.
+
+        Returns:
+            The position after the text that was read, or NEED_MORE.
+        """
         pos = skip_blanks(text, pos)
         if pos == len(text):
             return pos
@@ -158,22 +180,25 @@ class TaggedReader(BodyReader):
             self.writer.end()
             self.status = DONE
             return pos
-        spelling, end, fields = plan.match(text, pos, self.is_final)
-        if spelling is not None and end >= 0:
-            self._spelling = spelling
-            self._start_value(fields)
-            return end
-        if end == NEED_MORE:
+        opening = plan.match(text, pos, self.is_final)
+        if isinstance(opening, TagOpening):
+            self._spelling = opening.spelling
+            self._start_value(opening.fields)
+            return opening.end
+        if opening == NEED_MORE:
             return NEED_MORE
         if plan.may_become_stop_marker(text, pos):
             return len(text) if self.is_final else NEED_MORE
-        if self.is_final and plan.match(text, pos, is_final=False)[1] == NEED_MORE:
+        if self.is_final and plan.match(text, pos, is_final=False) == NEED_MORE:
             return len(text)  # The text ends inside the opening of a value.
         self.status = BROKEN  # There is text between the arguments.
         return pos
 
     def _start_value(self, fields: dict[str, str]) -> None:
-        """Write the key of a value, and determine the JSON types that the value may have."""
+        """Write the key of a value, and determine the JSON types that the value may have.
+
+        Example: for the second argument `<parameter=days>`, `, "days": ` is written.
+        """
         self._key = fields["key"].strip()
         if "string" in fields:
             self._types = _STRING_ONLY if fields["string"] == _IS_STRING else _NOT_STRING
@@ -188,7 +213,10 @@ class TaggedReader(BodyReader):
         self._step = self._skip_padding
 
     def _skip_padding(self, text: str, pos: int) -> int:
-        """Skip the white space before a value, and select the step that reads the value."""
+        r"""Skip the declared white space before a value, and select the step that reads the value.
+
+        Example: for the declaration `"<parameter={key}>\n"`, one line break is skipped.
+        """
         padding = self._spelling.padding
         if text.startswith(padding, pos):
             pos += len(padding)
@@ -217,7 +245,10 @@ class TaggedReader(BodyReader):
         return match.start(), match.start()
 
     def _pass_on_string(self, text: str, pos: int) -> int:
-        """Write the text of a string as it arrives, and its quote after the closing marker."""
+        """Write the text of a string as it arrives, and its quote after the closing marker.
+
+        Example: the pieces `Pa` and `ris</parameter>` are written as `Pa` and `ris"`.
+        """
         value_end, marker_end = self._find_value_end(text, pos)
         if value_end > pos:
             self.writer.write(escape_json(text[pos:value_end]))
@@ -228,7 +259,11 @@ class TaggedReader(BodyReader):
         return value_end if value_end > pos else NEED_MORE
 
     def _keep_value(self, text: str, pos: int) -> int:
-        """Keep the text of a value, and write it as JSON after the closing marker."""
+        """Keep the text of a value, and write it as JSON after the closing marker.
+
+        Example: the pieces `1` and `2</parameter>` are written together as `12`. If the text shows
+        that the value is a string, it is written at once.
+        """
         value_end, marker_end = self._find_value_end(text, pos)
         if value_end > pos:
             self._value_pieces.append(text[pos:value_end])
@@ -242,7 +277,10 @@ class TaggedReader(BodyReader):
         return value_end if value_end > pos else NEED_MORE
 
     def _can_only_be_string(self) -> bool:
-        """Return whether the kept text shows that the value is a string."""
+        """Return whether the kept text shows that the value is a string.
+
+        Example: if all types are allowed, `Par` can only be a string, but `12` can be a number.
+        """
         types = self._types
         if types is not None and "string" not in types:
             return False

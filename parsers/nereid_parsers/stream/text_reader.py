@@ -112,7 +112,11 @@ class TextReader:
         return self.start_reasoning() if is_reasoning else State.CONTENT
 
     def read_reasoning(self) -> State | None:
-        """Read reasoning up to a marker."""
+        """Read reasoning up to a marker.
+
+        Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning. The marker is
+        markup, and content follows.
+        """
         start, marker = self._plan.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
             self._text.write(self._buffer.take_until(start), ReasoningDelta)
@@ -138,7 +142,7 @@ class TextReader:
         """Handle the marker of a call inside the reasoning.
 
         If a call follows the marker, the reasoning ends before the marker. Otherwise the marker is
-        reasoning.
+        reasoning. Example: `<tool_call>{` ends the reasoning, but not `<tool_call> is a tag`.
         """
         match = NO_MATCH if self._calls_first else self._match_call_at(marker)
         if match == NEED_MORE:
@@ -181,7 +185,10 @@ class TextReader:
     # ---- content ---------------------------------------------------------------------------------
 
     def read_content(self) -> State | None:
-        """Read content up to a marker."""
+        """Read content up to a marker, and return the state that the marker leads to.
+
+        Example: from `Hi<tool_call>`, `Hi` is written as content, and the next state is CALL_START.
+        """
         start, marker = self._plan.content_markers.find(self._buffer)
         if start > self._buffer.pos:
             self._text.write(self._buffer.take_until(start), ContentDelta)
@@ -256,7 +263,11 @@ class TextReader:
         return State.HEADER
 
     def read_header(self) -> State | None:
-        """Read the header of a message, and enter the stage of its body."""
+        """Read the header of a message, and enter the stage of its body.
+
+        Example: after the marker `<|start|>assistant`, the header `<|channel|>final<|message|>`
+        enters the content. Text that is not a header is content.
+        """
         buffer = self._buffer
         if not self._text.tentative:
             # At the start of the output, the prompt may or may not contain the marker.
@@ -294,7 +305,8 @@ class TextReader:
         """Drop the beginning of a marker with which the text ends.
 
         Only the beginning of a marker of several tags is dropped, and only if it contains the first
-        tag. Other beginnings are content, because prose may contain them.
+        tag. Other beginnings are content, because prose may contain them. Example: of the marker
+        `<|message|><|text|>`, the beginning `<|message|><|te` is dropped, but `<|mess` is content.
         """
         beginning = self._buffer.unread()
         if not beginning:

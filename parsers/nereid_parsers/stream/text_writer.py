@@ -79,7 +79,15 @@ class TextWriter:
         self._events.append(ContentDelta(text))
 
     def write(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
-        """Append an event of the given type for `text`. White space at its end is held back."""
+        r"""Append an event for `text`. White space at its end is held back.
+
+        Example: after a marker, `"\n\nHi\n"` appends an event with the text `Hi`. The blank lines
+        before `Hi` are markup, and the line break after it is held back.
+
+        Args:
+            text: The text.
+            event_type: The type of the event.
+        """
         if self._num_prompt_chars:
             text = self._without_prompt(text)
         body = text.rstrip()
@@ -228,7 +236,11 @@ class TextWriter:
         self._num_prompt_chars = len(self.tentative_text) + num_unread_chars
 
     def _without_prompt(self, text: str) -> str:
-        """Return `text` without the characters at its start that the prompt contains."""
+        """Return `text` without the characters at its start that belong to the prompt.
+
+        Example: the prompt ends with `<th`, and the model writes `ink>`. Of the marker `<think>`,
+        only `ink>` belongs to the model's text.
+        """
         num_prompt_chars = min(self._num_prompt_chars, len(text))
         self._num_prompt_chars -= num_prompt_chars
         return text[num_prompt_chars:]

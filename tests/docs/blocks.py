@@ -4,6 +4,7 @@ A fenced block is run if its language is `bash` or `python`. A `json` or `text` 
 shows the expected output. An HTML comment on the line before a block changes this:
 
     <!-- test: serves -->              the block starts a server; later blocks of the page use it
+    <!-- test: printed -->             the server printed these lines when it started
     <!-- test: main -->                this block and later ones use the server of `make serve`
     <!-- test: skip, needs docker -->  the block is not run, for this reason
 """
@@ -62,7 +63,7 @@ class Block:
         line: the line of the opening fence.
         language: the word after the fence.
         text: the lines between the fences, without their common indentation.
-        mark: `serves`, `main`, `skip`, or an empty string.
+        mark: `serves`, `printed`, `main`, `skip`, or an empty string.
         reason: why the block is skipped.
         output: the block after this one if it shows the output.
     """
@@ -120,11 +121,12 @@ def read_blocks(page: Path) -> list[Block]:
 
 def unaccounted(block: Block) -> str:
     """Return why a block is neither run nor skipped with a reason; empty if all is well."""
-    if block.mark not in ("", "serves", "main", "skip"):
+    if block.mark not in ("", "serves", "printed", "main", "skip"):
         return f"{block.place}: the mark {block.mark!r} is unknown"
     if block.mark == "skip" and len(block.reason.split()) < 2:
         return f"{block.place}: a skipped block needs a reason of at least two words"
-    if not block.is_run and block.mark != "skip" and block.language not in _NOT_CODE:
+    is_checked = block.is_run or block.mark in ("printed", "skip")
+    if not is_checked and block.language not in _NOT_CODE:
         return f"{block.place}: a block of {block.language!r} needs <!-- test: skip, REASON -->"
     return ""
 
@@ -185,11 +187,24 @@ def difference(expected: Block, output: str) -> str:
     """
     if expected.language == "json":
         return shape_difference(json.loads(expected.text), json.loads(output))
-    pattern = re.escape(expected.text.strip())
-    pattern = pattern.replace(re.escape("..."), ".*")
-    pattern = re.sub(r"(?:\\-)?\d+(?:\\\.\d+)?", r"-?[0-9.]+", pattern)
-    is_equal = re.fullmatch(pattern, output.strip(), re.DOTALL)
+    is_equal = re.fullmatch(_pattern(expected.text.strip()), output.strip(), re.DOTALL)
     return "" if is_equal else "the block printed something else than the page shows"
+
+
+def unprinted_lines(expected: Block, output: str) -> list[str]:
+    """Return the lines of the page that a server did not print; numbers may differ."""
+    return [
+        line
+        for line in expected.text.splitlines()
+        if not re.search(f"^{_pattern(line)}$", output, re.MULTILINE)
+    ]
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression in which `...` matches anything, and a number any number."""
+    pattern = re.escape(text)
+    pattern = pattern.replace(re.escape("..."), ".*")
+    return re.sub(r"(?:\\-)?\d+(?:\\\.\d+)?", r"-?[0-9.]+", pattern)
 
 
 def shape_difference(expected: Any, actual: Any, path: str = "$") -> str:

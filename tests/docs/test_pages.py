@@ -12,7 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from docs.blocks import BIN, ROOT, Block, Ports, printed, read_blocks, run_block, unaccounted
+from docs.blocks import (
+    BIN,
+    ROOT,
+    Block,
+    Ports,
+    printed,
+    read_blocks,
+    run_block,
+    unaccounted,
+    unprinted_lines,
+)
 
 from loadtest.server.served import Served, free_ports
 
@@ -31,8 +41,12 @@ class Servers:
     `make serve` stands for a running server, which `main` is.
     """
 
-    def __init__(self, main: Ports, folder: Path, stack: ExitStack) -> None:
-        self.main = main
+    def __init__(self, served: Served, folder: Path, stack: ExitStack) -> None:
+        self.main = Ports(
+            served.openai_port, served.http_port, served.grpc_port, served.metrics_port
+        )
+        self._served = served
+        self._logs: dict[Ports, Path] = {}
         self._folder = folder
         self._stack = stack
         self._started: dict[str, Ports] = {}
@@ -50,6 +64,10 @@ class Servers:
         if command not in self._started:
             self._started[command] = self._start(block, command, current)
         return self._started[command]
+
+    def output_of(self, ports: Ports) -> str:
+        """Return what the server with these ports has printed."""
+        return self._served.output if ports == self.main else self._logs[ports].read_text()
 
     def _start(self, block: Block, command: str, current: Ports) -> Ports:
         ports = Ports(*free_ports(4))
@@ -83,11 +101,13 @@ class Servers:
                 stderr=out,
             )
         self._processes.append(process)
+        self._logs[ports] = log
         url = f"http://127.0.0.1:{ports.openai}/health/ready"
         if "tritonserver" in command:
             url = f"http://127.0.0.1:{ports.http}/v2/health/ready"
+        prints = "nereid: ready" if "nereid serve" in command else ""
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while not _answers(url):
+        while prints not in log.read_text() or not _answers(url):
             assert process.poll() is None, f"{block.place}: {command}\n{log.read_text()[-3000:]}"
             assert time.monotonic() < deadline, f"{block.place}: not ready\n{log.read_text()}"
             time.sleep(0.1)
@@ -114,8 +134,7 @@ def _answers(url: str) -> bool:
 def servers(tmp_path_factory):
     with ExitStack() as stack:
         main = stack.enter_context(Served(arguments=["--log-level=warning"]))
-        ports = Ports(main.openai_port, main.http_port, main.grpc_port, main.metrics_port)
-        yield Servers(ports, tmp_path_factory.mktemp("nereid"), stack)
+        yield Servers(main, tmp_path_factory.mktemp("nereid"), stack)
 
 
 @pytest.mark.triton
@@ -128,6 +147,9 @@ def test_the_commands_of_a_page_run_as_printed(page, servers, tmp_path):
             continue
         if block.mark == "main":
             ports = servers.main
+        if block.mark == "printed":
+            lines = unprinted_lines(block, servers.output_of(ports))
+            assert not lines, f"{block.place}: the server did not print {lines}"
         if block.is_run:
             run_block(block, ports, tmp_path)
 

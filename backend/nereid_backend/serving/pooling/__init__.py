@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton models `embedding` and `rerank`: a stub each, and a worker process that has torch."""
+"""The Triton models `embedding` and `rerank`, and the worker process that runs their models."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's tensors -> a job: what is sent is checked, and each error names its input."""
+"""Validates the tensors of a pooling request and converts them to the inputs of a job."""
 
 import base64
 import binascii
@@ -26,79 +26,96 @@ RERANK_OPTIONS: Mapping[str, type] = {
     "instruction": str,
     "truncate": bool,
 }
-_WORDS = {str: "text", int: "an integer", bool: "true or false"}
+_TYPE_NAMES = {str: "text", int: "an integer", bool: "true or false"}
 
 
 def options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]:
-    """The JSON object in `options`; null stands for the default.
+    """Return the options in the JSON text of the tensor `options`, without those that are null.
+
+    Args:
+        text: the JSON text of an object; None or "" for no options.
+        known: the known options and their types.
 
     Raises:
-        RequestError: an unknown name or a value of the wrong type.
+        RequestError: the text is not a JSON object, a name is unknown, or a value has a wrong type.
     """
     if not text:
         return {}
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise RequestError(f"{names.OPTIONS}: is not valid JSON: {error}") from None
+        raise RequestError(f"{names.OPTIONS}: the text is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise RequestError(f"{names.OPTIONS}: must be a JSON object, got {text[:80]}")
+        raise RequestError(
+            f"{names.OPTIONS}: the text must be a JSON object, but it is {text[:80]}."
+        )
     for name, value in values.items():
         if name not in known:
             raise RequestError(
-                f"{names.OPTIONS}: {name!r} is not one of {', '.join(sorted(known))}"
+                f"{names.OPTIONS}: the option {name!r} is not known. The known options are "
+                f"{', '.join(sorted(known))}."
             )
         if value is not None and type(value) is not known[name]:
-            raise RequestError(f"{name}: must be {_WORDS[known[name]]}, got {json.dumps(value)}")
+            raise RequestError(
+                f"{name}: the value must be {_TYPE_NAMES[known[name]]}, but it is "
+                f"{json.dumps(value)[:80]}."
+            )
     return {name: value for name, value in values.items() if value is not None}
 
 
 def texts(values: Iterable[Any], field: str) -> list[str]:
-    """STRING elements as text.
+    """Return the elements of the STRING tensor `field` as text.
 
     Raises:
-        RequestError: one is not UTF-8.
+        RequestError: an element is not UTF-8.
     """
     decoded = []
     for index, value in enumerate(values):
         try:
             decoded.append(value if isinstance(value, str) else value.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise RequestError(f"{field}: element {index} is not UTF-8: {error}") from None
+            raise RequestError(f"{field}: element {index} is not valid UTF-8: {error}") from None
     return decoded
 
 
 def id_lists(ids: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32] | None) -> list[list[int]]:
-    """Token ids, one after the other, cut into inputs.
+    """Split the concatenated token ids of several inputs.
+
+    Example: the ids [5, 6, 7] and the lengths [1, 2] return [[5], [6, 7]].
 
     Args:
-        ids: of all inputs [sum of lengths].
-        lengths: of each input [n]; None: one input.
+        ids: the token ids of all inputs, of shape [sum of lengths].
+        lengths: the number of tokens of each input, of shape [n]. None means one input.
 
     Raises:
-        RequestError: the lengths do not add up, or one is below 1.
+        RequestError: a length is below 1, or the sum of the lengths is not the number of ids.
     """
     if lengths is None:
         return [ids.tolist()]
     if lengths.size and int(lengths.min()) < 1:
-        raise RequestError(f"{names.INPUT_LENGTHS}: each must be at least 1, got {lengths.min()}")
+        raise RequestError(
+            f"{names.INPUT_LENGTHS}: each length must be at least 1, but one is {lengths.min()}."
+        )
     total = int(lengths.sum())
     if total != ids.size:
         raise RequestError(
-            f"{names.INPUT_LENGTHS}: they add up to {total}, but {names.INPUT_IDS} has {ids.size}"
+            f"{names.INPUT_LENGTHS}: the sum of the lengths is {total}, but {names.INPUT_IDS} has "
+            f"{ids.size} elements."
         )
     ends = np.cumsum(lengths)[:-1]
     return [part.tolist() for part in np.split(ids, ends)] if lengths.size else []
 
 
 def part(text: str, index: int) -> tuple[str, Any]:
-    """One element of `parts`: JSON with either a text or an image.
+    """Parse one element of the tensor `parts`, which is a text or an image.
+
+    Example: `{"text": "hello"}` returns `("text", "hello")`.
 
     Returns:
         The field of PoolingItem and its value: ("text", str) or ("image", bytes).
 
     Raises:
-        RequestError: it is neither, or the image is no base64.
+        RequestError: the element is neither a text nor an image, or the image is not base64.
     """
     where = f"{names.PARTS}: element {index}"
     try:
@@ -106,26 +123,36 @@ def part(text: str, index: int) -> tuple[str, Any]:
     except ValueError as error:
         raise RequestError(f"{where} is not valid JSON: {error}") from None
     if not isinstance(value, dict) or set(value) not in ({"text"}, {"image"}):
-        raise RequestError(f'{where} must be {{"text": ...}} or {{"image": ...}}, got {text[:80]}')
+        raise RequestError(
+            f'{where} must be {{"text": ...}} or {{"image": ...}}, but it is {text[:80]}.'
+        )
     ((name, content),) = value.items()
     if not isinstance(content, str):
-        raise RequestError(f"{where}: {name} must be a string, got {json.dumps(content)[:80]}")
-    return (name, content) if name == "text" else (name, image_bytes(content, where))
+        raise RequestError(
+            f"{where}: {name} must be a string, but it is {json.dumps(content)[:80]}."
+        )
+    return (name, content) if name == "text" else (name, decode_image(content, where))
 
 
-def image_bytes(text: str, where: str) -> bytes:
-    """The bytes of a data: URL or of plain base64.
+def decode_image(text: str, where: str) -> bytes:
+    """Return the bytes of an image that is a data: URL or plain base64 text.
+
+    Args:
+        text: the URL or the base64 text.
+        where: the beginning of error messages.
 
     Raises:
-        RequestError: it is another kind of URL, which is not fetched, or no base64.
+        RequestError: the text is another kind of URL, which the server does not fetch, or it is not
+            valid base64.
     """
     if text.startswith("data:"):
         header, comma, text = text.partition(",")
         if not comma or not header.endswith(";base64"):
-            raise RequestError(f"{where}: a data: URL must be data:image/...;base64,...")
+            raise RequestError(f"{where}: a data: URL must have the form data:image/...;base64,...")
     elif "://" in text[:16]:
         raise RequestError(
-            f"{where}: {text[:80]!r} is not fetched; send the image as a data: URL or base64"
+            f"{where}: this server does not fetch URLs such as {text[:80]!r}. Send the image as a "
+            "data: URL or as base64 text."
         )
     try:
         return base64.b64decode(text, validate=True)
@@ -134,16 +161,18 @@ def image_bytes(text: str, where: str) -> bytes:
 
 
 def pairs(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
-    """One query with each document, or each query with its own document.
+    """Pair one query with every document, or each query with the document of the same index.
+
+    Example: the queries ["q"] and the documents ["a", "b"] return [("q", "a"), ("q", "b")].
 
     Raises:
-        RequestError: their numbers do not fit.
+        RequestError: there are several queries, and not as many as documents.
     """
     if len(queries) == 1:
         return [(queries[0], document) for document in documents]
     if len(queries) != len(documents):
         raise RequestError(
-            f"{names.QUERY}: must be one, or one for each of the {len(documents)} documents, "
-            f"got {len(queries)}"
+            f"{names.QUERY}: a request must have one query, or one query for each of the "
+            f"{len(documents)} documents, but it has {len(queries)} queries."
         )
     return list(zip(queries, documents, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `embedding`: texts, token ids or images -> vectors. See docs/embeddings.md."""
+"""The Triton model `embedding`: it converts texts, token ids or images to vectors."""
 
 import json
 from typing import Any
@@ -11,50 +11,45 @@ from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving import tensors
 from nereid_backend.serving.pooling import decode_request
 from nereid_backend.serving.pooling.jobs import Job, Outcome
-from nereid_backend.serving.pooling.pooling_stub import PoolingStub, Tensors, is_given
+from nereid_backend.serving.pooling.pooling_stub import PoolingStub, Tensors, has_tensor
 
 
 class EmbeddingModel(PoolingStub):
-    """Stub of the embedding model."""
+    """The stub of the embedding model."""
 
     kind = names.EMBEDDING
     tasks = ("embed",)
 
-    def read(self, request: Any) -> Job | None:  # noqa: ANN401 - the server's own type
-        """See `PoolingStub.read`."""
-        given = [
-            name
-            for name in (
-                names.TEXTS,
-                names.INPUT_IDS,
-                names.PARTS,
-            )
-            if is_given(request, name)
-        ]
+    def read_job(self, request: Any) -> Job | None:  # noqa: ANN401 - the server's own type
+        """Return the job in `request`, or None (see PoolingStub.read_job)."""
+        candidates = (names.TEXTS, names.INPUT_IDS, names.PARTS)
+        given = [name for name in candidates if has_tensor(request, name)]
         text = tensors.optional_text(request, names.OPTIONS)
         if not given and tensors.optional_bool(request, names.RETURN_INFO):
             return None
         if len(given) != 1:
             raise RequestError(
-                f"{names.TEXTS}: give exactly one of {names.TEXTS}, {names.INPUT_IDS} and "
-                f"{names.PARTS}, got {' and '.join(given) or 'none'}"
+                f"{names.TEXTS}: a request must have exactly one of {names.TEXTS}, "
+                f"{names.INPUT_IDS} and {names.PARTS}, but it has {' and '.join(given) or 'none'}."
             )
-        values = tensors.array(request, given[0])
-        inputs: list[tuple[str, Any]]
-        if given[0] == names.INPUT_IDS:
-            lengths = None
-            if is_given(request, names.INPUT_LENGTHS):
-                lengths = tensors.array(request, names.INPUT_LENGTHS)
-            inputs = [("token_ids", ids) for ids in decode_request.id_lists(values, lengths)]
-        elif given[0] == names.PARTS:
-            parts = decode_request.texts(values, names.PARTS)
-            inputs = [decode_request.part(part, index) for index, part in enumerate(parts)]
-        else:
-            inputs = [("text", item) for item in decode_request.texts(values, names.TEXTS)]
+        inputs = self._read_inputs(request, given[0])
         return Job(given[0], inputs, decode_request.options(text, decode_request.EMBEDDING_OPTIONS))
 
-    def write(self, outcome: Outcome) -> Tensors:
-        """See `PoolingStub.write`."""
+    def _read_inputs(self, request: Any, tensor_name: str) -> list[tuple[str, Any]]:  # noqa: ANN401
+        """Return the inputs in the tensor `tensor_name`, as pairs for Job.inputs."""
+        values = tensors.array(request, tensor_name)
+        if tensor_name == names.INPUT_IDS:
+            lengths = None
+            if has_tensor(request, names.INPUT_LENGTHS):
+                lengths = tensors.array(request, names.INPUT_LENGTHS)
+            return [("token_ids", ids) for ids in decode_request.id_lists(values, lengths)]
+        if tensor_name == names.PARTS:
+            parts = decode_request.texts(values, names.PARTS)
+            return [decode_request.part(part, index) for index, part in enumerate(parts)]
+        return [("text", text) for text in decode_request.texts(values, names.TEXTS)]
+
+    def build_outputs(self, outcome: Outcome) -> Tensors:
+        """Return the output tensors of a finished job."""
         outputs: Tensors = {names.NUM_TOKENS: outcome.num_tokens}
         if outcome.kind == "sparse":
             rows = [
@@ -67,8 +62,8 @@ class EmbeddingModel(PoolingStub):
             outputs[names.NUM_VECTORS] = outcome.counts
         return outputs
 
-    def write_nothing(self) -> Tensors:
-        """See `PoolingStub.write_nothing`."""
+    def empty_outputs(self) -> Tensors:
+        """Return the output tensors of a request with an empty list of inputs."""
         return {
             names.EMBEDDINGS: np.zeros((0, 0), dtype=np.float32),
             names.NUM_TOKENS: np.zeros(0, dtype=np.int32),

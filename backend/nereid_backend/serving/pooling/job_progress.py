@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs in a worker: their inputs go to the engine a slice at a time, job after job in turn.
+"""Sends the inputs of a worker's jobs to the engine in slices, and collects their results.
 
     waiting inputs --(slices, in turn)--> engine --(results)--> one outcome when a job is complete
 
-Tokenising a thousand texts takes longer than a step of the engine. In slices it holds nobody up,
-and a job of one text is next in turn however many texts another has left.
+Tokenising a thousand texts takes longer than a step of the engine. The inputs of a job are
+therefore sent to the engine in slices, and the jobs take turns. So a job with one text does not
+have to wait for all texts of a large job.
 """
 
 import collections
@@ -27,75 +28,81 @@ from nereid_backend.errors import (
 from nereid_backend.pooling.pooling_items import PoolingItem, PoolingResult
 from nereid_backend.serving.pooling.jobs import Job, Outcome, Value
 
-# One slice: so many inputs of a job, of so many characters together (a token for a token id).
+# The limits of one slice: the number of inputs, and the sum of their characters or token ids.
 _SLICE_INPUTS = 256
 _SLICE_CHARACTERS = 2**16
-_SLICES_AHEAD = 2  # of one job in the engine
-_TURN_S = 0.01  # time for preparing before the engine computes again
-_ELEMENT = re.compile(r"^input (\d+): ")
+_MAX_SLICES = 2  # slices of one job in the engine at the same time
+_PREPARE_S = 0.01  # the time for preparing inputs between two steps of the engine
+# The beginning of the engine's error messages, with the index of the input in its slice.
+_INPUT_PREFIX = re.compile(r"^input (\d+): ")
 _KINDS = {float: "score", dict: "sparse"}
 
 log = logging.getLogger("nereid")
 
 
 class Engine(Protocol):
-    """What this module needs of a PoolingEngine."""
+    """The methods of a PoolingEngine that this module calls."""
 
     def add(self, request_id: str, items: Sequence[PoolingItem]) -> object:
-        """Take inputs; RequestError or CapacityError."""
+        """Queue inputs. Raise a RequestError or a CapacityError if that is not possible."""
 
     def abort(self, request_id: str) -> None:
-        """Forget a request."""
+        """Drop a request."""
 
     def step(self) -> Sequence[PoolingResult]:
-        """Compute a batch."""
+        """Compute one batch and return its results."""
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Return whether inputs are queued."""
 
 
-class _Progress:
-    """One job: what is left to hand over, and what has come back.
+class _JobProgress:
+    """The progress of one job.
 
     Attributes:
-        num_given: inputs that the engine has been given.
-        slices: first input of each slice in the engine -> results that are still to come.
-        values: of each input, None until it comes.
+        request_id: the id of the job's request.
+        job: the job.
+        num_sent: the number of inputs that were sent to the engine.
+        slices: the number of missing results of each slice in the engine, by the index of the
+            slice's first input.
+        num_left: the number of inputs without a result.
+        values: the result of each input; None until it arrives.
+        num_tokens: the number of tokens of each input; 0 until its result arrives.
     """
 
     def __init__(self, request_id: str, job: Job) -> None:
         self.request_id = request_id
         self.job = job
-        self.num_given = 0
+        self.num_sent = 0
         self.slices: dict[int, int] = {}
         self.num_left = len(job.inputs)
         self.values: list[Value | None] = [None] * len(job.inputs)
         self.num_tokens = [0] * len(job.inputs)
 
     @property
-    def wants_a_turn(self) -> bool:
-        """Whether inputs are left and the engine should have more of them."""
-        return self.num_given < len(self.values) and len(self.slices) < _SLICES_AHEAD
+    def can_send_slice(self) -> bool:
+        """Whether the next slice may be sent to the engine."""
+        return self.num_sent < len(self.values) and len(self.slices) < _MAX_SLICES
 
     def slice_id(self, first: int) -> str:
-        """The engine's name of the slice that begins with this input."""
+        """Return the engine's request id of the slice that begins with the input `first`."""
         return f"{self.request_id}:{first}"
 
     def next_slice(self) -> list[PoolingItem]:
-        """The next inputs. Mutates: this, as if the engine had taken them."""
+        """Return the inputs of the next slice, and record the slice as sent."""
         items: list[PoolingItem] = []
         size = 0
-        for name, value in itertools.islice(self.job.inputs, self.num_given, None):
+        for name, value in itertools.islice(self.job.inputs, self.num_sent, None):
             items.append(_item(name, value, self.job.options))
             size += sum(map(len, value)) if name == "pair" else len(value)
             if len(items) == _SLICE_INPUTS or size >= _SLICE_CHARACTERS:
                 break
-        self.slices[self.num_given] = len(items)
-        self.num_given += len(items)
+        self.slices[self.num_sent] = len(items)
+        self.num_sent += len(items)
         return items
 
-    def take(self, first: int, result: PoolingResult) -> None:
-        """Note the result of one input of the slice that begins with `first`."""
+    def add_result(self, first: int, result: PoolingResult) -> None:
+        """Store the result of one input of the slice that begins with the input `first`."""
         index = first + result.index
         self.values[index] = result.value
         self.num_tokens[index] = result.num_tokens
@@ -105,51 +112,55 @@ class _Progress:
             del self.slices[first]
 
     def outcome(self) -> Outcome:
-        """All results together."""
+        """Return the outcome of the complete job."""
         values = [value for value in self.values if value is not None]
         kind = self.job.options.get("kind") or _kind_of(values[0])
         return Outcome.from_values(kind, values, self.num_tokens)
 
-    def blame(self, error: NereidError, first: int) -> str:
-        """The engine's message about a slice, in the words of the whole job."""
+    def job_message(self, error: NereidError, first: int) -> str:
+        """Return the engine's error message about a slice as a message about the whole job.
+
+        Example: for the slice that begins with input 256 of a job in the tensor `texts`, "input 3:
+        input: the text is empty" becomes "texts: element 259: the text is empty".
+        """
         text = str(error)
-        match = _ELEMENT.match(text)
+        match = _INPUT_PREFIX.match(text)
         index = first + (int(match[1]) if match else 0)
         text = text[match.end() :] if match else text
         if not text.startswith(("input: ", "image: ")):
-            return text  # it blames an option, or nothing
+            return text  # The message is about an option, or about nothing in particular.
         text = text.removeprefix("input: ")
         where = f"element {index}: " if len(self.values) > 1 else ""
         return f"{self.job.field}: {where}{text}"
 
 
-class Work:
-    """All jobs of a worker.
+class WorkerJobs:
+    """The jobs of a worker.
 
     Args:
-        engine: computes.
-        send: how messages go to the stub.
+        engine: computes the inputs.
+        send: sends a message to the stub.
     """
 
     def __init__(self, engine: Engine, send: Callable[[list[Any]], None]) -> None:
         self._engine = engine
         self._send = send
-        self._jobs: dict[str, _Progress] = {}
-        self._turns: collections.deque[_Progress] = collections.deque()
+        self._jobs: dict[str, _JobProgress] = {}
+        self._turns: collections.deque[_JobProgress] = collections.deque()
 
     @property
-    def is_left(self) -> bool:
-        """Whether `advance` would do anything."""
+    def has_work(self) -> bool:
+        """Whether `advance` has work to do."""
         return bool(self._turns) or self._engine.has_work()
 
     def add(self, request_id: str, job: Job) -> None:
-        """Take a job, which has at least one input; its outcome or refusal is sent in time."""
-        progress = _Progress(request_id, job)
+        """Add a job with at least one input. A later `advance` sends its outcome or refusal."""
+        progress = _JobProgress(request_id, job)
         self._jobs[request_id] = progress
         self._turns.append(progress)
 
     def abort(self, request_id: str) -> None:
-        """Forget a job; one that is unknown or complete is no error."""
+        """Drop a job. Do nothing if the job is unknown or complete."""
         progress = self._jobs.pop(request_id, None)
         if progress is None:
             return
@@ -159,69 +170,71 @@ class Work:
             self._engine.abort(progress.slice_id(first))
 
     def advance(self) -> None:
-        """Hand inputs over for a while, then compute one batch.
+        """Send inputs to the engine for up to 10 ms, then compute one batch.
 
         Raises:
-            EngineError: the device is lost; this process is of no more use.
+            EngineError: the GPU is lost, so this process must end.
         """
-        deadline = time.monotonic() + _TURN_S
+        deadline = time.monotonic() + _PREPARE_S
         while self._turns and time.monotonic() < deadline:
             progress = self._turns.popleft()
-            self._hand_over(progress)
-            if progress.wants_a_turn and progress.request_id in self._jobs:
+            self._send_slice(progress)
+            if progress.can_send_slice and progress.request_id in self._jobs:
                 self._turns.append(progress)
         if self._engine.has_work():
             for result in self._engine.step():
-                self._take(result)
+                self._add_result(result)
 
-    def _hand_over(self, progress: _Progress) -> None:
-        first = progress.num_given
+    def _send_slice(self, progress: _JobProgress) -> None:
+        first = progress.num_sent
         try:
             items = progress.next_slice()
             self._engine.add(progress.slice_id(first), items)
         except RequestError as error:
-            self._refuse(progress, RequestError(progress.blame(error, first)))
+            self._refuse(progress, RequestError(progress.job_message(error, first)))
         except NereidError as error:
             self._refuse(progress, error)
         except Exception as error:
-            # Whatever is wrong with this job, the others are not affected.
+            # An error that one job causes must not end the other jobs.
             log.exception("job %s could not be added", progress.request_id)
             self._refuse(progress, EngineError(f"{type(error).__name__}: {error}"))
 
-    def _take(self, result: PoolingResult) -> None:
+    def _add_result(self, result: PoolingResult) -> None:
         request_id, _, first = result.request_id.rpartition(":")
         progress = self._jobs.get(request_id)
         if progress is None:
             return
         if result.error is not None:
             if is_lost_device(result.error):
-                # Every later step would fail, too; the stub starts another process.
-                raise EngineError(f"{result.error}; the device is lost")
+                # Every later step would fail, too. The stub starts a new process.
+                raise EngineError(f"the device is lost: {result.error}")
             where = f"{progress.job.field}: element {int(first) + result.index}: "
             self._refuse(progress, EngineError(where + result.error))
             return
-        wanted_a_turn = progress.wants_a_turn
-        progress.take(int(first), result)
-        if progress.wants_a_turn and not wanted_a_turn:
+        could_send_slice = progress.can_send_slice
+        progress.add_result(int(first), result)
+        if progress.can_send_slice and not could_send_slice:
             self._turns.append(progress)
         if not progress.num_left:
             del self._jobs[request_id]
             self._send(["done", request_id, *progress.outcome().row()])
 
-    def _refuse(self, progress: _Progress, error: NereidError) -> None:
+    def _refuse(self, progress: _JobProgress, error: NereidError) -> None:
         self.abort(progress.request_id)
-        known = RequestError, CapacityError
-        kind = next((k.__name__ for k in known if isinstance(error, k)), EngineError.__name__)
+        kind = EngineError.__name__
+        if isinstance(error, RequestError | CapacityError):
+            kind = type(error).__name__
         self._send(["refused", progress.request_id, kind, str(error)])
 
 
-def _item(name: str, value: Any, options: dict[str, Any]) -> PoolingItem:  # noqa: ANN401 - by name
-    # msgpack has no tuples.
+def _item(name: str, value: Any, options: dict[str, Any]) -> PoolingItem:  # noqa: ANN401 - any input
+    # msgpack turns tuples into lists, but PoolingItem needs a tuple.
     values: dict[str, Any] = {name: tuple(value) if name == "pair" else value}
     return PoolingItem(**values, **options)
 
 
 def _kind_of(value: Value) -> str:
+    """Return the kind of an outcome, derived from the type of one result."""
     if isinstance(value, np.ndarray):
         return "dense" if value.ndim == 1 else "multi_vector"
     return _KINDS[type(value)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stub asks of its worker and what it gets back, and how both cross the channel."""
+"""The jobs that a stub sends to its worker, their results, and how both are packed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Job:
     """The inputs of one request.
 
     Attributes:
-        field: the tensor that they came in, for messages.
-        inputs: (name, value) each, a field of PoolingItem: text, token_ids, pair or image.
-        options: fields of PoolingItem that hold for all of them.
+        field: the name of the tensor with the inputs, for error messages.
+        inputs: pairs of a field of PoolingItem (text, token_ids, pair or image) and its value.
+        options: fields of PoolingItem that have the same value for all inputs.
     """
 
     field: str
@@ -27,21 +27,23 @@ class Job:
     options: dict[str, Any]
 
     def row(self) -> list[Any]:
-        """As values that msgpack takes."""
+        """Return the fields as values that msgpack can pack."""
         return [self.field, self.inputs, self.options]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a job came to: one value for each input, in order.
+    """The result of a job, with one value for each input in order.
 
     Attributes:
         kind: "dense", "sparse", "multi_vector", "score" or "classify".
-        values: dense [n, dim]; multi_vector [sum of counts, dim]; score [n]; classify
-            [n, num_labels]; float32. Empty for sparse.
-        counts: multi_vector: vectors of each input [n] int32; else empty.
-        weights: sparse: token ids [k] int32 and their weights [k] float32, for each input.
-        num_tokens: of each input [n] int32.
+        values: the vectors or scores, in float32. The shape is [n, dim] for dense, [sum of counts,
+            dim] for multi_vector, [n] for score, and [n, num_labels] for classify. Empty for
+            sparse.
+        counts: for multi_vector the number of vectors of each input, int32 [n]. Empty otherwise.
+        weights: for sparse one pair for each input: token ids, int32 [k], and their weights,
+            float32 [k]. Empty otherwise.
+        num_tokens: the number of tokens of each input, int32 [n].
     """
 
     kind: str
@@ -54,7 +56,7 @@ class Outcome:
     def from_values(
         cls, kind: str, values: Sequence[Value], num_tokens: Sequence[int]
     ) -> "Outcome":
-        """Put one value for each input together; `values` must not be empty."""
+        """Combine the values of all inputs to one outcome. `values` must not be empty."""
         counts = np.zeros(0, dtype=np.int32)
         weights: list[Weights] = []
         stacked = np.zeros((0, 0), dtype=np.float32)
@@ -69,7 +71,7 @@ class Outcome:
         return cls(kind, stacked, counts, weights, np.array(num_tokens, dtype=np.int32))
 
     def row(self) -> list[Any]:
-        """As values that msgpack takes."""
+        """Return the fields as values that msgpack can pack."""
         return [
             self.kind,
             list(self.values.shape),
@@ -81,19 +83,22 @@ class Outcome:
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Outcome":
-        """From what `row` gave."""
+        """Return the outcome whose fields `row` returned."""
         kind, shape, values, counts, weights, num_tokens = row
         return cls(
             kind,
             np.frombuffer(values, dtype=np.float32).reshape(shape),
             np.frombuffer(counts, dtype=np.int32),
             [
-                (np.frombuffer(ids, dtype=np.int32), np.frombuffer(of_ids, dtype=np.float32))
-                for ids, of_ids in weights
+                (np.frombuffer(ids, dtype=np.int32), np.frombuffer(id_weights, dtype=np.float32))
+                for ids, id_weights in weights
             ],
             np.frombuffer(num_tokens, dtype=np.int32),
         )
 
 
 def _weights(value: dict[int, float]) -> Weights:
-    return np.array(list(value), dtype=np.int32), np.array(list(value.values()), dtype=np.float32)
+    """Return the token ids and the weights of a sparse embedding as two arrays."""
+    token_ids = np.array(list(value), dtype=np.int32)
+    weights = np.array(list(value.values()), dtype=np.float32)
+    return token_ids, weights

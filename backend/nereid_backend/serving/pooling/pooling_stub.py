@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton models `embedding` and `rerank` have in common: their stub.
+"""The common stub of the Triton models `embedding` and `rerank`.
 
-execute (the server's thread)      --> jobs to the worker
-loop    (one thread, owns them)    <-- outcomes from the worker, cancels from the server
-                                   --> one response for each request
+execute (the server's thread)          --> jobs to the worker
+loop    (one thread, owns the requests) <-- outcomes from the worker, cancellations from the server
+                                       --> one response for each request
 
-The model is not decoupled, so that /infer and plain gRPC calls reach it, yet `execute` does not
-wait: responses are sent later, through each request's sender. All of them are sent by the loop,
-because a stub of server 2.51 that sends from several threads crashes.
+The model is not decoupled, so that clients can call it with /infer and with plain gRPC calls. But
+`execute` does not wait: responses are sent later through each request's sender. Only the loop's
+thread sends responses, because a stub of Triton server 2.51 crashes if several threads send.
 """
 
 import collections
@@ -31,11 +31,12 @@ from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving import tensors
 from nereid_backend.serving.pooling.jobs import Job, Outcome
 from nereid_backend.serving.pooling.pooling_settings import PoolingSettings, read_pooling_settings
-from nereid_backend.serving.pooling.worker_client import Done, WorkerClient
+from nereid_backend.serving.pooling.worker_client import JobDone, WorkerClient
 from nereid_backend.serving.process.process_handle import EngineDiedError, Refusal
 
 _POLL_S = 0.02
-_CANCEL_CHECKS = 32  # in one turn of the loop
+_CANCEL_CHECKS = 32  # in one round of the loop; each check costs a round trip to the server
+# Smaller outputs are sent without checking the free shared memory.
 _SMALL_BYTES = 64 * 1024
 _POOL_STEP_BYTES = 1024 * 1024
 
@@ -44,41 +45,51 @@ Tensors = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that the worker has, or one to be answered without it."""
+    """A request without a response.
+
+    Attributes:
+        sender: the server's response sender.
+        returns_info: whether the response contains the output `info`.
+    """
 
     sender: Any
     returns_info: bool
 
 
 class PoolingStub(ABC):
-    """One Triton model whose work is done by a worker process."""
+    """A Triton model whose computations run in a worker process."""
 
     kind: str
-    """Middle of the settings' names: "embedding" or "rerank"."""
+    """The name of the Triton model, "embedding" or "rerank". Its settings begin with this name."""
     tasks: tuple[str, ...]
-    """What the checkpoint may be for."""
+    """The tasks of the checkpoints that this model can serve."""
 
     @abstractmethod
-    def read(self, request: Any) -> Job | None:  # noqa: ANN401 - the server's own type
-        """The request's inputs; None where it has none, which is right if it asks for `info`.
+    def read_job(self, request: Any) -> Job | None:  # noqa: ANN401 - the server's own type
+        """Return the job in `request`, or None if the request has no inputs and asks for `info`.
 
         Raises:
-            RequestError: which input is wrong, and why.
+            RequestError: an input is missing or wrong.
         """
 
     @abstractmethod
-    def write(self, outcome: Outcome) -> Tensors:
-        """The outputs for an outcome."""
+    def build_outputs(self, outcome: Outcome) -> Tensors:
+        """Return the output tensors of a finished job."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the worker and wait until its model is loaded; without a checkpoint, do nothing."""
+        """Start the worker process and wait until its model is loaded.
+
+        Without a checkpoint no process is started, and every request is refused.
+        """
         self._ids = itertools.count(1)
         self._arrivals: queue.SimpleQueue[tuple[str, _Waiting]] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = queue.SimpleQueue()
+        self._ready_responses: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = (
+            queue.SimpleQueue()
+        )
         self._waiting: dict[str, _Waiting] = {}
         self._watched: collections.deque[str] = collections.deque()
         self._worker: WorkerClient | None = None
-        self._outage = ""  # why requests are refused
+        self._outage = ""  # why every request is refused; empty while the worker runs
         self._stopping = threading.Event()
         try:
             self._settings = read_pooling_settings(self.kind, args)
@@ -89,25 +100,26 @@ class PoolingStub(ABC):
         self._loop_thread.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Hand each request to the worker; its response is sent by the loop."""
+        """Send each request to the worker. The loop sends the responses."""
         for request in requests:
             sender = request.get_response_sender()
             try:
                 self._accept(request, sender)
             except NereidError as error:
-                self._answers.put((sender, error))
-            except Exception as error:  # noqa: BLE001 - the request ends here and must be answered
-                tensors.log.exception("request failed in %s", self.kind)
-                self._answers.put((sender, error))
+                self._ready_responses.put((sender, error))
+            except Exception as error:  # noqa: BLE001 - the request ends here and needs a response
+                tensors.log.exception("a request failed in the model %s", self.kind)
+                self._ready_responses.put((sender, error))
 
     def finalize(self) -> None:
-        """End what is running, then the worker."""
+        """End all requests, then the worker process."""
         self._stopping.set()
         self._loop_thread.join()
         if self._worker is not None:
             self._worker.stop()
 
     def _load(self) -> None:
+        """Start the worker process, and check that its checkpoint has a suitable task."""
         config = self._settings.config
         if config is None:
             return
@@ -117,14 +129,14 @@ class PoolingStub(ABC):
         except NereidError as error:
             prefix = self._settings.variable.removesuffix("MODEL")
             raise EngineError(
-                f"{self.kind}: {error} (settings of this model are variables {prefix}*)"
+                f"{self.kind}: {error} (The variables of this model begin with {prefix}.)"
             ) from error
         task = worker.info["task"]
         if task not in self.tasks:
             worker.stop()
             raise EngineError(
-                f"{self._settings.variable}: {config.model} is a model for the task {task!r}; "
-                f"the model {self.kind!r} needs one for {' or '.join(self.tasks)}"
+                f"{self._settings.variable}: the checkpoint {config.model} has the task {task!r}, "
+                f"but the model {self.kind!r} needs a checkpoint for {' or '.join(self.tasks)}."
             )
         self._worker = worker
 
@@ -134,45 +146,49 @@ class PoolingStub(ABC):
         if worker is None:
             if not waiting.returns_info:
                 raise CapacityError(_not_configured(self.kind, self._settings))
-            self._answers.put((sender, self._info(waiting)))
+            self._ready_responses.put((sender, self._info(waiting)))
             return
         if self._outage:
             raise CapacityError(self._outage)
         limit = self._settings.serving.max_requests
         if len(self._waiting) + self._arrivals.qsize() >= limit:
             raise CapacityError(
-                f"{limit} requests are in the model, which is the limit "
-                f"({self.kind}_max_requests); try again later"
+                f"the model has {limit} requests, which is the limit ({self.kind}_max_requests). "
+                "Try again later."
             )
-        job = self.read(request)
+        job = self.read_job(request)
         if job is None or not job.inputs:
-            outputs = {} if job is None else self.write_nothing()
-            self._answers.put((sender, outputs | self._info(waiting)))
+            outputs = {} if job is None else self.empty_outputs()
+            self._ready_responses.put((sender, outputs | self._info(waiting)))
             return
         request_id = str(next(self._ids))
-        # Queued before the worker knows of it, so that the loop has it when the outcome comes.
+        # Queue the request before the worker receives the job, so that the loop knows the request
+        # when its outcome arrives.
         self._arrivals.put((request_id, waiting))
         worker.submit(request_id, job)
 
     @abstractmethod
-    def write_nothing(self) -> Tensors:
-        """The outputs for a request with an empty list of inputs."""
+    def empty_outputs(self) -> Tensors:
+        """Return the output tensors of a request with an empty list of inputs."""
 
-    # From here on: the loop's thread only.
+    # Only the loop's thread calls the methods below.
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
             try:
-                self._turn()
+                self._run_once()
             except EngineDiedError as error:
                 self._restart(error)
-            except Exception as error:  # noqa: BLE001 - without this loop nothing is answered
-                tensors.log.exception("the loop of %s failed", self.kind)
-                self._recover(f"{self.kind} failed: {type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001 - without this loop no request gets a response
+                tensors.log.exception("the loop of the model %s failed", self.kind)
+                self._recover(f"the model {self.kind} failed: {type(error).__name__}: {error}")
         self._end_all(EngineError("the server is shutting down"))
 
     def _recover(self, problem: str) -> None:
-        """A defect: what is in flight ends, and the loop goes on; else this process ends."""
+        """End all requests after an unexpected error, so that the loop can continue.
+
+        If that fails, too, the process exits, and Triton server starts it again.
+        """
         try:
             for request_id in self._waiting:
                 if self._worker is not None:
@@ -180,51 +196,53 @@ class PoolingStub(ABC):
             self._end_all(EngineError(problem))
         except Exception:  # noqa: BLE001 - as above
             tensors.log.exception(
-                "%s; its process ends, for the server to be started again", problem
+                "%s. Its requests cannot be ended, so the process exits and must be restarted",
+                problem,
             )
             os._exit(1)
 
-    def _turn(self) -> None:
-        answers: list[Done | Refusal] = []
+    def _run_once(self) -> None:
+        """Receive messages of the worker, send responses, and drop cancelled requests."""
+        messages: list[JobDone | Refusal] = []
         if self._worker is None:
             self._stopping.wait(_POLL_S)
         else:
-            answers = self._worker.receive(_POLL_S)
+            messages = self._worker.receive(_POLL_S)
             limit_s = self._settings.serving.hang_timeout_s
             self._worker.kill_if_hanging(limit_s, is_working=bool(self._waiting))
-        self._adopt()
-        self._answer_rest()
-        for answer in answers:
-            waiting = self._waiting.pop(answer.request_id, None)
-            if waiting is None:
-                continue
-            _send(waiting.sender, self._reply(answer, waiting))
+        self._add_arrivals()
+        self._send_ready_responses()
+        for message in messages:
+            waiting = self._waiting.pop(message.request_id, None)
+            if waiting is not None:
+                _send(waiting.sender, self._build_response(message, waiting))
         self._drop_cancelled()
 
-    def _reply(self, answer: Done | Refusal, waiting: _Waiting) -> Tensors | Exception:
-        if isinstance(answer, Refusal):
-            return answer.error
+    def _build_response(self, message: JobDone | Refusal, waiting: _Waiting) -> Tensors | Exception:
+        """Return the output tensors of a request, or its error."""
+        if isinstance(message, Refusal):
+            return message.error
         try:
-            return self.write(answer.outcome) | self._info(waiting)
-        except Exception as error:  # noqa: BLE001 - the request ends here and must be answered
-            tensors.log.exception("an outcome could not be written in %s", self.kind)
+            return self.build_outputs(message.outcome) | self._info(waiting)
+        except Exception as error:  # noqa: BLE001 - the request ends here and needs a response
+            tensors.log.exception("the outputs of a request failed in the model %s", self.kind)
             return error
 
-    def _adopt(self) -> None:
+    def _add_arrivals(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 request_id, waiting = self._arrivals.get_nowait()
                 self._waiting[request_id] = waiting
                 self._watched.append(request_id)
 
-    def _answer_rest(self) -> None:
-        """Send what needs no worker: refusals, and replies to requests without inputs."""
+    def _send_ready_responses(self) -> None:
+        """Send the responses that need no worker: refusals and responses without inputs."""
         with contextlib.suppress(queue.Empty):
             while True:
-                _send(*self._answers.get_nowait())
+                _send(*self._ready_responses.get_nowait())
 
     def _drop_cancelled(self) -> None:
-        """Look at some requests, for each look is a message to the server."""
+        """Check some requests for cancellation, and drop the cancelled ones."""
         for _ in range(min(len(self._watched), _CANCEL_CHECKS)):
             request_id = self._watched.popleft()
             waiting = self._waiting.get(request_id)
@@ -239,6 +257,7 @@ class PoolingStub(ABC):
             _send(waiting.sender, EngineError("the request was cancelled"))
 
     def _info(self, waiting: _Waiting) -> Tensors:
+        """Return the output `info` with a description of the model, if the request asks for it."""
         if not waiting.returns_info:
             return {}
         if self._worker is None:
@@ -249,61 +268,72 @@ class PoolingStub(ABC):
         return {names.INFO: tensors.strings(json.dumps(info))}
 
     def _end_all(self, error: NereidError) -> None:
-        self._adopt()
-        self._answer_rest()
+        self._add_arrivals()
+        self._send_ready_responses()
         for waiting in self._waiting.values():
             _send(waiting.sender, error)
         self._waiting.clear()
 
     def _restart(self, error: EngineDiedError) -> None:
-        """The worker has died: end its requests with the reason, then start another."""
-        self._outage = "the worker is being started again; try again in a few seconds"
+        """End all requests after the death of the worker process, and start a new one.
+
+        After max_restarts unsuccessful restarts, every request is refused until the server is
+        restarted.
+        """
+        self._outage = "the worker process is restarting. Try again in a few seconds."
         tensors.log.error("%s: %s", self.kind, error)
-        worker, serving = self._worker, self._settings.serving
-        assert worker is not None  # who else could have died
+        worker = self._worker
+        serving = self._settings.serving
+        assert worker is not None  # only a worker raises EngineDiedError
         for attempt in range(1, serving.max_restarts + 1):
             self._end_all(error)
-            tensors.progress(f"{self.kind}: {error}; starting it again (attempt {attempt})")
+            tensors.progress(
+                f"restarting the worker of the model {self.kind} (attempt {attempt} of "
+                f"{serving.max_restarts}), because {error}"
+            )
             try:
-                worker.start(serving.start_timeout_s, self._answer_rest)
+                worker.start(serving.start_timeout_s, self._send_ready_responses)
             except NereidError as failure:
-                tensors.log.error("%s: the worker did not start again: %s", self.kind, failure)
+                tensors.log.error("%s: the worker could not be restarted: %s", self.kind, failure)
                 continue
             self._end_all(error)
             self._outage = ""
             return
         self._outage = (
-            f"the worker did not start again in {serving.max_restarts} attempts (max_restarts), "
-            f"after: {error}; restart the server"
+            f"the worker process could not be restarted in {serving.max_restarts} attempts "
+            f"(max_restarts). Restart the server. The last reason was: {error}"
         )
         tensors.progress(f"error: {self.kind}: {self._outage}")
         while not self._stopping.wait(_POLL_S):
             self._end_all(error)
 
 
-def _send(sender: Any, answer: Tensors | Exception) -> None:  # noqa: ANN401 - the server's own type
-    """Answer a request, which must end: a server of 2.51 takes no second answer, not an error."""
-    if not isinstance(answer, Exception) and not _fits(answer):
-        answer = CapacityError(
-            "there is no room for the answer in the machine's shared memory (/dev/shm is full); "
-            "try again later"
+def _send(sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401 - the server's own type
+    """Send the one response of a request: its outputs or an error.
+
+    If sending fails, the process exits. Triton server 2.51 accepts no second response, not even an
+    error, so the request would otherwise never end.
+    """
+    if not isinstance(result, Exception) and not _fits_shared_memory(result):
+        result = CapacityError(
+            "the response does not fit into the free shared memory of the machine, because "
+            "/dev/shm is full. Try again later."
         )
-    if isinstance(answer, Exception):
-        reply = tensors.error_response(answer)
+    if isinstance(result, Exception):
+        reply = tensors.error_response(result)
     else:
-        reply = tensors.response(answer)
+        reply = tensors.response(result)
     try:
         tensors.send(sender, reply, final=True)
-    except Exception:  # noqa: BLE001 - this request would hang for ever
+    except Exception:  # noqa: BLE001 - the request would never end
         tensors.log.exception(
-            "an answer could not be handed to the server; this process ends, for the server to be "
-            "started again"
+            "a response could not be sent, so the process exits and must be restarted"
         )
         os._exit(1)
 
 
-def _fits(outputs: Tensors) -> bool:
-    """Whether outputs fit into what is left of shared memory; small ones are not looked at."""
+def _fits_shared_memory(outputs: Tensors) -> bool:
+    """Return whether output tensors fit into the free shared memory. Small ones always do."""
     size = sum(
         sum(map(len, array)) if array.dtype == object else array.nbytes
         for array in outputs.values()
@@ -311,20 +341,22 @@ def _fits(outputs: Tensors) -> bool:
     if size < _SMALL_BYTES:
         return True
     try:
-        left = os.statvfs("/dev/shm")
+        shared_memory = os.statvfs("/dev/shm")
     except OSError:
         return True
-    # The stub's pool grows by a MiB at a time, and holds the answer beside what is in it.
-    return left.f_bavail * left.f_frsize > 2 * size + _POOL_STEP_BYTES
+    free_bytes = shared_memory.f_bavail * shared_memory.f_frsize
+    # The stub's memory pool grows by steps of 1 MiB. While it grows, it needs space for the old
+    # content and for the response.
+    return free_bytes > 2 * size + _POOL_STEP_BYTES
 
 
 def _not_configured(kind: str, settings: PoolingSettings) -> str:
     return (
-        f"no checkpoint is served as {kind!r}; set {settings.variable} to the folder of one and "
-        "start the server again"
+        f"no checkpoint is served as {kind!r}. Set {settings.variable} to the folder of a "
+        "checkpoint and restart the server."
     )
 
 
-def is_given(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
-    """Whether an optional input was sent, be it empty."""
+def has_tensor(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
+    """Return whether the request has the optional input `name`, even if it is empty."""
     return pb_utils.get_input_tensor_by_name(request, name) is not None

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker process of a pooling model: everything that may crash (torch, a driver) lives here.
+"""The worker process of a pooling model. It contains everything that may crash, such as torch.
 
     python -m nereid_backend.serving.pooling.pooling_worker FD
 
-FD is the inherited end of a socket pair. The first message is the settings; from then on:
+FD is the inherited end of a socket pair. The first message contains the settings. Further messages:
 
     stub -> worker    ["add", id, field, [[name, value], ...], options]  ["abort", id]  ["stop"]
     worker -> stub    ["done", id, *outcome]
-                      ["alive"], while working every 0.25 s: a long job has nothing else to say
-                      and what every child says (child_process.py)
+                      ["alive"], every 0.25 s during work, because a long job sends nothing else
+                      and the messages of every child process (process_entry.py)
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nereid_backend.pooling.pooling_config import PoolingConfig
-from nereid_backend.serving.pooling.job_progress import Work
+from nereid_backend.serving.pooling.job_progress import WorkerJobs
 from nereid_backend.serving.pooling.jobs import Job
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError
 from nereid_backend.serving.process.process_entry import connect, error_text, load
@@ -35,17 +35,17 @@ log = logging.getLogger("nereid")
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:
-    """Serve one model over the socket whose descriptor is the first argument."""
+    """Serve one model over the socket whose file descriptor is argv[1]. Return the exit code."""
     channel = connect(argv)
     with contextlib.suppress(ChannelClosedError):
         engine = load(channel, _make)
         if engine is not None:
-            return _serve(Work(engine, channel.send), channel)
+            return _serve(WorkerJobs(engine, channel.send), channel)
     return 1
 
 
 def _make(settings: dict[str, Any], progress: Callable[[str], None]) -> "PoolingEngine":
-    # Modules make some hundred thousand objects and no garbage.
+    # Importing modules creates about a hundred thousand permanent objects and no garbage.
     gc.disable()
     from nereid_backend.pooling.pooling_engine import PoolingEngine
 
@@ -54,12 +54,12 @@ def _make(settings: dict[str, Any], progress: Callable[[str], None]) -> "Pooling
     return PoolingEngine(PoolingConfig(**settings), progress=progress)
 
 
-def _serve(work: Work, channel: Channel) -> int:
-    """Work until told to stop; the process's exit code."""
+def _serve(work: WorkerJobs, channel: Channel) -> int:
+    """Process messages and jobs until the message "stop". Return the exit code."""
     alive_due = 0.0
     while True:
-        # With work to do, only look for messages; without, wait for one.
-        for kind, *rest in channel.receive(0 if work.is_left else None):
+        # With work to do, only read the messages that have arrived. Without work, wait for one.
+        for kind, *rest in channel.receive(0 if work.has_work else None):
             if kind == "stop":
                 return 0
             if kind == "abort":
@@ -72,7 +72,7 @@ def _serve(work: Work, channel: Channel) -> int:
         except ChannelClosedError:
             raise
         except Exception as error:
-            log.exception("the worker gives up")
+            log.exception("a step of the worker failed, and the worker process ends")
             channel.send(["fatal", error_text(error)])
             return 1
         now = time.monotonic()
@@ -84,6 +84,6 @@ def _serve(work: Work, channel: Channel) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # Nothing is left to be put in order, and taking torch apart costs a second or two, which a
-    # server that shuts down does not have.
+    # Exit without Python's cleanup. Unloading torch takes one or two seconds, and Triton server
+    # does not wait that long when it shuts down.
     os._exit(code)

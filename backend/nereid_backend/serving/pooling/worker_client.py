@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stub's side of a worker process: jobs go to it, outcomes come back."""
+"""The stub's connection to its worker process: it sends jobs and receives outcomes."""
 
 import contextlib
 import dataclasses
@@ -21,47 +21,47 @@ _ROLE = Role(
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A job has come to its end."""
+class JobDone:
+    """A job has finished."""
 
     request_id: str
     outcome: Outcome
 
 
 class WorkerClient(ChildProcess):
-    """One worker process at a time; `start` may be called again after its death.
+    """The worker process. `start` may be called again after the process has died.
 
-    `submit` and `abort` may be called from any thread; the rest belongs to one. That there is no
-    process shows in `receive` and nowhere else.
+    Several threads may call `submit` and `abort`. Only one thread may call the other methods. Only
+    `receive` raises an error if the process is not running.
 
     Attributes:
-        info: what was loaded, the fields of PoolingInfo.
+        info: the fields of PoolingInfo, which describe the loaded model.
     """
 
     def __init__(self, config: PoolingConfig, progress: Callable[[str], None]) -> None:
         super().__init__(_ROLE, dataclasses.asdict(config), progress)
 
     def submit(self, request_id: str, job: Job) -> None:
-        """Hand a job to the worker."""
+        """Send a job to the worker."""
         with contextlib.suppress(EngineDiedError):
             self.send(["add", request_id, *job.row()])
 
     def abort(self, request_id: str) -> None:
-        """Tell the worker that nobody wants a job any more; it says nothing more about it."""
+        """Ask the worker to drop a job. No further message about the job follows."""
         with contextlib.suppress(EngineDiedError):
             self.send(["abort", request_id])
 
-    def receive(self, timeout_s: float) -> list[Done | Refusal]:
-        """What the worker has said, waiting at most `timeout_s`.
+    def receive(self, timeout_s: float) -> list[JobDone | Refusal]:
+        """Return the worker's messages. Wait at most `timeout_s` seconds for the first one.
 
         Raises:
-            EngineDiedError: the process has gone.
+            EngineDiedError: the process has ended.
         """
-        answers: list[Done | Refusal] = []
+        received: list[JobDone | Refusal] = []
         for kind, *rest in self.messages(timeout_s):
             if kind == "done":
                 request_id, *row = rest
-                answers.append(Done(request_id, Outcome.from_row(row)))
+                received.append(JobDone(request_id, Outcome.from_row(row)))
             elif kind == "refused":
-                answers.append(Refusal.from_row(rest))
-        return answers
+                received.append(Refusal.from_row(rest))
+        return received

@@ -15,11 +15,14 @@ def test_options_are_a_json_object_and_null_is_the_default():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[1]", "options: must be a JSON object"),
-        ("{", "options: is not valid JSON"),
-        ('{"dims": 1}', "options: 'dims' is not one of dimensions, kind, normalize"),
-        ('{"dimensions": true}', "dimensions: must be an integer, got true"),
-        ('{"normalize": 1}', "normalize: must be true or false, got 1"),
+        ("[1]", "options: the text must be a JSON object"),
+        ("{", "options: the text is not valid JSON"),
+        (
+            '{"dims": 1}',
+            "options: the option 'dims' is not known. The known options are",
+        ),
+        ('{"dimensions": true}', "dimensions: the value must be an integer, but it is true."),
+        ('{"normalize": 1}', "normalize: the value must be true or false, but it is 1."),
     ],
 )
 def test_wrong_options_are_refused_by_name(text, said):
@@ -29,7 +32,7 @@ def test_wrong_options_are_refused_by_name(text, said):
 
 def test_text_that_is_no_utf8_is_refused_with_its_place():
     assert decode_request.texts([b"a", "b"], "texts") == ["a", "b"]
-    with pytest.raises(RequestError, match="texts: element 1 is not UTF-8"):
+    with pytest.raises(RequestError, match="texts: element 1 is not valid UTF-8"):
         decode_request.texts([b"a", b"\xff"], "texts")
 
 
@@ -44,7 +47,8 @@ def test_ids_are_one_input_or_cut_by_their_lengths():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "said"), [(ints(1, 1), "add up to 2"), (ints(3, 0), "at least 1, got 0")]
+    ("lengths", "said"),
+    [(ints(1, 1), "sum of the lengths is 2"), (ints(3, 0), "at least 1, but one is 0")],
 )
 def test_lengths_that_do_not_fit_are_refused(lengths, said):
     with pytest.raises(RequestError, match=said):
@@ -65,8 +69,8 @@ def test_a_part_is_a_text_or_an_image():
         ("{", "parts: element 2 is not valid JSON"),
         ('{"text": "a", "image": "b"}', "parts: element 2 must be"),
         ('{"text": 3}', "text must be a string"),
-        ('{"image": "https://x.y/z.png"}', "is not fetched"),
-        ('{"image": "data:image/png,xyz"}', "a data: URL must be"),
+        ('{"image": "https://x.y/z.png"}', "does not fetch URLs"),
+        ('{"image": "data:image/png,xyz"}', "a data: URL must have the form"),
         ('{"image": "%"}', "not valid base64"),
     ],
 )
@@ -78,5 +82,7 @@ def test_what_is_no_part_is_refused_with_its_place(text, said):
 def test_one_query_goes_with_each_document_and_several_with_their_own():
     assert decode_request.pairs(["q"], ["a", "b"]) == [("q", "a"), ("q", "b")]
     assert decode_request.pairs(["q", "r"], ["a", "b"]) == [("q", "a"), ("r", "b")]
-    with pytest.raises(RequestError, match="query: must be one, or one for each of the 3"):
+    with pytest.raises(
+        RequestError, match="query: a request must have one query, or one query for each of the 3"
+    ):
         decode_request.pairs(["q", "r"], ["a", "b", "c"])

@@ -3,7 +3,7 @@ import pytest
 from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.pooling.pooling_items import PoolingResult
 from nereid_backend.serving.pooling import job_progress
-from nereid_backend.serving.pooling.job_progress import Work
+from nereid_backend.serving.pooling.job_progress import WorkerJobs
 from nereid_backend.serving.pooling.jobs import Job, Outcome
 
 
@@ -63,11 +63,11 @@ def engine():
 
 @pytest.fixture
 def work(engine, sent):
-    return Work(engine, sent.append)
+    return WorkerJobs(engine, sent.append)
 
 
 def run(work, limit=100_000):
-    while work.is_left and limit:
+    while work.has_work and limit:
         work.advance()
         limit -= 1
     assert limit
@@ -92,7 +92,7 @@ def test_a_large_job_goes_to_the_engine_a_slice_at_a_time(work, engine, sent):
     count = 5 * job_progress._SLICE_INPUTS + 3
     work.add("a", texts(*("x" * (n % 7 + 1) for n in range(count))))
     run(work)
-    assert engine.most_waiting <= job_progress._SLICES_AHEAD * job_progress._SLICE_INPUTS
+    assert engine.most_waiting <= job_progress._MAX_SLICES * job_progress._SLICE_INPUTS
     done = outcome(sent[0])
     assert done.num_tokens.tolist() == [n % 7 + 1 for n in range(count)]
 
@@ -101,7 +101,7 @@ def test_long_texts_make_short_slices(work, engine):
     long = "x" * job_progress._SLICE_CHARACTERS
     work.add("a", texts(long, long, long, long))
     work.advance()
-    assert engine.most_waiting == job_progress._SLICES_AHEAD
+    assert engine.most_waiting == job_progress._MAX_SLICES
 
 
 def test_a_small_job_is_done_long_before_a_large_one(work, sent):
@@ -154,7 +154,7 @@ def test_an_aborted_job_leaves_nothing_in_the_engine(work, engine, sent):
     work.add("a", texts(*["x"] * 1000))
     work.advance()
     work.abort("a")
-    assert not work.is_left
+    assert not work.has_work
     assert engine.waiting == {}
     work.abort("a")
     assert sent == []

@@ -76,7 +76,7 @@ def ask(stub, *texts):
 def answers_again(stub, limit_s=200.0):
     deadline = time.monotonic() + limit_s
     while (sender := ask(stub, "x").wait()).error is not None:
-        assert "started again" in sender.error
+        assert "restarting" in sender.error
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return sender.rows.shape == (1, 128)
@@ -115,7 +115,7 @@ def test_a_defect_in_writing_an_answer_ends_that_request_alone(stub, monkeypatch
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patched:
-        patched.setattr(stub, "write", broken)
+        patched.setattr(stub, "build_outputs", broken)
         assert "ZeroDivisionError: a bug" in ask(stub, "x").wait().error
     assert ask(stub, "x").wait().rows.shape == (1, 128)
 
@@ -144,12 +144,12 @@ def test_a_worker_that_cannot_be_started_again_is_given_up_with_the_reason(
         weights.write_bytes(weights.read_bytes()[:1000])
         os.kill(stub._worker.pid, signal.SIGKILL)
         deadline = time.monotonic() + 200
-        while "restart the server" not in (error := ask(stub, "x").wait().error):
+        while "Restart the server" not in (error := ask(stub, "x").wait().error):
             assert time.monotonic() < deadline, error
             time.sleep(0.1)
-        assert "did not start again in 1 attempts (max_restarts)" in error
+        assert "could not be restarted in 1 attempts (max_restarts)" in error
         # By this line `nereid serve` knows that the server has to be started again.
-        assert "nereid: error: embedding: the worker did not start" in capsys.readouterr().out
+        assert "nereid: error: embedding: the worker process could not" in capsys.readouterr().out
     finally:
         stub.finalize()
 

@@ -138,7 +138,8 @@ def test_a_splade_gives_weights_of_the_vocabulary(tmp_path):
 def test_the_stubs_modules_bring_no_torch():
     code = (
         "import sys\n"
-        "from nereid_backend.serving.pooling import settings, worker_client, decode, jobs\n"
+        "from nereid_backend.serving.pooling import pooling_settings, worker_client\n"
+        "from nereid_backend.serving.pooling import decode_request, jobs\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -17,7 +17,7 @@ class Supports:
         content: Whether the template renders content.
         reasoning: The message fields from which reasoning is rendered; or "parts" or "blocks" if
             reasoning must be a part of the content.
-        switches: What each thinking switch makes the generation prompt write after the header.
+        switches: The text that each thinking switch puts after the header in the generation prompt.
         calls: The form of tool calls, such as "JSON"; "none" for no calls.
         parallel_calls: Whether one message can have several calls.
         content_with_calls: Whether one message can have content and calls.

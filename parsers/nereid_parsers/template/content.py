@@ -39,8 +39,8 @@ def compare_content(
         wrapper_of_reasoning: The wrapper of content that a message with reasoning showed.
 
     Returns:
-        The wrapper of content, or None if content is plain. Then the comparison, in a list. The
-        list is empty if the template renders no content.
+        A pair: the wrapper of content (None if content has no markers), and a list with the
+        comparison (empty if the template renders no content).
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
     text = frame.text_after_header(conversation)
@@ -80,7 +80,8 @@ def compare_content_with_call(
     "<say>CONTENT</say><call>.." with it show the wrapper `<say>`, `</say>`.
 
     Returns:
-        The wrapper and the comparison in a list, or None and [] if there are no such markers.
+        A pair: the wrapper, and a list with the comparison. None and [] if there are no such
+        markers.
     """
     call_only = Conversation(AssistantMessage(calls=ONE_CALL), tools=True)
     with_content = Conversation(AssistantMessage(CONTENT_TEXT, calls=ONE_CALL), tools=True)
@@ -133,7 +134,8 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
 def _end_markers(after: str, frame: TurnFrame) -> list[str]:
     """Return the markers that end the model's turn, from the text after its content.
 
-    There are three cases, shown with what follows the content and what follows a user's message:
+    There are three cases. The first column is the text after the content, the second column the
+    text after a user's message, and the third column the result:
 
         `<|im_end|>`              `<|im_end|>`              one marker: ["<|im_end|>"]
         `<|eom|><|eot|>`          `<|eot|>`                 two markers: ["<|eom|>", "<|eot|>"]

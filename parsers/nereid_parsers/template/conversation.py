@@ -1,7 +1,7 @@
 """The probe conversations that the analysis renders.
 
-Each text of a probe conversation (`CONTENT_TEXT`, `FIRST_TOOL`, ...) is one that no template
-contains, so that the analysis can find it in a rendering.
+No template contains the texts of these conversations (`CONTENT_TEXT`, `FIRST_TOOL`, ...). So the
+analysis can find the texts in a rendering.
 """
 
 from __future__ import annotations

@@ -180,8 +180,8 @@ def leading_markers(text: str) -> list[str]:
 def list_markup(before: str, between: str, after: str) -> ListMarkup:
     """Infer the markup of a list from the texts around its two items.
 
-    What `between` and `after` start with follows each item. What the rest of `between` and
-    `before` end with precedes each item.
+    The common prefix of `between` and `after` is the text after each item. The common suffix of
+    `before` and the rest of `between` is the text before each item.
 
     >>> list_markup("<all><call>", "</call>, <call>", "</call></all>")
     ListMarkup(open='<all>', item_open='<call>', item_close='</call>', separator=', ',

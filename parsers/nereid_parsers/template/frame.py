@@ -53,7 +53,7 @@ class GenerationPrompt:
     Attributes:
         switches: The switches with which the prompt was rendered.
         text: The whole prompt.
-        after_header: What follows the header of the model's turn: `"<think>\n"`, or "".
+        after_header: The text after the header of the model's turn: `"<think>\n"`, or "".
     """
 
     switches: Switches
@@ -71,7 +71,7 @@ class TurnFrame:
         prompts: The generation prompts, one for each setting of the switches that the template
             renders. The first one is the default.
         end_markers: The markers that end a turn: `("<|im_end|>",)`.
-        trailing_text: What the template writes after any last message: `"<|im_end|>\n"`.
+        trailing_text: The text that the template writes after the last message: `"<|im_end|>\n"`.
         inner_headers: Headers that the model writes itself between two parts of one message.
     """
 
@@ -123,7 +123,7 @@ class TurnFrame:
     def _header_in(self, text: str) -> str:
         """Return the header as `text` contains it: with or without the white space around it.
 
-        "" if `text` does not contain the header.
+        Returns "" if `text` does not contain the header.
         """
         if self.header in text:
             return self.header
@@ -245,8 +245,8 @@ def _header_in_prompt(added: str, renderings: list[str]) -> str:
 def _longest_shared_prefix(added: str, rendering: str) -> str:
     r"""Return the longest prefix of `added` that occurs anywhere in `rendering`.
 
-    The prefix does not cut a token in two. The result is "" if no prefix occurs, apart from white
-    space.
+    The prefix does not cut a token in two. White space alone does not count as a prefix. The result
+    is "" if no prefix occurs.
 
     >>> _longest_shared_prefix("<|assistant|>\n<think>\n", "\n<|assistant|>\nHello")
     '<|assistant|>\n'
@@ -347,7 +347,7 @@ def _drop_text_after_role(header: str, without_prompt: str) -> str:
 def headers_after_results(frame: TurnFrame) -> tuple[str, ...]:
     """Return the header, in a tuple, if the model itself writes the header after a tool's result.
 
-    That is so if answers have the header there, but the generation prompt does not.
+    In that case, rendered answers contain the header there, but the generation prompt does not.
     """
     header = frame.header.strip()
     prompt = frame.prober.render(_PROMPT_AFTER_RESULT)
@@ -366,7 +366,7 @@ def turn_markers(frame: TurnFrame, reasoning_markers: Sequence[str] = ()) -> tup
     r"""Return the texts that can open the model's turn. Every prompt contains one of them.
 
     The first one is the header. Some templates write another marker instead of the header after a
-    tool's result; it is the second one. The result is empty if the header has no marker, or if
+    tool's result. That marker is the second text. The result is empty if the header has no marker, or if
     nothing opens the turn after a tool's result.
 
     Example: the prompts "<|im_start|>assistant\n" and, after a result, "</result><|answer|>" give

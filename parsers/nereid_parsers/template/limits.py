@@ -78,7 +78,7 @@ class Budget:
         """Count a value of this size against the limit for all renderings.
 
         Raises:
-            LimitError: The template makes too much.
+            LimitError: The template makes too much text.
         """
         self._made -= size
         if self._made < 0:
@@ -90,7 +90,7 @@ class Budget:
         """Check and count a value that the template made, and return the value.
 
         Raises:
-            LimitError: The value is too large, or the template makes too much.
+            LimitError: The value is too large, or the template makes too much text.
         """
         if isinstance(value, str | bytes):
             size = len(value)

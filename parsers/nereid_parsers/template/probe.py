@@ -113,8 +113,8 @@ class Prober:
         kwargs: Template variables that are set in every rendering.
         call_form: The form in which the template expects tool calls.
         has_call_form: Whether some form of tool calls is rendered completely.
-        reasoning_form: How a message states its reasoning: the name of one of REASONING_FIELDS,
-            "parts" or "blocks" (see `_assistant`). "" sets all of REASONING_FIELDS.
+        reasoning_form: The form of reasoning in a message: one of REASONING_FIELDS, "parts" or
+            "blocks" (see `_assistant`). "" sets all of REASONING_FIELDS.
         sends_parts: Whether content is a list of parts, because the template ignores a string.
         needs_tools: Whether tools are always offered, because the template fails without them.
         refusals: The template's error messages, by the conversation that it refused to render.
@@ -222,9 +222,11 @@ class Prober:
     def _assistant(self, answer: AssistantMessage, num_earlier_calls: int) -> dict[str, Any]:
         """Return an assistant message in the form that the template expects.
 
-        Reasoning is given in a field of its own; with the form "parts" as
-        {"content": [{"type": "thinking", "thinking": ..}, ..]}; with the form "blocks" as
-        {"content": {"blocks": [{"type": "thoughts", "text": ..}, ..]}}.
+        The form of reasoning determines where the message has its reasoning:
+
+            "reasoning"  {"reasoning": ..}, and the other REASONING_FIELDS likewise
+            "parts"      {"content": [{"type": "thinking", "thinking": ..}, ..]}
+            "blocks"     {"content": {"blocks": [{"type": "thoughts", "text": ..}, ..]}}
         """
         if answer.reasoning and self.reasoning_form == "blocks":
             return _message_of_blocks(answer)

@@ -83,8 +83,8 @@ class ReasoningFindings:
         conversation: A conversation whose reasoning the template renders; None if there is none.
         fields: The message fields from which reasoning is rendered; or "parts" or "blocks", see
             `Prober.reasoning_form`.
-        switches: What each switch makes the generation prompt contain after the header, if that
-            differs from the default. Example: {"enable_thinking=False": "<think></think>"}.
+        switches: The text that each switch puts after the header in the generation prompt, if that
+            text differs from the default. Example: {"enable_thinking=False": "<think></think>"}.
         comparisons: The comparisons that found something.
         undecided: Sentences that say what could not be decided, and why.
     """
@@ -202,8 +202,10 @@ def _rendered_fields(frame: TurnFrame, conversation: Conversation) -> tuple[str,
 def _effects_of_switches(frame: TurnFrame) -> dict[str, str]:
     """Return the text that each switch puts after the header in the generation prompt.
 
-    Settings without an effect are left out. So is a setting of several switches if some of these
-    switches alone have the same effect. Example: {"enable_thinking=False": "<think></think>"}.
+    Settings without an effect are left out. A setting of several switches is also left out if some
+    of these switches alone have the same effect.
+
+    Example: {"enable_thinking=False": "<think></think>"}.
     """
     if not frame.prompts:
         return {}
@@ -239,7 +241,7 @@ def compare_reasoning_presence(
     Args:
         frame: The frame of the model's turn.
         conversation: A conversation whose reasoning the template renders.
-        undecided: Gets a sentence if a marker is missing. The result is None then.
+        undecided: The list to which a sentence is added if a marker is missing.
     """
     if conversation.answer is None:
         return None
@@ -292,7 +294,8 @@ def compare_reasoning_presence(
 def _opening_marker(frame: TurnFrame, before: str) -> str:
     """Return the marker that opens reasoning, from the text before the reasoning.
 
-    If that text is blank, the generation prompt contains the marker. "" if nothing opens reasoning.
+    If that text is blank, the generation prompt contains the marker. The result is "" if nothing
+    opens the reasoning.
     """
     if before.strip():
         return last_opening(before)
@@ -440,7 +443,8 @@ def compare_reasoning_before_call(
         frame: The frame of the model's turn.
         part: The reasoning part of the format.
         conversation: A conversation whose reasoning the template renders.
-        undecided: Gets a sentence if no marker separates the reasoning from the call.
+        undecided: The list to which a sentence is added if no marker separates the reasoning from
+            the call.
 
     Returns:
         `part` with the marker that interrupts reasoning, or None if there is no such marker.

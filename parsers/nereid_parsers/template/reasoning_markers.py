@@ -58,7 +58,8 @@ def last_opening(before: str) -> str:
 def first_opening(after_header: str) -> str:
     r"""Return the marker that opens reasoning at the end of a generation prompt.
 
-    If words precede the first marker, then these words open the reasoning. "" if there is no text.
+    If words precede the first marker, then these words open the reasoning. The result is "" if the
+    prompt has no text there.
 
     >>> first_opening("<think>\n</think>")
     '<think>\n'
@@ -168,8 +169,8 @@ def empty_pairs(text: str) -> list[tuple[str, str]]:
 def named_pair(literal: str) -> tuple[str, str] | None:
     """Return the two markers of reasoning that a string constant of the template mentions.
 
-    The constant contains both markers, or it is the closing marker. Then the opening marker is
-    derived from the closing marker.
+    The constant contains both markers, or it consists of the closing marker alone. In the second
+    case, the opening marker is derived from the closing marker.
 
     >>> named_pair("Write <think>your thoughts</think> first.")
     ('<think>', '</think>')

@@ -59,7 +59,7 @@ class Report:
 
     Attributes:
         title: The path of the template or checkpoint; "" for no title.
-        why: Where the format comes from.
+        why: The source of the format, in sentences.
         format: The format.
         analysis: The result of the analysis, if the format was inferred.
         samples: The messages that were parsed to check the format.

@@ -224,7 +224,7 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: boo
 
     Args:
         field: The declaration of the field `tool_calls`.
-        start: How the call starts.
+        start: The start of the call.
         close: The marker after the call.
         is_array: Whether the body is an array of calls, if the body contains the names.
     """
@@ -262,12 +262,12 @@ def _keys(transform: object) -> Keys:
     ('f', 'args')
 
     Args:
-        transform: How transformers builds a call from the JSON: an object of placeholders such as
-            "{content.tool.name}", or a list of one such object. If it is None, the JSON already has
+        transform: The rule by which transformers builds a call from the JSON: an object of
+            placeholders such as "{content.tool.name}", or a list of one such object. If it is None, the JSON already has
             the form of a call.
 
     Raises:
-        FormatError: The transform does not show the keys.
+        FormatError: The transform does not name the keys.
     """
     if isinstance(transform, list) and len(transform) == 1:
         transform = transform[0]

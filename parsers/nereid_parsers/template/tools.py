@@ -185,7 +185,8 @@ def compare_call_presence(renderer: CallRenderer) -> tuple[str, Comparison]:
     """Compare a message with content and one with a call instead (T1).
 
     Returns:
-        The text of the call, or "" if the template does not render it; and the comparison.
+        A pair: the text of the call ("" if the template does not render the call), and the
+        comparison.
     """
     content_only = Conversation(AssistantMessage(CONTENT_TEXT), tools=True)
     text = renderer.text_of_calls(*ONE_CALL)
@@ -207,7 +208,8 @@ def compare_two_calls(renderer: CallRenderer) -> tuple[str, Comparison]:
     """Compare a message with one call and one with two (T2).
 
     Returns:
-        The text of the two calls, or "" if a message can have only one; and the comparison.
+        A pair: the text of the two calls ("" if a message can have only one call), and the
+        comparison.
     """
     text = renderer.text_of_calls(*TWO_CALLS)
     is_parallel = FIRST_TOOL in text and SECOND_TOOL in text and SECOND_VALUE in text
@@ -386,8 +388,9 @@ def _split_section_close(calls: CallFormat) -> tuple[str, list[str]]:
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
     """Return `texts` with COUNTER_MARK in place of digits that number the calls.
 
-    Such digits are recognised in `two_calls`: "0 zqFirstTool" and "1 zqSecondTool" have them before
-    the name, "zqFirstTool index=0" and "zqSecondTool index=1" after it.
+    Such digits are found by comparing the calls in `two_calls`. Examples: "0 zqFirstTool" and
+    "1 zqSecondTool" have the digit before the name; "zqFirstTool index=0" and
+    "zqSecondTool index=1" have the digit after the name.
     """
     before, after = _number_distances(texts.two_calls)
 

@@ -163,7 +163,7 @@ def _number_close(after_number: str, after_string: str) -> str:
 def _pattern_with_type(before_string: str, before_number: str) -> str | None:
     r"""Return the pattern of an opening tag in which one word shows the type of the value.
 
-    Returns None if the tags of a string and a number differ in more or in another kind of word.
+    Returns None if the two tags differ in more than one word, or if the word shows no type.
 
     >>> _pattern_with_type('" type="string">', '" type="number">')
     '" type="{type}">'
@@ -249,7 +249,7 @@ def _add_quoted_spelling(
 def read_nested(texts: CallTexts) -> CallFormat | None:
     """Infer the format of calls whose arguments are elements with the names of the arguments.
 
-    Returns None if the arguments are written otherwise. A marker may precede every tag. Example:
+    Returns None if the arguments have another form. A marker may precede every tag. Example:
     `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.
     """
     first_open = f"<{FIRST_KEY}>"

@@ -366,8 +366,8 @@ def turn_markers(frame: TurnFrame, reasoning_markers: Sequence[str] = ()) -> tup
     r"""Return the texts that can open the model's turn. Every prompt contains one of them.
 
     The first one is the header. Some templates write another marker instead of the header after a
-    tool's result. That marker is the second text. The result is empty if the header has no marker, or if
-    nothing opens the turn after a tool's result.
+    tool's result. That marker is the second text. The result is empty if the header has no marker,
+    or if nothing opens the turn after a tool's result.
 
     Example: the prompts "<|im_start|>assistant\n" and, after a result, "</result><|answer|>" give
     ("<|im_start|>assistant", "<|answer|>").

@@ -94,9 +94,9 @@ def _prompt_and_output(
 ) -> tuple[str, str] | None:
     r"""Return the prompt, and the text that a model would generate for the answer.
 
-    Returns None if the template does not render the prompt or the answer. The text does not repeat what the prompt
-    already contains. Example: if the prompt ends with "<think>\n", and the rendered message is
-    "<think>\nREASONING</think>CONTENT", then the text is "\nREASONING</think>CONTENT".
+    Returns None if the template does not render the prompt or the answer. The text does not repeat
+    what the prompt already contains. Example: if the prompt ends with "<think>\n", and the rendered
+    message is "<think>\nREASONING</think>CONTENT", then the text is "\nREASONING</think>CONTENT".
     """
     prompt = frame.prober.render(replace(conversation, answer=None, generation_prompt=True))
     if prompt is None:

@@ -263,8 +263,8 @@ def _keys(transform: object) -> Keys:
 
     Args:
         transform: The rule by which transformers builds a call from the JSON: an object of
-            placeholders such as "{content.tool.name}", or a list of one such object. If it is None, the JSON already has
-            the form of a call.
+            placeholders such as "{content.tool.name}", or a list of one such object. If it is None,
+            the JSON already has the form of a call.
 
     Raises:
         FormatError: The transform does not name the keys.

@@ -1,6 +1,6 @@
-"""OpenAI-compatible frontend of Nereid, and the `nereid` command.
+"""The OpenAI-compatible frontend of Nereid, and the `nereid` command.
 
-`app.py` and `cli/main.py` are the two doors.
+`app.py` is the entry point of the frontend, and `cli/main.py` is that of the command.
 """
 
 __version__ = "0.1.0"

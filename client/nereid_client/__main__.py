@@ -1,4 +1,4 @@
-"""`python -m nereid_client`: run the OpenAI frontend in front of a Triton server that runs."""
+"""`python -m nereid_client`: run the OpenAI frontend for a Triton server that already runs."""
 
 import gc
 import signal
@@ -11,16 +11,19 @@ from nereid_client.app import create_app
 from nereid_client.middleware.admission_control import Gate
 from nereid_client.settings import SettingsError, settings_from_flags
 
-# Longer than clients and balancers keep idle connections (httpx, which OpenAI's library uses: 5 s).
-# A server that is the first to close one does so, now and then, as a request arrives on it.
+# The time for which an idle connection is kept. It must be longer than the time in clients and load
+# balancers (httpx, which OpenAI's library uses: 5 s). If the server closed a connection first, it
+# would sometimes do so at the moment when a request arrives on it.
 _KEEP_ALIVE_S = 75
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; 2 when a setting is wrong.
+    """Run the frontend until SIGINT or SIGTERM.
 
-    SIGUSR1: take no new requests. Who stops a server sends it first, and SIGTERM once
-    /health/ready says that `num_requests` is 0.
+    After SIGUSR1, the frontend accepts no new requests. To stop a server without failed requests,
+    send SIGUSR1, wait until `num_requests` in /health/ready is 0, and send SIGTERM.
+
+    Returns: 0 after a signal, 2 if a setting is wrong.
     """
     try:
         settings = settings_from_flags(argv)
@@ -34,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         gate.is_draining = True
 
     signal.signal(signal.SIGUSR1, drain)
-    # What stays for good need not be looked through again, in the middle of streams.
+    # Objects that exist now live until the end. Freezing them keeps the garbage collector from
+    # examining them again, which would delay streams.
     gc.collect()
     gc.freeze()
     uvicorn.run(

@@ -1,19 +1,22 @@
-"""What the `nereid` command tells its user: lines on stdout and stderr, and how it ends early."""
+"""Output of the `nereid` command, and the exception that ends it early."""
 
 import sys
 
 
 class CliError(Exception):
-    """The command can't go on. The message is one line that says what to do; the exit code is 2."""
+    """The command cannot continue; it ends with exit code 2.
+
+    The message is one line that names the problem and the remedy.
+    """
 
 
 def say(line: str = "") -> None:
-    """Write one line to stdout now, also when it is a pipe."""
+    """Write a line to stdout, and flush it because stdout may be a pipe."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def complain(line: str) -> None:
-    """Write one line to stderr now."""
+    """Write a line to stderr, and flush it."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

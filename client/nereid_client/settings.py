@@ -1,4 +1,4 @@
-"""Settings of the OpenAI frontend: one frozen object, from `NEREID_*` variables and flags."""
+"""The settings of the OpenAI frontend, from `NEREID_*` environment variables and flags."""
 
 import argparse
 import os
@@ -9,37 +9,45 @@ from typing import Any
 
 
 class SettingsError(ValueError):
-    """A setting has a value that can't be used; the message names it, its value and the remedy."""
+    """A setting has a wrong value. The message names the setting, the value and the limit."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the frontend listens, which ensemble it speaks to, and what it refuses.
+    """The settings of the frontend.
 
-    Each field is read from the environment variable in its metadata, and each is a flag of
-    `python -m nereid_client`: `grpc_url` is `NEREID_GRPC_URL` and `--grpc-url`. Flags win.
+    Each field has an environment variable, which its metadata names, and a flag of
+    `python -m nereid_client`. For example, `grpc_url` has the variable `NEREID_GRPC_URL` and the
+    flag `--grpc-url`. A flag takes precedence over a variable.
     """
 
     host: str = field(
-        default="127.0.0.1", metadata={"env": "NEREID_OPENAI_HOST", "help": "address to listen on"}
+        default="127.0.0.1",
+        metadata={"env": "NEREID_OPENAI_HOST", "help": "The address to listen on."},
     )
     port: int = field(
-        default=9000, metadata={"env": "NEREID_OPENAI_PORT", "help": "port to listen on"}
+        default=9000, metadata={"env": "NEREID_OPENAI_PORT", "help": "The port to listen on."}
     )
     grpc_url: str = field(
         default="127.0.0.1:8001",
-        metadata={"env": "NEREID_GRPC_URL", "help": "host:port of the Triton server's gRPC door"},
+        metadata={
+            "env": "NEREID_GRPC_URL",
+            "help": "The host:port of the Triton server's gRPC endpoint.",
+        },
     )
     ensemble: str = field(
         default="llm",
-        metadata={"env": "NEREID_ENSEMBLE", "help": "the language model's name in the repository"},
+        metadata={
+            "env": "NEREID_ENSEMBLE",
+            "help": "The name of the ensemble in the model repository.",
+        },
     )
     served_model_name: str = field(
         default="",
         metadata={
             "env": "NEREID_SERVED_MODEL_NAME",
-            "help": "`model` of requests and replies (default: NEREID_MODEL's folder name, else "
-            "the ensemble's name)",
+            "help": "The name of the language model in requests and responses. The default is the "
+            "folder name of NEREID_MODEL, else the name of the ensemble.",
         },
     )
     api_key: str = field(
@@ -47,97 +55,118 @@ class Settings:
         repr=False,
         metadata={
             "env": "NEREID_API_KEY",
-            "help": "requests then need `Authorization: Bearer KEY`",
+            "help": "The API key. If it is set, requests need the header "
+            "`Authorization: Bearer KEY`.",
         },
     )
     cors_origins: str = field(
         default="",
         metadata={
             "env": "NEREID_CORS_ORIGINS",
-            "help": "origins, separated by commas, whose web pages may call this API; * for any",
+            "help": "The origins whose web pages may call the API, separated by commas. * allows "
+            "all origins.",
         },
     )
     max_body_bytes: int = field(
         default=64 * 1024 * 1024,
-        metadata={"env": "NEREID_MAX_BODY_BYTES", "help": "larger request bodies get a 413"},
+        metadata={
+            "env": "NEREID_MAX_BODY_BYTES",
+            "help": "The maximum size of a request body, in bytes. Larger bodies are rejected "
+            "with a 413.",
+        },
     )
     max_prompts: int = field(
         default=128,
-        metadata={"env": "NEREID_MAX_PROMPTS", "help": "prompts in one completion request"},
+        metadata={
+            "env": "NEREID_MAX_PROMPTS",
+            "help": "The maximum number of prompts in a request to /v1/completions.",
+        },
     )
     max_concurrent_requests: int = field(
         default=1024,
         metadata={
             "env": "NEREID_MAX_CONCURRENT_REQUESTS",
-            "help": "requests in work at a time; one more gets a 429 at once",
+            "help": "The maximum number of requests that run at the same time. Further requests "
+            "are rejected with a 429.",
         },
     )
     request_timeout_s: int = field(
         default=0,
         metadata={
             "env": "NEREID_REQUEST_TIMEOUT_S",
-            "help": "seconds that a request may take, its answer included; 0: no limit",
+            "help": "The maximum duration of a request, from its arrival to the end of its "
+            "response, in seconds. 0 means no limit.",
         },
     )
     unread_timeout_s: int = field(
         default=120,
         metadata={
             "env": "NEREID_UNREAD_TIMEOUT_S",
-            "help": "seconds after which a client that reads nothing of its answer is given up; "
-            "0: never",
+            "help": "The connection of a client that reads nothing of its response for this many "
+            "seconds is closed. 0 means never.",
         },
     )
     max_stored_responses: int = field(
         default=1000,
         metadata={
             "env": "NEREID_MAX_STORED_RESPONSES",
-            "help": "answers of /v1/responses that can be asked for again; the oldest go first; 0: "
-            "none",
+            "help": "The maximum number of stored responses of /v1/responses. The oldest ones are "
+            "deleted first. 0 turns the store off.",
         },
     )
     max_stored_response_bytes: int = field(
         default=256 * 1024 * 1024,
         metadata={
             "env": "NEREID_MAX_STORED_RESPONSE_BYTES",
-            "help": "bytes of all of them, with what they were asked and the conversations before",
+            "help": "The maximum size of all stored responses and their conversations, in bytes.",
         },
     )
     stored_response_age_s: int = field(
         default=3600,
         metadata={
             "env": "NEREID_STORED_RESPONSE_AGE_S",
-            "help": "seconds after which a stored answer is forgotten",
+            "help": "The number of seconds after which a stored response is deleted.",
         },
     )
     log_level: str = field(
         default="info",
-        metadata={"env": "NEREID_LOG_LEVEL", "help": "debug, info, warning or error"},
+        metadata={
+            "env": "NEREID_LOG_LEVEL",
+            "help": "The log level: debug, info, warning or error.",
+        },
     )
 
     def __post_init__(self) -> None:
-        """Refuse values that could only fail later."""
+        """Check all values.
+
+        Raises: SettingsError.
+        """
         if not 0 <= self.port <= 65535:
-            raise SettingsError(f"port: must be between 0 and 65535, got {self.port}")
+            raise SettingsError(f"port must be from 0 to 65535, but it is {self.port}")
         least = {"max_body_bytes": 1, "max_prompts": 1, "max_concurrent_requests": 1}
         least |= {"request_timeout_s": 0, "unread_timeout_s": 0, "max_stored_responses": 0}
         least |= {"max_stored_response_bytes": 1, "stored_response_age_s": 1}
         for name, limit in least.items():
             if getattr(self, name) < limit:
-                raise SettingsError(f"{name}: must be at least {limit}, got {getattr(self, name)}")
+                raise SettingsError(
+                    f"{name} must be at least {limit}, but it is {getattr(self, name)}"
+                )
         if self.log_level not in LOG_LEVELS:
-            raise SettingsError(f"log_level: must be one of {LOG_LEVELS}, got {self.log_level!r}")
+            raise SettingsError(
+                f"log_level must be one of {', '.join(LOG_LEVELS)}, but it is {self.log_level!r}"
+            )
         for name in ("ensemble", "grpc_url", "host"):
             if not getattr(self, name):
-                raise SettingsError(f"{name}: must not be empty")
+                raise SettingsError(f"{name} must not be empty")
 
     @property
     def model_name(self) -> str:
-        """The name that requests must give as `model`."""
+        """The name of the language model in requests and responses."""
         return self.served_model_name or self.ensemble
 
     @property
     def origins(self) -> list[str]:
-        """`cors_origins`, taken apart."""
+        """The members of `cors_origins`."""
         return [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
 
 
@@ -145,9 +174,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def settings_from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
-    """Settings from `NEREID_*` variables; an empty variable counts as unset.
+    """Return the settings from `NEREID_*` environment variables. Empty variables are ignored.
 
-    Raises: SettingsError naming the variable.
+    Raises: SettingsError that names the variable.
     """
     values: dict[str, Any] = {}
     for setting in fields(Settings):
@@ -163,14 +192,17 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> Se
 def settings_from_flags(
     argv: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Settings from the command line over those from the environment.
+    """Return the settings from the command line and the environment. Flags take precedence.
 
-    Raises: SettingsError; an unknown flag ends the program as argparse does.
+    Raises:
+        SettingsError: a value is wrong.
+        SystemExit: a flag is unknown, or --help is given.
     """
     base = settings_from_environment(environment)
     parser = argparse.ArgumentParser(
         prog="python -m nereid_client",
-        description="The OpenAI-compatible frontend, in front of a Triton server that runs.",
+        description="Run the OpenAI-compatible frontend for a Triton server that already runs. "
+        "`nereid serve` starts both. The environment variable of each flag is in brackets.",
         allow_abbrev=False,
     )
     for setting in fields(Settings):
@@ -180,7 +212,7 @@ def settings_from_flags(
             default=None,
             metavar="N" if setting.type is int else "TEXT",
             help=f"{setting.metadata['help']} [{setting.metadata['env']}]"
-            + ("" if secret else f" (now: {getattr(base, setting.name)!r})"),
+            + ("" if secret else f" Current value: {getattr(base, setting.name)!r}."),
         )
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
     values = {setting.name: getattr(base, setting.name) for setting in fields(Settings)}
@@ -197,4 +229,4 @@ def _parse(name: str, text: str, kind: Any) -> str | int:  # noqa: ANN401 - a fi
     try:
         return int(text)
     except ValueError:
-        raise SettingsError(f"{name}: must be a whole number, got {text!r}") from None
+        raise SettingsError(f"{name} must be an integer, but it is {text!r}") from None

@@ -6,7 +6,7 @@ import pytest
 from fakes.live_server import make_checkpoint
 from nereid_client.console import CliError
 from nereid_client.supervise import pooling_models as poolers
-from nereid_client.supervise.pooling_models import PoolerWarmUp
+from nereid_client.supervise.pooling_models import PoolingWarmUp
 
 
 @pytest.fixture
@@ -65,12 +65,14 @@ def test_a_repository_without_the_models_serves_none_by_default(choose, reposito
 
 def test_a_model_that_the_repository_lacks_is_refused_when_asked_for(choose, repository, tmp_path):
     (repository / "embedding" / "config.pbtxt").unlink()
-    with pytest.raises(CliError, match=r"--embedding-model: .* has no embedding/config.pbtxt"):
+    with pytest.raises(
+        CliError, match=r"--embedding-model requires the file embedding/config.pbtxt"
+    ):
         choose(f"--embedding-model={make_checkpoint(tmp_path)}")
 
 
 def test_what_is_no_checkpoint_is_refused_by_its_own_flag(choose, tmp_path):
-    with pytest.raises(CliError, match=r"^--rerank-model: there is no "):
+    with pytest.raises(CliError, match=r"^--rerank-model: the folder .* does not exist"):
         choose(f"--rerank-model={tmp_path / 'nowhere'}")
 
 
@@ -94,14 +96,14 @@ class Answers:
 
 def test_the_warm_up_waits_until_each_model_answers(choose):
     frontend = Answers(404, 503, 200, 200)
-    warm_up = PoolerWarmUp(frontend, choose())
+    warm_up = PoolingWarmUp(frontend, choose())
     warm_up.run()
     assert warm_up.curls == ["curl /v1/embeddings embed", "curl /v1/rerank rerank"]
     assert warm_up.is_done
 
 
 def test_the_warm_up_reports_a_model_that_never_will(choose):
-    warm_up = PoolerWarmUp(Answers(500), choose())
+    warm_up = PoolingWarmUp(Answers(500), choose())
     warm_up.run()
-    assert warm_up.failure == "the model embed can't answer: the reason"
+    assert warm_up.failure == "the model embed cannot answer its first request: the reason"
     assert not warm_up.is_done

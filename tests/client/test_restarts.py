@@ -106,9 +106,9 @@ def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
             clock = Clock()
             watch = StubWatch(process.pid, clock)
             watch.dead_model()
-            assert not watch.is_one_given_up()
+            assert not watch.has_abandoned_stub()
             clock.now += 6
-            assert watch.is_one_given_up() == is_given_up
+            assert watch.has_abandoned_stub() == is_given_up
     finally:
         for process in (waiting, working):
             for child in children_of(process.pid):

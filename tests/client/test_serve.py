@@ -70,7 +70,7 @@ def test_a_server_that_dies_is_reported_and_everything_else_ended(tmp_path):
         server.kill()
         assert running.wait() == 1
         output = "\n".join(running.lines)
-        assert "tritonserver was ended by SIGKILL; the end of its output:" in output
+        assert "tritonserver was ended by SIGKILL. The last lines of its output are:" in output
         assert str(running.log) in output
         assert running.left() == []
         assert running.shared_memory() == []

@@ -42,10 +42,13 @@ def test_the_model_is_called_as_told_or_as_its_folder_or_as_the_ensemble(environ
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"NEREID_OPENAI_PORT": "90x"}, "NEREID_OPENAI_PORT: must be a whole number, got '90x'"),
-        ({"NEREID_OPENAI_PORT": "70000"}, "port: must be between 0 and 65535, got 70000"),
-        ({"NEREID_MAX_BODY_BYTES": "0"}, "max_body_bytes: must be at least 1, got 0"),
-        ({"NEREID_LOG_LEVEL": "loud"}, "log_level: must be one of"),
+        ({"NEREID_OPENAI_PORT": "90x"}, "NEREID_OPENAI_PORT must be an integer, but it is '90x'"),
+        ({"NEREID_OPENAI_PORT": "70000"}, "port must be from 0 to 65535, but it is 70000"),
+        ({"NEREID_MAX_BODY_BYTES": "0"}, "max_body_bytes must be at least 1, but it is 0"),
+        (
+            {"NEREID_LOG_LEVEL": "loud"},
+            "log_level must be one of debug, info, warning, error, but it is 'loud'",
+        ),
     ],
 )
 def test_an_unusable_value_is_named(environment, message):

@@ -178,7 +178,9 @@ def test_a_server_that_gives_up_a_stub_while_it_starts_is_started_again(tmp_path
     program.chmod(0o755)
     with serve(tmp_path, f"--tritonserver={program}") as running:
         running.wait_until_ready()
-        assert "waits for the end of a process that goes on" in "\n".join(running.lines)
+        assert "waits for the end of a stub process that is still running" in "\n".join(
+            running.lines
+        )
         assert answers_again(running)
 
 
@@ -219,7 +221,9 @@ def test_what_dies_too_often_ends_it_all_with_exit_code_1(tmp_path):
             if number == 0:
                 wait_for(lambda: answers_again(running), timeout_s=120)
         assert running.wait() == 1
-        assert "it was started again 1 times in a row" in "\n".join(running.lines)
+        assert "tritonserver failed again after 1 restart in a row (--max-restarts)" in "\n".join(
+            running.lines
+        )
         assert running.left() == []
 
 
@@ -229,10 +233,10 @@ def test_a_stop_lets_running_requests_finish_and_takes_no_new_ones(tmp_path):
         may_end = tmp_path / "may-end"
         asking = Asking(running, f"a <until {may_end}>b", stream=True)
         running.signal(signal.SIGTERM)
-        wait_for(lambda: any("finish first" in line for line in running.lines))
+        wait_for(lambda: any("to finish, for at most" in line for line in running.lines))
         status, text = ask(running, "new")
         assert status == 503
-        assert "the server is stopping" in text
+        assert "The server is stopping." in text
         may_end.touch()
         assert running.wait() == 0
         asking.end()
@@ -248,7 +252,7 @@ def test_a_stop_has_a_limit(tmp_path):
         running.signal(signal.SIGTERM)
         assert running.wait() == 0
         assert 1 < time.monotonic() - started < 60
-        assert "1 requests did not finish within 1 s" in "\n".join(running.lines)
+        assert "1 request did not finish within 1 s" in "\n".join(running.lines)
         asking.end()
         assert asking.status in (503, 500, None)
 
@@ -258,7 +262,7 @@ def test_the_second_signal_does_not_wait(tmp_path):
         running.wait_until_ready()
         Asking(running, ENDLESS)
         running.signal(signal.SIGTERM)
-        wait_for(lambda: any("finish first" in line for line in running.lines))
+        wait_for(lambda: any("to finish, for at most" in line for line in running.lines))
         started = time.monotonic()
         running.signal(signal.SIGTERM)
         assert running.wait() == 0

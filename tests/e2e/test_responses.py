@@ -277,4 +277,4 @@ def test_a_server_that_stops_waits_for_what_runs_in_the_background(narrow):
     assert final["status"] == "incomplete"
     assert final["usage"]["output_tokens"] == 1000
     narrow.process.wait(timeout=240)
-    assert "1 requests finish first" in narrow.output
+    assert "waiting for 1 request to finish" in narrow.output

@@ -1,1 +1,1 @@
-"""The `nereid` command."""
+"""The `nereid` command. START HERE: main.py."""

@@ -1,4 +1,4 @@
-"""`nereid chat`: talk to a served model in the terminal."""
+"""`nereid chat`: chat with a served model in the terminal."""
 
 import argparse
 import http.client
@@ -19,28 +19,39 @@ Json = dict[str, Any]
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `chat` to the command line."""
+    """Add the subcommand `chat`."""
     parser = commands.add_parser(
         "chat",
-        help="talk to a served model in this terminal",
-        description="Talk to a model over the OpenAI API. An empty line does nothing, /new starts "
-        "over, /quit or Ctrl-D ends. Without a terminal, stdin is one message.",
+        help="chat with a served model in this terminal",
+        description="Chat with a served model. /new starts a new conversation, and /quit or Ctrl-D "
+        "ends the program. If the standard input is not a terminal, it is sent as one message. The "
+        "API key is read from NEREID_API_KEY.",
     )
     parser.add_argument(
-        "--url", default="http://127.0.0.1:9000", help="the server (default: %(default)s)"
+        "--url",
+        default="http://127.0.0.1:9000",
+        help="The URL of the OpenAI frontend. The default is %(default)s.",
     )
-    parser.add_argument("--model", metavar="NAME", help="default: the first one that is served")
-    parser.add_argument("--system", metavar="TEXT", help="a system message")
-    parser.add_argument("--temperature", type=float, metavar="X")
-    parser.add_argument("--max-tokens", type=int, metavar="N")
     parser.add_argument(
-        "--no-thinking", action="store_true", help="ask a reasoning model to answer at once"
+        "--model",
+        metavar="NAME",
+        help="The name of the model. The default is the first served model.",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="A system message.")
+    parser.add_argument("--temperature", type=float, metavar="X", help="The sampling temperature.")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="The maximum number of tokens in a response."
+    )
+    parser.add_argument(
+        "--no-thinking",
+        action="store_true",
+        help="Ask a reasoning model to answer without reasoning.",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converse until the user has enough."""
+    """Chat until the user ends the program, or send stdin as one message."""
     url = args.url.rstrip("/").removesuffix("/v1")
     model = args.model or _first_model(url)
     fields: Json = {"model": model, "stream": True}
@@ -52,11 +63,12 @@ def run(args: argparse.Namespace) -> int:
     opening = [{"role": "system", "content": args.system}] if args.system else []
     if not sys.stdin.isatty():
         return 0 if _turn(url, fields, [*opening], sys.stdin.read().strip()) else 1
-    say(f"{model} at {url}; /new starts over, /quit ends")
+    say(f"Chatting with {model} at {url}. /new starts a new conversation, /quit ends the program.")
     return _converse(url, fields, opening)
 
 
 def _converse(url: str, fields: Json, opening: list[Json]) -> int:
+    """Read messages from the terminal and print the responses. Return the exit code."""
     messages = [*opening]
     while True:
         try:
@@ -73,14 +85,19 @@ def _converse(url: str, fields: Json, opening: list[Json]) -> int:
 
 
 def _turn(url: str, fields: Json, messages: list[Json], text: str) -> bool:
-    """One question and its answer. Mutates: messages, only when there was an answer."""
+    """Send a message and print the response.
+
+    Mutates: messages, unless the request failed.
+
+    Returns: whether the request succeeded.
+    """
     question = {"role": "user", "content": text}
     body = {**fields, "messages": [*messages, question]}
     answer: list[str] = []
     try:
         with _open(f"{url}/v1/chat/completions", body) as response:
-            _show(_events(response), answer.append)
-    except KeyboardInterrupt:  # closing the connection has aborted the request
+            _print_response(_events(response), answer.append)
+    except KeyboardInterrupt:  # closing the connection aborts the request
         say(f"{_PLAIN} [stopped]")
     except CliError as error:
         complain(f"{error}")
@@ -89,7 +106,15 @@ def _turn(url: str, fields: Json, messages: list[Json], text: str) -> bool:
     return True
 
 
-def _show(events: Iterator[Json], keep: Callable[[str], object]) -> None:
+def _print_response(events: Iterator[Json], collect: Callable[[str], object]) -> None:
+    """Print the response while it arrives, with reasoning in a dim colour.
+
+    Args:
+        events: the chunks of a stream.
+        collect: is called with each piece of the content.
+
+    Raises: CliError for an error in the stream.
+    """
     is_dim = False
     for event in events:
         if "error" in event:
@@ -109,26 +134,28 @@ def _show(events: Iterator[Json], keep: Callable[[str], object]) -> None:
                 sys.stdout.write(f"{_PLAIN}\n")
                 is_dim = False
             sys.stdout.write(content)
-            keep(content)
+            collect(content)
             sys.stdout.flush()
     say(_PLAIN if is_dim else "")
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Json]:
+    """Yield the chunks of a stream of server-sent events."""
     for line in response:
         if line.startswith(b"data: {"):
             yield json.loads(line[6:])
 
 
 def _first_model(url: str) -> str:
+    """Return the name of the first model in /v1/models."""
     with _open(f"{url}/v1/models") as response:
         return str(json.load(response)["data"][0]["id"])
 
 
 def _open(url: str, body: Json | None = None) -> http.client.HTTPResponse:
-    """The response to a GET, or to a POST of `body`.
+    """Send a GET, or a POST if there is a body, and return the response.
 
-    Raises: CliError with the server's own words.
+    Raises: CliError with the server's error message.
     """
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("NEREID_API_KEY"):
@@ -144,7 +171,10 @@ def _open(url: str, body: Json | None = None) -> http.client.HTTPResponse:
         try:
             raise CliError(json.loads(text)["error"]["message"]) from None
         except (ValueError, KeyError, TypeError):
-            raise CliError(f"{url} answered {error.code}: {text[:200]}") from None
+            raise CliError(f"{url} answered with the status {error.code}: {text[:200]}") from None
     except OSError as error:
-        raise CliError(f"{url} can't be reached ({error}); is `nereid serve` running?") from None
+        raise CliError(
+            f"Cannot connect to {url} ({error}). Check that `nereid serve` is running, or give its "
+            "address with --url."
+        ) from None
     return response

@@ -1,9 +1,12 @@
-"""`nereid install-server`: the Triton server inside a PyTriton wheel, made ready to run.
+"""`nereid install-server`: install the Triton server that the PyTriton wheel contains.
 
-The wheel holds a real `tritonserver`, its Python backend, and one stub for each Python version.
-Three things are missing before `tritonserver --model-repository ...` works from a virtual
-environment, and this module adds them: the stub of the running Python where the backend looks for
-it, the path of libpython, and the environment, which the stub's embedded Python must find.
+The wheel contains a complete `tritonserver`, its Python backend, and one stub for each version of
+Python. Three things are missing for `tritonserver --model-repository ...` to work in a virtual
+environment. This module adds them:
+
+- a copy of the stub for the running Python, in the folder where the backend expects it
+- the path of libpython
+- a launcher that sets the environment variables with which the stub finds the virtual environment
 
     DIR/nvidia_pytriton.libs/                       the server's own libraries
     DIR/pytriton/tritonserver/bin/tritonserver
@@ -25,20 +28,20 @@ from nereid_client.cli.libpython import find_libpython, is_loader_default
 from nereid_client.console import CliError, say
 
 SERVER_WHEEL = "nvidia-pytriton==0.7.0"
-"""Triton server 2.51. The wheel's declared dependencies are PyTriton's and not installed."""
+"""The wheel with Triton server 2.51. Its dependencies are those of PyTriton; not installed."""
 
 LAUNCHER_MARK = "# Written by `nereid install-server`."
 
 _LAUNCHER = """\
 #!/usr/bin/env bash
-{mark} Write it again rather than edit it.
-# Starts the embedded Triton server with this environment's Python and packages.
+{mark} Run the command again instead of editing this file.
+# Starts the embedded Triton server with the Python and the packages of this environment.
 set -euo pipefail
 server={server}
 python={python}
 
-# The server's Python stub embeds an isolated Python: it ignores PYTHONPATH and finds the standard
-# library and this environment's packages through the first `python3` on PATH, as getpath.py does.
+# The server's Python stub embeds an isolated Python, which ignores PYTHONPATH. It finds the
+# standard library and the packages of this environment through the first `python3` in PATH.
 export PATH={bin}:"$PATH"
 export NEREID_PYTHON="${{NEREID_PYTHON:-$python}}"
 export LD_LIBRARY_PATH={libraries}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"
@@ -47,59 +50,59 @@ exec "$server"/bin/tritonserver --backend-directory "$server"/backends "$@"
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `install-server` to the command line."""
+    """Add the subcommand `install-server`."""
     parser = commands.add_parser(
         "install-server",
-        help="install the embedded tritonserver and its launcher",
-        description="Install the Triton server that the nvidia-pytriton wheel embeds, and write "
-        "a launcher, so that `tritonserver --model-repository DIR` works from this Python "
-        "environment.",
+        help="install the embedded Triton server and its launcher",
+        description="Install the Triton server that the nvidia-pytriton wheel contains, and write "
+        "a launcher. The command `tritonserver` then works in this Python environment.",
     )
     parser.add_argument(
         "--target",
         type=Path,
         default=default_target(),
         metavar="DIR",
-        help="where the server goes (default: %(default)s)",
+        help="The folder of the server. The default is %(default)s.",
     )
     parser.add_argument(
         "--wheel",
         default=SERVER_WHEEL,
-        help="what pip installs: a requirement or a wheel's path (default: %(default)s)",
+        help="The requirement or the path of the wheel to install. The default is %(default)s.",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Install what is missing and say what was done."""
+    """Install the server and write the launcher, unless both are up to date."""
     libpython = find_libpython()
     target: Path = args.target.resolve()
     server = target / "pytriton" / "tritonserver"
-    stamp = target / ".nereid-wheel"  # written last: a broken-off installation is done again
+    # The stamp is written last, so that an interrupted installation is repeated.
+    stamp = target / ".nereid-wheel"
     if not (stamp.is_file() and stamp.read_text() == args.wheel):
         _pip_install(args.wheel, target)
         stamp.write_text(args.wheel)
     _copy_stub(server)
     launcher = launcher_path()
     if _write_launcher(launcher, target, libpython):
-        say(f"install-server: {launcher} starts {server / 'bin' / 'tritonserver'}")
+        say(f"install-server: wrote {launcher}, which starts {server / 'bin' / 'tritonserver'}")
     else:
         say(f"install-server: {launcher} is up to date")
     return 0
 
 
 def default_target() -> Path:
-    """Where the server is installed unless told otherwise."""
+    """Return the default folder of the server."""
     return Path(sys.prefix) / "opt" / "tritonserver"
 
 
 def launcher_path() -> Path:
-    """Where the launcher is: the folder of this environment's commands."""
+    """Return the path of the launcher, in the folder of this environment's commands."""
     return Path(sys.prefix) / "bin" / "tritonserver"
 
 
 def launcher_text(target: Path, libpython: Path) -> str:
-    """The launcher for a server installed in `target`."""
+    """Return the text of the launcher for a server in the folder `target`."""
     libraries = [target / "nvidia_pytriton.libs"]
     if not is_loader_default(libpython):
         libraries.append(libpython.parent)
@@ -113,25 +116,26 @@ def launcher_text(target: Path, libpython: Path) -> str:
 
 
 def _pip_install(wheel: str, target: Path) -> None:
-    say(f"install-server: pip installs {wheel} into {target}")
+    say(f"install-server: installing {wheel} into {target} with pip")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--upgrade", "--target", str(target), wheel]
     if subprocess.run(command, check=False).returncode != 0:
         raise CliError(
-            f"pip could not install {wheel} into {target}; its message is above "
-            "(the wheel exists for Linux on x86_64 and aarch64)"
+            f"pip failed to install {wheel} into {target}; its error message is above. The wheel "
+            "exists for Linux on x86_64 and aarch64 only."
         )
 
 
 def _copy_stub(server: Path) -> None:
+    """Copy the stub for the running Python to the folder where the backend expects it."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
         has = ", ".join(sorted(p.name for p in stub.parent.parent.glob("3.*"))) or "none"
         raise CliError(
-            f"this Triton server has no stub for Python {version} (it has: {has}): "
-            "make the environment with one of those, or remove the folder and install again: "
-            f"{server.parent.parent}"
+            f"The Triton server has no stub for Python {version}, only for: {has}. Create the "
+            "virtual environment with one of these versions, or remove the folder "
+            f"{server.parent.parent} and run `nereid install-server` again."
         )
     copy = server / "backends" / "python" / stub.name
     if not (copy.is_file() and filecmp.cmp(stub, copy)):
@@ -139,6 +143,10 @@ def _copy_stub(server: Path) -> None:
 
 
 def _write_launcher(path: Path, target: Path, libpython: Path) -> bool:
+    """Write the launcher. Return False if it is up to date.
+
+    Raises: CliError if another program has this path.
+    """
     text = launcher_text(target, libpython)
     if path.exists():
         old = path.read_bytes()
@@ -146,8 +154,9 @@ def _write_launcher(path: Path, target: Path, libpython: Path) -> bool:
             return False
         if LAUNCHER_MARK.encode() not in old:
             raise CliError(
-                f"{path} exists and is not ours: a Triton server is installed there already; "
-                "use that one, or make a virtual environment for the embedded one"
+                f"The file {path} exists and was not written by `nereid install-server`: another "
+                "Triton server is installed there. Use that one, or create a virtual environment "
+                "for the embedded server."
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

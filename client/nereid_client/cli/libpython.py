@@ -1,4 +1,7 @@
-"""Find the shared library of the running Python: the server's Python stub embeds it."""
+"""Find the shared library of the running Python.
+
+The Python stub of the Triton server embeds Python and needs this library.
+"""
 
 import re
 import subprocess
@@ -10,18 +13,18 @@ from nereid_client.console import CliError
 
 
 def libpython_name() -> str:
-    """The library's file name, such as `libpython3.11.so.1.0`.
+    """Return the file name of the library, such as `libpython3.11.so.1.0`.
 
-    `INSTSONAME` would name the static library where Python itself was built without the shared one,
-    as Debian's is; the stub wants the shared one in any case.
+    Python's own variable INSTSONAME names the static library if Python was built without the shared
+    one, as in Debian. The stub needs the shared library in any case.
     """
     return f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
 
 
 def find_libpython() -> Path:
-    """The library beside the running Python, else the system's.
+    """Return the path of the library: that of the running Python, else that of the system.
 
-    Raises: CliError when there is none, saying which package has it.
+    Raises: CliError if there is none. The message names the package to install.
     """
     name = libpython_name()
     for folder in _own_folders():
@@ -32,18 +35,19 @@ def find_libpython() -> Path:
         return found
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     raise CliError(
-        f"{name} was not found, and the Triton server's Python backend needs it: "
-        f"apt-get install libpython{version} (or use a Python built with --enable-shared)"
+        f"The Triton server's Python backend requires {name}, which was not found. Run: apt-get "
+        f"install libpython{version} (or use a Python that was built with --enable-shared)"
     )
 
 
 def is_loader_default(library: Path) -> bool:
-    """Whether the loader finds this very library without LD_LIBRARY_PATH."""
+    """Return whether the dynamic loader finds this library without LD_LIBRARY_PATH."""
     found = _from_loader_cache(library.name)
     return found is not None and found.resolve() == library.resolve()
 
 
 def _own_folders() -> list[Path]:
+    """Return the folders in which the running Python keeps its libraries."""
     libdir = sysconfig.get_config_var("LIBDIR")
     multiarch = sysconfig.get_config_var("MULTIARCH")
     folders = [Path(sys.base_prefix) / "lib"]
@@ -55,7 +59,8 @@ def _own_folders() -> list[Path]:
 
 
 def _from_loader_cache(name: str) -> Path | None:
-    for ldconfig in ("ldconfig", "/sbin/ldconfig"):  # /sbin is not on every user's PATH
+    """Return the library that the dynamic loader finds, None if it finds none."""
+    for ldconfig in ("ldconfig", "/sbin/ldconfig"):  # /sbin is not in the PATH of every user
         try:
             listing = subprocess.run(
                 [ldconfig, "-p"], capture_output=True, text=True, check=True

@@ -1,6 +1,6 @@
-"""The `nereid` command: START HERE for the command line.
+"""The `nereid` command.
 
-Each command is a module of this package with `add_parser` and `run`.
+Each subcommand is a module of this package with the functions `add_parser` and `run`.
 """
 
 import argparse
@@ -17,7 +17,10 @@ from nereid_client.console import CliError, complain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the result is the exit code: 0, 1 for a failure, 2 for a wrong call."""
+    """Run the command line.
+
+    Returns: the exit code: 0 after success, 1 after a failure, 2 for a wrong argument or setting.
+    """
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))
@@ -27,10 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every command and its flags."""
+    """Return the parser of the command line, with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="nereid",
-        description="Serve Hugging Face models on a Triton server, with the OpenAI API in front.",
+        description="Serve Hugging Face models on a Triton server, with an OpenAI-compatible API.",
+        epilog="`nereid COMMAND --help` describes the flags of a command.",
     )
     version = f"nereid {nereid_client.__version__}"
     parser.add_argument("--version", action="version", version=version)

@@ -1,4 +1,4 @@
-"""`nereid serve`: a Triton server and the OpenAI frontend, run and stopped together."""
+"""`nereid serve`: run a Triton server and the OpenAI frontend together."""
 
 import argparse
 import os
@@ -11,186 +11,228 @@ from typing import TypeVar
 from nereid_client.cli.install_server_command import LAUNCHER_MARK, launcher_path
 from nereid_client.cli.libpython import find_libpython
 from nereid_client.console import CliError
-from nereid_client.supervise import pooling_models as poolers
-from nereid_client.supervise import startup_checks as checks
+from nereid_client.supervise import pooling_models, startup_checks
+from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.restart_policy import RestartPolicy
-from nereid_client.supervise.supervisor import SERVER_EXIT_TIMEOUT_S, Plan, Program, Supervisor
-from nereid_client.supervise.warmup import Frontend
+from nereid_client.supervise.supervisor import (
+    SERVER_EXIT_TIMEOUT_S,
+    Program,
+    ServePlan,
+    Supervisor,
+)
 
 _Number = TypeVar("_Number", int, float)
 
-# flag -> (environment variable, metavar, help). The backend reads and checks the variables.
+# Flags of the language model: (environment variable, metavar, help). The backend reads the
+# variables and checks their values.
 _ENGINE_FLAGS = {
-    "--max-model-len": ("NEREID_MAX_MODEL_LEN", "N", "longest prompt plus answer, in tokens"),
-    "--kv-cache-memory": ("NEREID_KV_CACHE_MEMORY", "SIZE", "for the KV cache, such as 2GiB"),
-    "--dtype": ("NEREID_DTYPE", "NAME", "auto, float32, bfloat16 or float16"),
+    "--max-model-len": (
+        "NEREID_MAX_MODEL_LEN",
+        "N",
+        "The maximum number of tokens in the prompt and the response together.",
+    ),
+    "--kv-cache-memory": (
+        "NEREID_KV_CACHE_MEMORY",
+        "SIZE",
+        "The memory for the KV cache, such as 2GiB.",
+    ),
+    "--dtype": (
+        "NEREID_DTYPE",
+        "NAME",
+        "The data type of the model: auto, float32, bfloat16 or float16.",
+    ),
     "--reasoning-parser": (
         "NEREID_REASONING_PARSER",
         "NAME",
-        "format of reasoning (default: what the chat template shows; none: not parsed)",
+        "The format of reasoning. The default is derived from the chat template. none turns the "
+        "parser off.",
     ),
-    "--tool-parser": ("NEREID_TOOL_PARSER", "NAME", "format of tool calls (default: the same)"),
-    "--max-num-seqs": ("NEREID_MAX_NUM_SEQS", "N", "most sequences that run at a time"),
+    "--tool-parser": (
+        "NEREID_TOOL_PARSER",
+        "NAME",
+        "The format of tool calls. The default is derived from the chat template. none turns the "
+        "parser off.",
+    ),
+    "--max-num-seqs": (
+        "NEREID_MAX_NUM_SEQS",
+        "N",
+        "The maximum number of sequences that run at the same time.",
+    ),
     "--max-num-batched-tokens": (
         "NEREID_MAX_NUM_BATCHED_TOKENS",
         "N",
-        "most tokens computed in one step of the engine",
+        "The maximum number of tokens in one step of the engine.",
     ),
 }
-# The same for the OpenAI frontend, which alone is told of them.
+# Flags of the frontend. Only the frontend gets these variables.
 _FRONTEND_FLAGS = {
     "--max-concurrent-requests": (
         "NEREID_MAX_CONCURRENT_REQUESTS",
         "N",
-        "the OpenAI API refuses more at a time with a 429 (default: 1024)",
+        "The maximum number of requests that run at the same time. Further requests are rejected "
+        "with a 429. The default is 1024.",
     ),
     "--request-timeout": (
         "NEREID_REQUEST_TIMEOUT_S",
         "S",
-        "a request to the OpenAI API may take this long (default: 0, no limit)",
+        "The maximum duration of a request, in seconds. The default is 0, no limit.",
     ),
     "--unread-timeout": (
         "NEREID_UNREAD_TIMEOUT_S",
         "S",
-        "a client may leave its answer unread for this long (default: 120)",
+        "A request ends if its client reads nothing for this many seconds. The default is 120.",
     ),
 }
-_OF_FRONTEND = {variable for variable, _, _ in _FRONTEND_FLAGS.values()}
+_FRONTEND_VARIABLES = {variable for variable, _, _ in _FRONTEND_FLAGS.values()}
 _PORT_FLAGS = {
-    "--http-port": (8000, "the Triton server's HTTP door"),
-    "--grpc-port": (8001, "the Triton server's gRPC door"),
-    "--metrics-port": (8002, "the Triton server's Prometheus metrics"),
-    "--openai-port": (9000, "the OpenAI API"),
+    "--http-port": (8000, "The port of the Triton server's HTTP endpoint."),
+    "--grpc-port": (8001, "The port of the Triton server's gRPC endpoint."),
+    "--metrics-port": (8002, "The port of the Triton server's metrics."),
+    "--openai-port": (9000, "The port of the OpenAI frontend."),
 }
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `serve` to the command line."""
+    """Add the subcommand `serve`."""
     parser = commands.add_parser(
         "serve",
-        help="serve a model: tritonserver and the OpenAI API",
-        description="Start a Triton server on the model repository and the OpenAI API in front of "
-        "it, wait until the model answers, and run until Ctrl-C or SIGTERM. What dies meanwhile is "
-        "started again.",
-        epilog="Exit codes: 0 stopped by a signal, 1 something failed, 2 a setting is wrong. "
-        "Every flag of the model is also an environment variable, named in brackets. Arguments "
-        "after -- go to tritonserver.",
+        help="serve models with the Triton server and the OpenAI frontend",
+        description="Start a Triton server and the OpenAI frontend, wait until the models answer, "
+        "and run until Ctrl-C or SIGTERM. A process that ends unexpectedly is restarted.",
+        epilog="The name in brackets is the environment variable of a flag; the flag takes "
+        "precedence. Arguments after -- are passed to tritonserver. Exit codes: 0 after a signal, "
+        "1 after a failure, 2 if a setting is wrong.",
     )
-    model = parser.add_argument_group("the model")
+    model = parser.add_argument_group("language model")
     model.add_argument(
         "--model",
         type=Path,
         metavar="PATH",
-        help="folder of a Hugging Face checkpoint with safetensors "
-        "(default: the demo beside the model repository) [NEREID_MODEL]",
+        help="The folder of a Hugging Face checkpoint with safetensors files. The default is the "
+        "demo model beside the model repository. [NEREID_MODEL]",
     )
     model.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="its name in the API (default: the folder's name) [NEREID_SERVED_MODEL_NAME]",
+        help="The name of the model in the API. The default is the name of the folder. "
+        "[NEREID_SERVED_MODEL_NAME]",
     )
     for flag, (variable, metavar, text) in _ENGINE_FLAGS.items():
         model.add_argument(flag, metavar=metavar, help=f"{text} [{variable}]")
-    poolers.add_flags(parser.add_argument_group("the models beside it"))
-    doors = parser.add_argument_group("doors")
-    doors.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    pooling_models.add_flags(parser.add_argument_group("embedding model and reranker"))
+    endpoints = parser.add_argument_group("endpoints")
+    endpoints.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="The address on which all servers listen. The default is %(default)s.",
+    )
     for flag, (port, text) in _PORT_FLAGS.items():
-        doors.add_argument(
-            flag, type=int, default=port, metavar="N", help=f"{text} (default: {port})"
+        endpoints.add_argument(
+            flag, type=int, default=port, metavar="N", help=f"{text} The default is {port}."
         )
     for flag, (variable, metavar, text) in _FRONTEND_FLAGS.items():
-        doors.add_argument(flag, metavar=metavar, help=f"{text} [{variable}]")
-    server = parser.add_argument_group("the server")
+        endpoints.add_argument(flag, metavar=metavar, help=f"{text} [{variable}]")
+    server = parser.add_argument_group("processes and logs")
     server.add_argument(
         "--model-repository",
         type=Path,
         metavar="DIR",
-        help="(default: model_repository in this folder, else beside Nereid's sources)",
+        help="The folder with the Triton models. The default is the folder model_repository in the "
+        "current folder, else the one beside Nereid's sources.",
     )
     server.add_argument(
         "--tritonserver",
         type=Path,
         metavar="PATH",
-        help="the program (default: the installed embedded one, else the one on PATH)",
+        help="The Triton server program. The default is the one that `nereid install-server` "
+        "installed, else the one in PATH.",
     )
     server.add_argument(
         "--max-restarts",
         type=_at_least_0(int),
         default=5,
         metavar="N",
-        help="how often in a row a server or frontend that died is started again; 0: the first "
-        "death ends everything (default: %(default)s)",
+        help="The maximum number of restarts in a row of a process that ended. 0 means no restart. "
+        "The default is %(default)s.",
     )
     server.add_argument(
         "--restart-backoff",
         type=_at_least_0(float),
         default=1.0,
         metavar="S",
-        help="the wait before the second restart in a row, doubled for each further one "
-        "(default: %(default)s)",
+        help="The number of seconds before the second restart in a row. It doubles for each "
+        "further restart. The default is %(default)s.",
     )
     server.add_argument(
         "--hang-timeout",
         type=_at_least_0(float),
         default=300.0,
         metavar="S",
-        help="a server that lives but answers nothing for so long is started again; 0: never "
-        "(default: %(default)s)",
+        help="A Triton server that makes no progress for this many seconds is restarted. 0 means "
+        "never. The default is %(default)s.",
     )
     server.add_argument(
         "--drain-timeout",
         type=_at_least_0(float),
         default=30.0,
         metavar="S",
-        help="requests that run at SIGTERM may take this long to finish (default: %(default)s)",
+        help="The number of seconds that running requests have to finish after SIGTERM. The "
+        "default is %(default)s.",
     )
     server.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
-        help="(default: %(default)s) [NEREID_LOG_LEVEL]",
+        help="The log level. The default is %(default)s. [NEREID_LOG_LEVEL]",
     )
-    server.add_argument("--log-file", type=Path, metavar="PATH", help="where the servers' log goes")
+    server.add_argument(
+        "--log-file",
+        type=Path,
+        metavar="PATH",
+        help="The file for the log of all servers. The default is "
+        "~/.local/state/nereid/serve-PORT.log.",
+    )
     server.add_argument("tritonserver_args", nargs="*", metavar="-- ARGS", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, start, wait, announce, watch, stop."""
+    """Check all settings, then run the servers until the end. Return the exit code."""
     return Supervisor(make_plan(args)).run()
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Everything decided and checked, nothing started.
+def make_plan(args: argparse.Namespace) -> ServePlan:
+    """Return everything to run, with all settings checked. Nothing is started.
 
     Raises: CliError.
     """
-    checks.check_python_version()
+    startup_checks.check_python_version()
     tritonserver = _find_tritonserver(args.tritonserver)
     repository = _find_repository(args.model_repository)
-    checks.check_model_repository(repository)
+    startup_checks.check_model_repository(repository)
     model = args.model or _environment_path("NEREID_MODEL") or repository.parent / "demo" / "chat"
     model = model.expanduser().absolute()
-    checks.check_checkpoint(model)
-    beside = poolers.choose(args, repository)
+    startup_checks.check_checkpoint(model)
+    beside = pooling_models.choose(args, repository)
     ports = {flag: getattr(args, _attribute(flag)) for flag in _PORT_FLAGS}
-    checks.check_ports(args.host, ports)
+    startup_checks.check_ports(args.host, ports)
 
     given_name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
     name = given_name or model.resolve().name
-    environment = _environment(args, model, name) | poolers.environment(beside)
-    checks.check_frontend_settings(environment)
-    checks.check_model_settings(
-        repository, {name: text for name, text in environment.items() if name not in _OF_FRONTEND}
+    environment = _environment(args, model, name) | pooling_models.environment(beside)
+    startup_checks.check_frontend_settings(environment)
+    startup_checks.check_model_settings(
+        repository,
+        {name: text for name, text in environment.items() if name not in _FRONTEND_VARIABLES},
     )
     shm_prefix = f"nereid_{os.getpid()}_"
-    near = "127.0.0.1" if args.host in ("0.0.0.0", "") else args.host
-    metrics_url = f"http://{near}:{args.metrics_port}/metrics"
-    return Plan(
+    local_host = "127.0.0.1" if args.host in ("0.0.0.0", "") else args.host
+    metrics_url = f"http://{local_host}:{args.metrics_port}/metrics"
+    return ServePlan(
         server=Program(
             "tritonserver",
             _server_command(args, tritonserver, repository, shm_prefix),
-            {name: text for name, text in environment.items() if name not in _OF_FRONTEND},
+            {name: text for name, text in environment.items() if name not in _FRONTEND_VARIABLES},
         ),
         frontend_program=Program(
             "the OpenAI frontend", [sys.executable, "-m", "nereid_client"], environment
@@ -198,18 +240,18 @@ def make_plan(args: argparse.Namespace) -> Plan:
         shm_prefix=shm_prefix,
         log_path=args.log_file or _default_log_path(args.openai_port),
         model=model,
-        poolers=beside,
-        frontend=Frontend(
-            f"http://{near}:{args.openai_port}", name, environment.get("NEREID_API_KEY", "")
+        pooling_models=beside,
+        frontend=FrontendClient(
+            f"http://{local_host}:{args.openai_port}", name, environment.get("NEREID_API_KEY", "")
         ),
-        doors=[
-            ("OpenAI API", f"http://{near}:{args.openai_port}/v1"),
-            ("Triton HTTP", f"http://{near}:{args.http_port}"),
-            ("Triton gRPC", f"{near}:{args.grpc_port}"),
+        endpoints=[
+            ("OpenAI API", f"http://{local_host}:{args.openai_port}/v1"),
+            ("Triton HTTP", f"http://{local_host}:{args.http_port}"),
+            ("Triton gRPC", f"{local_host}:{args.grpc_port}"),
             ("metrics", metrics_url),
         ],
         metrics_url=metrics_url,
-        generate_url=f"http://{near}:{args.http_port}/v2/models/llm/generate",
+        generate_url=f"http://{local_host}:{args.http_port}/v2/models/llm/generate",
         hang_timeout_s=args.hang_timeout,
         restarts=RestartPolicy(args.max_restarts, args.restart_backoff),
         drain_timeout_s=args.drain_timeout,
@@ -229,7 +271,7 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
         "NEREID_OPENAI_HOST": args.host,
         "NEREID_OPENAI_PORT": str(args.openai_port),
         "NEREID_GRPC_URL": f"{args.host}:{args.grpc_port}".replace("0.0.0.0:", "127.0.0.1:"),
-        "PYTHONUNBUFFERED": "1",  # progress lines of the server's Python models come at once
+        "PYTHONUNBUFFERED": "1",  # so that progress messages of the Python models are not delayed
     }
     return environment
 
@@ -238,18 +280,18 @@ def _server_command(
     args: argparse.Namespace, tritonserver: Path, repository: Path, shm_prefix: str
 ) -> list[str]:
     command = [str(tritonserver), f"--model-repository={repository}"]
-    for door in ("http", "grpc", "metrics"):
+    for endpoint in ("http", "grpc", "metrics"):
         command += [
-            f"--{door}-address={args.host}",
-            f"--{door}-port={getattr(args, door + '_port')}",
+            f"--{endpoint}-address={args.host}",
+            f"--{endpoint}-port={getattr(args, endpoint + '_port')}",
         ]
     command += [
         f"--exit-timeout-secs={SERVER_EXIT_TIMEOUT_S}",
-        # Our configurations are complete; guessing would start every Python model twice.
+        # The model configurations are complete. Auto-completion would start each model twice.
         "--disable-auto-complete-config",
-        # Each in a thread of its own: they wait for their processes, not for one another.
+        # All models load at the same time. Each thread only waits for the process of its model.
         "--model-load-thread-count=8",
-        # Names by which the shared memory of a server that was killed can be found.
+        # With this prefix, the shared memory of a server that was killed can be found and removed.
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
     ]
     if args.log_level == "debug":
@@ -260,16 +302,18 @@ def _server_command(
 def _find_tritonserver(given: Path | None) -> Path:
     if given is not None:
         if not os.access(given, os.X_OK):
-            raise CliError(f"--tritonserver: {given} is not a program")
+            raise CliError(f"--tritonserver: {given} is not an executable file")
         return given.absolute()
-    ours = launcher_path()
-    if ours.is_file() and LAUNCHER_MARK in ours.read_text(errors="replace"):
+    launcher = launcher_path()
+    if launcher.is_file() and LAUNCHER_MARK in launcher.read_text(errors="replace"):
         find_libpython()
-        checks.check_embedded_numpy()
-        return ours
+        startup_checks.check_embedded_numpy()
+        return launcher
     found = shutil.which("tritonserver")
     if found is None:
-        raise CliError("there is no tritonserver; install the embedded one: nereid install-server")
+        raise CliError(
+            "The program tritonserver was not found. Run `nereid install-server` to install it."
+        )
     return Path(found)
 
 
@@ -296,12 +340,12 @@ def _default_log_path(port: int) -> Path:
 
 
 def _at_least_0(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
-    """A type for argparse: a number that is not negative."""
+    """Return an argument type for argparse: a number that is not negative."""
 
     def parse(text: str) -> _Number:
         number = kind(text)
         if not 0 <= number < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+            raise argparse.ArgumentTypeError(f"must be at least 0, but it is {text}")
         return number
 
     parse.__name__ = "number"  # argparse says "invalid number value"

@@ -1,4 +1,4 @@
-"""`nereid template inspect`: what a checkpoint's chat template says of its format."""
+"""`nereid template inspect`: report which formats a checkpoint's chat template uses."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from nereid_client.console import CliError
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `template` to the command line."""
+    """Add the subcommand `template`."""
     parser = commands.add_parser("template", help=command.HELP)
     command.add_arguments(parser)
     parser.set_defaults(run=run)
@@ -18,7 +18,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Print the report.
 
-    Raises: CliError for a path that is neither a template nor a checkpoint.
+    Raises: CliError if the path is neither a template nor a checkpoint.
     """
     try:
         return command.run(args)

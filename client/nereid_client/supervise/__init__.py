@@ -1,1 +1,9 @@
-"""Starts the servers, watches them, starts them again, drains and ends them."""
+"""Supervision of the two programs that `nereid serve` runs: a Triton server and the frontend.
+
+- startup_checks.py, weight_files.py: reject wrong settings and damaged checkpoints before the start
+- supervisor.py: START HERE; starts, announces, restarts, drains and ends the programs
+- child_processes.py: starts a program, reads its output, and ends it with all its descendants
+- warmup.py, pooling_models.py: wait until each model has answered a request
+- stub_processes.py, hang_detection.py: find failures that Triton server does not report
+- restart_policy.py, unfinished_requests.py: decide when to restart, and when all requests are done
+"""

@@ -1,8 +1,8 @@
-"""Child processes of `nereid serve`: started, listened to, and ended with all they started.
+"""Start, observe and end the child processes of `nereid serve`, with all their descendants.
 
-A Triton server that is killed leaves its Python stubs behind, and a stub may have children of its
-own. So this process declares itself the reaper of its orphaned descendants: whatever happens in
-between, everything that was started here stays below us in the process tree and can be ended.
+A Triton server that is killed leaves its Python stub processes behind, and a stub may have children
+of its own. This process therefore registers as the new parent of its orphaned descendants
+(`adopt_orphans`). Everything that it started stays below it in the process tree and can be ended.
 """
 
 import collections
@@ -19,42 +19,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-MARK = "nereid:"
-REFUSAL_MARK = "nereid: error:"
+MESSAGE_PREFIX = "nereid:"
+"""Starts a line of the log that is meant for the user."""
+ERROR_PREFIX = "nereid: error:"
+"""Starts a line with which a model reports a wrong setting, a bad checkpoint or its own end."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ERROR_LINES = 5
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
 _CRASH_LINE = re.compile(r"Signal \((4|6|7|8|11)\) received")
-# Of a stub that died, or that had no processor for a second.
-_SICK_STUB = "is not healthy"
-_CRASHES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
+# The server's message about a stub that died, or that got no CPU time for a second.
+_STUB_DIED = "is not healthy"
+_CRASH_CODES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Waiter(Protocol):
-    """Waits for up to so many seconds; true means: don't wait any more. An Event's `wait`."""
+    """A function that waits like `threading.Event.wait`, and returns True to end all waiting."""
 
     def __call__(self, timeout: float) -> bool:
-        """Wait."""
+        """Wait for at most `timeout` seconds."""
         ...
 
 
-class Child:
-    """A program whose output goes to a log file, line by line.
+class ChildProcess:
+    """A program that runs in a child process. Its output goes to a log file, line by line.
 
-    Lines that start with `nereid:` are passed to `on_line` too.
+    The program starts in a session of its own, so that Ctrl-C in the terminal does not reach it.
+
+    Args:
+        name: the name of the program, for messages.
+        command: the command with its arguments.
+        environment: all environment variables of the program.
+        log: the log file.
+        on_line: is called with each line of the output that starts with `nereid:`, except errors.
 
     Attributes:
-        name: for messages.
-        errors: the last lines that a Triton server marks as errors.
-        refusals: what our models said of the settings or the checkpoint when they refused them,
-            or when they gave up.
-        refused_at: when the first of them came, by time.monotonic.
-        tail: the last lines it wrote, tables left out.
-        crash: the line in which a Triton server tells of its crash. Version 2.51 can hang in its
-            handler of that signal, for ever and with its ports open, instead of ending.
+        errors: the last lines that a Triton server marked as errors.
+        refusals: the reasons with which Nereid's models rejected the settings or the checkpoint,
+            or ended themselves.
+        refused_at: the time of the first refusal, by time.monotonic. Infinity if there is none.
+        tail: the last lines of the output, without tables.
+        crash: the line with which a Triton server reports its crash, None if there is none. Version
+            2.51 can hang in its handler of the signal instead of ending, with its ports open.
     """
 
     def __init__(
@@ -65,7 +73,6 @@ class Child:
         log: IO[str],
         on_line: Callable[[str], None],
     ) -> None:
-        """Start it in a session of its own, where the terminal's Ctrl-C does not reach it."""
         self.name = name
         self.errors: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
@@ -86,41 +93,46 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id; nobody else's before `stop` has returned."""
+        """The process id. The kernel does not reuse it before `stop` or `kill` has returned."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code, None while the program runs."""
         return self._process.poll()
 
     @property
     def has_crashed(self) -> bool:
-        """Whether it ended in a way that no program chooses, and nobody from outside."""
-        is_sick = any(_SICK_STUB in line for line in self.errors)
-        return self.crash is not None or self.exit_code in _CRASHES or is_sick
+        """Whether the program crashed: a fatal signal or a broken stub, not an exit or a kill."""
+        is_stub_dead = any(_STUB_DIED in line for line in self.errors)
+        return self.crash is not None or self.exit_code in _CRASH_CODES or is_stub_dead
 
     def describe_end(self) -> str:
-        """How it ended, for a message."""
+        """Return a description of how the program ended, such as "NAME ended with exit code 1"."""
         code = self._process.poll()
         if code is None:
-            return f"{self.name} runs"
-        self._reader.join(timeout=1)  # the last lines tell why
+            return f"{self.name} is still running"
+        self._reader.join(timeout=1)  # the reason is in the last lines
         if code < 0:
             return f"{self.name} was ended by {signal.Signals(-code).name}"
         return f"{self.name} ended with exit code {code}"
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it still runs."""
+        """Send a signal to the program, if it still runs."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it at once, and wait for that."""
+        """Kill the program and wait for its end."""
         self._process.kill()
         self._process.wait()
 
     def stop(self, grace_s: float, hurry: Waiter) -> None:
-        """Ask it to end, wait, and kill it when it takes longer than `grace_s` or in a hurry."""
+        """Terminate the program and wait for its end. Kill it if that takes too long.
+
+        Args:
+            grace_s: the seconds between SIGTERM and SIGKILL.
+            hurry: returns True to kill the program at once.
+        """
         if self._process.poll() is None:
             self._process.terminate()
         deadline = time.monotonic() + grace_s
@@ -132,6 +144,7 @@ class Child:
         self._process.wait()
 
     def _relay(self, log: IO[str], on_line: Callable[[str], None]) -> None:
+        """Write each line of the output to the log, and record errors, crashes and refusals."""
         output = self._process.stdout
         if output is None:
             return
@@ -141,34 +154,36 @@ class Child:
                 self.errors.append(line)
             elif line and not line.startswith(("|", "+-")):
                 self.tail.append(line)
-            with contextlib.suppress(ValueError, OSError):  # closed, or the disk is full
+            with contextlib.suppress(ValueError, OSError):  # the log is closed, or the disk is full
                 log.write(line + "\n")
             if _CRASH_LINE.match(line):
                 self.crash = line
-            if line.startswith(REFUSAL_MARK):
-                self._refuse(line.removeprefix(REFUSAL_MARK).strip())
-            elif line.startswith(MARK):
+            if line.startswith(ERROR_PREFIX):
+                self._refuse(line.removeprefix(ERROR_PREFIX).strip())
+            elif line.startswith(MESSAGE_PREFIX):
                 on_line(line)
 
     def _refuse(self, reason: str) -> None:
-        # Each of the models says it of a wrong setting.
+        # Several models report the same wrong setting.
         if reason not in self.refusals:
             self.refused_at = min(self.refused_at, time.monotonic())
             self.refusals.append(reason)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Make this process the new parent of each descendant whose own parent ends."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants(grace_s: float, hurry: Waiter, keep: Collection[int] = ()) -> list[str]:
-    """End every process below this one; the result names those that were still there.
+    """End all descendants of this process.
 
     Args:
-        grace_s: so long after SIGTERM comes SIGKILL.
-        hurry: true ends that wait.
-        keep: process ids that are left alone, with all that is below them.
+        grace_s: the seconds between SIGTERM and SIGKILL.
+        hurry: returns True to send SIGKILL at once.
+        keep: ids of processes that continue to run, with their descendants.
+
+    Returns: the names and ids of the processes that were running, such as "python3 (17)".
     """
     found = _descendants(keep)
     names = [f"{_command(pid)} ({pid})" for pid in found]
@@ -177,7 +192,7 @@ def end_descendants(grace_s: float, hurry: Waiter, keep: Collection[int] = ()) -
     while (found := _descendants(keep)) and time.monotonic() < deadline:
         if hurry(0.05):
             break
-    while found := _descendants(keep):  # a process may have started another one meanwhile
+    while found := _descendants(keep):  # a process may have started another one in the meantime
         _signal_all(found, signal.SIGKILL)
         time.sleep(0.02)
     return names
@@ -185,14 +200,15 @@ def end_descendants(grace_s: float, hurry: Waiter, keep: Collection[int] = ()) -
 
 @dataclass(frozen=True)
 class Process:
-    """One process as the kernel shows it.
+    """A process, as described by /proc/PID/stat.
 
     Attributes:
-        pid: its id.
-        parent: its parent's.
-        name: the first 15 characters of its program's name.
-        state: a letter: R, S, D, T, and Z for one that has ended and was not waited for.
-        exit_status: how one with a Z has ended, as waitpid tells it.
+        pid: the id of the process.
+        parent: the id of its parent.
+        name: the first 15 characters of the program's name.
+        state: a letter: R, S, D, T and so on. Z is a zombie: it has ended, but its parent has not
+            waited for it.
+        exit_status: how a zombie ended, in the format of waitpid.
     """
 
     pid: int
@@ -203,17 +219,20 @@ class Process:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether it ended in a way that no program chooses, and nobody from outside."""
-        return self.state == "Z" and -os.WTERMSIG(self.exit_status) in _CRASHES
+        """Whether it is a zombie that was ended by the signal of a crash."""
+        return self.state == "Z" and -os.WTERMSIG(self.exit_status) in _CRASH_CODES
 
 
 def process_of(pid: int) -> Process | None:
-    """A process; None when it is gone."""
+    """Return a process, None if it does not exist."""
     return _process(Path(f"/proc/{pid}"))
 
 
 def is_waiting_for_a_child(pid: int) -> bool:
-    """Whether one of its threads waits for the end of a child process, as far as we may know."""
+    """Return whether a thread of the process waits for the end of a child process.
+
+    Return False too if the kernel does not allow to read the state of the threads.
+    """
     for thread in Path(f"/proc/{pid}/task").glob("*/wchan"):
         with contextlib.suppress(OSError):
             if thread.read_text() == "do_wait":
@@ -222,12 +241,12 @@ def is_waiting_for_a_child(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[Process]:
-    """The direct children of a process, dead ones that it did not wait for among them."""
+    """Return the direct children of a process, zombies included."""
     return [process for process in _processes() if process.parent == pid]
 
 
 def command_line(pid: int) -> list[str]:
-    """Its arguments; empty for a process that has gone."""
+    """Return the arguments of a process, an empty list if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
@@ -235,7 +254,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def _die_with_parent() -> None:
-    """In the child: get SIGTERM when the parent ends, even if it was killed."""
+    """In the child process: request a SIGTERM for the time when the parent ends, even if killed."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
@@ -246,7 +265,7 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def _descendants(keep: Collection[int] = ()) -> list[int]:
-    """Processes below this one that still run, parents first; reaps those that don't."""
+    """Return the ids of the descendants that run, parents first. Reap those that have ended."""
     children: dict[int, list[int]] = collections.defaultdict(list)
     for process in _processes():
         children[process.parent].append(process.pid)
@@ -271,16 +290,19 @@ def _processes() -> Iterator[Process]:
 def _process(entry: Path) -> Process | None:
     try:
         status = (entry / "stat").read_text(errors="replace")
-    except OSError:  # ended meanwhile
+    except OSError:  # the process has ended
         return None
-    head, _, rest = status.rpartition(")")  # the name may hold anything
+    head, _, rest = status.rpartition(")")  # the name may contain spaces and parentheses
     fields = rest.split()
     name, parent = head.partition("(")[2], int(fields[1])
     return Process(int(entry.name), parent, name, fields[0], int(fields[-1]))
 
 
 def _reap(pid: int) -> bool:
-    """Whether the process has ended; true also for a zombie that another process must reap."""
+    """Reap a process if it has ended, and return whether it has.
+
+    Return True too for a zombie that another process must reap.
+    """
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     process = process_of(pid)

@@ -1,8 +1,8 @@
-"""Finds a server that lives and does nothing any more.
+"""Detect a Triton server that hangs: its processes run, but no request makes progress.
 
-Suspicious is one where requests are in work and none of Nereid's numbers on the metrics page has
-moved for a while, or that page does not come. A slow reader can look like that too, so a small
-request decides: any answer to it, a refusal too, and the server is well.
+A hang is suspected if requests run, but none of Nereid's metrics has changed for a while or the
+metrics cannot be read. A client that reads slowly can cause this too. Therefore a small request is
+sent to the server. If the server answers it in time, even with an error, it does not hang.
 """
 
 import http.client
@@ -12,31 +12,32 @@ import time
 import urllib.error
 import urllib.request
 
-from nereid_client.supervise.unfinished_requests import count_in_work, metrics_page
-from nereid_client.supervise.warmup import Frontend
+from nereid_client.supervise.frontend_client import FrontendClient
+from nereid_client.supervise.unfinished_requests import count_running, read_metrics
 
-_LOOKS = 20
-_SHORTEST_LOOK_S = 0.2
-_LONGEST_LOOK_S = 5.0
+_CHECKS_PER_LIMIT = 20
+_MIN_CHECK_INTERVAL_S = 0.2
+_MAX_CHECK_INTERVAL_S = 5.0
 _PROBE = {"text_input": "a", "max_tokens": 1}
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class HangWatch(threading.Thread):
-    """Watches one server until it is told to stop.
+    """A thread that observes one server until `stop` is called.
 
     Args:
-        frontend: knows of the requests that came by the OpenAI API.
-        metrics_url: the server's page of metrics; without one nothing is ever suspicious.
-        generate_url: where the small request goes.
-        limit_s: half of it in silence, and half of it for the small request.
+        frontend: the frontend, which counts its running requests.
+        metrics_url: the URL of the server's metrics. A server without metrics never seems to hang.
+        generate_url: the URL to which the small request is sent.
+        limit_s: the setting hang_timeout. One half is the time without a change of the metrics
+            after which a hang is suspected, the other half is the timeout of the small request.
 
     Attributes:
-        finding: what was found, None while all is well.
+        finding: a description of the hang, None if the server does not hang.
     """
 
     def __init__(
-        self, frontend: Frontend, metrics_url: str, generate_url: str, limit_s: float
+        self, frontend: FrontendClient, metrics_url: str, generate_url: str, limit_s: float
     ) -> None:
         super().__init__(daemon=True)
         self.finding: str | None = None
@@ -47,32 +48,34 @@ class HangWatch(threading.Thread):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         self._stopped.set()
 
     def run(self) -> None:
-        """Look, until something is found."""
-        look_s = min(max(self._limit_s / _LOOKS, _SHORTEST_LOOK_S), _LONGEST_LOOK_S)
+        """Check the server regularly until it hangs or `stop` is called."""
+        interval_s = self._limit_s / _CHECKS_PER_LIMIT
+        interval_s = min(max(interval_s, _MIN_CHECK_INTERVAL_S), _MAX_CHECK_INTERVAL_S)
         last: str | None = None
-        quiet_since = time.monotonic()
-        while not self._stopped.wait(look_s):
-            page = metrics_page(self._metrics_url)
-            numbers = _numbers(page)
-            is_moving = numbers is None or numbers != last
+        unchanged_since = time.monotonic()
+        while not self._stopped.wait(interval_s):
+            page = read_metrics(self._metrics_url)
+            numbers = _nereid_metrics(page)
+            has_changed = numbers is None or numbers != last
             last = numbers
-            if is_moving or not count_in_work(self._frontend, page):
-                quiet_since = time.monotonic()
-            elif time.monotonic() - quiet_since >= self._limit_s / 2:
+            if has_changed or not count_running(self._frontend, page):
+                unchanged_since = time.monotonic()
+            elif time.monotonic() - unchanged_since >= self._limit_s / 2:
                 if not self._answers():
                     self.finding = (
-                        f"tritonserver hangs: requests are in work, nothing moved for "
-                        f"{self._limit_s / 2:g} s, and a small request had no answer for as long"
+                        "tritonserver hangs: requests are running, but its metrics have not "
+                        f"changed for {self._limit_s / 2:g} s, and it did not answer a small "
+                        "request in the same time"
                     )
                     return
-                quiet_since = time.monotonic()
+                unchanged_since = time.monotonic()
 
     def _answers(self) -> bool:
-        """Whether the small request is answered, or fails in any way but by waiting."""
+        """Send the small request. Return False if it times out. Any other error is an answer."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._generate_url, json.dumps(_PROBE).encode(), headers)
         try:
@@ -83,13 +86,16 @@ class HangWatch(threading.Thread):
             return False
         except urllib.error.URLError as error:
             return not isinstance(error.reason, TimeoutError)
-        except (OSError, http.client.HTTPException):  # the server has gone; others see to that
+        except (
+            OSError,
+            http.client.HTTPException,
+        ):  # the server has ended, which the supervisor notices
             return True
         return True
 
 
-def _numbers(page: str | None) -> str | None:
-    """The lines that tell of our models; None without a page."""
+def _nereid_metrics(page: str | None) -> str | None:
+    """Return the lines with Nereid's own metrics, None if the metrics could not be read."""
     if page is None:
         return None
     return "\n".join(line for line in page.splitlines() if line.startswith("nereid:"))

@@ -1,4 +1,7 @@
-"""The embedding model and the reranker that `nereid serve` serves beside the language model."""
+"""The embedding model and the reranker that `nereid serve` serves beside the language model.
+
+Both are called pooling models.
+"""
 
 import argparse
 import os
@@ -10,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nereid_client.console import CliError
-from nereid_client.supervise import startup_checks as checks
-from nereid_client.supervise.warmup import Frontend
+from nereid_client.supervise import startup_checks
+from nereid_client.supervise.frontend_client import FrontendClient
 
 NOT_SERVED = "none"
 _POLL_EVERY_S = 0.1
@@ -26,18 +29,22 @@ _EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 _FLAGS = {
-    "--embedding-model": ("embedding", "embed", "an embedding model, in the same layout"),
-    "--rerank-model": ("rerank", "rerank", "a reranker or classifier, in the same layout"),
+    "--embedding-model": ("embedding", "embed", "The folder of an embedding model's checkpoint."),
+    "--rerank-model": (
+        "rerank",
+        "rerank",
+        "The folder of a reranker's or classifier's checkpoint.",
+    ),
 }
 
 
 @dataclass(frozen=True)
-class Pooler:
-    """A pooling model that will be served.
+class PoolingModel:
+    """A pooling model to serve.
 
     Attributes:
-        kind: its name in the model repository.
-        path: its checkpoint.
+        kind: its name in the model repository, "embedding" or "rerank".
+        path: the folder of its checkpoint.
         name: its name in the API.
     """
 
@@ -47,28 +54,31 @@ class Pooler:
 
     @property
     def example(self) -> tuple[str, dict[str, Any]]:
-        """Path and body of a request that it answers."""
+        """The path and the body of an example request to this model."""
         path, body = _EXAMPLES[self.kind]
         return path, {"model": self.name, **body}
 
 
 def add_flags(group: "argparse._ArgumentGroup") -> None:
-    """Add the flags of the pooling models."""
+    """Add the flags of the pooling models to a group of an argument parser."""
     for flag, (kind, folder, text) in _FLAGS.items():
         group.add_argument(
             flag,
             metavar="PATH",
-            help=f"{text}; none: not served (default: demo/{folder} beside the model repository) "
-            f"[{_variable(kind, 'MODEL')}]",
+            help=f"{text} none serves no such model. The default is demo/{folder} beside the "
+            f"model repository. [{_variable(kind, 'MODEL')}]",
         )
 
 
-def choose(args: argparse.Namespace, repository: Path) -> list[Pooler]:
-    """The pooling models to serve: by flag, else by environment variable, else the demo's.
+def choose(args: argparse.Namespace, repository: Path) -> list[PoolingModel]:
+    """Return the pooling models to serve.
 
-    Raises: CliError: what was given is no checkpoint, or the repository has no such model.
+    The checkpoint of a model is that of the flag, else that of the environment variable, else that
+    of the demo, if it exists.
+
+    Raises: CliError if a path is not a checkpoint, or the model repository lacks the model.
     """
-    found = []
+    models = []
     for flag, (kind, folder, _) in _FLAGS.items():
         given = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
         given = given or os.environ.get(_variable(kind, "MODEL"))
@@ -77,63 +87,67 @@ def choose(args: argparse.Namespace, repository: Path) -> list[Pooler]:
         if given == NOT_SERVED or (not given and not (has_model and path.is_dir())):
             continue
         if not has_model:
-            raise CliError(f"{flag}: {repository} has no {kind}/config.pbtxt to serve it with")
+            raise CliError(
+                f"{flag} requires the file {kind}/config.pbtxt in the model repository, but "
+                f"{repository} does not have it"
+            )
         path = path.expanduser().absolute()
         try:
-            checks.check_checkpoint(path)
+            startup_checks.check_checkpoint(path)
         except CliError as error:
             raise CliError(str(error).replace("--model", flag, 1)) from None
         name = os.environ.get(_variable(kind, "SERVED_MODEL_NAME")) or path.resolve().name
-        found.append(Pooler(kind, path, name))
-    return found
+        models.append(PoolingModel(kind, path, name))
+    return models
 
 
-def environment(poolers: Sequence[Pooler]) -> dict[str, str]:
-    """What the servers are told of both kinds."""
-    told = {_variable(kind, "MODEL"): NOT_SERVED for kind, _, _ in _FLAGS.values()}
-    for pooler in poolers:
-        told[_variable(pooler.kind, "MODEL")] = str(pooler.path)
-        told[_variable(pooler.kind, "SERVED_MODEL_NAME")] = pooler.name
-    return told
+def environment(models: Sequence[PoolingModel]) -> dict[str, str]:
+    """Return the environment variables that select the embedding and rerank checkpoints."""
+    variables = {_variable(kind, "MODEL"): NOT_SERVED for kind, _, _ in _FLAGS.values()}
+    for model in models:
+        variables[_variable(model.kind, "MODEL")] = str(model.path)
+        variables[_variable(model.kind, "SERVED_MODEL_NAME")] = model.name
+    return variables
 
 
-class PoolerWarmUp(threading.Thread):
-    """Asks each pooling model until it answers.
+class PoolingWarmUp(threading.Thread):
+    """A thread that sends requests to each pooling model until the model answers one.
 
     Attributes:
-        curls: a command that works, for each model that has answered, in order.
-        failure: why one never will.
+        curls: a shell command with a request that works, for each model that has answered.
+        failure: the reason why a model cannot answer, None if there is none.
     """
 
-    def __init__(self, frontend: Frontend, poolers: Sequence[Pooler]) -> None:
+    def __init__(self, frontend: FrontendClient, models: Sequence[PoolingModel]) -> None:
         super().__init__(daemon=True)
         self.curls: list[str] = []
         self.failure: str | None = None
         self._frontend = frontend
-        self._poolers = list(poolers)
+        self._models = list(models)
 
     @property
     def is_done(self) -> bool:
-        """Whether all of them answer."""
-        return len(self.curls) == len(self._poolers)
+        """Whether all models have answered."""
+        return len(self.curls) == len(self._models)
 
     def run(self) -> None:
-        """Poll one after the other; they load side by side."""
-        # Asked before the server listens, the frontend would log each question as a failure.
+        """Wait for one model after the other. They load at the same time."""
+        # Until the server is ready, the frontend would log each request as a failure.
         while self._frontend.get_status("/health/ready") != 200:
             time.sleep(_POLL_EVERY_S)
-        for pooler in self._poolers:
-            path, body = pooler.example
+        for model in self._models:
+            path, body = model.example
             status, text = self._frontend.post(path, body)
-            # 404: the Triton server does not know the model before it is loaded.
+            # 404: the Triton server does not know a model before the model is loaded.
             while status in (None, 404, 429, 503):
                 time.sleep(_POLL_EVERY_S)
                 status, text = self._frontend.post(path, body)
             if status != 200:
-                self.failure = f"the model {pooler.name} can't answer: {text}"
+                self.failure = f"the model {model.name} cannot answer its first request: {text}"
                 return
             self.curls.append(self._frontend.curl(path, body))
 
 
 def _variable(kind: str, name: str) -> str:
+    """Return an environment variable, such as NEREID_EMBEDDING_MODEL."""
     return f"NEREID_{kind.upper()}_{name}"

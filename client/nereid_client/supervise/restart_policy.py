@@ -1,20 +1,21 @@
-"""How often a part of `nereid serve` may be started again, and when."""
+"""The rules by which `nereid serve` restarts a program that ended."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_LONGEST_WAIT_S = 60.0
-_FORGIVEN_AFTER_S = 600.0
+_MAX_WAIT_S = 60.0
+_RESET_AFTER_S = 600.0
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Limits on starting a part again.
+    """The limits on restarts.
 
     Attributes:
-        max_restarts: so often in a row; 0 never.
-        backoff_s: the wait before the second restart in a row, doubled for each further one.
+        max_restarts: the number of restarts in a row. 0 means that nothing is restarted.
+        backoff_s: the seconds before the second restart in a row. The time doubles for each
+            further restart. The first restart is immediate.
     """
 
     max_restarts: int
@@ -22,7 +23,7 @@ class RestartPolicy:
 
 
 class Restarts:
-    """Counts the restarts of one part. Ten minutes without a failure wipe the slate clean."""
+    """Counts the restarts of a program in a row. Ten minutes without a failure reset it."""
 
     def __init__(self, policy: RestartPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self._policy = policy
@@ -31,9 +32,9 @@ class Restarts:
         self.number = 0
 
     def next_wait_s(self) -> float | None:
-        """Note a failure; seconds until the part may start again, None: not any more."""
+        """Record a failure. Return the seconds to wait before the restart, None for no restart."""
         now = self._clock()
-        if now - self._last_failure >= _FORGIVEN_AFTER_S:
+        if now - self._last_failure >= _RESET_AFTER_S:
             self.number = 0
         self._last_failure = now
         if self.number >= self._policy.max_restarts:
@@ -41,8 +42,8 @@ class Restarts:
         self.number += 1
         if self.number == 1:
             return 0.0
-        return float(min(self._policy.backoff_s * 2 ** (self.number - 2), _LONGEST_WAIT_S))
+        return float(min(self._policy.backoff_s * 2 ** (self.number - 2), _MAX_WAIT_S))
 
     def describe(self) -> str:
-        """Which restart this is."""
+        """Return the number of this restart, such as "restart 2 of 5"."""
         return f"restart {self.number} of {self._policy.max_restarts}"

@@ -1,4 +1,4 @@
-"""What `nereid serve` checks before it starts anything. Each check raises CliError, one line."""
+"""The checks of `nereid serve` before it starts anything. Each one raises a CliError."""
 
 import json
 import socket
@@ -10,77 +10,103 @@ from pathlib import Path
 
 from nereid_client.console import CliError
 from nereid_client.settings import SettingsError, settings_from_environment
-from nereid_client.supervise import weight_files as weights
+from nereid_client.supervise import weight_files
 
-_OLDEST, _NEWEST = (3, 11), (3, 12)
-# The backend's own check, which the client may not import: a program in the same environment.
+_OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 12)
+# The backend's own check of its settings. It runs as a program, because this package must not
+# import the backend.
 _BACKEND_CHECK = "nereid_backend.serving.check_settings"
-_WRONG = 2
+_WRONG_SETTINGS = 2
 _CHECK_TIMEOUT_S = 20.0
 _JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def check_python_version(running: tuple[int, int] = sys.version_info[:2]) -> None:
-    """Refuse a Python that the server's stubs and our packages were not tested with."""
-    if not _OLDEST <= running <= _NEWEST:
+    """Check that this Python is a supported one.
+
+    Raises: CliError.
+    """
+    if not _OLDEST_PYTHON <= running <= _NEWEST_PYTHON:
         raise CliError(
-            f"this is Python {running[0]}.{running[1]}; Nereid needs 3.11 or 3.12: "
-            "make the environment again with one of those"
+            f"Nereid requires Python 3.11 or 3.12, but this is Python {running[0]}.{running[1]}. "
+            "Create the virtual environment again with one of them."
         )
 
 
 def check_embedded_numpy(installed: str | None = None) -> None:
-    """Refuse numpy 2 before the embedded server, whose Python stub then misreads every array."""
+    """Check that numpy is older than version 2.
+
+    The Python stub of the embedded Triton server was built for numpy 1 and misreads the arrays of
+    numpy 2.
+
+    Raises: CliError.
+    """
     installed = installed or version("numpy")
     if int(installed.split(".")[0]) >= 2:
         raise CliError(
-            f"numpy {installed} does not work with the embedded Triton server, which was built for "
-            "numpy 1: pip install 'numpy<2'"
+            f"The embedded Triton server requires numpy 1, but numpy {installed} is installed. "
+            "Run: pip install 'numpy<2'"
         )
 
 
 def check_checkpoint(path: Path) -> None:
-    """Refuse what is not a Hugging Face checkpoint with safetensors, or is cut off."""
+    """Check that a folder is a Hugging Face checkpoint with complete safetensors files.
+
+    Raises: CliError.
+    """
     if not path.exists():
         raise CliError(
-            f"--model: there is no {path}; give the folder of a checkpoint on this machine "
-            "(hf download NAME --local-dir FOLDER fetches one)"
+            f"--model: the folder {path} does not exist. Give the folder of a checkpoint on this "
+            "machine. `hf download NAME --local-dir FOLDER` downloads one."
         )
     if not path.is_dir():
-        raise CliError(f"--model: {path} is not a folder; give the folder that holds config.json")
+        raise CliError(
+            f"--model: {path} is not a folder. Give the folder that contains config.json."
+        )
     if not (path / "config.json").is_file():
-        raise CliError(f"--model: {path} has no config.json; give a Hugging Face checkpoint")
+        raise CliError(
+            f"--model: the folder {path} has no config.json. Give the folder of a Hugging Face "
+            "checkpoint."
+        )
     if not any(path.glob("*.safetensors")):
         raise CliError(
-            f"--model: {path} has no *.safetensors file; convert the weights with "
-            "transformers' save_pretrained, which writes safetensors"
+            f"--model: the folder {path} has no *.safetensors file. Convert the weights with "
+            "save_pretrained of the library transformers, which writes safetensors files."
         )
     for name in _JSON_FILES:
         _check_json(path / name)
-    found = weights.damage(path)
-    if found:
-        raise CliError(f"--model: {found}")
+    damage = weight_files.find_damage(path)
+    if damage:
+        raise CliError(f"--model: {damage}")
 
 
 def _check_json(path: Path) -> None:
     try:
         if path.is_file() and not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise CliError(f"--model: {path} cannot be read ({error}); download it again") from None
+        raise CliError(
+            f"--model: the file {path} cannot be read ({error}). Download it again."
+        ) from None
 
 
 def check_model_repository(path: Path) -> None:
-    """Refuse a folder that can't be our model repository."""
+    """Check that a folder is Nereid's model repository.
+
+    Raises: CliError.
+    """
     if not (path / "llm" / "config.pbtxt").is_file():
         raise CliError(
-            f"--model-repository: {path} has no llm/config.pbtxt; give the path of Nereid's "
-            "model_repository folder, or run this from the folder that holds it"
+            f"--model-repository: the folder {path} has no llm/config.pbtxt. Give the path of "
+            "Nereid's folder model_repository, or run this command in the folder that contains it."
         )
 
 
 def check_frontend_settings(environment: Mapping[str, str]) -> None:
-    """Refuse settings that the OpenAI frontend would refuse."""
+    """Check the settings of the frontend.
+
+    Raises: CliError.
+    """
     try:
         settings_from_environment(environment)
     except SettingsError as error:
@@ -88,36 +114,45 @@ def check_frontend_settings(environment: Mapping[str, str]) -> None:
 
 
 def check_model_settings(repository: Path, environment: Mapping[str, str]) -> None:
-    """Refuse settings that the models would refuse; without the backend here, they do it later.
+    """Check the settings of the models.
+
+    Do nothing if the backend is not installed in this environment. The models then reject wrong
+    settings when they start.
 
     Args:
-        repository: of the models; those that are not ours are not looked at.
-        environment: what they will be told.
+        repository: the model repository. Models that are not Nereid's are ignored.
+        environment: the environment variables of the models.
+
+    Raises: CliError.
     """
     command = [sys.executable, "-m", _BACKEND_CHECK, str(repository)]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=dict(environment), capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired):
         return
-    if done.returncode == _WRONG and done.stdout.strip():
-        raise CliError("; ".join(done.stdout.strip().splitlines()))
+    if result.returncode == _WRONG_SETTINGS and result.stdout.strip():
+        raise CliError("; ".join(result.stdout.strip().splitlines()))
 
 
 def check_ports(host: str, ports: Mapping[str, int]) -> None:
-    """Refuse ports that are out of range, given twice, or taken.
+    """Check that all ports are valid, different and free.
 
     Args:
-        host: the address that will be listened on.
+        host: the address on which the servers will listen.
         ports: flag -> port.
+
+    Raises: CliError.
     """
     seen: dict[int, str] = {}
     for flag, port in ports.items():
         if not 1 <= port <= 65535:
-            raise CliError(f"{flag}: a port is a number from 1 to 65535, got {port}")
+            raise CliError(f"{flag} must be from 1 to 65535, but it is {port}")
         if port in seen:
-            raise CliError(f"{flag} and {seen[port]} are both {port}; give each its own port")
+            raise CliError(
+                f"{seen[port]} and {flag} are both {port}. Give each of them its own port."
+            )
         seen[port] = flag
         _check_port_is_free(host, port, flag)
 
@@ -128,14 +163,16 @@ def _check_port_is_free(host: str, port: int, flag: str) -> None:
             host, port, type=socket.SOCK_STREAM
         )[0]
     except socket.gaierror as error:
-        raise CliError(f"--host: {host} is no address of this machine ({error.strerror})") from None
+        raise CliError(
+            f"--host: {host} is not an address of this machine ({error.strerror})"
+        ) from None
     with socket.socket(family, kind, protocol) as probe:
-        # As servers do: connections that are still closing don't count, listeners do.
+        # Servers set this option too: it ignores connections that are still closing.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
             raise CliError(
-                f"port {port} on {host} can't be used ({error.strerror}): "
-                f"stop what listens there, or give another with {flag}"
+                f"{flag}: port {port} on {host} cannot be used ({error.strerror}). Stop the "
+                f"program that listens on it, or give another port with {flag}."
             ) from None

@@ -1,12 +1,12 @@
-"""Finds the Python models of a Triton server that have died.
+"""Find stub processes (Python models) of a Triton server that have died or that it abandoned.
 
-Server 2.51 goes on when one of its Python stubs dies: its health pages still say ready, what that
-model was working on may wait for ever, and nothing is started again. What shows it is the process
-table, where the dead stub stays the server's child until the server ends. A stub whose model is
-unloaded is waited for at once, so only one that stays dead was not meant to die.
+Triton server 2.51 does not notice that a stub process has died: its health routes still report that
+it is ready, requests of that model may wait forever, and the stub is not restarted. The process
+table shows the death: the stub stays a zombie child of the server until the server ends. The server
+waits at once for a stub whose model it unloads, so a stub that stays a zombie died unexpectedly.
 
-A stub that has no processor for a second while it starts, on a busy machine, is given up as sick:
-the server then waits for its end without ending it, for ever, where the stub is well.
+If a stub gets no CPU time for a second while it starts, the server takes it for dead and waits for
+its end, but does not end it. The stub is alive, so the server waits forever.
 """
 
 import time
@@ -21,22 +21,22 @@ from nereid_client.supervise.child_processes import (
 )
 
 _PROGRAM = "triton_python_backend_stub"
-_NAME_LENGTH = 15  # of what the kernel keeps
+_NAME_LENGTH = 15  # the kernel keeps 15 characters of a process name
 _RESCAN_EVERY_S = 5.0
-_DEAD_FOR_S = 0.4
-_LOOK_EVERY_S = 1.0
-_GIVEN_UP_FOR_S = 5.0
+_ZOMBIE_S = 0.4
+_CHECK_EVERY_S = 1.0
+_ABANDONED_AFTER_S = 5.0
 
 
 class StubWatch:
-    """Follows the stubs of one Triton server.
+    """Observes the stub processes of one Triton server.
 
     Args:
-        server: the server's process id, or that of the script that becomes it.
-        clock: seconds that never go back.
+        server: the process id of the server, or of the script that becomes the server by exec.
+        clock: returns a time in seconds that never goes back.
 
     Attributes:
-        has_crashed: whether the stub that was found dead ended in a way that no program chooses.
+        has_crashed: whether the dead stub that was found crashed, rather than exited.
     """
 
     def __init__(self, server: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,45 +45,49 @@ class StubWatch:
         self._models: dict[int, str] = {}
         self._dead_since: dict[int, float] = {}
         self._rescan_due = 0.0
-        self._look_due = 0.0
+        self._check_due = 0.0
         self._waiting_since: float | None = None
         self.has_crashed = False
 
     def dead_model(self) -> str | None:
-        """The name of a model whose stub has died, None while all live."""
+        """Return the name of a model whose stub has died, None if all are alive."""
         now = self._clock()
         if now >= self._rescan_due:
             self._rescan_due = now + _RESCAN_EVERY_S
             self._rescan()
         for pid, model in list(self._models.items()):
             process = process_of(pid)
-            if process is None:  # the server has waited for it: unloaded
+            if process is None:  # the server has unloaded the model
                 del self._models[pid]
                 self._dead_since.pop(pid, None)
             elif process.state != "Z":
                 continue
-            elif now - self._dead_since.setdefault(pid, now) >= _DEAD_FOR_S:
+            elif now - self._dead_since.setdefault(pid, now) >= _ZOMBIE_S:
                 self.has_crashed = process.has_crashed
                 return model
         return None
 
-    def is_one_given_up(self) -> bool:
-        """Whether the server, which is starting, waits for the end of a stub that goes on."""
+    def has_abandoned_stub(self) -> bool:
+        """Return whether the server, which is starting, waits for the end of a stub that runs."""
         now = self._clock()
-        if now >= self._look_due:
-            self._look_due = now + _LOOK_EVERY_S
+        if now >= self._check_due:
+            self._check_due = now + _CHECK_EVERY_S
             if not (self._models and is_waiting_for_a_child(self._server)):
                 self._waiting_since = None
             elif self._waiting_since is None:
                 self._waiting_since = now
-        return self._waiting_since is not None and now - self._waiting_since >= _GIVEN_UP_FOR_S
+        return self._waiting_since is not None and now - self._waiting_since >= _ABANDONED_AFTER_S
 
     def _rescan(self) -> None:
+        """Find the stubs that the server has started."""
         for child in children_of(self._server):
             if child.name == _PROGRAM[:_NAME_LENGTH] and child.pid not in self._models:
                 self._models[child.pid] = _model_of(command_line(child.pid))
 
 
 def _model_of(arguments: list[str]) -> str:
-    """The model's name: stub /repository/NAME/VERSION/model.py ...; a dead stub has forgotten."""
+    """Return the name of a stub's model, from the command line of the stub.
+
+    Example: ["stub", "/repository/llm/1/model.py"] returns "llm". A dead stub has no command line.
+    """
     return Path(*arguments[1:2]).parent.parent.name or "a model"

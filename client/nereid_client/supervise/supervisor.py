@@ -1,4 +1,4 @@
-"""Runs what `nereid serve` started: announces it, starts what died again, drains it and ends it."""
+"""The supervisor: runs the Triton server and the frontend, restarts them, drains and ends them."""
 
 import contextlib
 import signal
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import IO
 
 from nereid_client.console import CliError, complain, say
-from nereid_client.supervise.child_processes import Child, adopt_orphans, end_descendants
+from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
+from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.hang_detection import HangWatch
-from nereid_client.supervise.pooling_models import Pooler, PoolerWarmUp
+from nereid_client.supervise.pooling_models import PoolingModel, PoolingWarmUp
 from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
 from nereid_client.supervise.stub_processes import StubWatch
-from nereid_client.supervise.unfinished_requests import num_unfinished
-from nereid_client.supervise.warmup import Frontend, WarmUp
+from nereid_client.supervise.unfinished_requests import count_unfinished
+from nereid_client.supervise.warmup import WarmUp
 
 SERVER_EXIT_TIMEOUT_S = 5
 _TICK_S = 0.05
@@ -26,13 +27,19 @@ _PROGRESS_EVERY_S = 10.0
 _FRONTEND_GRACE_S = 8.0
 _LEFTOVER_GRACE_S = 3.0
 _ORPHAN_GRACE_S = 1.0
-_DRAIN_LOOK_EVERY_S = 0.1
-_LAST_ANSWERS_S = 1.0  # for a model that gives up to say so to those who wait
+_DRAIN_CHECK_EVERY_S = 0.1
+_LAST_RESPONSES_S = 1.0  # a model that ends itself needs this time to answer waiting requests
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run, and what its environment is."""
+    """A program to run.
+
+    Attributes:
+        name: the name of the program, for messages.
+        command: the command with its arguments.
+        environment: all environment variables of the program.
+    """
 
     name: str
     command: list[str]
@@ -40,22 +47,23 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What will be started, checked already.
+class ServePlan:
+    """Everything that `nereid serve` will run, with settings that have been checked.
 
     Attributes:
-        server, frontend_program: the two programs.
-        shm_prefix: what the names of the server's shared memory begin with.
-        log_path: where both write.
-        model: the language model's checkpoint.
-        poolers: what is served beside it.
-        frontend: where the OpenAI API will be.
-        doors: name and address of each door, for people.
-        metrics_url: the server's page of metrics.
-        generate_url: where the Triton server takes a request by HTTP.
-        hang_timeout_s: a server that does nothing for so long is started again; 0: never.
-        restarts: how often what died is started again.
-        drain_timeout_s: what runs at a stop may take this long to finish.
+        server: the Triton server.
+        frontend_program: the frontend.
+        shm_prefix: the prefix of the names of the server's shared memory.
+        log_path: the log file of both programs.
+        model: the folder of the language model's checkpoint.
+        pooling_models: the pooling models to serve.
+        frontend: a client of the frontend.
+        endpoints: the name and the address of each endpoint, for the message to the user.
+        metrics_url: the URL of the Triton server's metrics.
+        generate_url: the URL at which the Triton server accepts a request over HTTP.
+        hang_timeout_s: a server that makes no progress for this time is restarted. 0 means never.
+        restarts: the limits on restarts.
+        drain_timeout_s: the time that running requests have to finish after a signal to stop.
     """
 
     server: Program
@@ -63,9 +71,9 @@ class Plan:
     shm_prefix: str
     log_path: Path
     model: Path
-    poolers: list[Pooler]
-    frontend: Frontend
-    doors: list[tuple[str, str]]
+    pooling_models: list[PoolingModel]
+    frontend: FrontendClient
+    endpoints: list[tuple[str, str]]
     metrics_url: str
     generate_url: str
     hang_timeout_s: float
@@ -73,13 +81,19 @@ class Plan:
     drain_timeout_s: float
 
 
-class Part:
-    """One of the two programs: the child that runs it, and when it is due to be started again.
+class SupervisedProgram:
+    """One of the two programs: its child process and its restarts.
+
+    Args:
+        program: the program. It is started at once.
+        policy: the limits on restarts.
+        log: the log file.
 
     Attributes:
-        child: the last one that was started.
-        due: when the next one is to be started; None while one runs.
-        restarts: how often that happened.
+        child: the child process that was started last.
+        stubs: observes the stub processes of this child.
+        restart_at: the time of the next start, by time.monotonic. None while the program runs.
+        restarts: counts the restarts.
     """
 
     def __init__(self, program: Program, policy: RestartPolicy, log: IO[str]) -> None:
@@ -87,84 +101,93 @@ class Part:
         self._log = log
         self.name = program.name
         self.restarts = Restarts(policy)
-        self.due: float | None = None
         self.start()
 
     def start(self) -> None:
-        """Start it now."""
-        self.due = None
+        """Start the program."""
+        self.restart_at: float | None = None
         program = self._program
-        self.child = Child(program.name, program.command, program.environment, self._log, say)
+        self.child = ChildProcess(
+            program.name, program.command, program.environment, self._log, say
+        )
         self.stubs = StubWatch(self.child.pid)
 
     def failure(self) -> str | None:
-        """Why it has to be started again; None while all is well."""
+        """Return the reason why the program must be restarted, None if there is none."""
         if self.child.exit_code is not None:
             return self.child.describe_end()
         if self.child.crash is not None:
             return f"{self.name} crashed ({self.child.crash})"
         model = self.stubs.dead_model()
-        return f"{self.name}: the process of {model} died" if model else None
+        return f"{self.name}: the process of the model {model} died" if model else None
 
     @property
-    def is_worth_another_start(self) -> bool:
-        """Whether it failed in a way that no setting and no checkpoint explains.
+    def has_crashed(self) -> bool:
+        """Whether the failure is a crash, which no wrong setting or checkpoint explains.
 
-        Server 2.51 can abort in the start-up of its stubs on a busy machine, give up one of them,
-        or lose it.
+        On a busy machine, Triton server 2.51 can abort while it starts its stub processes, abandon
+        one of them, or lose one.
         """
         stubs = self.stubs
-        return self.child.has_crashed or stubs.has_crashed or stubs.is_one_given_up()
+        return self.child.has_crashed or stubs.has_crashed or stubs.has_abandoned_stub()
 
 
 class Supervisor:
-    """Runs a plan until a signal comes, or something fails that can't be mended."""
+    """Runs the two programs of a plan until a signal arrives, or until a restart does not help."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ServePlan) -> None:
         self._plan = plan
-        self._parts: list[Part] = []
         self._stop = threading.Event()
         self._hurry = threading.Event()
         self._started = time.monotonic()
         self._next_progress_s = _PROGRESS_EVERY_S
         self._is_announced = False
         self._hang: HangWatch | None = None
+        self._programs: list[SupervisedProgram] = []
+
+    @property
+    def _server(self) -> SupervisedProgram:
+        return self._programs[0]
 
     def run(self) -> int:
-        """0 after a signal, 1 after a failure, 2 for a refused setting; nothing is left."""
-        with _open_log(self._plan.log_path) as log, self._signals():
+        """Run until the end. No process and no shared memory is left then.
+
+        Returns: the exit code: 0 after a signal, 1 after a failure, 2 for a wrong setting.
+        """
+        with _open_log(self._plan.log_path) as log, self._handle_signals():
             adopt_orphans()
             try:
-                return self._serve(log)
+                return self._run(log)
             finally:
                 self._end_all()
 
-    def _serve(self, log: IO[str]) -> int:
+    def _run(self, log: IO[str]) -> int:
         plan = self._plan
-        for path in (plan.model, *(pooler.path for pooler in plan.poolers)):
+        for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
-        say(f"nereid: starting tritonserver and the OpenAI API; their log: {plan.log_path}")
+        say(f"nereid: starting tritonserver and the OpenAI frontend; their log is {plan.log_path}")
         for program in (plan.server, plan.frontend_program):
-            self._parts.append(Part(program, plan.restarts, log))
-        self._warm_up()
+            self._programs.append(SupervisedProgram(program, plan.restarts, log))
+        self._start_warm_up()
         while not self._stop.wait(_TICK_S):
-            code = self._mend()
-            if code is not None:
-                return code
-            self._start_what_is_due()
-            self._tell_progress()
+            exit_code = self._handle_failures()
+            if exit_code is not None:
+                return exit_code
+            self._restart_due_programs()
+            self._report_progress()
         if self._is_announced:
             self._drain()
         say("nereid: stopping")
         return 0
 
-    def _warm_up(self) -> None:
-        self._warming: WarmUp | None = WarmUp(self._plan.frontend)
-        self._beside = PoolerWarmUp(self._plan.frontend, self._plan.poolers)
-        self._warming.start()
-        self._beside.start()
+    def _start_warm_up(self) -> None:
+        self._warm_up: WarmUp | None = WarmUp(self._plan.frontend)
+        self._pooling_warm_up = PoolingWarmUp(self._plan.frontend, self._plan.pooling_models)
+        self._warm_up.start()
+        self._pooling_warm_up.start()
 
     def _watch_for_hangs(self) -> None:
+        """Observe the current server, and no longer the previous one."""
         plan = self._plan
         if self._hang is not None:
             self._hang.stop()
@@ -174,135 +197,156 @@ class Supervisor:
             )
             self._hang.start()
 
-    def _tell_progress(self) -> None:
-        warming, beside = self._warming, self._beside
-        if warming is None:
+    def _report_progress(self) -> None:
+        """Announce the server once all models have answered. Until then, report the stage."""
+        warm_up, pooling_warm_up = self._warm_up, self._pooling_warm_up
+        if warm_up is None:
             return
         elapsed_s = time.monotonic() - self._started
-        if warming.curl and beside.is_done:
-            self._warming = None
+        if warm_up.curl and pooling_warm_up.is_done:
+            self._warm_up = None
             if self._is_announced:
                 say(f"nereid: everything answers again after {elapsed_s:.1f} s")
             else:
                 self._is_announced = True
                 self._watch_for_hangs()
-                self._announce([warming.curl, *beside.curls], elapsed_s)
+                self._announce([warm_up.curl, *pooling_warm_up.curls], elapsed_s)
         elif elapsed_s >= self._next_progress_s:
             self._next_progress_s += _PROGRESS_EVERY_S
-            say(f"nereid: {warming.stage} ({elapsed_s:.0f} s)")
+            say(f"nereid: {warm_up.stage} ({elapsed_s:.0f} s so far)")
 
-    def _mend(self) -> int | None:
-        """Look for what has failed and arrange its restart; an exit code when that can't be."""
-        for part in self._parts:
-            if part.due is not None:
+    def _handle_failures(self) -> int | None:
+        """Find failed programs and plan their restarts. Return the exit code if none is allowed."""
+        for program in self._programs:
+            if program.restart_at is not None:
                 continue
-            what = part.failure()
-            if what is None and part is self._parts[0]:
-                what = self._failure_of_server(part)
-            if what is None:
+            failure = program.failure()
+            if failure is None and program is self._server:
+                failure = self._server_failure()
+            if failure is None:
                 continue
-            # Before the first "ready" it is a wrong setting, unless the program itself broke.
-            is_worth_it = self._is_announced or part.is_worth_another_start
-            wait_s = part.restarts.next_wait_s() if is_worth_it else None
+            # A program that fails before the first announcement has a wrong setting or checkpoint,
+            # so a restart does not help. A crash is the exception.
+            is_restartable = self._is_announced or program.has_crashed
+            wait_s = program.restarts.next_wait_s() if is_restartable else None
             if wait_s is None:
-                return self._report(what, part)
-            soon = "now" if wait_s == 0 else f"in {wait_s:g} s"
-            complain(f"nereid: {what}; it is started again {soon} ({part.restarts.describe()})")
-            self._clear(part)
-            part.due = time.monotonic() + wait_s
+                return self._report_failure(failure, program)
+            when = "now" if wait_s == 0 else f"in {wait_s:g} s"
+            restart = program.restarts.describe()
+            complain(f"nereid: {failure}; it is started again {when} ({restart})")
+            self._clean_up(program)
+            program.restart_at = time.monotonic() + wait_s
         return None
 
-    def _failure_of_server(self, server: Part) -> str | None:
-        """What is wrong with a server whose processes all live."""
-        if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_ANSWERS_S:
-            # One of its models has given up and refuses every request from now on.
+    def _server_failure(self) -> str | None:
+        """Return the failure of a server whose processes all run, None if there is none."""
+        server = self._server
+        if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
+            # A model ended itself and rejects all further requests.
             return f"{server.name}: {server.child.refusals[0]}"
-        if self._warming is not None and server.stubs.is_one_given_up():
-            return f"{server.name} waits for the end of a process that goes on"
-        if self._warming is not None and (self._warming.failure or self._beside.failure):
-            return self._warming.failure or self._beside.failure
+        is_warming_up = self._warm_up is not None
+        if is_warming_up and server.stubs.has_abandoned_stub():
+            return f"{server.name} waits for the end of a stub process that is still running"
+        if is_warming_up and self._warm_up_failure is not None:
+            return self._warm_up_failure
         return self._hang.finding if self._hang is not None else None
 
-    def _clear(self, part: Part) -> None:
-        """End what is left of a part, so that it can start afresh."""
-        part.child.kill()  # what it was working on may wait for ever: its callers learn it now
-        others = [other.child.pid for other in self._parts if other is not part]
+    @property
+    def _warm_up_failure(self) -> str | None:
+        warm_up_failure = self._warm_up.failure if self._warm_up is not None else None
+        return warm_up_failure or self._pooling_warm_up.failure
+
+    def _clean_up(self, program: SupervisedProgram) -> None:
+        """End all processes of a program that failed, and remove its shared memory."""
+        # Its requests may wait forever. Killing the program lets them fail at once.
+        program.child.kill()
+        others = [other.child.pid for other in self._programs if other is not program]
         end_descendants(_ORPHAN_GRACE_S, self._hurry.wait, keep=others)
-        if part is self._parts[0]:
+        if program is self._server:
             self._remove_shared_memory()
 
-    def _start_what_is_due(self) -> None:
-        for part in self._parts:
-            if part.due is None or time.monotonic() < part.due:
+    def _restart_due_programs(self) -> None:
+        for program in self._programs:
+            if program.restart_at is None or time.monotonic() < program.restart_at:
                 continue
-            part.start()
-            if part is self._parts[0]:
+            program.start()
+            if program is self._server:
                 self._watch_for_hangs()
-            if self._warming is None or self._warming.failure or self._beside.failure:
+            if self._warm_up is None or self._warm_up_failure:
                 self._started = time.monotonic()
                 self._next_progress_s = _PROGRESS_EVERY_S
-                self._warm_up()
+                self._start_warm_up()
 
-    def _report(self, what: str, part: Part) -> int:
-        """Say why it ended; 2 where a setting or the checkpoint was refused at first, else 1."""
-        child = part.child
+    def _report_failure(self, failure: str, program: SupervisedProgram) -> int:
+        """Print the reason of a failure that ends everything.
+
+        Returns: the exit code: 2 if a model rejected a setting or the checkpoint at the first
+            start, else 1.
+        """
+        child = program.child
         if child.refusals:
             for reason in child.refusals:
                 complain(f"nereid serve: {reason}")
             return 1 if self._is_announced else 2
-        complain(f"nereid serve: {what}; the end of its output:")
+        complain(f"nereid serve: {failure}. The last lines of its output are:")
         for line in (*child.tail, *child.errors):
-            # The server writes a traceback's line ends as \\n, all in one line.
+            # The server writes a traceback in one line, with \\n instead of line ends.
             complain("    " + line.replace("\\n", "\n    "))
-        complain(f"nereid serve: {what}; the whole log: {self._plan.log_path}")
-        if self._is_announced and part.restarts.number:
-            complain(f"nereid serve: it was started again {part.restarts.number} times in a row")
+        complain(f"nereid serve: {failure}. The whole log is {self._plan.log_path}")
+        if self._is_announced and program.restarts.number:
+            number = program.restarts.number
+            restarts = "1 restart" if number == 1 else f"{number} restarts"
+            complain(
+                f"nereid serve: {program.name} failed again after {restarts} in a row "
+                "(--max-restarts)"
+            )
         return 1
 
     def _announce(self, curls: list[str], elapsed_s: float) -> None:
         name = self._plan.frontend.model
         say(f"nereid: ready after {elapsed_s:.1f} s; the model's name is {name}")
-        for pooler in self._plan.poolers:
-            say(f"  {pooler.kind:12} {pooler.name}")
-        for door, address in self._plan.doors:
-            say(f"  {door:12} {address}")
-        say("Try it:")
+        for model in self._plan.pooling_models:
+            say(f"  {model.kind:12} {model.name}")
+        for endpoint, address in self._plan.endpoints:
+            say(f"  {endpoint:12} {address}")
+        say("Try one of these commands in another terminal:")
         for curl in curls:
             say(curl)
-        say("Ctrl-C stops it.")
+        say("Press Ctrl-C to stop.")
 
     def _drain(self) -> None:
-        """Take no new requests, and wait for those that run."""
+        """Tell the frontend to accept no new requests, and wait until the running ones end."""
         limit_s = self._plan.drain_timeout_s
-        frontend = self._parts[-1].child
+        frontend = self._programs[-1].child
         if limit_s <= 0 or frontend.exit_code is not None:
             return
         frontend.signal(signal.SIGUSR1)
         deadline = time.monotonic() + limit_s
-        is_told = False
-        while not self._hurry.wait(_DRAIN_LOOK_EVERY_S):
-            left = num_unfinished(self._plan.frontend, self._plan.metrics_url)
-            if not left:
+        has_reported = False
+        while not self._hurry.wait(_DRAIN_CHECK_EVERY_S):
+            num_left = count_unfinished(self._plan.frontend, self._plan.metrics_url)
+            if not num_left:
                 return
+            requests = "1 request" if num_left == 1 else f"{num_left} requests"
             if time.monotonic() >= deadline:
-                say(f"nereid: {left} requests did not finish within {limit_s:g} s")
+                say(f"nereid: {requests} did not finish within {limit_s:g} s (--drain-timeout)")
                 return
-            if not is_told:
-                is_told = True
+            if not has_reported:
+                has_reported = True
                 say(
-                    f"nereid: {left} requests finish first, for at most {limit_s:g} s; "
-                    "a second signal ends them"
+                    f"nereid: waiting for {requests} to finish, for at most {limit_s:g} s; "
+                    "a second signal stops at once"
                 )
 
     def _end_all(self) -> None:
-        for part in reversed(self._parts):  # the frontend first: it lets its streams go
-            grace_s = _FRONTEND_GRACE_S if part is not self._parts[0] else (
-                SERVER_EXIT_TIMEOUT_S + 5.0
-            )  # fmt: skip
-            part.child.stop(grace_s, self._hurry.wait)
-        left = end_descendants(_LEFTOVER_GRACE_S, self._hurry.wait)
-        if left:
-            say(f"nereid: ended what was left behind: {', '.join(left)}")
+        # The frontend ends first, because it closes its streams to the server.
+        for program in reversed(self._programs):
+            is_server = program is self._server
+            grace_s = SERVER_EXIT_TIMEOUT_S + 5.0 if is_server else _FRONTEND_GRACE_S
+            program.child.stop(grace_s, self._hurry.wait)
+        leftovers = end_descendants(_LEFTOVER_GRACE_S, self._hurry.wait)
+        if leftovers:
+            say(f"nereid: ended processes that were still running: {', '.join(leftovers)}")
         self._remove_shared_memory()
         say("nereid: stopped")
 
@@ -311,8 +355,8 @@ class Supervisor:
             region.unlink(missing_ok=True)
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT, SIGTERM and SIGHUP ask to stop; the second one to stop at once."""
+    def _handle_signals(self) -> Iterator[None]:
+        """Stop after SIGINT, SIGTERM or SIGHUP, and stop at once after a second signal."""
 
         def on_signal(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
             if self._stop.is_set():
@@ -320,26 +364,31 @@ class Supervisor:
             self._stop.set()
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = [signal.signal(number, on_signal) for number in numbers]
+        previous = [signal.signal(number, on_signal) for number in numbers]
         try:
             yield
         finally:
-            for number, handler in zip(numbers, before, strict=True):
+            for number, handler in zip(numbers, previous, strict=True):
                 signal.signal(number, handler)
 
 
 @contextmanager
 def _open_log(path: Path) -> Iterator[IO[str]]:
+    """Open the log file for writing.
+
+    Raises: CliError if the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("w", buffering=1)
     except OSError as error:
+        example = Path(tempfile.gettempdir()) / "nereid.log"
         raise CliError(
-            f"--log-file: {path} can't be written ({error.strerror}); give another, "
-            f"such as {Path(tempfile.gettempdir()) / 'nereid.log'}"
+            f"--log-file: the file {path} cannot be written ({error.strerror}). Give another one, "
+            f"such as {example}."
         ) from None
     try:
         yield log
     finally:
-        with contextlib.suppress(OSError):  # a full disk: what it did not take is lost
+        with contextlib.suppress(OSError):  # the disk is full: the rest of the log is lost
             log.close()

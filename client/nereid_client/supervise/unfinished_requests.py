@@ -1,4 +1,4 @@
-"""How many requests a server has in work, so that it can finish what it has begun."""
+"""Count the requests that run, so that a server can finish them before it stops."""
 
 import http.client
 import json
@@ -6,30 +6,43 @@ import re
 import urllib.error
 import urllib.request
 
-from nereid_client.supervise.warmup import Frontend
+from nereid_client.supervise.frontend_client import FrontendClient
 
 _GAUGE = re.compile(r"^nereid:num_requests(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-_TIMEOUT_S = 5.0  # longer than the frontend waits for the server before it answers
+_TIMEOUT_S = 5.0  # longer than the frontend waits for the Triton server in /health/ready
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def num_unfinished(frontend: Frontend, metrics_url: str) -> int:
-    """How many requests are in work, as far as anybody knows."""
-    return count_in_work(frontend, metrics_page(metrics_url))
+def count_unfinished(frontend: FrontendClient, metrics_url: str) -> int:
+    """Return the number of requests that run.
+
+    Args:
+        frontend: the frontend.
+        metrics_url: the URL of the Triton server's metrics.
+    """
+    return count_running(frontend, read_metrics(metrics_url))
 
 
-def count_in_work(frontend: Frontend, page: str | None) -> int:
-    """The same, with the server's page of metrics at hand.
+def count_running(frontend: FrontendClient, page: str | None) -> int:
+    """Return the number of requests that run.
 
-    The frontend counts its own of every kind. The executor counts those on the language model, the
-    ones that came in by the Triton server's doors among them.
+    The frontend counts all requests that it received. The executor of the language model counts
+    its own requests, including those that came directly through the Triton server's endpoints. The
+    larger number is returned, because many requests are in both.
+
+    Args:
+        frontend: the frontend.
+        page: the text of the Triton server's metrics, None if they could not be read.
     """
     gauge = _GAUGE.search(page or "")
-    return max(_of_frontend(frontend), int(float(gauge[1])) if gauge else 0)
+    return max(_count_in_frontend(frontend), int(float(gauge[1])) if gauge else 0)
 
 
-def metrics_page(url: str) -> str | None:
-    """The server's page of metrics, empty when it takes too long; None when nobody answers."""
+def read_metrics(url: str) -> str | None:
+    """Return the text of the Triton server's metrics.
+
+    Return "" if the server takes too long to answer, and None if it does not accept connections.
+    """
     try:
         with _DIRECT.open(url, timeout=_TIMEOUT_S) as page:
             return str(page.read().decode(errors="replace"))
@@ -41,7 +54,7 @@ def metrics_page(url: str) -> str | None:
         return None
 
 
-def _of_frontend(frontend: Frontend) -> int:
+def _count_in_frontend(frontend: FrontendClient) -> int:
     status, text = frontend.get("/health/ready", _TIMEOUT_S)
     if status is None:
         return 0

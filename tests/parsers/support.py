@@ -1,4 +1,4 @@
-"""What the parsers' tests share: transcripts, formats to try, garbage made of their own markers."""
+"""Helpers for the tests of the parsers: transcripts, formats, and the markers of a format."""
 
 import itertools
 import json
@@ -33,14 +33,14 @@ PAIRS = (
 
 
 def conformance() -> Path | None:
-    """The folder of conformance cases beside the repository, or where the environment says."""
+    """Return the folder of the conformance cases, or None if there is none."""
     named = os.environ.get("NEREID_CONFORMANCE")
     found = Path(named) if named else REPOSITORY.parent / "shared" / "conformance"
     return found if (found / "roundtrip.jsonl").is_file() else None
 
 
 def all_formats() -> list[Format]:
-    """Every registered name once, and some pairs of names."""
+    """Return the formats of all registered names, and of some pairs of names."""
     names = sorted({*REASONING_MODULES, *TOOL_MODULES})
     return [
         *(get_format(name) for name in names),
@@ -49,7 +49,7 @@ def all_formats() -> list[Format]:
 
 
 def transcripts() -> list[tuple[str, dict]]:
-    """Every recorded transcript, with a name for its test."""
+    """Return all recorded transcripts, each with a name for its test."""
     return [
         (f"{path.stem}[{number}]", case)
         for path in sorted(DATA.glob("*.json"))
@@ -58,7 +58,7 @@ def transcripts() -> list[tuple[str, dict]]:
 
 
 def tool(name, required=None, **properties):
-    """An OpenAI tool."""
+    """Return a member of the OpenAI tools list."""
     schema = {"type": "object", "properties": properties}
     if required is not None:
         schema |= {"required": required, "additionalProperties": False}
@@ -78,18 +78,18 @@ TOOLS = [
 
 
 def counted_ids():
-    """Ids that are the same at every run."""
+    """Return a function that generates the ids id0, id1 and so on."""
     numbers = itertools.count()
     return lambda: f"id{next(numbers)}"
 
 
 def stream(fmt, text, size=10**9, **kwargs):
-    """The events of a text fed in pieces of one size."""
+    """Return the events of a text that arrives in pieces of `size` characters."""
     return stream_at(fmt, text, range(size, len(text), size), **kwargs)
 
 
 def stream_at(fmt, text, cuts, **kwargs):
-    """The events of a text cut at the given places."""
+    """Return the events of a text that arrives in pieces, split at the positions `cuts`."""
     parser = StreamParser(fmt, new_id=counted_ids(), **kwargs)
     events, at = [], 0
     for cut in [*sorted(set(cuts)), len(text)]:
@@ -99,17 +99,17 @@ def stream_at(fmt, text, cuts, **kwargs):
 
 
 def parsed(fmt, text, size=10**9, **kwargs):
-    """The message of a text fed in pieces of one size."""
+    """Return the message of a text that arrives in pieces of `size` characters."""
     return fold(stream(fmt, text, size, **kwargs))
 
 
 def calls(message):
-    """(name, arguments as values) of a message's calls."""
+    """Return the name and the decoded arguments of each call of a message."""
     return [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
 
 
 def check_order(events):
-    """Calls begin in order, arguments belong to an open call, and every call ends once."""
+    """Assert that calls start in order, and that arguments come between a call's start and end."""
     begun, ended = [], []
     for event in events:
         if isinstance(event, ToolCallStart):
@@ -124,7 +124,7 @@ def check_order(events):
 
 
 def markers_of(fmt: Format) -> list[str]:
-    """Every string that a format's declaration holds, fields filled in."""
+    """Return all strings in the declaration of a format, with values for the pattern fields."""
     found: set[str] = set()
 
     def visit(part):

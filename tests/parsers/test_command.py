@@ -1,4 +1,4 @@
-"""The command line, as a person uses it."""
+"""Tests of the command line."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def test_a_transcript_is_shown_as_events(capsys, transcript):
     assert out.rstrip().endswith("> end")
 
 
-def test_reasons_and_colours_are_shown(capsys, monkeypatch):
+def test_faults_and_colours_are_shown(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO('<tool_call>no <tool_call>{"name": "f", "argume'))
     flags = ["--format", "hermes", "--stream", "100", "--colour", "always"]
     assert main(["parse", *flags, "-"]) == 0
@@ -57,25 +57,26 @@ def test_reasons_and_colours_are_shown(capsys, monkeypatch):
     assert "\x1b[32m" in out
 
 
-def test_tools_prompt_and_policy_are_taken(capsys, tmp_path, transcript):
+def test_tools_prompt_and_policy_can_be_given(capsys, tmp_path, transcript):
     tools, prompt = tmp_path / "tools", tmp_path / "prompt"
     tools.write_text(json.dumps([{"type": "function", "function": {"name": "f"}}]))
     prompt.write_text("<think>\n")
     flags = ["--tools", str(tools), "--prompt", str(prompt), "--strict"]
     assert main(["parse", "--format", "qwen3+hermes", *flags, transcript]) == 0
-    assert "call       f" not in capsys.readouterr().out  # text before it makes it content
+    # Text precedes the call, so the strict policy treats the call as content.
+    assert "call       f" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "arguments",
     [["--format", "nope"], ["--format", "hermes", "--stream", "0"], ["--format", "qwen3+nope"]],
 )
-def test_mistakes_end_with_one_line(capsys, transcript, arguments):
+def test_an_invalid_argument_is_reported_in_one_line(capsys, transcript, arguments):
     assert main(["parse", *arguments, transcript]) == 2
     assert capsys.readouterr().err.startswith("nereid_parsers: ")
 
 
-def test_a_missing_file_ends_with_one_line(capsys):
+def test_a_missing_file_is_reported_in_one_line(capsys):
     assert main(["parse", "--format", "hermes", "/no/such/file"]) == 2
     assert "no/such/file" in capsys.readouterr().err
 

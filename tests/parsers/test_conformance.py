@@ -1,6 +1,7 @@
-"""Cases that were rendered through real chat templates, where the folder with them is at hand.
+"""Tests with cases that were rendered with real chat templates.
 
-It stands beside the repository, or where NEREID_CONFORMANCE says; without it these are skipped.
+The environment variable NEREID_CONFORMANCE names the folder with the cases. Without the folder, the
+tests are skipped.
 """
 
 import importlib.util
@@ -12,15 +13,15 @@ from nereid_parsers import fold, get_format
 from parsers.support import conformance, stream_at
 
 FOLDER = conformance()
-pytestmark = pytest.mark.skipif(FOLDER is None, reason="the conformance cases are not at hand")
+pytestmark = pytest.mark.skipif(FOLDER is None, reason="there are no conformance cases")
 
-# The template renders content before a call into the channel that reasoning has, so that the text
-# is the same as that of a case with reasoning: no parser can tell them apart.
+# The template renders the content before a call into the channel of the reasoning. Then the text is
+# the same as with reasoning, and no parser can distinguish the two.
 INDISTINCT = {"openai-gpt-oss-120b.jinja::content_then_tool"}
 
 
 def load():
-    """(format names by template, cases by template) of the judged cases that have names."""
+    """Return the format names and the scored cases, each by template."""
     if FOLDER is None:
         return {}, {}
     names = json.loads((FOLDER / "named.json").read_text(encoding="utf-8"))
@@ -43,7 +44,7 @@ def differences(expected, got):
 
 
 @pytest.mark.parametrize("template", sorted(CASES))
-def test_every_judged_case_of_a_template_passes_whole_by_character_and_at_random_cuts(template):
+def test_every_scored_case_passes_whole_by_character_and_in_random_pieces(template):
     fmt = get_format(**NAMES[template])
     rng = random.Random(template)
     for case in CASES[template]:

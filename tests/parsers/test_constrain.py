@@ -1,4 +1,4 @@
-"""The structural tag: what it asks for, and that what it lets through parses back."""
+"""Tests of structural tags. Random texts that a tag allows are generated and parsed."""
 
 import itertools
 import json
@@ -59,13 +59,13 @@ ANSWER = {
 HERMES = get_format("hermes")
 THINKER = get_format(reasoning="qwen3", tools="hermes")
 
-# Calls stand inside content messages there, which has no constraint yet.
+# This format has calls inside content messages, which cannot be constrained.
 CANNOT_CALL = {"muse"}
 FORMATS = [fmt for fmt in all_formats() if fmt.layout.tools or not isinstance(fmt.layout, Sections)]
 
 
 def fits(call):
-    """Whether a call's arguments are of the types that its schema gives them."""
+    """Assert that the arguments of a call have the types of the tool's schema."""
     arguments = json.loads(call.arguments)
     kinds = {
         "city": str, "days": int, "on": bool, "tags": list, "note": int | None, "at": dict,
@@ -83,7 +83,7 @@ def fits(call):
 
 
 class Walker:
-    """Random legal token paths through a tag, over bytes and the format's own markers."""
+    """Generates random texts that a tag allows, from bytes and the markers of the format."""
 
     def __init__(self, fmt, tag, seed):
         self.xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
@@ -118,7 +118,7 @@ class Walker:
         return self.random.choice([token for token in allowed if token != self.stop] or allowed)
 
     def walk(self, limit=500):
-        """A text that ended within the limit, else None."""
+        """Return one text, or None if it is not complete within the limit."""
         matcher = self.xgrammar.GrammarMatcher(self.compiled)
         mask = self.xgrammar.allocate_token_bitmask(1, len(self.tokens))
         out = b""
@@ -133,7 +133,7 @@ class Walker:
         return None
 
     def texts(self, wanted=4, tries=24):
-        """Some texts that ended."""
+        """Return several complete texts."""
         found = (text for text in (self.walk() for _ in range(tries)) if text is not None)
         texts = list(itertools.islice(found, wanted))
         assert texts, "no walk ended"
@@ -142,7 +142,7 @@ class Walker:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])
 @pytest.mark.parametrize("single", [False, True], ids=["several", "single"])
-def test_required_calls_that_the_tag_lets_through_parse_back(fmt, single):
+def test_required_calls_that_the_tag_allows_can_be_parsed(fmt, single):
     if fmt.name in CANNOT_CALL:
         with pytest.raises(ConstraintError, match="cannot be constrained"):
             fmt.structural_tag(TOOLS, "required")
@@ -158,7 +158,7 @@ def test_required_calls_that_the_tag_lets_through_parse_back(fmt, single):
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])
-def test_calls_in_free_text_that_the_tag_lets_through_parse_back(fmt):
+def test_calls_in_free_text_that_the_tag_allows_can_be_parsed(fmt):
     if fmt.name in CANNOT_CALL:
         return
     tag = fmt.structural_tag(STRICT_TOOLS, "auto")
@@ -169,16 +169,16 @@ def test_calls_in_free_text_that_the_tag_lets_through_parse_back(fmt):
 
 
 @pytest.mark.parametrize("fmt", all_formats(), ids=[fmt.name for fmt in all_formats()])
-def test_json_answers_that_the_tag_lets_through_are_content(fmt):
+def test_json_answers_that_the_tag_allows_are_content(fmt):
     tag = fmt.structural_tag(response_format=ANSWER)
     for text in Walker(fmt, tag, seed=3).texts():
         content = parse(text, format=fmt, tools=[]).content
-        if "append_think" in fmt.name:  # there the reasoning is shown too
+        if "append_think" in fmt.name:  # This format returns the reasoning as content.
             content = content.rpartition("</think>")[2]
         assert isinstance(json.loads(content)["x"], int), text
 
 
-def test_reasoning_that_the_prompt_opened_stays_free_up_to_its_end():
+def test_reasoning_that_the_prompt_opened_is_free_text_up_to_its_end():
     fmt = get_format(reasoning="deepseek_r1", tools="deepseek_v31")
     prompt = "<｜Assistant｜><think>\n"
     tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)
@@ -196,7 +196,7 @@ def test_reasoning_that_the_prompt_closed_is_not_opened_again():
     assert "<think>" in json.dumps(THINKER.structural_tag(TOOLS, "required", prompt="assistant\n"))
 
 
-def test_a_reasoning_message_that_the_prompt_opened_stays_free():
+def test_a_reasoning_message_that_the_prompt_opened_is_free_text():
     fmt = get_format("gpt_oss")
     prompt = "<|start|>assistant<|channel|>analysis<|message|>"
     tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)
@@ -215,7 +215,7 @@ def test_a_reasoning_message_that_the_prompt_opened_stays_free():
         ([], "auto", {"type": "text"}, True),
     ],
 )
-def test_nothing_is_constrained_where_nothing_is_asked(tools, choice, answer, parallel):
+def test_a_request_without_constraints_gives_no_tag(tools, choice, answer, parallel):
     assert HERMES.structural_tag(tools, choice, answer, parallel_tool_calls=parallel) is None
 
 
@@ -244,7 +244,7 @@ def test_allowed_tools_narrow_the_offer(mode):
     assert offered(tag) == {"maybe", "list_alarms"}
 
 
-def test_tools_and_a_json_answer_leave_the_choice_between_both():
+def test_tools_and_a_json_answer_allow_either_of_the_two():
     tag = HERMES.structural_tag(TOOLS, "auto", ANSWER)
     kinds = set()
     for seed in range(8):
@@ -272,7 +272,7 @@ def test_tools_and_a_json_answer_leave_the_choice_between_both():
         ({"tools": [{"type": "function", "function": {}}]}, "has no name"),
     ],
 )
-def test_requests_that_mean_nothing_are_refused(kwargs, words):
+def test_invalid_requests_are_refused(kwargs, words):
     arguments = {"tools": TOOLS, **kwargs}
     with pytest.raises(ConstraintError, match=words):
         HERMES.structural_tag(**arguments)
@@ -303,13 +303,13 @@ def test_reasoning_without_an_end_cannot_be_constrained():
         Call(NestedTags("~"), head="<c {name}>", close="</c>"),
     ],
 )
-def test_what_a_format_leaves_open_cannot_be_written(call):
+def test_fields_whose_text_is_not_known_cannot_be_constrained(call):
     with pytest.raises(ConstraintError):
         Format("f", Sections(tools=ToolSection((call,)))).structural_tag(TOOLS, "required")
 
 
 @pytest.mark.parametrize("body", [JsonArray(), PythonCalls()])
-def test_prose_stays_possible_beside_calls_that_only_a_bracket_opens(body):
+def test_prose_is_allowed_next_to_calls_that_start_with_a_bracket(body):
     fmt = Format("f", Sections(tools=ToolSection((Call(body),))))
     options = fmt.structural_tag(STRICT_TOOLS, "auto")["format"]["elements"]
     assert options[1]["elements"][0]["pattern"] == r"[^\[\s]"
@@ -330,11 +330,11 @@ SCHEMAS = [
 
 
 @pytest.mark.parametrize(("schema", "found"), SCHEMAS)
-def test_keywords_that_would_be_passed_over_are_found(schema, found):
+def test_keywords_that_are_not_enforced_are_listed(schema, found):
     assert unenforced(schema) == found
 
 
-def test_strict_requests_refuse_them_others_log_them(caplog):
+def test_strict_requests_refuse_unenforced_keywords_and_other_requests_log_them(caplog):
     loose = [tool("f", ["a"], a={"type": "array", "uniqueItems": True})]
     strict = [{**loose[0], "function": {**loose[0]["function"], "strict": True}}]
     with pytest.raises(ConstraintError, match=r"uniqueItems at \$.properties.a"):
@@ -346,7 +346,7 @@ def test_strict_requests_refuse_them_others_log_them(caplog):
         HERMES.structural_tag(response_format={"type": "json_schema", "json_schema": spec})
 
 
-def test_references_inside_arguments_still_resolve():
+def test_references_inside_arguments_are_resolved():
     one = tool("f", ["a"], a={"$ref": "#/$defs/A"})
     one["function"]["parameters"]["$defs"] = {"A": {"type": "integer"}}
     for name in ("qwen3_coder", "pythonic", "functiongemma"):

@@ -1,4 +1,4 @@
-"""What response_format may be besides a schema, and the gate behind which constraints begin."""
+"""Tests of response formats other than JSON schemas, and of the reasoning gate."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_a_structural_tag_is_passed_through():
     assert node_of({"type": "structural_tag", "format": inner}) == inner
 
 
-def test_the_older_form_of_structural_tags_is_rewritten():
+def test_the_older_form_of_structural_tags_is_converted():
     old = {
         "type": "structural_tag",
         "structures": [{"begin": "<f=go>", "schema": {"type": "object"}, "end": "</f>"}],
@@ -75,12 +75,12 @@ def test_other_grammars_can_be_the_content(answer, kind):
         ({"type": "json_schema", "json_schema": 1}, "must be an object"),
     ],
 )
-def test_answers_that_mean_nothing_are_refused_with_their_place(answer, words):
+def test_an_invalid_response_format_is_refused_and_its_field_is_named(answer, words):
     with pytest.raises(ConstraintError, match=words):
         node_of(answer)
 
 
-def test_the_reasoning_can_be_left_out_of_the_tag():
+def test_the_tag_can_skip_the_reasoning():
     whole = THINKER.structural_tag(response_format=SCHEMA, prompt="<think>\n")
     behind = THINKER.structural_tag(response_format=SCHEMA, prompt="<think>\n", skip_reasoning=True)
     assert "</think>" in json.dumps(whole)
@@ -95,7 +95,7 @@ def test_the_reasoning_can_be_left_out_of_the_tag():
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, False),
     ],
 )
-def test_a_prompt_says_how_its_reasoning_stands(prompt, is_open, may_open):
+def test_the_gate_shows_whether_the_prompt_opened_the_reasoning(prompt, is_open, may_open):
     gate = THINKER.reasoning_gate(prompt)
     assert isinstance(gate, ReasoningGate)
     assert (gate.start.strip(), gate.end.strip()) == ("<think>", "</think>")
@@ -106,7 +106,7 @@ def test_a_format_without_reasoning_has_no_gate():
     assert get_format("hermes").reasoning_gate("anything") is None
 
 
-def test_reasoning_in_messages_has_a_gate_and_a_tag_behind_it():
+def test_reasoning_in_messages_has_a_gate_and_a_tag_for_the_text_after_it():
     fmt = get_format("gpt_oss")
     prompt = "<|start|>assistant<|channel|>analysis<|message|>"
     gate = fmt.reasoning_gate(prompt)

@@ -1,4 +1,4 @@
-"""What a template renders for a message is something its inferred constraint lets through."""
+"""Tests that the inferred constraint of a template allows the calls that the template renders."""
 
 import ast
 import json
@@ -13,16 +13,16 @@ from parsers.template.support import CALLS, NAMES, TOOLS, Renderer, message_of, 
 xgrammar = pytest.importorskip("xgrammar", reason="xgrammar is not installed")
 
 CANNOT = {
-    "nested_elements",  # no constraint for them
+    "nested_elements",  # xgrammar cannot constrain nested elements with this mark.
     "nested_keys",
-    "bare_keys",  # nor for objects without declared properties, where keys have no quotes
-    "encoded_arguments",  # JSON inside a JSON string
-    "one_tagged_call",  # calls arrays objects
-    "harmony",  # renders several calls in a turn, each of which ends the turn
-    "no_switch_prompt",  # its generation prompt is no beginning of what it renders
+    "bare_keys",  # Objects without declared properties cannot be constrained with bare keys.
+    "encoded_arguments",  # The arguments are JSON inside a JSON string.
+    "one_tagged_call",  # The template renders arrays as objects.
+    "harmony",  # The template renders several calls in a turn, but a call ends the turn.
+    "no_switch_prompt",  # The rendered answer does not start with the generation prompt.
 }
-# One writes its arguments over many indented lines, which JSON with one blank at a time is not;
-# the other leaves out its section's end behind a single call, which looks like a slip.
+# The first template writes arguments on indented lines, but a constraint allows only one character
+# of white space at a time. The second template omits the end of the section after a single call.
 UNLIKE = {
     "CohereForAI-c4ai-command-r-plus-tool_use.jinja",
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B.jinja",
@@ -38,7 +38,7 @@ def compiler():
 
 
 def refused(compiler, tag, text):
-    """None if the tag lets the text through, else where it stops."""
+    """Return None if the tag allows the text, otherwise where the text is refused."""
     matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(json.dumps(tag)))
     data = text.encode()
     for at, byte in enumerate(data):
@@ -52,7 +52,7 @@ def strict(tools):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_calls_as_a_small_template_renders_them_are_let_through(name, compiler):
+def test_calls_that_a_small_template_renders_are_allowed(name, compiler):
     analysis = analyze_template(source(name))
     supports = analysis.supports
     if supports.calls == "none" or name in CANNOT:
@@ -72,8 +72,8 @@ def test_calls_as_a_small_template_renders_them_are_let_through(name, compiler):
         assert refused(compiler, tag, text) is None
 
 
-@pytest.mark.skipif(conformance() is None, reason="the conformance cases are not at hand")
-def test_calls_as_real_templates_render_them_are_let_through(compiler):
+@pytest.mark.skipif(conformance() is None, reason="there are no conformance cases")
+def test_calls_that_real_templates_render_are_allowed(compiler):
     cases = defaultdict(list)
     for line in (conformance() / "roundtrip.jsonl").read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
@@ -133,7 +133,7 @@ FLAGS = [
         ),
     ],
 )
-def test_what_models_write_for_the_same_is_let_through_and_read(name, text, arguments, compiler):
+def test_variants_that_models_write_are_allowed_and_parsed(name, text, arguments, compiler):
     fmt = analyze_template(source(name)).format
     prompt = Renderer(source(name)).render([{"role": "user", "content": "Hi"}], FLAGS, prompt=True)
     tag = fmt.structural_tag(FLAGS, "required", prompt=prompt)
@@ -144,7 +144,7 @@ def test_what_models_write_for_the_same_is_let_through_and_read(name, text, argu
 
 
 @pytest.mark.parametrize("value", ["'Gare du Nord'", "'it\\'s \"here\"'", '"Gare"'])
-def test_python_strings_may_stand_in_either_quotes(value, compiler):
+def test_python_strings_may_have_single_or_double_quotes(value, compiler):
     fmt = analyze_template(source("python_list")).format
     text = f"<|tool_call_start|>[get_Station(name={value})]<|tool_call_end|>"
     assert refused(compiler, fmt.structural_tag(TOOLS, "required"), text) is None

@@ -1,4 +1,4 @@
-"""Declarations: a part that cannot be right is refused where it is made."""
+"""Tests of declarations: invalid parts are refused when they are created."""
 
 import pytest
 from nereid_parsers import STRICT, FormatError, get_format
@@ -45,7 +45,7 @@ from nereid_parsers.format import (
         (lambda: Messages("<s>", "<m>", ()), "at least one route"),
     ],
 )
-def test_a_declaration_that_cannot_be_right_is_refused(make, words):
+def test_an_invalid_declaration_is_refused(make, words):
     with pytest.raises(FormatError, match=words):
         make()
 

@@ -1,4 +1,4 @@
-"""The machine's finer points: what is held back, what is given back, what ends what."""
+"""Tests of the stream parser: text that is held back, malformed markup, and incomplete text."""
 
 import time
 
@@ -35,7 +35,7 @@ def fmt_of(*spellings, **section):
     return Format("test", Sections(tools=ToolSection(spellings, **section)))
 
 
-def test_text_is_given_out_at_once_unless_it_may_become_a_marker():
+def test_text_is_returned_at_once_unless_it_may_become_a_marker():
     parser = StreamParser(HERMES)
     assert parser.feed("Hello") == [ContentDelta("Hello")]
     assert parser.feed(" <tool") == []
@@ -43,7 +43,7 @@ def test_text_is_given_out_at_once_unless_it_may_become_a_marker():
     assert parser.finish() == []
 
 
-def test_blanks_are_held_until_it_is_known_whether_a_marker_follows():
+def test_white_space_is_held_back_until_it_is_known_whether_a_marker_follows():
     parser = StreamParser(HERMES)
     assert parser.feed("Hi\n\n") == [ContentDelta("Hi")]
     assert parser.feed("there") == [ContentDelta("\n\nthere")]
@@ -51,7 +51,7 @@ def test_blanks_are_held_until_it_is_known_whether_a_marker_follows():
     assert parser.finish() == [ContentDelta(" \n")]
 
 
-def test_a_marker_cut_off_at_the_end_is_text():
+def test_a_marker_that_is_incomplete_at_the_end_is_text():
     assert parsed(HERMES, "so <tool_c", 1).content == "so <tool_c"
 
 
@@ -66,7 +66,7 @@ def test_reasoning_closed_twice_leaves_no_marker_in_the_content(size):
 
 
 @pytest.mark.parametrize("size", [1, 10**6])
-def test_a_name_that_stands_twice_in_a_head_is_the_same(size):
+def test_a_name_that_occurs_twice_in_a_head_must_be_the_same(size):
     fmt = fmt_of(Call(JsonArguments(), head="to={name}<|m|><do {name}>", close="</do>"))
     good, bad = "to=f<|m|><do f>{}</do>", "to=f<|m|><do g>{}</do>"
     assert calls(parsed(fmt, good, size)) == [("f", {})]
@@ -74,7 +74,7 @@ def test_a_name_that_stands_twice_in_a_head_is_the_same(size):
 
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])
-def test_a_long_separator_is_awaited(size):
+def test_a_separator_may_be_split_over_several_pieces(size):
     call = Call(JsonArguments(), head="<do {name}>", close="</do>")
     fmt = fmt_of(call, separator="<|part|><|next|>model")
     two = "<do f>{}</do><|part|><|next|>model<do g>{}</do>"
@@ -84,7 +84,7 @@ def test_a_long_separator_is_awaited(size):
     assert (calls(cut), cut.content) == ([("f", {})], None)
 
 
-def test_feeding_a_finished_parser_is_a_mistake_finishing_twice_is_not():
+def test_feed_after_finish_is_an_error_and_a_second_finish_is_not():
     parser = StreamParser(HERMES)
     parser.finish()
     assert parser.finish() == []
@@ -92,12 +92,12 @@ def test_feeding_a_finished_parser_is_a_mistake_finishing_twice_is_not():
         parser.feed("x")
 
 
-def test_blank_lines_beside_markers_are_markup_indentation_is_not():
+def test_blank_lines_next_to_markers_are_markup_but_indentation_is_not():
     message = parsed(QWEN, "<think>\n\n hm \n</think>\n\n    code\n", 1)
     assert (message.reasoning, message.content) == (" hm", "    code\n")
 
 
-def test_reasoning_may_follow_another_marker_but_not_text():
+def test_reasoning_can_open_after_another_marker_but_not_after_text():
     text = "<think>a</think><think>b</think>c<think>d</think>"
     message = parsed(QWEN, text, 1)
     assert (message.reasoning, message.content) == ("ab", "c<think>d</think>")
@@ -127,13 +127,13 @@ def test_end_of_turn_tokens_are_markup():
     assert (message.reasoning, message.content) == ("hm", None) or message.content == "yes"
 
 
-def test_malformed_markup_becomes_content_that_says_why():
+def test_malformed_markup_becomes_content_with_a_reason():
     events = stream(HERMES, "<tool_call>no</tool_call>")
     assert fold(events).content == "<tool_call>no</tool_call>"
     assert events[0] == ContentDelta("<tool_call>", "no call follows the marker")
 
 
-def test_a_section_without_calls_is_given_back():
+def test_a_section_without_calls_is_content():
     fmt = get_format("deepseek_v31")
     text = "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>"
     assert parsed(fmt, text, 1).content == text
@@ -148,19 +148,19 @@ def test_a_call_without_arguments_has_an_empty_object():
     ("arguments", "expected"),
     [('"{\\"a\\": 1}"', {"a": 1}), ("null", {}), ('""', {}), ('{"a": [1, {"b": "}"}]}', None)],
 )
-def test_arguments_in_other_json_clothes_are_undressed(arguments, expected):
+def test_arguments_as_a_json_string_or_null_are_decoded(arguments, expected):
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
     got = calls(parsed(HERMES, text, 1))
     assert got == [("f", expected if expected is not None else {"a": [1, {"b": "}"}]})]
 
 
-def test_closing_brackets_too_many_are_passed_over():
+def test_superfluous_closing_brackets_are_skipped():
     text = '<tool_call>{"name": "f", "arguments": {}}}</tool_call>after'
     message = parsed(HERMES, text, 1)
     assert (calls(message), message.content) == ([("f", {})], "after")
 
 
-def test_a_cut_off_call_is_ended_with_a_reason():
+def test_a_call_in_which_the_text_ends_has_a_reason():
     events = stream(HERMES, '<tool_call>{"name": "f", "arguments": {"a": "x', 1)
     assert events[-1] == ToolCallEnd(0, "the text ended inside the call")
     assert fold(events).tool_calls[0].arguments == '{"a": "x'
@@ -179,7 +179,7 @@ DEEPSEEK = get_format("deepseek_v31")
         (DEEPSEEK, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
     ],
 )
-def test_a_call_cut_off_at_its_beginning_is_markup(fmt, whole, size):
+def test_a_call_that_is_incomplete_at_the_end_is_markup(fmt, whole, size):
     begun = whole.index(">", 3) + 1
     for end in range(begun, len(whole) + 1):
         message = parsed(fmt, "So: " + whole[:end], size)
@@ -189,14 +189,14 @@ def test_a_call_cut_off_at_its_beginning_is_markup(fmt, whole, size):
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])
 @pytest.mark.parametrize("end", range(1, len("</tool_call>")))
-def test_a_closing_marker_cut_off_behind_a_call_is_markup(end, size):
+def test_an_incomplete_closing_marker_after_a_call_is_markup(end, size):
     text = '<tool_call>{"name": "f", "arguments": {}}\n' + "</tool_call>"[:end]
     message = parsed(HERMES, text, size)
     assert (calls(message), message.content) == ([("f", {})], None)
 
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])
-def test_a_tag_cut_off_between_arguments_is_no_content(size):
+def test_an_incomplete_tag_between_arguments_is_not_content(size):
     begun = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n"
     rest = "<parameter=b"
     for end in range(len(rest) + 1):
@@ -205,21 +205,21 @@ def test_a_tag_cut_off_between_arguments_is_no_content(size):
 
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])
-def test_a_marker_of_several_parts_is_markup_though_cut_off(size):
+def test_an_incomplete_marker_of_several_tags_is_markup(size):
     fmt = get_format("kimi_k3")
     text = "<|open|>response<|sep|>Yes.<|close|>response<|sep|>"
     for end in range(text.rindex("<|close|>") + len("<|close|>"), len(text)):
         assert parsed(fmt, text[:end], size).content == "Yes.", text[:end]
 
 
-def test_prose_that_ends_like_a_words_beginning_stays():
+def test_prose_that_ends_like_the_beginning_of_a_marker_is_kept():
     fmt = fmt_of(Call(JsonArguments(), head="to={name}<|m|>", close="<|end|>"))
     assert parsed(fmt, "set it to=five", 1).content == "set it to=five"
     assert parsed(HERMES, "so <tool_c", 1).content == "so <tool_c"
 
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])
-def test_objects_glued_between_one_pair_of_markers_are_calls(size):
+def test_several_objects_between_one_pair_of_markers_are_calls(size):
     first, second = '{"name": "f", "arguments": {"a": "x"}}', '{"name": "g", "arguments": {}}'
     for between in ("", "\n"):
         text = f"<tool_call>\n{first}{between}{second}\n</tool_call>\nok"
@@ -231,7 +231,7 @@ def test_objects_glued_between_one_pair_of_markers_are_calls(size):
 
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])
-def test_bare_keys_may_hold_json_in_the_place_of_quotes_of_their_own(size):
+def test_arguments_with_bare_keys_may_contain_json_strings(size):
     fmt = get_format("gemma4")
     for inside in ('"a": "x \\"y\\"", b:3', 'a:"x \\"y\\"",b:3', 'a:<|"|>x "y"<|"|>,b:3'):
         message = parsed(fmt, f"<|tool_call>call:f{{{inside}}}<tool_call|>ok", size)
@@ -239,7 +239,7 @@ def test_bare_keys_may_hold_json_in_the_place_of_quotes_of_their_own(size):
         assert message.content == "ok"
 
 
-def test_ids_are_the_models_where_it_writes_them_in_time():
+def test_an_id_that_the_model_writes_before_the_arguments_is_returned():
     fmt = get_format("mistral")
     events = stream(fmt, "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}", 1)
     assert events[0] == ToolCallStart(0, "abcdefghi", "f")
@@ -258,7 +258,7 @@ def test_ids_are_the_models_where_it_writes_them_in_time():
     assert number[0] == ToolCallStart(0, "id0", "f")
 
 
-def test_made_up_ids_differ():
+def test_generated_ids_differ():
     parser = StreamParser(HERMES)
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
     first, second = fold([*parser.feed(text), *parser.finish()]).tool_calls
@@ -281,19 +281,19 @@ def test_names_in_nested_objects_are_found():
     assert calls(fold(events)) == [("f", {"a": "x"})]
 
 
-def test_a_broken_array_keeps_the_calls_that_it_had():
+def test_the_calls_before_the_fault_in_an_array_are_kept():
     fmt = fmt_of(Call(JsonArray()), open="<s>", close="</s>")
     message = parsed(fmt, '<s>[{"name": "f", "arguments": {}}, {"nam</s>more', 1)
     assert calls(message) == [("f", {})]
     assert message.content.endswith("more")
 
 
-def test_a_wrapper_may_have_one_marker_only():
+def test_a_wrapper_may_have_only_one_marker():
     layout = Sections(content=Wrapper("[BEGIN]\n", ""))
     assert parsed(Format("w", layout), "[BEGIN]\nyes", 1).content == "yes"
 
 
-def test_a_bare_call_within_text_counts_only_if_its_function_is_offered():
+def test_a_bare_call_within_text_is_a_call_only_if_its_function_is_offered():
     fmt = get_format("llama3_json")
     text = 'Here: {"name": "f", "parameters": {"a": "x"}} so.'
     assert calls(parsed(fmt, text, 1, tools=TOOLS)) == [("f", {"a": "x"})]
@@ -302,7 +302,7 @@ def test_a_bare_call_within_text_counts_only_if_its_function_is_offered():
     assert parsed(fmt, other, 1, tools=TOOLS).content == other
 
 
-def test_a_bare_python_call_within_text_counts_only_if_its_function_is_offered():
+def test_a_bare_python_call_within_text_is_a_call_only_if_its_function_is_offered():
     fmt = get_format("pythonic")
     text = "Here: [f(a='x')] and [f(b=1)] so [1]."
     message = parsed(fmt, text, 1, tools=TOOLS)
@@ -394,7 +394,7 @@ def test_python_that_is_no_keyword_call_is_content(text):
         ("[f(a=1, 2)]", {"a": 1}),
     ],
 )
-def test_python_that_breaks_off_leaves_json_arguments(text, arguments):
+def test_broken_python_arguments_are_completed_to_json(text, arguments):
     message = parsed(get_format("pythonic"), text, 1)
     assert calls(message) == [("f", arguments)]
 
@@ -473,7 +473,7 @@ TYPED[0]["function"]["parameters"]["$defs"] = {"R": {"type": "boolean"}}
         ("unknown", "", ""),
     ],
 )
-def test_tagged_values_take_the_type_that_the_schema_gives_them(key, written, value):
+def test_tagged_values_have_the_type_that_the_schema_declares(key, written, value):
     text = (
         f"<tool_call>\n<function=f>\n<parameter={key}>\n{written}\n</parameter>\n"
         "</function>\n</tool_call>"
@@ -500,7 +500,7 @@ def test_a_value_keeps_all_but_its_declared_padding():
         ("<tool_call>\n<function=f>\n", "{}"),
     ],
 )
-def test_tagged_arguments_cut_off_stay_as_far_as_they_came(text, arguments):
+def test_tagged_arguments_in_which_the_text_ends_are_kept_as_far_as_they_arrived(text, arguments):
     message = parsed(get_format("qwen3_coder"), text, 1, tools=TYPED)
     assert [call.arguments for call in message.tool_calls] == [arguments]
 
@@ -554,7 +554,7 @@ def test_nested_elements_become_json(elements, arguments):
         assert not cut.tool_calls or cut.tool_calls[0].arguments.startswith("{")
 
 
-def test_malformed_tools_are_passed_over():
+def test_malformed_tools_are_ignored():
     odd = [
         {},
         {"function": 3},
@@ -572,7 +572,7 @@ def test_two_calls_of_one_function_are_two_calls():
     assert [event.index for event in events if isinstance(event, ToolCallStart)] == [0, 1]
 
 
-def test_a_header_cut_off_is_markup_one_that_is_none_is_text():
+def test_an_incomplete_header_is_markup_and_other_text_is_content():
     fmt = get_format("gpt_oss")
     assert parsed(fmt, "<|channel|>ana", 1) == fold([])
     assert parsed(fmt, "<|start|>assistant", 1) == fold([])
@@ -592,7 +592,7 @@ def test_built_in_tools_keep_their_full_name():
     assert calls(parsed(get_format("gpt_oss"), text, 1)) == [("browser.search", {"q": 1})]
 
 
-def test_strict_messages_take_no_call_after_content():
+def test_the_strict_policy_accepts_no_call_message_after_content():
     from nereid_parsers import STRICT
 
     text = (
@@ -615,7 +615,7 @@ def test_strict_messages_take_no_call_after_content():
     ],
     ids=["blanks", "beginnings", "markers", "escapes", "brackets", "blanks in JSON"],
 )
-def test_time_is_linear_even_for_text_made_to_be_slow(text):
+def test_time_is_linear_for_adversarial_text(text):
     parser = StreamParser(HERMES, new_id=counted_ids())
     begun = time.process_time()
     for char in text:
@@ -624,7 +624,7 @@ def test_time_is_linear_even_for_text_made_to_be_slow(text):
     assert time.process_time() - begun < 60e-6 * len(text)
 
 
-def test_deeply_nested_arguments_do_no_harm():
+def test_deeply_nested_arguments_raise_nothing():
     depth = 5_000
     text = "[f(a=" + "[" * depth + "]" * depth + ")]"
     assert parsed(get_format("pythonic"), text).tool_calls

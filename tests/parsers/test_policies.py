@@ -1,4 +1,4 @@
-"""The rules of the strict policy, each decided alike whole and character by character."""
+"""Tests of policies. Each test parses whole texts, and texts in small pieces."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def strict(request):
     ("prompt", "reasoning", "content"),
     [(THINKING, "some text", None), (ANSWERING, None, "some text"), ("x", None, "some text")],
 )
-def test_a_without_a_closing_marker_all_belongs_to_the_prompts_stage(
+def test_a_without_a_closing_marker_all_text_belongs_to_the_stage_of_the_prompt(
     strict, prompt, reasoning, content
 ):
     message = strict("some text", prompt)
@@ -46,48 +46,48 @@ def test_a_a_call_inside_unclosed_reasoning_is_reasoning(strict):
     assert message.tool_calls == []
 
 
-def test_b_only_the_first_closing_marker_counts(strict):
+def test_b_only_the_first_closing_marker_is_markup(strict):
     message = strict("one</think>two</think>three")
     assert (message.reasoning, message.content) == ("one", "two</think>three")
 
 
 @pytest.mark.parametrize("fmt", [V31, R1], ids=["model opens", "prompt opens"])
-def test_b_without_a_prompt_what_precedes_a_lone_closing_marker_is_reasoning(strict, fmt):
+def test_b_without_a_prompt_the_text_before_a_lone_closing_marker_is_reasoning(strict, fmt):
     message = strict("one</think>two", None, fmt)
     assert (message.reasoning, message.content) == ("one", "two")
 
 
-def test_b_without_a_prompt_or_a_marker_the_formats_own_stage_holds(strict):
+def test_b_without_a_prompt_or_a_marker_the_stage_of_the_format_applies(strict):
     assert strict("plain", None, V31).content == "plain"
     assert strict("plain", None, R1).reasoning == "plain"
 
 
-def test_b_without_a_prompt_calls_are_still_found(strict):
+def test_b_without_a_prompt_calls_are_recognised(strict):
     assert calls(strict(CALL, None)) == [("f", {"a": "x"})]
 
 
-def test_c_text_between_reasoning_and_the_first_call_makes_the_rest_content(strict):
+def test_c_after_text_between_reasoning_and_the_first_call_everything_is_content(strict):
     message = strict("hm</think>Well, " + CALL)
     assert message.reasoning == "hm"
     assert message.content == "Well, " + CALL
     assert message.tool_calls == []
 
 
-def test_d_blanks_between_reasoning_and_the_first_call_are_dropped(strict):
+def test_d_white_space_between_reasoning_and_the_first_call_is_dropped(strict):
     message = strict("hm</think>\n \n" + CALL)
     assert (message.reasoning, message.content) == ("hm", None)
     assert calls(message) == [("f", {"a": "x"})]
 
 
 @pytest.mark.parametrize("between", ["oops", " oops ", "\noops\n"])
-def test_e_text_between_calls_ends_them(strict, between):
+def test_e_text_after_a_call_ends_the_calls(strict, between):
     message = strict("hm</think>" + SECTION.format(call() + between + call("g", "{}")))
     assert calls(message) == [("f", {"a": "x"})]
     assert message.content.strip().startswith("oops")
     assert message.content.strip().endswith(call("g", "{}") + "<｜tool▁calls▁end｜>")
 
 
-def test_e_text_between_sections_ends_the_calls_too(strict):
+def test_e_text_between_sections_ends_the_calls(strict):
     message = strict("</think>" + CALL + "so" + CALL)
     assert calls(message) == [("f", {"a": "x"})]
     assert message.content == "so" + CALL
@@ -112,7 +112,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("arguments", BROKEN.values(), ids=BROKEN)
-def test_f_broken_arguments_are_repaired_without_harm_to_other_calls(strict, arguments):
+def test_f_broken_arguments_are_repaired_and_other_calls_are_unchanged(strict, arguments):
     message = strict("</think>" + SECTION.format(call("f", arguments) + call("g", '{"b": 2}')))
     assert [name for name, _ in calls(message)] == ["f", "g"]
     assert calls(message)[0][1]["a"].startswith("x")
@@ -120,7 +120,7 @@ def test_f_broken_arguments_are_repaired_without_harm_to_other_calls(strict, arg
 
 
 @pytest.mark.parametrize("arguments", ["no json", "{a: b: c}", "[1, 2]"])
-def test_f_arguments_beyond_repair_drop_the_call_with_a_log(strict, arguments, caplog):
+def test_f_a_call_whose_arguments_cannot_be_repaired_is_discarded(strict, arguments, caplog):
     with caplog.at_level(logging.WARNING):
         message = strict("</think>" + SECTION.format(call("f", arguments) + call("g", '{"b": 2}')))
     assert [name for name, _ in calls(message)][-1:] == ["g"]
@@ -129,7 +129,7 @@ def test_f_arguments_beyond_repair_drop_the_call_with_a_log(strict, arguments, c
         assert message.tool_calls[0].id
 
 
-def test_f_arguments_beyond_repair_pass_through_raw_by_policy(strict):
+def test_f_arguments_that_cannot_be_repaired_are_returned_unchanged_by_policy(strict):
     raw = Policy(TextRule.CALLS_FIRST, broken_arguments=BrokenArguments.REPAIR_OR_RAW)
     text = "</think>" + SECTION.format(call("f", "no json") + call("g", '{"b": 2}'))
     message = strict(text, policy=raw)
@@ -139,13 +139,13 @@ def test_f_arguments_beyond_repair_pass_through_raw_by_policy(strict):
     ]
 
 
-def test_lenient_broken_arguments_pass_through_and_other_calls_are_kept(strict):
+def test_lenient_broken_arguments_are_returned_unchanged_and_other_calls_are_kept(strict):
     text = "</think>" + SECTION.format(call("f", "no json") + call("g", '{"b": 2}'))
     message = strict(text, policy=LENIENT)
     assert [one.arguments for one in message.tool_calls] == ["no json", '{"b": 2}']
 
 
-def test_strict_calls_are_announced_only_once_their_arguments_are_known():
+def test_strict_calls_are_returned_when_their_arguments_are_complete():
     text = "</think>" + SECTION.format(call())
     events = stream(V31, text, 1, prompt=THINKING, policy=STRICT, tools=TOOLS)
     start = next(n for n, event in enumerate(events) if isinstance(event, ToolCallStart))

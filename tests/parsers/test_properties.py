@@ -1,6 +1,6 @@
-"""Whatever a model writes: nothing raises, nothing is lost, and the cuts do not matter.
+"""Tests with random text: no exception, no lost text, and no influence of the pieces.
 
-`NEREID_EXAMPLES` sets how many texts each format is tried on (default: few, to stay quick).
+The environment variable NEREID_EXAMPLES sets the number of texts for each format.
 """
 
 import itertools
@@ -39,7 +39,7 @@ NO_CHECKS = list(HealthCheck)
 
 
 def pieces_of(fmt):
-    """The format's own markers, whole and cut short, and what stands between them."""
+    """Return pieces of text for a format: its markers, whole and incomplete, and other text."""
     markers = markers_of(fmt)
     shortened = [marker[:size] for marker in markers for size in (1, 3, -1) if marker[:size]]
     return [*markers, *markers, *shortened, *BITS, *BITS, *BITS]
@@ -54,7 +54,7 @@ def kept_text(spans, kind):
 
 
 def check(fmt, text, cuts, kwargs):
-    """Cut anywhere, the text reads as it does whole, and all of it is accounted for."""
+    """Assert that the pieces do not matter, and that the trace contains the whole text."""
     whole = fold(stream_at(fmt, text, [], **kwargs))
     spans = []
     events = stream_at(
@@ -64,12 +64,13 @@ def check(fmt, text, cuts, kwargs):
     assert fold(events) == whole, (text, cuts, kwargs)
     assert "".join(piece for _, piece in spans) == text, (text, cuts, kwargs)
     assert kept_text(spans, "reasoning") == (whole.reasoning or ""), (text, cuts, kwargs)
-    if "append_think" not in fmt.name:  # there the prompt's marker is repeated in the content
+    # The formats "append_think" repeat the marker of the prompt in the content.
+    if "append_think" not in fmt.name:
         assert kept_text(spans, "content") == (whole.content or ""), (text, cuts, kwargs)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])
-def test_garbage_is_never_lost_never_raises_and_reads_the_same_however_cut(fmt):
+def test_garbage_is_never_lost_never_raises_and_does_not_depend_on_the_pieces(fmt):
     @settings(max_examples=min(EXAMPLES, 100), deadline=None, suppress_health_check=NO_CHECKS)
     @given(
         text=garbage(fmt),
@@ -85,8 +86,8 @@ def test_garbage_is_never_lost_never_raises_and_reads_the_same_however_cut(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])
-def test_the_same_holds_for_garbage_made_from_a_seed(fmt):
-    """One draw an example, so that ten thousand of them are affordable."""
+def test_random_garbage_is_never_lost_never_raises_and_does_not_depend_on_the_pieces(fmt):
+    """Each example draws only one seed, so that thousands of examples are fast."""
     pieces = pieces_of(fmt)
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=NO_CHECKS)
@@ -118,10 +119,10 @@ def test_repaired_arguments_are_always_json_objects(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=[fmt.name for fmt in FORMATS])
-def test_plain_prose_is_content_to_the_letter(fmt):
+def test_plain_prose_is_returned_unchanged_as_content(fmt):
     text = "Well: 3 < 5, and so on.\n\n  Indented, \"quoted\" & 'single'.\n"
     message = fold(stream_at(fmt, text, range(1, len(text)), tools=TOOLS, prompt="x"))
-    if message.reasoning is None:  # a forced opener says that all of it is reasoning
+    if message.reasoning is None:  # With this opener, the whole text is reasoning.
         assert message.content == text
     else:
         assert (message.reasoning, message.content) == (text, None)

@@ -1,4 +1,4 @@
-"""The package's public face."""
+"""Tests of the names that the package exports."""
 
 import subprocess
 import sys
@@ -36,11 +36,11 @@ FACE = [
 ]
 
 
-def test_the_face_is_exactly_this():
+def test_the_package_exports_exactly_these_names():
     assert sorted(nereid_parsers.__all__) == sorted(FACE)
 
 
-def test_what_is_no_part_of_the_face_is_not_there():
+def test_other_names_raise_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = nereid_parsers.nothing
 

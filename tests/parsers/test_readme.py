@@ -1,4 +1,4 @@
-"""The examples of parsers/README.md."""
+"""Tests of the examples in parsers/README.md."""
 
 import doctest
 

@@ -1,4 +1,4 @@
-"""Names: both ecosystems' spellings, pairs, and what is refused."""
+"""Tests of the registry: names, aliases, pairs of names, and errors."""
 
 import pytest
 from nereid_parsers import FormatError, UnknownFormatError, format_names, get_format
@@ -49,12 +49,12 @@ FIRST_TOOLS = [
 
 
 @pytest.mark.parametrize("name", FIRST_REASONING)
-def test_the_reasoning_names_that_everyone_uses_are_there(name):
+def test_the_common_reasoning_names_are_registered(name):
     assert get_format(reasoning=name).name == name.replace("-", "_")
 
 
 @pytest.mark.parametrize("name", FIRST_TOOLS)
-def test_the_tool_names_that_everyone_uses_are_there(name):
+def test_the_common_tool_names_are_registered(name):
     assert get_format(tools=name).sources
 
 
@@ -69,7 +69,7 @@ def test_aliases_name_the_same_parts():
     assert get_format(reasoning="nemotron_3").layout == get_format(reasoning="nano_v3").layout
 
 
-def test_a_lone_name_means_all_that_it_stands_for():
+def test_a_single_name_selects_both_parts_that_it_names():
     both = get_format("mistral").layout
     assert both.reasoning is not None
     assert both.tools is not None
@@ -97,17 +97,17 @@ def test_two_halves_of_one_message_format_combine():
         {"reasoning": "gpt_oss", "tools": "muse"},
     ],
 )
-def test_a_message_format_combines_with_nothing_else(names):
+def test_a_message_format_cannot_be_combined_with_another_format(names):
     with pytest.raises(FormatError, match="do not combine"):
         get_format(**names)
 
 
-def test_a_tool_name_may_bring_its_familys_reasoning():
+def test_a_tool_name_may_add_the_reasoning_of_its_family():
     assert get_format(tools="granite").layout.reasoning is not None
 
 
 @pytest.mark.parametrize("kwargs", [{"name": "qwen3_codr"}, {"reasoning": "qwen"}, {"tools": "no"}])
-def test_an_unknown_name_is_an_error_that_helps(kwargs):
+def test_the_error_for_an_unknown_name_lists_similar_names(kwargs):
     with pytest.raises(UnknownFormatError, match="no format is called") as caught:
         get_format(**kwargs)
     if "name" in kwargs:
@@ -115,18 +115,18 @@ def test_an_unknown_name_is_an_error_that_helps(kwargs):
     assert str(UnknownFormatError()) == ""
 
 
-def test_names_must_be_given_one_way():
+def test_a_name_and_separate_names_exclude_each_other():
     with pytest.raises(FormatError, match="not both"):
         get_format("qwen3", tools="hermes")
     with pytest.raises(FormatError, match="needs a name"):
         get_format()
 
 
-def test_a_policy_can_be_asked_for():
+def test_a_policy_can_be_given():
     assert get_format("deepseek_v3", policy=STRICT).policy is STRICT
 
 
-def test_every_name_listed_can_be_had_and_cites_its_source():
+def test_every_listed_name_has_a_format_with_a_source():
     for name in format_names():
         assert get_format(name).sources[0].text
     for row in listing():
@@ -135,7 +135,7 @@ def test_every_name_listed_can_be_had_and_cites_its_source():
         assert row.source.date
 
 
-def test_aliases_lead_to_names_that_exist():
+def test_aliases_refer_to_registered_names():
     assert set(REASONING_ALIASES.values()) <= set(REASONING_MODULES)
     assert set(TOOL_ALIASES.values()) <= set(TOOL_MODULES)
     assert not set(REASONING_ALIASES) & set(REASONING_MODULES)

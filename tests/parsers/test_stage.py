@@ -1,4 +1,4 @@
-"""Where output starts: from the prompt's text or token ids, thinking on, off, or not offered."""
+"""Tests of the stage in which the output starts, from the text or the token ids of the prompt."""
 
 import pytest
 from nereid_parsers import LENIENT, STRICT, Message, Stage, StreamParser, fold, get_format
@@ -38,11 +38,11 @@ QWEN = get_format(reasoning="qwen3", tools="hermes")
         ),
     ],
 )
-def test_the_prompts_end_says_where_output_starts(names, prompt, stage):
+def test_the_end_of_the_prompt_decides_the_stage(names, prompt, stage):
     assert get_format(**names).stage(prompt) is stage
 
 
-def test_markers_named_earlier_in_the_prompt_mean_nothing():
+def test_markers_earlier_in_the_prompt_are_ignored():
     prompt = (
         "system: think between <think> and </think>, call with <tool_call>\nuser: hi\nassistant:"
     )
@@ -50,13 +50,13 @@ def test_markers_named_earlier_in_the_prompt_mean_nothing():
     assert parsed(QWEN, "Hi.", prompt=prompt).content == "Hi."
 
 
-def test_the_stage_is_read_from_token_ids_too():
+def test_the_stage_can_be_found_from_token_ids():
     prompt = "x" * 10_000 + "<think>\n"
     ids = list(prompt.encode())
     assert QWEN.stage_of_ids(ids, lambda some: bytes(some).decode()) is Stage.REASONING
 
 
-def test_undecided_text_has_the_stage_of_its_default():
+def test_undecided_text_has_the_default_stage():
     fmt = get_format("deepseek_r1", policy=STRICT)
     assert fmt.stage(None) is Stage.REASONING
 
@@ -71,14 +71,14 @@ TURN = Format(
 )
 
 
-def test_a_prefilled_answer_is_understood_where_the_turns_opening_is_known():
+def test_a_prefilled_answer_is_read_if_the_marker_of_the_turn_is_known():
     prompt = "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n<think>\nFirst, "
     assert TURN.stage(prompt) is Stage.REASONING
     message = parsed(TURN, "I add.\n</think>\n\nFour.", prompt=prompt)
     assert (message.reasoning, message.content) == ("I add.", "Four.")
 
 
-def test_a_prefilled_call_is_completed_and_given_out_whole():
+def test_a_prefilled_call_is_returned_completely():
     prompt = '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {"a": '
     assert TURN.stage(prompt) is Stage.CALLS
     parser = StreamParser(TURN, tools=TOOLS, prompt=prompt, new_id=counted_ids())
@@ -86,7 +86,7 @@ def test_a_prefilled_call_is_completed_and_given_out_whole():
     assert calls(message) == [("f", {"a": "x"})]
 
 
-def test_calls_that_the_prompt_has_finished_are_not_given_out_again():
+def test_complete_calls_in_the_prompt_are_not_returned():
     done = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n'
     prompt = f"<|im_start|>assistant\n{done}" + '<tool_call>\n{"name": "f", "arguments": {'
     parser = StreamParser(TURN, tools=TOOLS, prompt=prompt, new_id=counted_ids())
@@ -96,17 +96,17 @@ def test_calls_that_the_prompt_has_finished_are_not_given_out_again():
     assert fold([*parser.feed("Done."), *parser.finish()]) == Message(content="Done.")
 
 
-def test_a_prompt_without_the_known_turn_is_read_by_its_end():
+def test_without_the_marker_of_the_turn_the_end_of_the_prompt_decides():
     assert TURN.stage("something else <think>") is Stage.REASONING
 
 
-def test_what_the_prompt_opened_in_vain_is_not_content():
+def test_an_opening_marker_in_the_prompt_without_a_call_is_not_content():
     fmt = get_format(tools="hermes")
     message = parsed(fmt, "Sorry, no.", prompt="assistant\n<tool_call>\n")
     assert message.content == "Sorry, no."
 
 
-def test_recipients_are_read_from_the_prompts_end():
+def test_the_recipient_at_the_end_of_the_prompt_is_recognised():
     fmt = get_format("functionary_v3_2")
     assert parsed(fmt, "all\nHi.", prompt="assistant\n\n>>>").content == "Hi."
     assert parsed(fmt, "Hi there.", prompt="a >>> b").content == "Hi there."
@@ -115,7 +115,7 @@ def test_recipients_are_read_from_the_prompts_end():
     assert parsed(turn, "all\nHi.", prompt="a >>> b assistant").content == "Hi."
 
 
-def test_a_prompt_whose_last_message_is_over_leaves_a_header_to_come():
+def test_after_a_complete_last_message_the_output_starts_in_a_header():
     fmt = get_format("gpt_oss")
     prompt = (
         "<|start|>assistant<|channel|>final<|message|>Hi<|end|><|start|>user<|message|>Yo<|end|>"
@@ -124,7 +124,7 @@ def test_a_prompt_whose_last_message_is_over_leaves_a_header_to_come():
     assert parsed(fmt, text, prompt=prompt).content == "Hello"
 
 
-def test_a_format_needs_no_tools_to_know_its_stage():
+def test_a_format_without_tools_has_a_stage():
     assert Format("plain", Sections(tools=None)).stage("x") is Stage.CONTENT
     assert isinstance(QWEN.layout.tools, ToolSection)
 

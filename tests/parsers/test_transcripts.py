@@ -1,4 +1,4 @@
-"""Recorded transcripts: every registered name has one; each reads the same however it is cut."""
+"""Tests with recorded transcripts. Every registered name has at least one transcript."""
 
 import json
 
@@ -29,7 +29,7 @@ def as_expected(message):
 
 
 @pytest.mark.parametrize("case", [case for _, case in CASES], ids=[name for name, _ in CASES])
-def test_a_transcript_reads_as_recorded_at_every_chunk_size(case):
+def test_a_transcript_is_parsed_as_recorded_at_every_piece_size(case):
     fmt = get_format(**case["format"])
     for size in SIZES:
         events = stream(fmt, case["output"], size, tools=case["tools"], prompt=case["prompt"])
@@ -38,7 +38,7 @@ def test_a_transcript_reads_as_recorded_at_every_chunk_size(case):
 
 
 @pytest.mark.parametrize("case", [case for _, case in CASES], ids=[name for name, _ in CASES])
-def test_what_a_prefix_gives_is_never_taken_back(case):
+def test_events_of_a_prefix_are_never_withdrawn(case):
     fmt = get_format(**case["format"])
     events = stream(fmt, case["output"], 1, tools=case["tools"], prompt=case["prompt"])
     whole = fold(events)

@@ -78,12 +78,14 @@ def test_pointers_and_missing_files_of_a_sharded_checkpoint_are_named(checkpoint
     index = checkpoint / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
     (checkpoint / "1.safetensors").write_bytes(broken_checkpoints.joined({}, b""))
-    with pytest.raises(CliError, match=r"lacks 1 of 2 weight files. The first missing file is 2\.safetensors"):
+    with pytest.raises(
+        CliError, match=r"lacks 1 of 2 weight files. The first missing file is 2\.safetensors"
+    ):
         checks.check_checkpoint(checkpoint)
     (checkpoint / "2.safetensors").write_bytes(broken_checkpoints.joined({}, b""))
     checks.check_checkpoint(checkpoint)
     index.write_text('{"weight_map": []}')
-    with pytest.raises(CliError, match="is broken"):
+    with pytest.raises(CliError, match="is damaged"):
         checks.check_checkpoint(checkpoint)
 
 

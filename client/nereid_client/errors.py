@@ -131,6 +131,7 @@ _FIELD_IN_SENTENCE = re.compile(
     r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
     r" (?=(?:must|requires|is|can|cannot|does)\b)"
 )
+_SUBJECT = re.compile(r"^(?:the value|this field) ")
 _VERB = re.compile(r"(?:must|requires|is|are|has|have|can|cannot|does|needs|takes|accepts)\b")
 
 # Pydantic's error types, as the end of the sentence "FIELD must be ...".
@@ -172,7 +173,7 @@ def to_api_error(error: FrontendError) -> ApiError:
         if tokens_and_limit(message) is not None:
             # Many clients detect this case by OpenAI's code or by the words of OpenAI's message.
             code = "context_length_exceeded"
-            message = f"{message}. Input tokens exceed the configured limit."
+            message = f"{message.rstrip('.')}. Input tokens exceed the configured limit."
         return ApiError(400, message, param=param, code=code)
     headers = _retry_after(message) if status in (429, 503) else None
     return ApiError(status, message, code=code, headers=headers)
@@ -237,16 +238,16 @@ def _split_field(message: str) -> tuple[str | None, str]:
     """Return the field that a message of the backend names, and the message as a sentence.
 
     Examples:
-        "seed: must be an integer"  -> ("seed", "seed must be an integer")
-        "seed: unexpected value"    -> ("seed", "seed: unexpected value")
-        "seed must be an integer"   -> ("seed", "seed must be an integer")
-        "the queue is full"         -> (None, "the queue is full")
+        "seed: the value must be an integer"  -> ("seed", "seed must be an integer")
+        "seed: unexpected value"              -> ("seed", "seed: unexpected value")
+        "seed must be an integer"             -> ("seed", "seed must be an integer")
+        "the queue is full"                   -> (None, "the queue is full")
     """
     match = _FIELD_AND_COLON.match(message)
     if match is None:
         match = _FIELD_IN_SENTENCE.match(message)
         return (match[1] if match else None), message
-    rest = message[match.end() :]
+    rest = _SUBJECT.sub("", message[match.end() :])
     return match[1], f"{match[1]} {rest}" if _VERB.match(rest) else message
 
 

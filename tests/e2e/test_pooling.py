@@ -117,15 +117,15 @@ def test_a_megabyte_of_text_is_refused_with_its_length_and_cut_when_asked(http):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"input": "x", "dimensions": 0}, "dimensions: must be greater than or equal to 1, got 0"),
+        ({"input": "x", "dimensions": 0}, "dimensions must be at least 1, but the request has 0"),
         ({"input": "x", "dimensions": 129}, "dimensions: must be from 1 to 128, got 129"),
         ({"input": "x", "prompt_name": "poem"}, "the model has no prompt 'poem'; it has query"),
         ({"input": {"image": "data:image/png;base64,aGk="}}, "takes no images"),
         ({"input": {"image": "%%%"}}, "the image is not valid base64"),
         ({"input": {"image": "https://x.y/z.png"}}, "is not fetched"),
         ({"input": [[1, 99_999_999]]}, "token id 99999999 is out of range"),
-        ({"input": "x", "model": "rerank"}, "'rerank' reranks; 'embed' embeds"),
-        ({"input": "x", "model": "chat"}, "'chat' is the language model; 'embed' embeds"),
+        ({"input": "x", "model": "rerank"}, "The model 'rerank' is a reranker. Use 'embed'"),
+        ({"input": "x", "model": "chat"}, "The model 'chat' is the language model. Use 'embed'"),
     ],
 )
 def test_what_cannot_be_embedded_is_refused_by_name(http, body, said):
@@ -133,7 +133,7 @@ def test_what_cannot_be_embedded_is_refused_by_name(http, body, said):
 
 
 def test_the_embedder_gives_no_sparse_weights(http):
-    assert "'embed' gives dense, not sparse" in refusal(http, "/embed_sparse", inputs="x")
+    assert "The model 'embed' cannot compute sparse weights. It can compute: dense" in refusal(http, "/embed_sparse", inputs="x")
 
 
 def test_all_three_models_are_listed(http):

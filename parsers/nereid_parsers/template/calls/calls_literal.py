@@ -99,21 +99,17 @@ def read_bare_keys(texts: CallTexts) -> CallFormat | None:
     Returns None if the keys are quoted, or the strings have no quotes. Example:
     `<call>f{a:<q>x<q>}</call>` has strings between quotes `<q>`.
     """
-    text = texts.one_call
-    name_at = text.find(FIRST_TOOL)
-    name_end = name_at + len(FIRST_TOOL)
-    key_at = text.find(FIRST_KEY, name_end)
-    value_at = text.find(FIRST_VALUE, key_at)
-    before_key = text[name_end:key_at]
-    before_value = text[key_at + len(FIRST_KEY) : value_at].strip()
-    quote = before_value[1:].strip()
-    if not before_key.endswith("{") or not before_value.startswith(":") or not quote:
-        return None
-    if not text.startswith(quote, value_at + len(FIRST_VALUE)):
-        return None
-    markup = ListMarkup(
-        item_open=text[:name_at], item_close=_text_after_call(text, FIRST_VALUE, "}")
+    before_name, before_key, before_value, after_value = split_at_words(
+        texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE
     )
+    colon_and_quote = before_value.strip()
+    quote = colon_and_quote[1:].strip()
+    if not before_key.endswith("{") or not colon_and_quote.startswith(":"):
+        return None
+    if not quote or not after_value.startswith(quote):
+        return None
+    after_call = _text_after_call(texts.one_call, FIRST_VALUE, "}")
+    markup = ListMarkup(item_open=before_name, item_close=after_call)
     if texts.two_calls:
         before, calls = split_at_words(texts.two_calls, FIRST_TOOL)
         after_first = _text_after_call(calls, FIRST_VALUE, "}")

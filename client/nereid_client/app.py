@@ -10,9 +10,11 @@ A chat completion passes through these modules:
 6. streaming/sse.py            sends the chunks as server-sent events
 """
 
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -27,6 +29,7 @@ from nereid_client.middleware.body_limit import BodyLimit
 from nereid_client.middleware.request_ids import RequestIds
 from nereid_client.middleware.request_metrics import CountRequests, RequestMetrics
 from nereid_client.middleware.timeouts import Timeouts
+from nereid_client.openapi import openapi_schema
 from nereid_client.request_context import Context
 from nereid_client.responses.background_responses import Responses
 from nereid_client.responses.response_store import Limits
@@ -109,7 +112,15 @@ def create_app(settings: Settings, make_backend: Callable[[], Backend] | None = 
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unexpected_error)
     _add_middleware(app, settings)
+    app.openapi = functools.partial(_openapi, app)  # type: ignore[method-assign]
     return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI schema, which is generated once."""
+    if app.openapi_schema is None:
+        app.openapi_schema = openapi_schema(app)
+    return app.openapi_schema
 
 
 def _add_middleware(app: FastAPI, settings: Settings) -> None:

@@ -1,0 +1,64 @@
+"""The OpenAPI schema of the frontend, with a description of each request field.
+
+The routes read and validate the bodies themselves, because error messages then have OpenAI's
+format. FastAPI therefore does not know the types of the bodies, and this module adds them.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from nereid_client.protocol.embedding_requests import (
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    TeiEmbedRequest,
+    VectorsRequest,
+)
+from nereid_client.protocol.generation_requests import ChatCompletionRequest, CompletionRequest
+from nereid_client.protocol.rerank_requests import ClassifyRequest, RerankRequest, ScoreRequest
+from nereid_client.protocol.responses_request import ResponsesRequest
+from nereid_client.protocol.tokenize_request import TokenizeRequest
+
+REQUEST_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponsesRequest,
+    "/tokenize": TokenizeRequest,
+    "/v1/tokenize": TokenizeRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v1/embed": CohereEmbedRequest,
+    "/v2/embed": CohereEmbedRequest,
+    "/embed": TeiEmbedRequest,
+    "/embed_all": TeiEmbedRequest,
+    "/embed_sparse": TeiEmbedRequest,
+    "/pooling": VectorsRequest,
+    "/v1/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
+    "/rerank": RerankRequest,
+    "/v1/score": ScoreRequest,
+    "/score": ScoreRequest,
+    "/classify": ClassifyRequest,
+}
+"""The type of the body of each POST route that has one."""
+
+
+def openapi_schema(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI schema of an application, with the request bodies."""
+    schema = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    models = sorted(set(REQUEST_BODIES.values()), key=lambda model: model.__name__)
+    references, definitions = models_json_schema(
+        [(model, "validation") for model in models],
+        ref_template="#/components/schemas/{model}",
+    )
+    components = schema.setdefault("components", {}).setdefault("schemas", {})
+    components |= definitions["$defs"]
+    for path, model in REQUEST_BODIES.items():
+        content = {"application/json": {"schema": references[model, "validation"]}}
+        schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+    return schema

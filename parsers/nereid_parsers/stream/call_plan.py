@@ -22,6 +22,7 @@ from nereid_parsers.stream.patterns import (
 )
 from nereid_parsers.stream.python_calls import BareKeyReader, PythonCallsReader
 from nereid_parsers.stream.tagged import TaggedReader, TagsPlan
+from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
     Call,
@@ -161,6 +162,45 @@ class CallPlan:
         if isinstance(body, PythonCalls):
             return (body.open,) if body.open else ()
         return ("[",) if isinstance(body, JsonArray) else ("{",)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedCall:
+    """The call that may start at the current position.
+
+    Attributes:
+        plans: The possible spellings, in the order in which they are tried.
+        opening: The text that caused the expectation: a marker, the first character of a bare
+            call, or "" inside a section. If no call follows, this text is content.
+        is_certain: Whether a marker proves that the text is a call.
+    """
+
+    plans: tuple[CallPlan, ...]
+    opening: str
+    is_certain: bool
+
+    def match(self, buffer: TextBuffer) -> tuple[CallPlan, Head] | int:
+        """Match the unread text, and return the spelling and the head, NEED_MORE or NO_MATCH."""
+        for plan in self.plans:
+            head = plan.match(buffer.text, buffer.pos, buffer.is_final)
+            if isinstance(head, Head):
+                return plan, head
+            if head == NEED_MORE:
+                return NEED_MORE
+        return NO_MATCH
+
+    def is_incomplete(self, buffer: TextBuffer, with_bare: bool) -> bool:
+        """Return whether more text could complete the start of the call.
+
+        Args:
+            buffer: The text, to which no more text is added.
+            with_bare: Whether spellings without a marker are considered too.
+        """
+        return any(
+            plan.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
+            for plan in self.plans
+            if with_bare or not plan.is_bare
+        )
 
 
 def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:

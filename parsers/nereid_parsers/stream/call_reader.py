@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nereid_parsers.stream.body import BROKEN, BROKEN_ARGUMENTS, MORE, BodyReader
-from nereid_parsers.stream.call_plan import CallPlan, Head
+from nereid_parsers.stream.call_plan import CallPlan, ExpectedCall, Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.json_bodies import ArgumentsReader
 from nereid_parsers.stream.patterns import NEED_MORE, looks_like_markup, skip_blanks
@@ -34,9 +34,8 @@ class CallReader:
     """
 
     __slots__ = (
-        "_body", "_buffer", "_call", "_calls_first", "_candidates", "_closing_markers",
-        "_is_certain", "_is_in_section", "_num_rereads", "_opening_marker", "_plan", "_text",
-        "_writer",
+        "_body", "_buffer", "_call", "_calls_first", "_closing_markers", "_expected",
+        "_is_call_certain", "_is_in_section", "_num_rereads", "_plan", "_text", "_writer",
     )  # fmt: skip
 
     def __init__(
@@ -63,14 +62,11 @@ class CallReader:
         self._writer = writer
         self._calls_first = calls_first
         self._is_in_section = False
-        # The spellings that the next call may have, the marker that opens the call, and whether
-        # this marker proves that the text is a call.
-        self._candidates: tuple[CallPlan, ...] = plan.calls
-        self._opening_marker = ""
-        self._is_certain = True
+        self._expected = ExpectedCall(plan.calls, "", is_certain=True)
         # The call that is being read, and the closing markers that may still follow its body.
         self._call: CallPlan | None = None
         self._body: BodyReader | None = None
+        self._is_call_certain = True
         self._closing_markers: tuple[str, ...] = ()
         self._num_rereads = 0
 
@@ -84,9 +80,8 @@ class CallReader:
 
     def open_call(self, marker: str) -> State:
         """Prepare to read a call that starts with `marker`."""
-        self._candidates = self._plan.calls_by_trigger[marker]
-        self._opening_marker = marker
-        self._is_certain = True
+        plans = self._plan.calls_by_trigger[marker]
+        self._expected = ExpectedCall(plans, marker, is_certain=True)
         return State.CALL_START
 
     def open_bare_call(self, opening: str) -> State | None:
@@ -97,9 +92,7 @@ class CallReader:
         """
         if not self._may_be_bare():
             return None
-        self._candidates = self._plan.bare_calls
-        self._opening_marker = opening
-        self._is_certain = False
+        self._expected = ExpectedCall(self._plan.bare_calls, opening, is_certain=False)
         return State.CALL_START
 
     def _may_be_bare(self) -> bool:
@@ -123,6 +116,7 @@ class CallReader:
     def start_message_call(self, head: Head) -> State:
         """Start the call of a message whose header has been read."""
         self._call = self._plan.message_call
+        self._is_call_certain = True
         self._body = ArgumentsReader(self._writer, head.name, head.call_id)
         return State.CALL_BODY
 
@@ -173,29 +167,22 @@ class CallReader:
 
         Example: `<tool_call>{` starts a call, but in `<tool_call> is a tag`, the marker is content.
         """
-        buffer = self._buffer
-        for plan in self._candidates:
-            head = plan.match(buffer.text, buffer.pos, buffer.is_final)
-            if isinstance(head, Head):
-                return self._start_body(plan, head)
-            if head == NEED_MORE:
-                return None
-        if buffer.is_final and self._has_incomplete_start():
-            return self._drop_or_reject(len(self._opening_marker), _NO_CALL_AFTER_MARKER)
-        return self.reject(len(self._opening_marker), _NO_CALL_AFTER_MARKER)
+        expected = self._expected
+        match = expected.match(self._buffer)
+        if isinstance(match, tuple):
+            return self._start_body(*match, expected.is_certain)
+        if match == NEED_MORE:
+            return None
+        num_chars = len(expected.opening)
+        if self._buffer.is_final and expected.is_incomplete(self._buffer, self._is_in_section):
+            return self._drop_or_reject(num_chars, _NO_CALL_AFTER_MARKER)
+        return self.reject(num_chars, _NO_CALL_AFTER_MARKER)
 
-    def _has_incomplete_start(self) -> bool:
-        """Return whether more text could complete the head of a call here."""
-        buffer = self._buffer
-        plans = [plan for plan in self._candidates if self._is_in_section or not plan.is_bare]
-        return any(
-            plan.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE for plan in plans
-        )
-
-    def _start_body(self, plan: CallPlan, head: Head) -> State:
+    def _start_body(self, plan: CallPlan, head: Head, is_certain: bool) -> State:
         """Read the head, and create the reader of the body."""
         self._call = plan
-        self._body = plan.create_reader(self._writer, head, self._is_certain)
+        self._is_call_certain = is_certain
+        self._body = plan.create_reader(self._writer, head, is_certain)
         self._text.hold_tentative(self._buffer.take_until(head.end))
         if self._buffer.has_unread():
             return State.CALL_BODY
@@ -347,9 +334,7 @@ class CallReader:
         """Start the call at `pos`, which has the spelling of the call before it."""
         assert self._call is not None
         self._text.hold_blanks(self._buffer.take_until(pos))
-        self._opening_marker = ""
-        self._is_certain = False
-        return self._start_body(self._call, Head(pos))
+        return self._start_body(self._call, Head(pos), is_certain=False)
 
     def read_between(self) -> State | None:
         """Read white space, a separator or the section's closing marker after a call.
@@ -391,16 +376,13 @@ class CallReader:
     def _expect_next_call(self) -> State:
         """Prepare to read the next call. Text that cannot be a call is content."""
         if self._is_in_section:
-            self._candidates = self._plan.calls
-            self._opening_marker = ""
-            self._is_certain = True
+            self._expected = ExpectedCall(self._plan.calls, "", is_certain=True)
             return State.CALL_START
         buffer = self._buffer
         for plan in self._plan.bare_calls:
             if any(buffer.starts_with(opening) for opening in plan.body_openings()):
-                self._candidates = self._plan.bare_calls
-                self._opening_marker = buffer.text[buffer.pos]
-                self._is_certain = False
+                first_char = buffer.text[buffer.pos]
+                self._expected = ExpectedCall(self._plan.bare_calls, first_char, is_certain=False)
                 return State.CALL_START
         return State.CONTENT
 
@@ -416,7 +398,7 @@ class CallReader:
             state = self._recover(self._call)
             if state is not State.BROKEN_CALL:
                 return state
-        is_incomplete = body.status is MORE and self._is_certain
+        is_incomplete = body.status is MORE and self._is_call_certain
         body.finish()
         if was_open or (self._writer.num_started and body.status is not BROKEN):
             self._body = None

@@ -11,7 +11,7 @@ ValidationError. `from_validation` converts a ValidationError into an ApiError.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -213,11 +213,24 @@ def from_validation(error: ValidationError) -> ApiError:
             f"but the request has {shown(first['input'])}"
         )
     else:
-        # Pydantic reports one error for each type that a field of several types accepts.
-        reasons = [_requirement(detail) for detail in details if _path(detail) == path]
-        wanted = " or ".join(dict.fromkeys(reasons))
-        message = f"{path} must be {wanted}, but the request has {shown(first['input'])}"
+        message = _type_message(details)
     return ApiError(400, message, param=path if _FIELD_PATH.fullmatch(path) else None)
+
+
+def _type_message(details: Sequence[ErrorDetails]) -> str:
+    """Return the message for a value of a wrong type, or out of range.
+
+    For a field of several types, pydantic reports one error for each type. Examples:
+        stop=5:        "stop must be a string or a list, but the request has 5"
+        stop=["a", 5]: "stop[1] must be a string, but the request has 5"
+    """
+    path = _path(details[0])
+    member = next((one for one in details if _path(one).startswith(f"{path}[")), None)
+    if member is not None and isinstance(details[0]["input"], list):
+        details, path = [member], _path(member)
+    reasons = [_requirement(one) for one in details if _path(one) == path]
+    wanted = " or ".join(dict.fromkeys(reasons))
+    return f"{path} must be {wanted}, but the request has {shown(details[0]['input'])}"
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -262,7 +275,13 @@ def _requirement(detail: ErrorDetails) -> str:
     requirement = _REQUIREMENTS.get(detail["type"])
     if requirement is None:
         return re.sub(r"^(Input|String|Value) should (be )?", "", detail["msg"])
-    return requirement.format(**detail.get("ctx", {}))
+    limits = detail.get("ctx", {})
+    return requirement.format(**{name: _plain_number(limit) for name, limit in limits.items()})
+
+
+def _plain_number(value: object) -> object:
+    """Return an integer for a float without a fraction, such as 2 for 2.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _path(detail: ErrorDetails) -> str:

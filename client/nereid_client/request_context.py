@@ -110,7 +110,8 @@ async def read_body(request: Request) -> dict[str, Any]:
     except RecursionError:
         raise ApiError(400, _TOO_DEEP) from None
     except ValueError as error:  # NaN, 1e999, an integer with thousands of digits
-        raise ApiError(400, f"The request body has an invalid number: {error}") from None
+        reason = "an integer has too many digits" if "digits" in str(error) else str(error)
+        raise ApiError(400, f"The request body has an invalid number: {reason}") from None
     if not isinstance(body, dict):
         raise ApiError(
             400, f"The request body must be a JSON object, but it is a {_JSON_TYPES[type(body)]}"

@@ -110,8 +110,8 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
             "documents is required (or texts, in TEI's format), but not both; the request has",
             "documents",
         ),
-        ({"query": "x", "documents": []}, "documents: must not be an empty list", "documents"),
-        ({"query": "x", "texts": []}, "texts: must not be an empty list", "texts"),
+        ({"query": "x", "documents": []}, "documents must not be an empty list", "documents"),
+        ({"query": "x", "texts": []}, "texts must not be an empty list", "texts"),
         (
             {"query": "x", "documents": ["a"], "texts": ["a"]},
             "documents is required (or texts, in TEI's format), but not both; the request has",

@@ -259,7 +259,7 @@ async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat
         ({"input": 5}, "input must be a string or a list, but the request has 5"),
         ({"input": None}, "input must be a string or a list, but the request has null"),
         ({"max_output_tokens": 0}, "max_output_tokens must be at least 1, but the request has 0"),
-        ({"temperature": 3}, "temperature must be at most 2.0, but the request has 3"),
+        ({"temperature": 3}, "temperature must be at most 2, but the request has 3"),
         ({"top_logprobs": 21}, "top_logprobs must be at most 20, but the request has 21"),
         (
             {"include": ["x"]},

@@ -136,5 +136,5 @@ def check_logit_bias(value: Mapping[str, float]) -> None:
             raise FieldError(
                 "logit_bias",
                 f"logit_bias must have values from -{_MAX_BIAS} to {_MAX_BIAS}, but the request "
-                f"has {bias} for token {token_id}",
+                f"has {bias:g} for token {token_id}",
             )

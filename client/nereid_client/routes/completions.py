@@ -65,7 +65,7 @@ def _check_number(prompts: Sequence[Prompt], limit: int) -> None:
     if len(prompts) > limit:
         raise ApiError(
             400,
-            f"prompt must have at most {limit} prompts (max_prompts), but the request has "
+            f"A request may have at most {limit} prompts (max_prompts), but this request has "
             f"{len(prompts)}",
             param="prompt",
             limit="max_prompts",

@@ -52,7 +52,7 @@ async def _rerank(request: Request, default: str) -> Response:
     _check_length(body, served)
     field = "texts" if body.texts is not None else "documents"
     if not body.items:
-        raise ApiError(400, f"{field}: must not be an empty list", param=field)
+        raise ApiError(400, f"{field} must not be an empty list", param=field)
     tensors = {"query": [body.query], "documents": body.items}
     fields = {"query": "query", "documents": field}
     outputs = await call_model(request, served, tensors, body.options(), fields)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a folder to a model that answers with our attention."""
+"""Loads a Hugging Face checkpoint into the model code of transformers."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -32,17 +32,18 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A loaded model and what its files say about it.
+    """A loaded model and the description in its files.
 
     Attributes:
-        model: on its device, in its dtype, in eval mode.
-        device: where it is.
+        model: the model on `device`, in eval mode.
+        device: the device of the weights.
         text_config: the part of the config that describes the decoder.
-        architecture: the class that the config names.
-        eos_token_ids: every token that generation_config.json or config.json calls the end, sorted.
-        vocab_size: ids below this can be given to the model.
-        weights_bytes: memory of parameters and buffers.
-        takes_hook: whether the model's class takes attention by name; if not, it has its own.
+        architecture: the name of the model's class in the config.
+        eos_token_ids: the end-of-sequence tokens in generation_config.json and config.json, sorted.
+        vocab_size: the number of valid token ids.
+        weights_bytes: the memory of the parameters and buffers, in bytes.
+        takes_hook: whether the model's attention can be replaced through transformers' attention
+            interface. If not, the model uses its own attention.
     """
 
     model: PreTrainedModel
@@ -56,10 +57,12 @@ class Checkpoint:
 
 
 def choose_device(name: str) -> torch.device:
-    """Resolve the setting ``device``.
+    """Return the torch device for the setting `device`.
+
+    Examples: "auto" returns cuda:0 if there is a GPU, else cpu, and "cuda" returns cuda:0.
 
     Raises:
-        ConfigError: a GPU was asked for and there is none of that number.
+        ConfigError: there is no GPU with the requested number.
     """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -67,7 +70,10 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ConfigError(f"device: {name} was asked for, but torch sees {count} GPUs; use cpu")
+            raise ConfigError(
+                f"device: the value is {name}, but torch finds {count} GPUs. Set device=cpu, or "
+                "install a torch build that supports the GPU."
+            )
         device = torch.device("cuda", device.index or 0)
     return device
 
@@ -81,19 +87,19 @@ def load_checkpoint(
     progress: Progress,
     trust_remote_code: bool = False,
 ) -> Checkpoint:
-    """Load a Hugging Face checkpoint's safetensors weights into transformers' own model code.
+    """Load the safetensors weights of a checkpoint into the model code of transformers.
 
     Args:
-        path: its folder.
-        dtype: the setting of that name.
-        device: where the weights go.
-        attention: name in transformers' attention interface.
-        progress: gets a line for every slow step.
-        trust_remote_code: whether Python files that come with the checkpoint may be run.
+        path: the folder of the checkpoint.
+        dtype: the setting `dtype`.
+        device: the device for the weights.
+        attention: the name of Nereid's attention in transformers' attention interface.
+        progress: called with one line for each slow operation.
+        trust_remote_code: whether Python files of the checkpoint may be executed.
 
     Raises:
-        ModelError: the folder is no checkpoint, or a broken one.
-        UnsupportedModelError: transformers has no code for it.
+        ModelError: the folder is not a checkpoint, or the checkpoint is broken.
+        UnsupportedModelError: transformers has no code for the model.
     """
     folder = Path(path)
     check_files(folder)
@@ -129,31 +135,37 @@ def load_checkpoint(
 
 
 def check_files(folder: Path) -> None:
-    """See that a folder holds a config and all its safetensors files.
+    """Check that a folder has a config.json and all its safetensors files.
 
     Raises:
-        ModelError: something is missing; the message names it and says what to do.
+        ModelError: a file is missing or broken.
     """
     if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder; give the path of a Hugging Face checkpoint")
+        raise ModelError(
+            f"{folder} is not a folder. Set model to the folder of a Hugging Face checkpoint."
+        )
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; give the path of a Hugging Face checkpoint")
+        raise ModelError(
+            f"{folder} has no config.json. Set model to the folder of a Hugging Face checkpoint."
+        )
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is broken ({error}); download it again") from error
+            raise ModelError(
+                f"{index} cannot be read ({error}). Download the file again."
+            ) from error
         missing = [name for name in files if not (folder / name).is_file()]
         if missing:
             raise ModelError(
-                f"{folder} lacks {len(missing)} of {len(files)} weight files, first {missing[0]}; "
-                "download them"
+                f"{folder} lacks {len(missing)} of {len(files)} weight files, such as "
+                f"{missing[0]}. Download the missing files."
             )
     elif not any(folder.glob("*.safetensors")):
         raise ModelError(
-            f"{folder} has no .safetensors files; convert its weights with transformers' "
-            "save_pretrained"
+            f"{folder} has no .safetensors files. Convert the weights with the method "
+            "save_pretrained of transformers."
         )
 
 
@@ -165,9 +177,9 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         return config
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModelError(
-            f"{folder}/config.json: transformers cannot use it: {_first_line(error)} "
-            "(code that comes with a checkpoint is not run unless trust_remote_code is set; a "
-            "newer transformers may know it)"
+            f"transformers cannot load {folder}/config.json: {_first_line(error)} Python code of a "
+            "checkpoint is only run if trust_remote_code is true. A newer version of transformers "
+            "may support the architecture."
         ) from error
 
 
@@ -178,7 +190,7 @@ def _load_weights(
     attention: str,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    # Typed as returning a model, but with output_loading_info it returns a pair.
+    # With output_loading_info=True the function returns a pair, which its type does not say.
     load: Callable[..., Any] = (_model_class(config) or AutoModelForCausalLM).from_pretrained
     try:
         with _quiet():
@@ -195,55 +207,63 @@ def _load_weights(
     except (ValueError, KeyError, ImportError) as error:
         reason = _first_line(error)
         if attention in str(error):
-            # The class has a table of attention implementations of its own.
+            # The class accepts only the attention implementations in its own table.
             raise _OwnAttentionError from error
-        raise UnsupportedModelError(f"{config.model_type} is not supported: {reason}") from error
+        raise UnsupportedModelError(
+            f"the model type {config.model_type} is not supported: {reason}"
+        ) from error
     except Exception as error:
-        # safetensors raises its own errors for broken files, and torch RuntimeError for shapes.
+        # safetensors has exceptions of its own for broken files, and torch raises RuntimeError for
+        # wrong shapes.
         raise ModelError(
-            f"{folder}: its weights cannot be read: {_first_line(error)}; download them again"
+            f"the weights in {folder} cannot be read: {_first_line(error)} Download the checkpoint "
+            "again."
         ) from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
-            f"{folder} lacks {len(missing)} weights, first {missing[0]}; the answers would be "
-            "random; download the checkpoint again"
+            f"{folder} lacks {len(missing)} weights, such as {missing[0]}, so the model's output "
+            "would be random. Download the checkpoint again."
         )
     return model  # type: ignore[no-any-return]
 
 
 def _model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
-    """The class that runs a config as a causal LM; None where transformers has none.
+    """Return the class that runs `config` as a causal language model; None if there is none.
 
-    Besides those that AutoModelForCausalLM knows, it is the class that the checkpoint names, if
-    that generates: the decoder of a model for several media, or such a model given text alone.
+    It is the class that AutoModelForCausalLM uses. For other configs it is the class that the
+    checkpoint names, if that class can generate text. This is the case for multimodal models, which
+    then get only text.
     """
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
         name = (getattr(config, "architectures", None) or [""])[0]
-        found: Any = getattr(transformers, name, None)
-        is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
-        if is_model and found.can_generate() and not config.is_encoder_decoder:
-            return found
+        named: Any = getattr(transformers, name, None)
+        is_model = isinstance(named, type) and issubclass(named, PreTrainedModel)
+        if is_model and named.can_generate() and not config.is_encoder_decoder:
+            return named
         return None
 
 
 def _takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedConfig) -> bool:
-    """Whether the decoder's class looks attention up; others ignore a name, or refuse it later."""
-    classes = [_model_class(config), _model_class(text_config)]
-    found = [each for each in classes if each is not None]
-    # Where neither is known, from_pretrained says what is wrong.
-    return not found or any(each._can_set_attn_implementation() for each in found)
+    """Return whether the decoder's class uses transformers' attention interface.
+
+    Other classes ignore the name of an attention implementation, or refuse it when they load.
+    """
+    candidates = [_model_class(config), _model_class(text_config)]
+    classes = [candidate for candidate in candidates if candidate is not None]
+    # If no class is known, from_pretrained raises an error with the reason.
+    return not classes or any(one._can_set_attn_implementation() for one in classes)
 
 
 class _OwnAttentionError(Exception):
-    """The model's class does not take attention by name."""
+    """The model's class does not use transformers' attention interface."""
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars: progress is ours to report."""
+    """Suppress the progress bars of transformers."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -256,6 +276,7 @@ def _quiet() -> Iterator[None]:
 def _choose_dtype(
     name: str, config: PretrainedConfig, text_config: PretrainedConfig, device: torch.device
 ) -> torch.dtype:
+    """Return the data type of the weights for the setting `dtype`."""
     if name != "auto":
         return _DTYPES[name]
     found: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
@@ -269,14 +290,15 @@ def _choose_dtype(
 def _eos_token_ids(
     model: PreTrainedModel, config: PretrainedConfig, text_config: PretrainedConfig
 ) -> tuple[int, ...]:
-    found: set[int] = set()
+    """Return the end-of-sequence tokens of all configs, sorted."""
+    token_ids: set[int] = set()
     for source in (getattr(model, "generation_config", None), config, text_config):
         value = getattr(source, "eos_token_id", None)
         if isinstance(value, int):
-            found.add(value)
+            token_ids.add(value)
         elif isinstance(value, list | tuple):
-            found.update(value)
-    return tuple(sorted(found))
+            token_ids.update(value)
+    return tuple(sorted(token_ids))
 
 
 def _num_embeddings(model: PreTrainedModel) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline door: prompts in, finished answers out."""
+"""Generates the outputs of a list of prompts with an engine, without a server."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,7 +17,7 @@ Decode = Callable[[list[int]], str]
 
 
 class _Steps(Protocol):
-    """What is needed of an engine here."""
+    """The methods of an engine that `generate` calls."""
 
     info: EngineInfo
 
@@ -41,25 +41,34 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams] | None,
     decode: Decode,
 ) -> list[RequestOutput]:
-    """Run an idle engine until every prompt is answered.
+    """Run an idle engine until the output of every prompt is complete.
 
     Args:
-        engine: has no requests in work.
-        prompts: token ids.
-        params: for all prompts, or one for each.
-        decode: token ids to text.
+        engine: an engine without requests.
+        prompts: the token ids of each prompt.
+        params: the sampling parameters of all prompts, or a list with those of each prompt. None
+            means the defaults.
+        decode: converts token ids to text.
+
+    Returns:
+        The output of each prompt in order.
 
     Raises:
-        RequestError: a prompt or parameter is wrong (then nothing is left in the engine), or the
-            engine is not idle.
+        RequestError: a prompt or a parameter is wrong, or the engine is not idle. No request of
+            this call is left in the engine.
     """
     if engine.has_work():
-        raise RequestError("generate: the engine has other requests in work; wait for their end")
+        raise RequestError(
+            "generate: the engine still has other requests. Wait until they have ended."
+        )
     each = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
     if len(each) != len(prompts):
-        raise RequestError(f"params: {len(each)} were given for {len(prompts)} prompts")
-    answers = {f"generate-{i}": _Answers() for i in range(len(prompts))}
-    pending = iter(zip(answers, prompts, each, strict=True))
+        raise RequestError(
+            f"params: there must be one SamplingParams for each of the {len(prompts)} prompts, but "
+            f"there are {len(each)}."
+        )
+    outputs = {f"generate-{i}": _PartialOutput() for i in range(len(prompts))}
+    pending = iter(zip(outputs, prompts, each, strict=True))
     waiting = next(pending, None)
     try:
         while waiting is not None or engine.has_work():
@@ -67,24 +76,24 @@ def generate(
                 try:
                     engine.add_request(*waiting)
                 except CapacityError:
-                    break  # the rest is added as the queue empties
+                    break  # the queue is full; add the request after the next step
                 waiting = next(pending, None)
             for update in engine.step():
-                answers[update.request_id].add(update)
+                outputs[update.request_id].add(update)
     except BaseException:
-        for request_id in answers:
+        for request_id in outputs:
             engine.abort(request_id)
         while engine.has_work():
             engine.step()
         raise
     return [
-        answer.output(request_id, list(prompt), decode)
-        for (request_id, answer), prompt in zip(answers.items(), prompts, strict=True)
+        output.build(request_id, list(prompt), decode)
+        for (request_id, output), prompt in zip(outputs.items(), prompts, strict=True)
     ]
 
 
-class _Answers:
-    """What came so far of one request, all its sequences."""
+class _PartialOutput:
+    """The updates of one request so far."""
 
     def __init__(self) -> None:
         self._updates: dict[int, list[RequestUpdate]] = {}
@@ -94,7 +103,7 @@ class _Answers:
             raise RequestError(update.error)
         self._updates.setdefault(update.index, []).append(update)
 
-    def output(self, request_id: str, prompt: list[int], decode: Decode) -> RequestOutput:
+    def build(self, request_id: str, prompt: list[int], decode: Decode) -> RequestOutput:
         first = self._updates[0][0]
         return RequestOutput(
             request_id,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that fail: what their requests are told, and when an engine gives up."""
+"""Handles failed steps: the error message for their requests, and when the engine ends."""
 
 import logging
 
@@ -10,30 +10,31 @@ logger = logging.getLogger(__name__)
 
 
 class StepFailures:
-    """Counts steps that failed one after the other."""
+    """Counts consecutive failed steps."""
 
     def __init__(self, limit: int) -> None:
-        """Give up after so many in a row (max_step_failures)."""
+        """Store the number of consecutive failures after which the engine ends."""
         self._limit = limit
         self._count = 0
 
     def forget(self) -> None:
-        """A step has gone well."""
+        """Reset the count after a successful step."""
         self._count = 0
 
     def tell(self, plan: StepPlan, error: Exception) -> str:
-        """Count a step that failed; returns what its requests are told.
+        """Count a failed step, and return the error message for its requests.
 
         Raises:
-            EngineError: the device is lost, or too many steps in a row have failed.
+            EngineError: the GPU is lost, or too many consecutive steps have failed. The engine must
+                end.
         """
-        logger.error("a step of %d sequences failed", len(plan.chunks), exc_info=error)
+        logger.error("a step with %d sequences failed", len(plan.chunks), exc_info=error)
         message = f"the engine failed: {type(error).__name__}: {error}"
         self._count += 1
         if is_lost_device(message):
-            raise EngineError(f"{message}; the device is lost") from error
+            raise EngineError(f"the device is lost, because {message}") from error
         if self._count >= self._limit:
             raise EngineError(
-                f"{message}; {self._limit} steps in a row have failed (max_step_failures)"
+                f"{self._limit} consecutive steps have failed (max_step_failures): {message}"
             ) from error
         return message

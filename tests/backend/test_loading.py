@@ -47,27 +47,27 @@ def test_a_folder_without_a_config_is_named(tmp_path):
 
 def test_a_checkpoint_without_safetensors_says_how_to_get_them(copy):
     (copy / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"no \.safetensors files; convert its weights"):
+    with pytest.raises(ModelError, match=r"no \.safetensors files\. Convert the weights"):
         open_engine(copy)
 
 
 def test_a_missing_shard_is_named(copy):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"lacks 2 of 2 weight files, first model-1\.safetensors"):
+    with pytest.raises(ModelError, match=r"lacks 2 of 2 weight files, such as model-1\.safetensors"):
         open_engine(copy)
 
 
 def test_a_broken_index_is_named(copy):
     (copy / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ModelError, match=r"index\.json is broken"):
+    with pytest.raises(ModelError, match=r"index\.json cannot be read"):
         open_engine(copy)
 
 
 def test_a_truncated_weight_file_is_an_error(copy):
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(ModelError, match="weights cannot be read"):
+    with pytest.raises(ModelError, match=r"the weights in .* cannot be read"):
         open_engine(copy)
 
 
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused_instead_of_answering_at_rand
     weights = load_file(copy / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks 1 weights, first model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(ModelError, match=r"lacks 1 weights, such as model\.layers\.1\.mlp\.up_proj"):
         open_engine(copy)
 
 
@@ -95,7 +95,7 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(copy):
     config["auto_map"] = {"AutoConfig": "their_config.Config"}
     (copy / "config.json").write_text(json.dumps(config))
     (copy / "their_config.py").write_text("raise SystemExit('this must not run')")
-    with pytest.raises(UnsupportedModelError, match="code that comes with a checkpoint is not run"):
+    with pytest.raises(UnsupportedModelError, match="is only run if trust_remote_code is true"):
         open_engine(copy)
 
 

@@ -109,7 +109,7 @@ def test_ten_thousand_texts_come_back_in_order(http):
 def test_a_megabyte_of_text_is_refused_with_its_length_and_cut_when_asked(http):
     text = "Hugo lives. " * 90_000
     said = refusal(http, "/v1/embeddings", input=["x", text])
-    assert said.startswith("input: element 1: has ")
+    assert said.startswith("input: element 1: the input has ")
     assert "the limit is 512" in said
     assert embed(http, text, truncate=True).shape == (1, 128)
 
@@ -118,12 +118,12 @@ def test_a_megabyte_of_text_is_refused_with_its_length_and_cut_when_asked(http):
     ("body", "said"),
     [
         ({"input": "x", "dimensions": 0}, "dimensions must be at least 1, but the request has 0"),
-        ({"input": "x", "dimensions": 129}, "dimensions: must be from 1 to 128, got 129"),
-        ({"input": "x", "prompt_name": "poem"}, "the model has no prompt 'poem'; it has query"),
-        ({"input": {"image": "data:image/png;base64,aGk="}}, "takes no images"),
+        ({"input": "x", "dimensions": 129}, "must be an integer from 1 to 128, but the request has"),
+        ({"input": "x", "prompt_name": "poem"}, "the model has no prompt 'poem'. Its prompts are: query"),
+        ({"input": {"image": "data:image/png;base64,aGk="}}, "does not accept images"),
         ({"input": {"image": "%%%"}}, "the image is not valid base64"),
-        ({"input": {"image": "https://x.y/z.png"}}, "is not fetched"),
-        ({"input": [[1, 99_999_999]]}, "token id 99999999 is out of range"),
+        ({"input": {"image": "https://x.y/z.png"}}, "does not fetch URLs"),
+        ({"input": [[1, 99_999_999]]}, "but one is 99999999"),
         ({"input": "x", "model": "rerank"}, "The model 'rerank' is a reranker. Use 'embed'"),
         ({"input": "x", "model": "chat"}, "The model 'chat' is the language model. Use 'embed'"),
     ],
@@ -133,7 +133,9 @@ def test_what_cannot_be_embedded_is_refused_by_name(http, body, said):
 
 
 def test_the_embedder_gives_no_sparse_weights(http):
-    assert "The model 'embed' cannot compute sparse weights. It can compute: dense" in refusal(http, "/embed_sparse", inputs="x")
+    assert "The model 'embed' cannot compute sparse weights. It can compute: dense" in refusal(
+        http, "/embed_sparse", inputs="x"
+    )
 
 
 def test_all_three_models_are_listed(http):

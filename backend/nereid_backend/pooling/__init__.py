@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding models and rerankers: prefill only, packed by tokens, no KV cache and no sampling."""
+"""Embedding models, rerankers and classifiers, which need no KV cache and no sampling."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint is for and how its vectors or scores come about, read from its files.
+"""Reads from a checkpoint's files what its task is and how its vectors or scores are computed.
 
-Three sources, the later one winning: the config's architecture, the files of sentence-transformers
-(modules.json and what it names), and the operator's settings ``task`` and ``pooling``.
+There are three sources, and a later one overrides an earlier one: the architecture in config.json,
+the files of sentence-transformers (modules.json and the files that it names), and the settings
+`task` and `pooling`.
 """
 
 import json
@@ -15,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError
 from nereid_backend.pooling.pooling_config import POOLERS, PoolingConfig
 
-# Which of transformers' auto classes loads it, by what is wanted of it.
+# The kind of model that is loaded. Each kind has its own auto class of transformers.
 BASE, SEQUENCE, MASKED, CAUSAL, TOWERS = "base", "sequence", "masked", "causal", "towers"
 
 _LEGACY_POOLERS = {
@@ -30,21 +31,21 @@ _TRANSFORMERS = ("Transformer", "MLMTransformer", "CLIPModel")
 _TOKENS = "token_embeddings"
 _GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _SEQUENCE_HEAD = "ForSequenceClassification"
-# Once named after the architecture, as in sentence_roberta_config.json.
+# The name contains the architecture, as in sentence_bert_config.json.
 _SETTINGS_FILES = "sentence_*_config.json"
-# Said of the tokenizer beside the template's own variables.
+# Settings beside the chat template's variables that are for the tokenizer, not for the template.
 _NOT_FOR_TEMPLATES = {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
 _LINEAR_FILES = ("sparse_linear.pt", "colbert_linear.pt")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModuleSpec:
     """One module of a sentence-transformers checkpoint.
 
     Attributes:
-        kind: its class's name.
-        folder: where its weights are.
-        config: its config.json.
+        kind: the name of the module's class, such as "Pooling".
+        folder: the folder with the module's weights.
+        config: the content of the module's config.json.
     """
 
     kind: str
@@ -52,38 +53,39 @@ class Part:
     config: dict[str, Any]
 
     @property
-    def on_tokens(self) -> bool:
-        """Whether it works on token vectors, not on the pooled one."""
+    def maps_tokens(self) -> bool:
+        """Whether the module maps token vectors, and not the pooled vector."""
         return self.config.get("module_input_name") == _TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """Everything about a checkpoint that its files say.
+class CheckpointSpec:
+    """The description of a checkpoint, as read from its files.
 
     Attributes:
-        folder: of the transformers model.
-        config: its config.
-        architecture: the class that the config names.
+        folder: the folder of the transformers model.
+        config: the model's config.
+        architecture: the name of the model's class in the config.
         task: "embed", "rerank" or "classify".
-        kinds: what it gives.
-        loader: which auto class loads it.
-        poolers: how token vectors become one, several being concatenated; empty: the model's usual.
-        include_prompt: whether a prompt's tokens are pooled, too.
-        token_parts: modules on token vectors.
-        vector_parts: modules on the pooled vector.
-        normalizes: whether the vector then gets length 1; None: the model's usual.
-        activation: "none", "sigmoid" or "softmax", of scores.
-        judge_tokens: ids of "yes" and "no" (None: the score is the logit of "yes" alone) of a
-            judge whose files name them.
-        template_kwargs: what a judge's chat template is called with.
-        splade: how SPLADE pools: "max" or "sum", and how often log1p is taken.
-        skip_words: tokens that get no vector in a multi-vector answer.
-        prompts: names and texts.
-        default_prompt_name: the prompt of inputs that name none.
-        max_seq_length: longest input as the files say.
-        lower_case: whether text is made lower-case before the tokenizer.
-        refused_prompts: prompt names that ask for what is not there, with the reason.
+        kinds: the kinds of output, the default one first (see PoolingItem.kind).
+        loader: the kind of model that is loaded: BASE, SEQUENCE, MASKED, CAUSAL or TOWERS.
+        poolers: the methods that turn token vectors into one vector. The results of several methods
+            are concatenated. Empty means the default for the model.
+        include_prompt: whether the tokens of a prompt are pooled, too.
+        token_modules: the modules that map token vectors, in order.
+        vector_modules: the modules that map the pooled vector, in order.
+        normalizes: whether the vector is scaled to length 1. None means the default for the model.
+        activation: the activation of scores: "none", "sigmoid" or "softmax".
+        answer_tokens: the token ids of "yes" and "no" of a generative reranker, if its files name
+            them. If the second id is None, the score is the logit of "yes" alone.
+        template_kwargs: the variables with which a generative reranker's chat template is rendered.
+        splade: the SPLADE pooling: "max" or "sum", and how many times log1p is applied.
+        skip_words: tokens without a vector in a multi-vector output.
+        prompts: the texts of prompts by name.
+        default_prompt_name: the name of the prompt for inputs that name none.
+        max_seq_length: the length limit of inputs in tokens, if the files have one.
+        lower_case: whether text is converted to lower case before it is tokenised.
+        refused_prompts: the names of prompts that are not supported, with the reason.
     """
 
     folder: Path
@@ -94,11 +96,11 @@ class Recipe:
     loader: str
     poolers: tuple[str, ...] = ()
     include_prompt: bool = True
-    token_parts: tuple[Part, ...] = ()
-    vector_parts: tuple[Part, ...] = ()
+    token_modules: tuple[ModuleSpec, ...] = ()
+    vector_modules: tuple[ModuleSpec, ...] = ()
     normalizes: bool | None = None
     activation: str = "none"
-    judge_tokens: tuple[int, int | None] | None = None
+    answer_tokens: tuple[int, int | None] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     splade: tuple[str, int] = ("max", 1)
     skip_words: tuple[str, ...] = ()
@@ -109,16 +111,18 @@ class Recipe:
     refused_prompts: dict[str, str] = field(default_factory=dict)
 
 
-def read_recipe(settings: PoolingConfig) -> Recipe:
-    """Decide what a checkpoint is.
+def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
+    """Return the description of the checkpoint in the folder `settings.model`.
 
     Raises:
-        ModelError: the files are missing or broken, or name what does not exist here.
-        ConfigError: the setting ``task`` or ``pooling`` does not fit the checkpoint.
+        ModelError: a file is missing or broken, or names something that is not supported.
+        ConfigError: the setting `task` or `pooling` does not fit the checkpoint.
     """
     root = Path(settings.model)
     if not root.is_dir():
-        raise ModelError(f"{root} is not a folder; give the path of a Hugging Face checkpoint")
+        raise ModelError(
+            f"{root} is not a folder. Set model to the folder of a Hugging Face checkpoint."
+        )
     parts = _read_parts(root)
     folder = parts[0].folder if parts else root
     config = _read_config(folder)
@@ -128,8 +132,7 @@ def read_recipe(settings: PoolingConfig) -> Recipe:
     common = _common(folder, config, architecture, task, saved)
     if task == "embed" and common.pop("is_rendered"):
         raise UnsupportedModelError(
-            f"{folder} embeds texts through a chat template (modality_config), which is not "
-            "supported"
+            f"{folder} embeds texts with a chat template (modality_config), which is not supported."
         )
     common.pop("is_rendered", None)
     if task != "embed":
@@ -140,31 +143,31 @@ def read_recipe(settings: PoolingConfig) -> Recipe:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, {} when there is no such file.
+    """Return the JSON object in the file `path`, or {} if the file does not exist.
 
     Raises:
-        ModelError: it is not one.
+        ModelError: the file does not contain a JSON object.
     """
     if not path.is_file():
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{path} is broken ({error}); download it again") from error
+        raise ModelError(f"{path} is not valid JSON ({error}). Download the file again.") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{path} holds no JSON object; download it again")
+        raise ModelError(f"{path} does not contain a JSON object. Download the file again.")
     return found
 
 
-def _read_parts(root: Path) -> list[Part]:
-    """The modules that modules.json lists, in order; the first one is the transformers model."""
+def _read_parts(root: Path) -> list[ModuleSpec]:
+    """Return the modules in modules.json in order. The first one is the transformers model."""
     path = root / "modules.json"
     if not path.is_file():
         return []
     try:
         entries = sorted(json.loads(path.read_text(encoding="utf-8")), key=lambda e: e["idx"])
         parts = [
-            Part(
+            ModuleSpec(
                 kind=entry["type"].rsplit(".", 1)[-1],
                 folder=root / entry["path"],
                 config=read_json(root / entry["path"] / "config.json"),
@@ -172,11 +175,13 @@ def _read_parts(root: Path) -> list[Part]:
             for entry in entries
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} is broken ({error!r}); download it again") from error
+        raise ModelError(
+            f"{path} cannot be read as a list of modules ({error!r}). Download the file again."
+        ) from error
     if not parts or parts[0].kind not in _TRANSFORMERS:
         first = parts[0].kind if parts else "nothing"
         raise UnsupportedModelError(
-            f"{path}: the first module is {first}; only a transformers model can come first"
+            f"{path}: the first module must be a transformers model, but it is {first}."
         )
     known = {
         *("Pooling", "Dense", "Normalize", "LayerNorm", "Dropout"),
@@ -185,14 +190,15 @@ def _read_parts(root: Path) -> list[Part]:
     for part in parts[1:]:
         if part.kind not in known:
             raise UnsupportedModelError(
-                f"{path}: the module {part.kind} is not supported; known are "
-                f"{', '.join(sorted(known))}"
+                f"{path}: the module {part.kind} is not supported. The supported modules are "
+                f"{', '.join(sorted(known))}."
             )
-        given = part.config.get("module_input_name", "sentence_embedding")
-        made = part.config.get("module_output_name") or given
-        if part.kind in ("Dense", "Normalize") and made != given:
+        input_name = part.config.get("module_input_name", "sentence_embedding")
+        output_name = part.config.get("module_output_name") or input_name
+        if part.kind in ("Dense", "Normalize") and output_name != input_name:
             raise UnsupportedModelError(
-                f"{path}: a {part.kind} that makes {made} of {given} is not supported"
+                f"{path}: the input and the output of the module {part.kind} must have the same "
+                f"name, but they are {input_name} and {output_name}."
             )
     return parts
 
@@ -206,13 +212,13 @@ def _read_config(folder: Path) -> PretrainedConfig:
     except (ValueError, KeyError, OSError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UnsupportedModelError(
-            f"{folder}/config.json: transformers cannot use it: {lines[0]} "
-            "(code that comes with a checkpoint is not run; a newer transformers may know it)"
+            f"transformers cannot load {folder}/config.json: {lines[0]} Python code of a "
+            "checkpoint is not run. A newer version of transformers may support the architecture."
         ) from error
 
 
-def _is_embedder(parts: list[Part]) -> bool:
-    """Whether the modules say that vectors come out."""
+def _is_embedder(parts: list[ModuleSpec]) -> bool:
+    """Return whether the modules show that the checkpoint computes vectors."""
     kinds = {part.kind for part in parts}
     return bool(kinds & {"Pooling", "SpladePooling", "MultiVectorMask", "CLIPModel"}) or any(
         part.kind in ("Dense", "Normalize") for part in parts
@@ -222,17 +228,20 @@ def _is_embedder(parts: list[Part]) -> bool:
 def _task(
     settings: PoolingConfig,
     architecture: str,
-    parts: list[Part],
+    parts: list[ModuleSpec],
     config: PretrainedConfig,
     folder: Path,
 ) -> str:
-    """What the checkpoint is for.
+    """Return the task of the checkpoint: "embed", "rerank" or "classify".
 
     Raises:
-        ConfigError: it is not made for what the setting says, or for nothing that runs here.
+        ConfigError: the checkpoint cannot do the task in the settings, or no supported task.
     """
     if settings.pooling is not None and settings.task in ("rerank", "classify"):
-        raise ConfigError(f"pooling: is for task=embed, but task is {settings.task}; unset one")
+        raise ConfigError(
+            f"pooling: this setting requires task=embed, but task is {settings.task}. Unset one of "
+            "them."
+        )
     if settings.task == "embed" or settings.pooling is not None:
         return "embed"
     if settings.task == "auto":
@@ -241,30 +250,30 @@ def _task(
     if settings.task == "classify":
         if not has_head:
             raise ConfigError(
-                f"task: {architecture} has no head that classifies; it takes a checkpoint of a "
-                f"*{_SEQUENCE_HEAD} architecture"
+                f"task: classifying requires a checkpoint with a *{_SEQUENCE_HEAD} architecture, "
+                f"but this one has {architecture}."
             )
         return "classify"
     if has_head and config.num_labels != 1:
         raise ConfigError(
-            f"task: reranking takes a head with 1 label, {architecture} in {folder} has "
-            f"{config.num_labels}; set task=classify"
+            f"task: reranking requires a head with 1 label, but {architecture} in {folder} has "
+            f"{config.num_labels}. Set task=classify."
         )
     if not (has_head or architecture.endswith(_GENERATIVE)):
         raise ConfigError(
-            f"task: {architecture} has no head that scores a pair; reranking takes a "
-            f"*{_SEQUENCE_HEAD} checkpoint with 1 label or a generative one that answers yes or no"
+            f"task: reranking requires a *{_SEQUENCE_HEAD} checkpoint with 1 label, or a "
+            f"generative checkpoint that answers yes or no, but this one has {architecture}."
         )
     return "rerank"
 
 
 def _usual_task(
-    architecture: str, parts: list[Part], config: PretrainedConfig, folder: Path
+    architecture: str, parts: list[ModuleSpec], config: PretrainedConfig, folder: Path
 ) -> str:
-    """What the files alone say that a checkpoint is for.
+    """Return the task of the checkpoint for task=auto, derived from its files.
 
     Raises:
-        ConfigError: they say that it writes text.
+        ConfigError: the files describe a generative checkpoint, whose task must be set.
     """
     if _is_embedder(parts):
         return "embed"
@@ -274,9 +283,9 @@ def _usual_task(
         return "rerank" if config.num_labels == 1 else "classify"
     if architecture.endswith(_GENERATIVE):
         raise ConfigError(
-            f"task: {folder} is a generative checkpoint ({architecture}) and its files do not "
-            "say that it embeds; set task=embed (vector of the last token) or task=rerank "
-            "(a yes/no judge), or serve it as the LLM"
+            f"task: {folder} is a generative checkpoint ({architecture}), and its files do not "
+            "name a task. Set task=embed (the vector of the last token) or task=rerank (the model "
+            "answers yes or no), or serve the checkpoint as the language model."
         )
     return "embed"
 
@@ -288,7 +297,10 @@ def _common(
     task: str,
     saved: dict[str, Any],
 ) -> dict[str, Any]:
-    """Fields that every recipe has."""
+    """Return the fields of CheckpointSpec that every task has, and the flag `is_rendered`.
+
+    `is_rendered` is True if the checkpoint renders texts with a chat template.
+    """
     settings: dict[str, Any] = {}
     for path in sorted(folder.glob(_SETTINGS_FILES)):
         settings = settings or read_json(path)
@@ -300,8 +312,7 @@ def _common(
     refused = {}
     if settings.get("query_expansion"):
         refused["query"] = (
-            "the checkpoint fills queries up with mask tokens (query_expansion), which is not "
-            "supported"
+            "the checkpoint pads queries with mask tokens (query_expansion), which is not supported"
         )
     length = settings.get("max_seq_length")
     template = (settings.get("processing_kwargs") or {}).get("chat_template") or {}
@@ -320,38 +331,41 @@ def _common(
     }
 
 
-def _scoring(parts: list[Part], saved: dict[str, Any], common: dict[str, Any]) -> Recipe:
+def _scoring(
+    parts: list[ModuleSpec], saved: dict[str, Any], common: dict[str, Any]
+) -> CheckpointSpec:
+    """Return the description of a reranker or classifier."""
     config: PretrainedConfig = common["config"]
-    judge = next((part.config for part in parts if part.kind == "LogitScore"), None)
+    logit_score = next((part.config for part in parts if part.kind == "LogitScore"), None)
     if common["architecture"].endswith(_SEQUENCE_HEAD):
         single = config.num_labels == 1
         fallback = "sigmoid" if single else "softmax"
         kinds = ("score", "classify") if single else ("classify",)
         if common["task"] == "classify":
             kinds = ("classify", "score") if single else ("classify",)
-        return Recipe(
+        return CheckpointSpec(
             kinds=kinds,
             loader=SEQUENCE,
             activation=_activation(config, saved) or fallback,
             **common,
         )
     tokens = None
-    if judge is not None:
-        tokens = (int(judge["true_token_id"]), judge.get("false_token_id"))
-    return Recipe(
+    if logit_score is not None:
+        tokens = (int(logit_score["true_token_id"]), logit_score.get("false_token_id"))
+    return CheckpointSpec(
         kinds=("score",),
         loader=CAUSAL,
         activation=_activation(config, saved) or "sigmoid",
-        judge_tokens=tokens,
+        answer_tokens=tokens,
         **common,
     )
 
 
 def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
-    """The activation that the files name, None when they name none.
+    """Return the activation in the files ("none", "sigmoid" or "softmax"), or None without one.
 
     Raises:
-        UnsupportedModelError: they name another one than identity, sigmoid and softmax.
+        UnsupportedModelError: the files name another activation.
     """
     nested = getattr(config, "sentence_transformers", None) or {}
     path = (
@@ -365,66 +379,78 @@ def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
     name = str(path).rsplit(".", 1)[-1]
     if name not in known:
         raise UnsupportedModelError(
-            f"the checkpoint's activation {path} is not supported; known are {', '.join(known)}"
+            f"the checkpoint's activation {path} is not supported. The supported activations are "
+            f"{', '.join(known)}."
         )
     return known[name]
 
 
 def _embedding(
-    settings: PoolingConfig, root: Path, parts: list[Part], common: dict[str, Any]
-) -> Recipe:
+    settings: PoolingConfig, root: Path, parts: list[ModuleSpec], common: dict[str, Any]
+) -> CheckpointSpec:
+    """Return the description of an embedding checkpoint."""
     if settings.pooling == "splade":
-        return Recipe(kinds=("sparse",), loader=MASKED, **common)
+        return CheckpointSpec(kinds=("sparse",), loader=MASKED, **common)
     rest = [part for part in parts[1:] if part.kind != "Dropout"]
     splade = next((part.config for part in rest if part.kind == "SpladePooling"), None)
     if splade is not None:
         times = 2 if splade.get("activation_function") == "log1p_relu" else 1
         how = (str(splade.get("pooling_strategy", "max")), times)
-        return Recipe(kinds=("sparse",), loader=MASKED, splade=how, **common)
+        return CheckpointSpec(kinds=("sparse",), loader=MASKED, splade=how, **common)
     if _has_towers(common["config"]):
-        return Recipe(kinds=("dense",), loader=TOWERS, normalizes=_ends_normal(rest), **common)
-    tokens = tuple(p for p in rest if p.on_tokens and p.kind in ("Dense", "Normalize", "LayerNorm"))
+        return CheckpointSpec(
+            kinds=("dense",), loader=TOWERS, normalizes=_ends_with_normalize(rest), **common
+        )
+    tokens = tuple(
+        p for p in rest if p.maps_tokens and p.kind in ("Dense", "Normalize", "LayerNorm")
+    )
     pooling = next((part for part in rest if part.kind == "Pooling"), None)
     if rest and pooling is None:
         mask = next((part.config for part in rest if part.kind == "MultiVectorMask"), {})
-        if not any(part.on_tokens or part.kind == "MultiVectorMask" for part in rest):
+        if not any(part.maps_tokens or part.kind == "MultiVectorMask" for part in rest):
             raise UnsupportedModelError(
-                f"{root}/modules.json: modules without Pooling, and none that works on token "
-                "vectors; nothing says how token vectors become one"
+                f"{root}/modules.json: the file has no Pooling module and no module that maps "
+                "token vectors, so the pooling method is not known. Set pooling."
             )
         skipped = tuple(mask.get("skiplist_words") or ())
         if mask.get("keep_only_token_ids"):
-            raise UnsupportedModelError("MultiVectorMask with keep_only_token_ids is not supported")
-        return Recipe(
-            kinds=("multi_vector",), loader=BASE, token_parts=tokens, skip_words=skipped, **common
+            raise UnsupportedModelError(
+                f"{root}/modules.json: a MultiVectorMask with keep_only_token_ids is not supported."
+            )
+        return CheckpointSpec(
+            kinds=("multi_vector",), loader=BASE, token_modules=tokens, skip_words=skipped, **common
         )
-    vector_parts = tuple(part for part in rest if not part.on_tokens and part.kind != "Pooling")
-    normalizes = _ends_normal(rest) if pooling is not None else None
+    vector_modules = tuple(part for part in rest if not part.maps_tokens and part.kind != "Pooling")
+    normalizes = _ends_with_normalize(rest) if pooling is not None else None
     if normalizes:
-        vector_parts = vector_parts[:-1]
+        vector_modules = vector_modules[:-1]
     extra = tuple(
         kind
         for kind, name in zip(("sparse", "multi_vector"), _LINEAR_FILES, strict=True)
         if (root / name).is_file()
     )
-    return Recipe(
+    return CheckpointSpec(
         kinds=("dense", *extra),
         loader=BASE,
         poolers=(settings.pooling,) if settings.pooling else _poolers(pooling),
         include_prompt=bool(pooling.config.get("include_prompt", True)) if pooling else True,
-        token_parts=tokens,
-        vector_parts=vector_parts,
+        token_modules=tokens,
+        vector_modules=vector_modules,
         normalizes=normalizes,
         **common,
     )
 
 
-def _ends_normal(rest: list[Part]) -> bool:
-    return bool(rest) and rest[-1].kind == "Normalize" and not rest[-1].on_tokens
+def _ends_with_normalize(rest: list[ModuleSpec]) -> bool:
+    """Return whether the last module scales the pooled vector to length 1."""
+    return bool(rest) and rest[-1].kind == "Normalize" and not rest[-1].maps_tokens
 
 
-def _poolers(pooling: Part | None) -> tuple[str, ...]:
-    """The poolers that 1_Pooling/config.json names, in the order in which they are concatenated."""
+def _poolers(pooling: ModuleSpec | None) -> tuple[str, ...]:
+    """Return the pooling methods in the config of the module `pooling`, in their order.
+
+    Example: {"pooling_mode_cls_token": true} returns ("cls",).
+    """
     if pooling is None:
         return ()
     found = pooling.config.get("pooling_mode")
@@ -434,13 +460,13 @@ def _poolers(pooling: Part | None) -> tuple[str, ...]:
     for name in names:
         if name not in POOLERS or name == "splade":
             raise UnsupportedModelError(
-                f"{pooling.folder}/config.json: the pooling mode {name} is not supported; known "
-                f"are {', '.join(_LEGACY_POOLERS.values())}"
+                f"{pooling.folder}/config.json: the pooling mode {name} is not supported. The "
+                f"supported modes are {', '.join(_LEGACY_POOLERS.values())}."
             )
     return names
 
 
 def _has_towers(config: PretrainedConfig) -> bool:
-    """Whether it is a text and an image encoder beside each other."""
+    """Return whether the model has a text encoder and an image encoder with a common space."""
     parts = (getattr(config, name, None) for name in ("text_config", "vision_config"))
     return all(parts) and hasattr(config, "projection_dim")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model can be run exactly, found out by running it.
+"""Chooses how batches are computed, by comparing a mixed batch with each text alone.
 
-A few short texts of random tokens go through the model one by one, with its own attention. A mixed
-batch must then give the same vectors: packed if it does, else padded, else in rows of one length,
-else the model is refused by name. A wrong answer must not look like a right one, and no list of
-names says what a model does.
+A few short texts of random tokens are computed one by one, with the model's own attention. A batch
+of the same texts must have the same vectors. The first of three methods with that result is chosen:
+packed, padded, or batches of texts with equal lengths. A model for which none works is refused. The
+choice does not depend on the model's name, because a wrong result must never be returned silently.
 """
 
 import itertools
@@ -24,11 +24,14 @@ from nereid_backend.pooling.packed_texts import PackedAttention, TokenBatch
 from nereid_backend.pooling.pooling_forward import Head, PackedForward, PaddedForward, RowsForward
 
 _LENS = (5, 5, 13, 21)
-# A text is made longer than a window to see that the window works, up to this length.
-_LONGEST = 160
-# Root mean square of the difference over the vectors' spread: below the first a change of a later
-# token was not felt, above the second a batch gives something else than a text alone.
-_CAUSAL = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
+# A text that tests a window is this many tokens longer than the window.
+_BEYOND_WINDOW = 6
+# If the model has sliding windows of up to about this length, a longer text tests the window.
+_LONGEST_TEXT = 160
+# Differences are root mean squares, relative to that of the vectors. If a later token changes and
+# the vectors of earlier tokens differ by less than _CAUSAL_TOLERANCE, the model is causal. If a
+# batch differs by more than _TOLERANCE from each text alone, the method is not exact.
+_CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -36,14 +39,14 @@ Forward = PackedForward | PaddedForward | RowsForward
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How token vectors are made.
+class ChosenForward:
+    """The chosen method of computing token vectors.
 
     Attributes:
-        forward: the function from a batch to token vectors.
-        path: "packed", "padded" or "rows" (padded to no more than texts of one length).
-        is_causal: whether a token sees only those before it.
-        difference: of a mixed batch from each text alone, relative.
+        forward: the function that computes the token vectors of a batch.
+        path: "packed", "padded" or "rows" (batches of texts with equal lengths).
+        is_causal: whether a token attends only to earlier tokens.
+        difference: the relative difference between a mixed batch and each text alone.
     """
 
     forward: Forward
@@ -53,96 +56,99 @@ class Way:
 
 
 @torch.inference_mode()
-def choose_way(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -> Way:
-    """Find the way to run a base model.
+def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -> ChosenForward:
+    """Choose the first exact method of computing the token vectors of a batch.
 
-    Mutates: the model: its attention, and the layout of its linear layers.
+    Mutates: the model's attention implementation, and the layout of its linear layers.
 
     Args:
-        encoder: the model, still as it was loaded.
-        hook: our entry in transformers' attention interface.
-        name: the architecture's, for messages.
-        max_len: longest input in tokens.
+        encoder: the loaded model.
+        hook: Nereid's entry in transformers' attention interface.
+        name: the name of the architecture, for error messages.
+        max_len: the length limit of inputs in tokens.
 
     Raises:
         ModelError: the model's vectors are not finite numbers.
-        UnsupportedModelError: a mixed batch differs from each text alone, packed and padded.
+        UnsupportedModelError: no method is exact.
     """
     lens = tuple(min(n, max_len) for n in _LENS)
     batch = random_batch(encoder, lens)
     alone = _alone(encoder, batch, name)
     is_causal = _is_causal(encoder, batch, alone)
-    difference, why = float("inf"), "it does not use transformers' attention interface"
+    difference = float("inf")
+    reason = "it does not use transformers' attention interface"
     if encoder.takes_hook:
-        wider = _wider(encoder, hook, batch, is_causal, max_len)
-        if wider is not None:
-            batch, alone = wider, _alone(encoder, wider, name)
+        longer_batch = _batch_beyond_windows(encoder, hook, batch, is_causal, max_len)
+        if longer_batch is not None:
+            batch = longer_batch
+            alone = _alone(encoder, batch, name)
     prepack_linears(encoder.model)
     if encoder.takes_hook:
         encoder.model.set_attn_implementation(hook.name)
         for offset in _offsets(encoder):
             packed = PackedForward(encoder, hook, offset, is_causal)
-            difference, why = _compare(packed, batch, alone)
+            difference, reason = _compare(packed, batch, alone)
             if difference <= _TOLERANCE[encoder.dtype]:
-                return Way(packed, "packed", is_causal, difference)
+                return ChosenForward(packed, "packed", is_causal, difference)
         encoder.model.set_attn_implementation(encoder.own_attention)
-    whys = [f"packed: {why}"]
+    reasons = [f"packed: {reason}"]
     for forward, path in ((PaddedForward(encoder), "padded"), (RowsForward(encoder), "rows")):
-        difference, why = _compare(forward, batch, alone)
+        difference, reason = _compare(forward, batch, alone)
         if difference <= _TOLERANCE[encoder.dtype]:
-            return Way(forward, path, is_causal, difference)
-        whys.append(f"{path}: {why}")
+            return ChosenForward(forward, path, is_causal, difference)
+        reasons.append(f"{path}: {reason}")
     raise UnsupportedModelError(
-        f"{name} is not supported: a batch differs from each text alone; {'; '.join(whys)}"
+        f"{name} is not supported, because a batch differs from each text alone "
+        f"({'; '.join(reasons)})."
     )
 
 
 @torch.inference_mode()
-def choose_head(encoder: Encoder, way: Way, name: str, max_len: int) -> Head:
-    """Find what a head that answers once a text must be given.
+def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int) -> Head:
+    """Choose which token vectors a head needs that has one output for each text.
 
-    Mutates: the model's attention, where nothing but the whole model gives the head's answer.
+    Mutates: the model's attention, if the whole model must be run to compute the head's output.
 
     Raises:
-        UnsupportedModelError: it answers otherwise than the whole model, whatever it is given.
+        UnsupportedModelError: the head's output always differs from that of the whole model.
     """
     batch = random_batch(encoder, tuple(min(n, max_len) for n in _LENS))
-    hidden = way.forward(batch)
-    wanted = []
+    hidden = chosen.forward(batch)
+    expected_rows = []
     for ids, types in _singles(batch):
-        with _own_attention(encoder, way):
+        with _own_attention(encoder, chosen):
             extra = {} if types is None else {"token_type_ids": types}
-            wanted.append(encoder.model(input_ids=ids, **extra).logits[0].float())
-    whole = torch.stack(wanted)
-    why = ""
+            expected_rows.append(encoder.model(input_ids=ids, **extra).logits[0].float())
+    expected = torch.stack(expected_rows)
+    reason = ""
     for rows in ("first", "last", "all", "whole"):
         if rows == "whole":
-            # The whole model on padded rows, as transformers means it to be called.
+            # Run the whole model on a padded batch, as transformers itself does.
             encoder.model.set_attn_implementation(encoder.own_attention)
         head = Head(encoder, rows)
         try:
             found = head.logits(hidden, batch).float()
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
-            why = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             continue
-        if found.shape != whole.shape:
-            why = f"it answers with {tuple(found.shape)} numbers"
+        if found.shape != expected.shape:
+            reason = f"its output has the shape {tuple(found.shape)}"
             continue
-        difference = relative_difference(found, whole)
+        difference = relative_difference(found, expected)
         if difference <= _TOLERANCE[encoder.dtype]:
             return head
-        why = f"its answers differ by {difference:.2g} of their spread"
-    raise UnsupportedModelError(f"the head of {name} is not supported: {why}")
+        reason = f"its output differs from the whole model's by {difference:.2g} (relative)"
+    raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
 
 
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
-    """Texts of random tokens, none of them special."""
+    """Return texts of random tokens with the lengths `lens`, without special tokens."""
     special = set(encoder.tokenizer.all_special_ids)
     for config in (encoder.model.config, encoder.model.config.get_text_config()):
         for key, value in config.to_dict().items():
             if key.endswith("token_id") and isinstance(value, int):
                 special.add(value)
-    # Ids past the tokenizer's own are often never trained.
+    # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
     size = min(encoder.vocab_size, max(8, len(encoder.tokenizer)))
     plain = [i for i in range(size // 8, size) if i not in special] or list(range(size))
     rng = random.Random(0)
@@ -154,19 +160,22 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     return TokenBatch.of(texts, types, encoder.device)
 
 
-def relative_difference(found: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the worst row's difference over the spread of what is wanted."""
-    return row_errors(found, wanted).max().item()
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest of the rows' relative differences (see row_errors)."""
+    return row_errors(found, expected).max().item()
 
 
-def row_errors(found: Tensor, wanted: Tensor) -> Tensor:
-    """Root mean square of each row's difference over the spread of all that is wanted."""
-    errors = (found.float() - wanted.float()).square().mean(-1).sqrt()
-    return errors / wanted.float().square().mean().sqrt().clamp(min=1e-12)
+def row_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the root mean square difference of each row, relative to that of `expected`.
+
+    Shapes: found and expected [num_rows, size]; returns [num_rows].
+    """
+    errors = (found.float() - expected.float()).square().mean(-1).sqrt()
+    return errors / expected.float().square().mean().sqrt().clamp(min=1e-12)
 
 
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
-    """The base's table of position embeddings, if it has one."""
+    """Return the table of position embeddings of the base model; None if it has none."""
     for name, module in encoder.base.named_modules():
         if isinstance(module, torch.nn.Embedding) and "position" in name.rsplit(".", 1)[-1]:
             return module
@@ -174,7 +183,7 @@ def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
 
 
 def _offsets(encoder: Encoder) -> list[int]:
-    """Numbers that a text's first position may have, the likeliest first."""
+    """Return the possible position ids of a text's first token, the most likely one first."""
     table = position_table(encoder)
     if table is None or table.padding_idx is None:
         return [0]
@@ -182,7 +191,7 @@ def _offsets(encoder: Encoder) -> list[int]:
 
 
 def _singles(batch: TokenBatch) -> list[tuple[Tensor, Tensor | None]]:
-    """Each text as a batch of one: ids [1, n], type ids likewise or None."""
+    """Return each text as a batch of one: token ids [1, n], and type ids [1, n] or None."""
     starts = batch.starts
     return [
         (
@@ -194,7 +203,10 @@ def _singles(batch: TokenBatch) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def _alone(encoder: Encoder, batch: TokenBatch, name: str) -> Tensor:
-    """Token vectors, each text by itself: [num_tokens, hidden_size] float32."""
+    """Return the token vectors of texts that are computed one by one.
+
+    Shapes: returns float32 [num_tokens, hidden_size].
+    """
     one = PaddedForward(encoder)
     try:
         parts = [
@@ -204,19 +216,19 @@ def _alone(encoder: Encoder, batch: TokenBatch, name: str) -> Tensor:
         found = torch.cat(parts)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
         raise UnsupportedModelError(
-            f"{name} is not supported: it does not run on a text alone: "
+            f"{name} is not supported: the model fails for a single text: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not found.isfinite().all():
         raise ModelError(
-            f"{name}: its vectors are not finite numbers; the weights are broken, or "
-            f"{encoder.dtype} overflows (set dtype=float32)"
+            f"{name}: the vectors are not finite numbers. The weights are broken, or "
+            f"{encoder.dtype} overflows. Set dtype=float32."
         )
     return found
 
 
 def _is_causal(encoder: Encoder, batch: TokenBatch, alone: Tensor) -> bool:
-    """Whether a longest text's first tokens do not feel a change of its last one."""
+    """Return whether a change of a text's last token leaves the other token vectors unchanged."""
     length = batch.lens[-1]
     ids = batch.token_ids[-length:].clone()
     ids[-1] = batch.token_ids[0]
@@ -226,17 +238,18 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, alone: Tensor) -> bool:
     changed = PaddedForward(encoder)(TokenBatch(ids, types, (length,))).float()
     if length < 2:
         return False
-    # The middle row: a model of experts may choose others for a token when the batch changes.
+    # Compare the median row, because a mixture-of-experts model may choose other experts for a few
+    # tokens when the batch changes.
     errors = row_errors(changed[:-1], alone[-length:-1])
-    return errors.median().item() < _CAUSAL[encoder.dtype]
+    return errors.median().item() < _CAUSAL_TOLERANCE[encoder.dtype]
 
 
-def _wider(
+def _batch_beyond_windows(
     encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool, max_len: int
 ) -> TokenBatch | None:
-    """The batch with texts beyond the windows that the model's attention has, None if it has none.
+    """Return the batch with additional texts that are longer than the model's sliding windows.
 
-    Mutates: the model's attention, and back.
+    Return None if the model has no windows, or only windows that are too long to test.
     """
     attention = PackedAttention(batch.groups(), is_causal)
     forward = PackedForward(encoder, hook, _offsets(encoder)[0], is_causal)
@@ -247,35 +260,37 @@ def _wider(
         return None
     finally:
         encoder.model.set_attn_implementation(encoder.own_attention)
-    longer = {w + 6 for w in attention.windows if w + 6 > max(batch.lens)}
-    reached = sorted(n for n in longer if n <= min(_LONGEST, max_len))
-    return random_batch(encoder, (*batch.lens, *reached)) if reached else None
+    longer = {window + _BEYOND_WINDOW for window in attention.windows}
+    longer = {length for length in longer if length > max(batch.lens)}
+    testable = sorted(length for length in longer if length <= min(_LONGEST_TEXT, max_len))
+    return random_batch(encoder, (*batch.lens, *testable)) if testable else None
 
 
 def _compare(forward: Forward, batch: TokenBatch, alone: Tensor) -> tuple[float, str]:
-    """How far a batch is from each text alone, and that in words."""
+    """Return the difference between a batch and each text alone, and a clause that describes it."""
     try:
         found = forward(batch)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
         return float("inf"), f"{type(error).__name__}: {error}"
     if found.shape != alone.shape:
-        return float("inf"), f"it gives vectors of shape {tuple(found.shape)}"
+        return float("inf"), f"its vectors have the shape {tuple(found.shape)}"
     errors = row_errors(found, alone)
     if forward.encoder.dtype != torch.float32:
-        # Rounding makes a model of experts choose others for a token now and then. Such a row says
-        # nothing; what is wrong with the way shows in most rows of a text.
+        # Because of rounding, a mixture-of-experts model sometimes chooses other experts for a
+        # token. Such a row is no error. An inexact method changes most rows of a text, so the
+        # median of each text is compared.
         errors = torch.stack([one.median() for one in torch.split(errors, list(batch.lens))])
     difference = errors.max().item()
-    return difference, f"it differs by {difference:.2g} of the vectors' spread"
+    return difference, f"the vectors differ by {difference:.2g} (relative)"
 
 
 @contextmanager
-def _own_attention(encoder: Encoder, way: Way) -> Iterator[None]:
-    """A model's own attention for a while, where it otherwise runs with ours."""
-    if isinstance(way.forward, PackedForward):
+def _own_attention(encoder: Encoder, chosen: ChosenForward) -> Iterator[None]:
+    """Use the model's own attention temporarily, if it otherwise uses Nereid's."""
+    if isinstance(chosen.forward, PackedForward):
         encoder.model.set_attn_implementation(encoder.own_attention)
     try:
         yield
     finally:
-        if isinstance(way.forward, PackedForward):
-            encoder.model.set_attn_implementation(way.forward.hook.name)
+        if isinstance(chosen.forward, PackedForward):
+            encoder.model.set_attn_implementation(chosen.forward.hook.name)

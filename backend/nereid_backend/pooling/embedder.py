@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors and scores without a server."""
+"""Computes vectors and scores without a server."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,44 +17,47 @@ Floats = NDArray[np.float32]
 Input = str | list[int] | dict[str, Any]
 
 
-class _Offline:
+class _OfflineModel:
+    """The common part of Embedder and Reranker: an engine that computes one request at a time."""
+
     def __init__(self, config: PoolingConfig) -> None:
         self._engine = PoolingEngine(config, progress=lambda _: None)
         self._numbers = itertools.count()
 
     @property
     def info(self) -> PoolingInfo:
-        """Facts about the model."""
+        """The description of the loaded model."""
         return self._engine.info
 
     def _run(self, items: list[PoolingItem]) -> list[Value]:
+        """Compute items, and return their values in order."""
         name = str(next(self._numbers))
         self._engine.add(name, items)
-        found: dict[int, Value] = {}
+        values: dict[int, Value] = {}
         try:
             while self._engine.has_work():
                 for result in self._engine.step():
                     if result.value is None:
                         raise EngineError(f"input {result.index}: {result.error}")
-                    found[result.index] = result.value
+                    values[result.index] = result.value
         finally:
             self._engine.abort(name)
-        return [found[i] for i in range(len(items))]
+        return [values[index] for index in range(len(items))]
 
 
-class Embedder(_Offline):
-    """A model that turns texts into vectors."""
+class Embedder(_OfflineModel):
+    """A model that converts texts to vectors."""
 
     def __init__(self, model: str, **settings: Any) -> None:  # noqa: ANN401 - fields of PoolingConfig
-        """Load it.
+        """Load the checkpoint.
 
         Args:
-            model: folder of the checkpoint.
+            model: the folder of the checkpoint.
             settings: fields of PoolingConfig.
 
         Raises:
-            ConfigError: a setting is wrong or does not fit.
-            ModelError: the checkpoint is missing, broken, or is no embedder.
+            ConfigError: a setting is wrong or does not fit the checkpoint.
+            ModelError: the checkpoint is missing, broken or not supported.
         """
         super().__init__(PoolingConfig(str(model), **{"task": "embed", **settings}))
 
@@ -68,22 +71,22 @@ class Embedder(_Offline):
         prompt: str | None = None,
         truncate: bool = False,
     ) -> Floats:
-        """Dense vectors of inputs.
+        """Return the dense vectors of inputs.
 
         Args:
-            inputs: each a text, token ids, or ``{"text": str}`` or ``{"image": bytes}``; a single
-                text, or list of ids, counts as a list of one.
-            dimensions: keep so many numbers of each vector.
-            normalize: to length 1; None: as the checkpoint says.
-            prompt_name: one of the checkpoint's prompts, put before each text.
-            prompt: text that is put before each text.
-            truncate: cut what is too long instead of refusing it.
+            inputs: a list of inputs. Each is a text, a list of token ids, `{"text": str}` or
+                `{"image": bytes}`. A single input need not be in a list.
+            dimensions: the number of leading elements of each vector to return. None means all.
+            normalize: whether vectors are scaled to length 1. None means the checkpoint's default.
+            prompt_name: the name of one of the checkpoint's prompts, which precedes each text.
+            prompt: a text that precedes each text.
+            truncate: whether an input that is too long is truncated. If False, it is refused.
 
         Returns:
-            [num_inputs, dimension] float32.
+            The vectors, float32 [num_inputs, dimension].
 
         Raises:
-            RequestError: an input is wrong; the message says which.
+            RequestError: an input is wrong. The message names its index.
         """
         options: dict[str, Any] = {
             "kind": "dense",
@@ -103,7 +106,7 @@ class Embedder(_Offline):
     def encode_sparse(
         self, inputs: Sequence[str], *, prompt_name: str | None = None, truncate: bool = False
     ) -> list[dict[int, float]]:
-        """Weights of the vocabulary's tokens, those that are not 0."""
+        """Return the sparse vector of each text: the weights that are not 0, by token id."""
         options = {"kind": "sparse", "prompt_name": prompt_name, "truncate": truncate}
         values = self._run([_item(one, options) for one in inputs])
         return [value for value in values if isinstance(value, dict)]
@@ -111,24 +114,24 @@ class Embedder(_Offline):
     def encode_multi(
         self, inputs: Sequence[str], *, prompt_name: str | None = None, truncate: bool = False
     ) -> list[Floats]:
-        """One vector a token: [num_tokens, dimension] float32 each."""
+        """Return the token vectors of each text, float32 [num_tokens, dimension]."""
         options = {"kind": "multi_vector", "prompt_name": prompt_name, "truncate": truncate}
         return [np.asarray(value) for value in self._run([_item(one, options) for one in inputs])]
 
 
-class Reranker(_Offline):
-    """A model that scores how well documents answer a query."""
+class Reranker(_OfflineModel):
+    """A model that scores how relevant documents are for a query."""
 
     def __init__(self, model: str, **settings: Any) -> None:  # noqa: ANN401 - fields of PoolingConfig
-        """Load it.
+        """Load the checkpoint.
 
         Args:
-            model: folder of the checkpoint.
+            model: the folder of the checkpoint.
             settings: fields of PoolingConfig.
 
         Raises:
-            ConfigError: a setting is wrong, or the checkpoint has no head that scores.
-            ModelError: the checkpoint is missing or broken.
+            ConfigError: a setting is wrong, or the checkpoint is not a reranker.
+            ModelError: the checkpoint is missing, broken or not supported.
         """
         super().__init__(PoolingConfig(str(model), **{"task": "rerank", **settings}))
 
@@ -140,19 +143,19 @@ class Reranker(_Offline):
         instruction: str | None = None,
         truncate: bool = False,
     ) -> Floats:
-        """Scores of pairs of a query and a document.
+        """Return the scores of pairs of a query and a document.
 
         Args:
-            pairs: queries and documents.
-            activation: "none", "sigmoid" or "softmax"; None: as the checkpoint says.
-            instruction: what makes a document relevant, for models that read instructions.
-            truncate: cut what is too long instead of refusing it.
+            pairs: pairs of a query and a document.
+            activation: "none", "sigmoid" or "softmax". None means the checkpoint's default.
+            instruction: for generative rerankers, a sentence that says when a document is relevant.
+            truncate: whether a pair that is too long is truncated. If False, it is refused.
 
         Returns:
-            [num_pairs] float32, larger is better.
+            The scores, float32 [num_pairs]. A higher score means a more relevant document.
 
         Raises:
-            RequestError: a pair is wrong; the message says which.
+            RequestError: a pair is wrong. The message names its index.
         """
         items = [
             PoolingItem(
@@ -175,6 +178,8 @@ def _item(one: Input, options: dict[str, Any]) -> PoolingItem:
     if isinstance(one, dict):
         unknown = set(one) - {"text", "image"}
         if unknown:
-            raise RequestError(f"input: unknown part {sorted(unknown)[0]!r}; known: text, image")
+            raise RequestError(
+                f"input: the key {sorted(unknown)[0]!r} is not known. Use text or image."
+            )
         return PoolingItem(text=one.get("text"), image=one.get("image"), **options)
     return PoolingItem(token_ids=list(one), **options)

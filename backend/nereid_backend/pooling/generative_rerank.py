@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generative rerankers: a pair becomes one text, and the answer "yes" or "no" is its score.
+"""Prompts for generative rerankers, which answer "yes" or "no" for a query and a document.
 
-The text comes from the checkpoint's own chat template: as the messages "query" and "document" where
-the template renders these, else as an instruction, a query and a document in a user's message.
-Wording and layout of the latter are those that the Qwen3-Reranker model card documents (June 2025).
+The score of a pair is computed from the logits of "yes" and "no" after the prompt. The prompt is
+rendered with the checkpoint's chat template. If the template supports messages with the roles
+"query" and "document", it gets these. Otherwise it gets a user message with an instruction, the
+query and the document, as documented in the model card of Qwen3-Reranker (June 2025).
 """
 
 from typing import Any
@@ -18,15 +19,23 @@ _SYSTEM = (
 )
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _ROLES = ("query", "document")
-_QUERY_MARK, _DOCUMENT_MARK = "mark7query7mark", "mark7document7mark"
+# Texts that no template contains. They show whether a rendered prompt has the query and the
+# document.
+_QUERY_PROBE = "mark7query7mark"
+_DOCUMENT_PROBE = "mark7document7mark"
+_OTHER_ROLES = ("role7query", "role7document")
+# Tokens at the end of a truncated document can merge with the text after it. If the prompt is then
+# too long, the document is truncated by this many more tokens.
+_SPARE_TOKENS = (0, 4, 16)
 
 
-class Judge:
-    """Makes texts of pairs, and knows the tokens that are the answers.
+class GenerativeReranker:
+    """Builds the prompt of a pair, and has the tokens of the two answers.
 
     Attributes:
-        yes: the token whose logit is the score.
-        no: the token whose logit is taken off it, None: nothing is.
+        yes: the token id of "yes". Its logit is the score.
+        no: the token id of "no", whose logit is subtracted from the score. None means that nothing
+            is subtracted.
     """
 
     def __init__(
@@ -35,22 +44,23 @@ class Judge:
         answers: tuple[int, int | None] | None,
         template_kwargs: dict[str, Any],
     ) -> None:
-        """Find the template and the answers.
+        """Determine the answer tokens and the form of the prompt.
 
         Args:
-            tokenizer: of the checkpoint, with its chat template.
-            answers: the tokens' ids where the files name them, else "yes" and "no".
-            template_kwargs: what the files say that the template is called with.
+            tokenizer: the tokenizer of the checkpoint, with its chat template.
+            answers: the token ids of the two answers, if the checkpoint's files name them. None
+                means the tokens "yes" and "no".
+            template_kwargs: the variables with which the chat template is rendered.
 
         Raises:
-            ModelError: the tokenizer has no single tokens "yes" and "no".
+            ModelError: the tokenizer has no token "yes" or no token "no".
         """
         self._tokenizer = tokenizer
-        self.yes, self.no = answers or (self._answer("yes"), self._answer("no"))
+        self.yes, self.no = answers or (self._token_id("yes"), self._token_id("no"))
         self._template_kwargs = template_kwargs
-        # A checkpoint whose files name the answers was trained with sentence-transformers, which
-        # joins the two as the tokenizer joins pairs when there is no template.
-        self._joins = answers is not None and not tokenizer.chat_template
+        # sentence-transformers writes the answer tokens into the checkpoint's files. Without a chat
+        # template it tokenises the query and the document as a pair, without a prompt.
+        self._uses_pair = answers is not None and not tokenizer.chat_template
         self._has_roles = False
         if tokenizer.chat_template:
             self._has_roles = self._renders_roles(named=answers is None)
@@ -58,47 +68,48 @@ class Judge:
     def tokens(
         self, pair: tuple[str, str], instruction: str | None, limit: int | None
     ) -> list[int]:
-        """Ids of the text that asks about a pair.
+        """Return the token ids of the prompt for a pair.
 
         Args:
-            pair: query and document.
-            instruction: what makes a document relevant.
-            limit: cut the document's end so that the text has at most so many tokens.
+            pair: the query and the document.
+            instruction: a sentence that says when a document is relevant. None means the default.
+            limit: the largest number of tokens. The end of the document is truncated to fit. None
+                means no limit.
 
         Raises:
-            RequestError: the text without the document is longer than the limit.
+            RequestError: the prompt without the document is longer than the limit.
         """
         query, document = pair
-        if self._joins:
-            return self._join(query, document, limit)
+        if self._uses_pair:
+            return self._encode_pair(query, document, limit)
         ids = self._encode(self._render(query, document, instruction))
         if limit is None or len(ids) <= limit:
             return ids
-        empty = len(self._encode(self._render(query, "", instruction)))
-        body = self._encode(document)
-        # Tokens at the seams may join, so the cut is tried and, if need be, made deeper.
-        for spare in (0, 4, 16):
-            keep = limit - empty - spare
-            if keep <= 0:
+        num_other = len(self._encode(self._render(query, "", instruction)))
+        document_ids = self._encode(document)
+        for num_spare in _SPARE_TOKENS:
+            num_kept = limit - num_other - num_spare
+            if num_kept <= 0:
                 break
-            cut = self._tokenizer.decode(body[:keep])
-            ids = self._encode(self._render(query, str(cut), instruction))
+            truncated = str(self._tokenizer.decode(document_ids[:num_kept]))
+            ids = self._encode(self._render(query, truncated, instruction))
             if len(ids) <= limit:
                 return ids
         raise RequestError(
-            f"input: the query and the instruction have {empty} tokens without the document; the "
-            f"limit is {limit} (max_model_len)"
+            f"input: the query and the instruction have {num_other} tokens without the document, "
+            f"but the limit is {limit} (max_model_len). Shorten the query."
         )
 
-    def _join(self, query: str, document: str, limit: int | None) -> list[int]:
-        cut: dict[str, Any] = {}
+    def _encode_pair(self, query: str, document: str, limit: int | None) -> list[int]:
+        truncation: dict[str, Any] = {}
         if limit is not None:
-            cut = {"truncation": "longest_first", "max_length": limit}
-        encoded: Any = self._tokenizer(query, document, verbose=False, **cut)
+            truncation = {"truncation": "longest_first", "max_length": limit}
+        encoded: Any = self._tokenizer(query, document, verbose=False, **truncation)
         ids: list[int] = encoded["input_ids"]
         return ids
 
     def _render(self, query: str, document: str, instruction: str | None) -> str:
+        """Return the text of the prompt."""
         if self._has_roles:
             return self._render_roles(query, document, instruction)
         text = (
@@ -110,20 +121,22 @@ class Judge:
         return self._template(messages, add_generation_prompt=True, enable_thinking=False)
 
     def _renders_roles(self, *, named: bool) -> bool:
-        """Whether the template renders messages of the roles "query" and "document".
+        """Return whether the template renders messages with the roles "query" and "document".
+
+        Many templates copy any role into the prompt. Such a template renders an unknown role in the
+        same way.
 
         Args:
-            named: whether it must know them; many templates pass any role through.
+            named: whether the template must treat the two roles differently from unknown roles.
         """
-        marks = (_QUERY_MARK, _DOCUMENT_MARK)
-        text = self._render_roles(*marks, None)
-        if not all(mark in text for mark in marks):
+        probes = (_QUERY_PROBE, _DOCUMENT_PROBE)
+        text = self._render_roles(*probes, None)
+        if not all(probe in text for probe in probes):
             return False
-        others = ("role7query", "role7document")
-        passed = self._render_roles(*marks, None, others)
-        for role, other in zip(_ROLES, others, strict=True):
-            passed = passed.replace(other, role)
-        return passed != text or not named
+        other_text = self._render_roles(*probes, None, _OTHER_ROLES)
+        for role, other_role in zip(_ROLES, _OTHER_ROLES, strict=True):
+            other_text = other_text.replace(other_role, role)
+        return other_text != text or not named
 
     def _render_roles(
         self,
@@ -132,6 +145,7 @@ class Judge:
         instruction: str | None,
         roles: tuple[str, str] = _ROLES,
     ) -> str:
+        """Render the query and the document as messages with `roles`; "" if the template fails."""
         messages = [
             {"role": role, "content": text}
             for role, text in zip(roles, (query, document), strict=True)
@@ -140,25 +154,26 @@ class Judge:
             messages.insert(0, {"role": "system", "content": instruction})
         try:
             return self._template(messages, **self._template_kwargs)
-        except Exception:  # noqa: BLE001 - a template raises what it likes about roles
+        except Exception:  # noqa: BLE001 - a template can raise any exception for unknown roles
             return ""
 
     def _template(self, messages: list[dict[str, str]], **kwargs: Any) -> str:  # noqa: ANN401
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
     def _encode(self, text: str) -> list[int]:
-        # A template writes its special tokens itself.
+        # A rendered template already contains the special tokens.
         encoded: Any = self._tokenizer(
             text, add_special_tokens=not self._tokenizer.chat_template, verbose=False
         )
         ids: list[int] = encoded["input_ids"]
         return ids
 
-    def _answer(self, word: str) -> int:
+    def _token_id(self, word: str) -> int:
+        """Return the id of the token `word`. Raise a ModelError if the tokenizer lacks it."""
         found = self._tokenizer.get_vocab().get(word)
         if found is None:
             raise ModelError(
-                f'task: reranking with a generative checkpoint takes a tokenizer with the token "'
-                f'{word}", and this one has none'
+                f'task: reranking with a generative checkpoint requires the token "{word}", but '
+                "this tokenizer lacks it. Choose another checkpoint."
             )
         return int(found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with a text and an image tower that meet in one space."""
+"""Models with a text encoder and an image encoder (towers) whose vectors share one space."""
 
 import itertools
 from typing import Any
@@ -15,10 +15,11 @@ from nereid_backend.pooling.packed_texts import TokenBatch
 
 _LENS = (5, 5, 13, 21)
 _TOLERANCE = 1e-3
+_LOW_PRECISION_TOLERANCE = 0.1
 
 
 def text_vectors(encoder: Encoder, batch: TokenBatch) -> Tensor:
-    """Vectors of texts in a padded batch, [num_texts, projection_dim]."""
+    """Return the vectors of texts, float32 [num_texts, projection_dim]. The batch is padded."""
     padding = encoder.tokenizer.pad_token_id
     if padding is None:
         padding = encoder.tokenizer.eos_token_id or 0
@@ -30,7 +31,7 @@ def text_vectors(encoder: Encoder, batch: TokenBatch) -> Tensor:
 
 
 def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
-    """Vectors of images, [num_images, projection_dim].
+    """Return the vectors of images, float32 [num_images, projection_dim].
 
     Shapes: pixels [num_images, channels, height, width].
     """
@@ -39,18 +40,23 @@ def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def choose_towers(encoder: Encoder, name: str, max_len: int) -> float:
-    """See that a mixed batch of texts gives what each gives alone; the relative difference.
+def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
+    """Check that a batch of texts has the same vectors as each text alone.
 
     Mutates: the layout of the model's linear layers.
 
+    Returns:
+        The largest relative difference between the two.
+
     Raises:
         ModelError: the vectors are not finite numbers.
-        UnsupportedModelError: it has no such towers, or a mixed batch differs.
+        UnsupportedModelError: the model has no such encoders, or the difference is too large.
     """
     if not hasattr(encoder.model, "get_text_features"):
-        raise UnsupportedModelError(f"{name} is not supported: it gives no text features")
-    batch = _ended(encoder, tuple(min(n, max_len) for n in _LENS))
+        raise UnsupportedModelError(
+            f"{name} is not supported: the model has no method get_text_features."
+        )
+    batch = _random_texts(encoder, tuple(min(n, max_len) for n in _LENS))
     starts = batch.starts
     parts = [
         text_vectors(encoder, TokenBatch(batch.token_ids[start:end], None, (end - start,)))
@@ -58,19 +64,24 @@ def choose_towers(encoder: Encoder, name: str, max_len: int) -> float:
     ]
     alone = torch.cat(parts)
     if not alone.isfinite().all():
-        raise ModelError(f"{name}: its vectors are not finite numbers; the weights are broken")
+        raise ModelError(
+            f"{name}: the vectors are not finite numbers, so the weights are broken. Download the "
+            "checkpoint again."
+        )
     prepack_linears(encoder.model)
     difference = relative_difference(text_vectors(encoder, batch), alone)
-    if not difference <= (_TOLERANCE if encoder.dtype == torch.float32 else 0.1):
+    tolerance = _TOLERANCE if encoder.dtype == torch.float32 else _LOW_PRECISION_TOLERANCE
+    # NaN is refused, too.
+    if not difference <= tolerance:
         raise UnsupportedModelError(
-            f"{name} is not supported: a padded batch of texts differs from each alone by "
-            f"{difference:.2g} of the vectors' spread"
+            f"{name} is not supported: the vectors of a padded batch differ from those of each "
+            f"text alone by {difference:.2g} (relative)."
         )
     return difference
 
 
-def _ended(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
-    """Random texts that end as the tokenizer ends them; the vector is that of the end."""
+def _random_texts(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
+    """Return random texts that end with the end-of-sequence token, whose vector is the text's."""
     batch = random_batch(encoder, lens)
     end = encoder.tokenizer.eos_token_id
     if end is not None:
@@ -79,6 +90,7 @@ def _ended(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     return batch
 
 
-def _vectors(out: Any) -> Tensor:  # noqa: ANN401 - a tensor or an output with one, by version
+def _vectors(out: Any) -> Tensor:  # noqa: ANN401 - a tensor, or an object with a tensor in newer versions of transformers
+    """Return the vectors in the output of a model, float32."""
     found: Tensor = out if isinstance(out, Tensor) else out.pooler_output
     return found.float()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe to a model in memory."""
+"""Loads the model and the tokenizer of an embedding, rerank or classification checkpoint."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -24,7 +24,14 @@ from transformers.utils import logging as transformers_logging
 
 from nereid_backend.checkpoint import check_files
 from nereid_backend.errors import ModelError, UnsupportedModelError
-from nereid_backend.pooling.checkpoint_spec import BASE, CAUSAL, MASKED, SEQUENCE, TOWERS, Recipe
+from nereid_backend.pooling.checkpoint_spec import (
+    BASE,
+    CAUSAL,
+    MASKED,
+    SEQUENCE,
+    TOWERS,
+    CheckpointSpec,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _AUTO: dict[str, Any] = {
@@ -34,7 +41,7 @@ _AUTO: dict[str, Any] = {
     CAUSAL: AutoModelForCausalLM,
     TOWERS: AutoModel,
 }
-# Constants that some checkpoints hold and some do not.
+# Constant tensors that only some checkpoints contain. They may be missing or superfluous.
 _NOT_SAVED = ("position_ids", "token_type_ids", "inv_freq")
 
 
@@ -43,13 +50,14 @@ class Encoder:
     """A loaded model.
 
     Attributes:
-        model: with its head, on its device, in eval mode.
-        base: the part that makes token vectors; the model itself where there is no head, the tower
-            of texts where there is one of images, too.
-        tokenizer: of its checkpoint.
-        device: where it is.
-        own_attention: transformers' attention that it was loaded with, and still has.
-        takes_hook: whether its attention can be set to ours; its code may still go its own way.
+        model: the model with its head, on `device`, in eval mode.
+        base: the part of the model that computes token vectors. It is the model itself if there is
+            no head, and the text tower of a model with a text and an image tower.
+        tokenizer: the tokenizer of the checkpoint.
+        device: the device of the weights.
+        own_attention: the name of the attention implementation with which the model was loaded.
+        takes_hook: whether the model accepts Nereid's attention implementation. The model's code
+            may still ignore it.
     """
 
     model: PreTrainedModel
@@ -61,12 +69,12 @@ class Encoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The data type of the weights."""
         return self.model.dtype
 
     @property
     def vocab_size(self) -> int:
-        """Token ids below this can be given."""
+        """The number of valid token ids."""
         try:
             weight = self.base.get_input_embeddings().weight
         except (NotImplementedError, AttributeError):
@@ -76,63 +84,65 @@ class Encoder:
 
 
 def load_encoder(
-    recipe: Recipe,
+    spec: CheckpointSpec,
     *,
     dtype: str,
     device: torch.device,
     attention: str,
     progress: Callable[[str], None],
 ) -> Encoder:
-    """Load weights and tokenizer.
+    """Load the weights and the tokenizer of a checkpoint.
 
     Args:
-        recipe: what the checkpoint is.
-        dtype: the setting of that name.
-        device: where the weights go.
-        attention: name in transformers' attention interface.
-        progress: gets a line for every slow step.
+        spec: the description of the checkpoint.
+        dtype: the setting `dtype`.
+        device: the device for the weights.
+        attention: the name of Nereid's attention in transformers' attention interface.
+        progress: called with one line for each slow operation.
 
     Raises:
         ModelError: the checkpoint is broken.
-        UnsupportedModelError: transformers has no code for it.
+        UnsupportedModelError: transformers has no code for the model.
     """
-    check_files(recipe.folder)
-    chosen = _choose_dtype(dtype, recipe.config, device)
-    name = str(chosen).removeprefix("torch.")
-    progress(f"loading {recipe.architecture} from {recipe.folder} as {name}")
-    model = _load_weights(recipe, chosen)
+    check_files(spec.folder)
+    torch_dtype = _choose_dtype(dtype, spec.config, device)
+    name = str(torch_dtype).removeprefix("torch.")
+    progress(f"loading {spec.architecture} from {spec.folder} as {name}")
+    model = _load_weights(spec, torch_dtype)
     if device.type != "cpu":
         progress(f"copying the weights to {device}")
         model.to(device)  # type: ignore[arg-type]  # transformers decorates torch's signature
     model.train(False)
     text = model.config.get_text_config()
-    if recipe.loader == SEQUENCE and text.pad_token_id is None:
-        # Heads that look for the last token that is no padding insist on knowing what padding is.
+    if spec.loader == SEQUENCE and text.pad_token_id is None:
+        # Heads that search the last token before the padding need a padding token. No token has the
+        # id -1, so they find the last token.
         text.pad_token_id = -1
-    base: Any = model if recipe.loader == BASE else model.base_model
-    if recipe.loader == TOWERS:
+    base: Any = model if spec.loader == BASE else model.base_model
+    if spec.loader == TOWERS:
         base = getattr(model, "text_model", model)
-    own = str(model.config._attn_implementation)
-    return Encoder(model, base, load_tokenizer(recipe), device, own, _takes(model, attention, own))
+    own_attention = str(model.config._attn_implementation)
+    takes_hook = _accepts_attention(model, attention, own_attention)
+    return Encoder(model, base, load_tokenizer(spec), device, own_attention, takes_hook)
 
 
-def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer.
+def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the checkpoint.
 
     Raises:
-        ModelError: there is none, or a broken one.
+        ModelError: the tokenizer is missing or broken.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            recipe.folder, local_files_only=True, trust_remote_code=False
+            spec.folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        # tokenizers raises bare exceptions for broken files.
+        # The tokenizers library raises plain Exception for broken files.
         raise ModelError(
-            f"{recipe.folder}: its tokenizer cannot be loaded: {_first_line(error)}"
+            f"the tokenizer in {spec.folder} cannot be loaded: {_first_line(error)}"
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if recipe.lower_case and backend is not None:
+    if spec.lower_case and backend is not None:
         parts: list[Normalizer] = [Lowercase()]
         if backend.normalizer is not None:
             parts.append(backend.normalizer)
@@ -141,18 +151,18 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def accepts(function: Callable[..., object], name: str) -> bool:
-    """Whether a function takes a keyword argument of this name."""
+    """Return whether `function` has a keyword argument `name` or accepts any."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _load_weights(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
-    load, extra = _loading(recipe)
+def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
+    load, extra = _loading(spec)
     try:
         with quiet():
             model, report = load(
-                recipe.folder,
-                config=recipe.config,
+                spec.folder,
+                config=spec.config,
                 dtype=dtype,
                 use_safetensors=True,
                 local_files_only=True,
@@ -161,21 +171,22 @@ def _load_weights(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
             )
     except (ValueError, KeyError, ImportError) as error:
         raise UnsupportedModelError(
-            f"{recipe.architecture} is not supported: {_first_line(error)}"
+            f"{spec.architecture} is not supported: {_first_line(error)}"
         ) from error
     except Exception as error:
-        # safetensors raises its own errors for broken files, and torch RuntimeError for shapes.
+        # safetensors has exceptions of its own for broken files, and torch raises RuntimeError for
+        # wrong shapes.
         raise ModelError(
-            f"{recipe.folder}: its weights cannot be read: {_first_line(error)}; download them "
-            "again"
+            f"the weights in {spec.folder} cannot be read: {_first_line(error)} Download the "
+            "checkpoint again."
         ) from error
-    _check_report(recipe, report)
+    _check_report(spec, report)
     return model  # type: ignore[no-any-return]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and reports: what matters of them is in our errors."""
+    """Suppress the progress bars and the reports of transformers."""
     was_shown = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -188,68 +199,73 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _takes(model: PreTrainedModel, attention: str, own: str) -> bool:
-    """Whether a model's attention can be set to a name; it is set back."""
+def _accepts_attention(model: PreTrainedModel, attention: str, own_attention: str) -> bool:
+    """Return whether the model accepts the attention named `attention`. Its own one is restored."""
     with quiet():
         try:
             model.set_attn_implementation(attention)
         except (ValueError, ImportError):
             return False
-        taken = bool(model.config._attn_implementation == attention)
-        model.set_attn_implementation(own)
-    return taken
+        is_accepted = bool(model.config._attn_implementation == attention)
+        model.set_attn_implementation(own_attention)
+    return is_accepted
 
 
-def _check_report(recipe: Recipe, report: dict[str, Any]) -> None:
+def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
+    """Raise a ModelError if weights are missing, or an UnsupportedModelError if any are unused."""
     missing = sorted(k for k in report["missing_keys"] if not k.endswith(_NOT_SAVED))
     if missing:
         raise ModelError(
-            f"{recipe.folder} lacks {len(missing)} weights of a {recipe.task} model, first "
-            f"{missing[0]}; the answers would be random; download the checkpoint again"
+            f"{spec.folder} lacks {len(missing)} weights that a model for the task {spec.task} "
+            f"needs, such as {missing[0]}, so its output would be random. Download the checkpoint "
+            "again, or choose another task."
         )
-    # The pooler is left out on purpose.
+    # The weights of a pooler are not used, because the pooler is not loaded.
     unused = sorted(
         key
         for key in report.get("unexpected_keys", ())
         if "pooler." not in key and not key.endswith(_NOT_SAVED)
     )
-    if unused and not hasattr(transformers, recipe.architecture):
+    if unused and not hasattr(transformers, spec.architecture):
         raise UnsupportedModelError(
-            f"{recipe.architecture} is not supported: transformers does not know it, and its "
-            f"{recipe.config.model_type} has no place for {len(unused)} weights, first {unused[0]}"
+            f"{spec.architecture} is not supported: transformers has no such class, and the class "
+            f"for {spec.config.model_type} does not use {len(unused)} of the weights, such as "
+            f"{unused[0]}."
         )
 
 
-def _loading(recipe: Recipe) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function that loads the model, and arguments for it alone."""
-    auto, config = _AUTO[recipe.loader], recipe.config
-    if recipe.loader != BASE:
+def _loading(spec: CheckpointSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the function that loads the model, and the additional arguments for it."""
+    auto, config = _AUTO[spec.loader], spec.config
+    if spec.loader != BASE:
         return auto.from_pretrained, {"trust_remote_code": False}
     with suppress(KeyError):
         found = auto._model_mapping[type(config)]
-        # Some configs stand for several classes.
+        # Some configs belong to several classes.
         classes = found if isinstance(found, list | tuple) else (found,)
-        known = next((c for c in classes if c.__name__ == recipe.architecture), classes[0])
+        known = next((c for c in classes if c.__name__ == spec.architecture), classes[0])
         if getattr(config, "is_encoder_decoder", False):
-            known = _encoder_alone(recipe, known)
-        # The pooler makes a vector that no pooler here reads, and often has no trained weights.
+            known = _encoder_alone(spec, known)
+        # The model's own pooler is not used, and its weights are often untrained.
         has_pooler = "add_pooling_layer" in inspect.signature(known.__init__).parameters
         return known.from_pretrained, {"add_pooling_layer": False} if has_pooler else {}
     return auto.from_pretrained, {"trust_remote_code": False}
 
 
-def _encoder_alone(recipe: Recipe, whole: type) -> Any:  # noqa: ANN401 - a model class
+def _encoder_alone(spec: CheckpointSpec, whole: type) -> Any:  # noqa: ANN401 - a model class
+    """Return the class of the encoder of an encoder-decoder model."""
     name = whole.__name__.removesuffix("Model") + "EncoderModel"
     found = getattr(transformers, name, None)
     if found is None:
         raise UnsupportedModelError(
-            f"{recipe.architecture} is not supported: it is an encoder with a decoder, and "
-            f"transformers has no {name}"
+            f"{spec.architecture} is not supported: it has an encoder and a decoder, and "
+            f"transformers has no class {name} for the encoder alone."
         )
     return found
 
 
 def _choose_dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """Return the data type of the weights for the setting `dtype`."""
     if name != "auto":
         return _DTYPES[name]
     found: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several texts as one row of tokens, and attention that keeps them apart.
+"""A batch of texts as one packed row of tokens, and attention within each text.
 
     tokens   a a a | b b b | c c c c c c        lens 3 3 6, groups (0, 2, 3) (6, 1, 6)
 
-Texts of one length lie side by side, so that their attention is one call over a batch.
+Neighbouring texts of the same length form a group, whose attention is computed in one call.
 """
 
 import itertools
@@ -16,23 +16,24 @@ from torch.nn import functional
 
 from nereid_backend.attention.interface import scale_of, sinks_of
 
-# In bfloat16 torch's fused attention on a CPU takes twice the time of matrix products one by one,
-# as long as there are not more scores than this.
+# With bfloat16 on a CPU, torch's fused attention takes twice the time of separate matrix products,
+# up to this number of scores.
 _FAST_SCORES = 2**23
-# Scores of so many at once where they are all written down.
+# The largest number of scores in memory where attention is computed with separate products.
 _MAX_SCORES = 2**24
-# Fewer queries at a time than this cost more calls than they save work.
+# With fewer queries in one call, the additional calls cost more than they save.
 _MIN_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Texts that go through the model together.
+    """The packed tokens of several texts.
 
     Attributes:
-        token_ids: [num_tokens] int64, text after text.
-        type_ids: [num_tokens] int64, which part of a pair a token is of; None: the model's default.
-        lens: tokens of each text.
+        token_ids: the tokens of all texts one after another, int64 [num_tokens].
+        type_ids: for each token 0 for the first text of a pair and 1 for the second one, int64
+            [num_tokens]. None means the model's default.
+        lens: the number of tokens of each text.
     """
 
     token_ids: Tensor
@@ -46,7 +47,10 @@ class TokenBatch:
         types: Sequence[Sequence[int] | None],
         device: torch.device,
     ) -> "TokenBatch":
-        """Put texts in a row; where some have type ids and some not, these are 0."""
+        """Pack texts. If only some texts have type ids, the others get the type id 0.
+
+        Example: [[5, 6], [7]] returns a batch with the token_ids [5, 6, 7] and the lens (2, 1).
+        """
         flat = torch.tensor([i for s in sequences for i in s], dtype=torch.int64)
         type_ids = None
         if any(one is not None for one in types):
@@ -59,32 +63,36 @@ class TokenBatch:
 
     @property
     def starts(self) -> list[int]:
-        """Where each text begins, and at the end where the last one ends."""
+        """The index of each text's first token, followed by the number of all tokens."""
         return [0, *itertools.accumulate(self.lens)]
 
     def groups(self) -> list[tuple[int, int, int]]:
-        """Runs of texts of one length: (first token, number of texts, their length)."""
-        found, start = [], 0
+        """Return the groups of neighbouring texts with the same length.
+
+        Each group is (index of its first token, number of texts, length of each text).
+        """
+        groups = []
+        start = 0
         for length, run in itertools.groupby(self.lens):
             count = len(list(run))
-            found.append((start, count, length))
+            groups.append((start, count, length))
             start += count * length
-        return found
+        return groups
 
     def positions(self, offset: int) -> Tensor:
-        """[num_tokens] int64: each text counts from the offset."""
+        """Return the position id of each token, int64 [num_tokens]. Texts begin at `offset`."""
         starts = torch.tensor(self.starts[:-1], device=self.token_ids.device)
         lens = torch.tensor(self.lens, device=self.token_ids.device)
         first = starts.repeat_interleave(lens)
         return torch.arange(len(self.token_ids), device=self.token_ids.device) - first + offset
 
     def mask(self) -> Tensor:
-        """[num_texts, longest] bool: where a padded batch has tokens."""
+        """Return the mask of a padded batch, bool [num_texts, longest]. True means a token."""
         lens = torch.tensor(self.lens, device=self.token_ids.device)
         return torch.arange(max(self.lens), device=lens.device) < lens[:, None]
 
     def pad(self, values: Tensor, filling: float = 0) -> Tensor:
-        """Rows of the packed values [num_tokens, ...] as [num_texts, longest, ...]."""
+        """Convert packed values [num_tokens, ...] to a padded batch [num_texts, longest, ...]."""
         mask = self.mask()
         out = values.new_full((*mask.shape, *values.shape[1:]), filling)
         out[mask] = values
@@ -93,12 +101,12 @@ class TokenBatch:
 
 @dataclass(slots=True)
 class PackedAttention:
-    """Serves the attention calls of one forward pass over a packed batch.
+    """Computes the attention calls of one forward pass over a packed batch.
 
     Attributes:
-        groups: of the batch.
-        is_causal: whether a token sees only those before it.
-        windows: limits of sliding windows that calls came with.
+        groups: the groups of the batch (see TokenBatch.groups).
+        is_causal: whether a token attends only to earlier tokens.
+        windows: the sizes of the sliding windows in the calls so far.
     """
 
     groups: list[tuple[int, int, int]]
@@ -109,15 +117,16 @@ class PackedAttention:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """One attention call.
+        """Compute one attention call.
 
         Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
         num_tokens, dim]; returns [1, num_tokens, num_heads, value_dim].
         """
-        window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
+        window = kwargs.get("sliding_window")
+        softcap = kwargs.get("softcap")
         if kwargs.get("position_bias") is not None:
             raise ValueError("its attention adds a position bias")
-        call = _Call(
+        attention = _GroupAttention(
             scale=scale_of(module, query, kwargs),
             is_causal=self.is_causal,
             window=window if isinstance(window, int) and window > 0 else None,
@@ -125,8 +134,8 @@ class PackedAttention:
             sinks=sinks_of(kwargs),
             masks=self._masks,
         )
-        if call.window is not None:
-            self.windows.add(call.window)
+        if attention.window is not None:
+            self.windows.add(attention.window)
         rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         parts = []
         for start, count, length in self.groups:
@@ -134,21 +143,21 @@ class PackedAttention:
                 r[start : start + count * length].view(count, length, *r.shape[1:]).transpose(1, 2)
                 for r in rows
             )
-            parts.append(call.attend(q, k, v).transpose(1, 2).flatten(0, 1))
+            parts.append(attention.attend(q, k, v).transpose(1, 2).flatten(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """Attention of texts of one length, in one layer.
+class _GroupAttention:
+    """The attention of one layer for texts of the same length.
 
     Attributes:
-        scale: factor on the scores.
-        is_causal: whether a token sees only those before it.
-        window: a token sees those at less than this distance.
-        softcap: scores s become softcap * tanh(s / softcap).
-        sinks: [num_heads], one more score that takes weight and gives nothing.
-        masks: that were made before, by their shape and place.
+        scale: the factor of the scores.
+        is_causal: whether a token attends only to earlier tokens.
+        window: a token attends only to tokens at a smaller distance. None means no window.
+        softcap: if set, scores s become softcap * tanh(s / softcap).
+        sinks: an additional score of each head, [num_heads], whose value is 0.
+        masks: a cache of masks by their arguments.
     """
 
     scale: float
@@ -159,27 +168,40 @@ class _Call:
     masks: dict[tuple[int, int, int, int | None], Tensor]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[count, num_heads, length, dim] each; returns the same with the values' dim."""
+        """Compute the attention of a group of texts.
+
+        Shapes: query [count, num_heads, length, key_dim], key and value [count, num_kv_heads,
+        length, dim]; returns [count, num_heads, length, value_dim].
+        """
         length = query.shape[2]
         block = self._block(query)
         parts = []
         for start in range(0, length, block):
             end = min(length, start + block)
-            # A window's queries see keys near them only; the rest need not be looked at.
-            first, last = 0, length
-            if self.window is not None:
-                first, last = max(0, start - self.window + 1), min(length, end + self.window - 1)
-            last = min(last, end) if self.is_causal else last
+            first, last = self._visible_keys(start, end, length)
             mask = None
-            is_cut = self.window is not None and length > self.window
-            if is_cut or (self.is_causal and not self._is_whole(query, block)):
+            has_hidden_keys = self.window is not None and length > self.window
+            if has_hidden_keys or (self.is_causal and not self._is_one_fused_call(query, block)):
                 mask = self._mask(start - first, end - start, last - first, query.device)
-            taken = (query[:, :, start:end], key[:, :, first:last], value[:, :, first:last])
-            parts.append(self._one(*taken, mask))
+            block_tensors = (
+                query[:, :, start:end],
+                key[:, :, first:last],
+                value[:, :, first:last],
+            )
+            parts.append(self._attend_block(*block_tensors, mask))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
+    def _visible_keys(self, start: int, end: int, length: int) -> tuple[int, int]:
+        """Return the range of keys to which the queries from `start` to `end` can attend."""
+        first = 0
+        last = length
+        if self.window is not None:
+            first = max(0, start - self.window + 1)
+            last = min(length, end + self.window - 1)
+        return first, min(last, end) if self.is_causal else last
+
     def _block(self, query: Tensor) -> int:
-        """How many queries go together."""
+        """Return the number of queries that are computed together."""
         count, num_heads, length, _ = query.shape
         if self.window is not None and length > self.window:
             return max(self.window, _MIN_BLOCK)
@@ -187,11 +209,12 @@ class _Call:
             return max(1, min(length, _MAX_SCORES // (count * num_heads * length)))
         return length
 
-    def _is_whole(self, query: Tensor, block: int) -> bool:
-        """Whether one call of the fused attention does it, which knows what causal is."""
+    def _is_one_fused_call(self, query: Tensor, block: int) -> bool:
+        """Return whether one call of the fused attention suffices, which needs no causal mask."""
         return block >= query.shape[2] and not self._is_stepwise(query)
 
     def _is_stepwise(self, query: Tensor) -> bool:
+        """Return whether attention is computed with separate matrix products."""
         if self.softcap is not None or self.sinks is not None:
             return True
         if query.device.type != "cpu" or query.dtype != torch.bfloat16:
@@ -199,9 +222,16 @@ class _Call:
         return query.shape[0] * query.shape[1] * query.shape[2] ** 2 <= _FAST_SCORES
 
     def _mask(self, ahead: int, rows: int, columns: int, device: torch.device) -> Tensor:
-        """[rows, columns] bool: where a query sees a key; the first query is the key ``ahead``."""
-        known = (ahead, rows, columns, self.window)
-        mask = self.masks.get(known)
+        """Return the mask, bool [rows, columns]. True means that the query attends to the key.
+
+        Args:
+            ahead: the index of the first query among the keys.
+            rows: the number of queries.
+            columns: the number of keys.
+            device: the device of the mask.
+        """
+        cache_key = (ahead, rows, columns, self.window)
+        mask = self.masks.get(cache_key)
         if mask is None:
             queries = torch.arange(ahead, ahead + rows, device=device)[:, None]
             distance = queries - torch.arange(columns, device=device)
@@ -210,10 +240,12 @@ class _Call:
                 mask = distance.abs() < self.window
             if self.is_causal:
                 mask &= distance >= 0
-            self.masks[known] = mask
+            self.masks[cache_key] = mask
         return mask
 
-    def _one(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_block(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
         if self._is_stepwise(query):
             return self._stepwise(query, key, value, mask)
         return functional.scaled_dot_product_attention(
@@ -227,7 +259,7 @@ class _Call:
         )
 
     def _stepwise(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention by its definition."""
+        """Compute attention by its definition, with separate matrix products."""
         if query.shape[1] != key.shape[1]:
             groups = query.shape[1] // key.shape[1]
             key = key.repeat_interleave(groups, dim=1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From token vectors to what was asked for: one vector, many, or weights of a vocabulary's tokens.
+"""Pools token vectors, and applies the modules of sentence-transformers to vectors.
 
-All in float32, whatever the model's dtype: what is left of the work is small.
+All computations are in float32, whatever the model's data type, because they are cheap.
 """
 
 import importlib
@@ -16,29 +16,32 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nereid_backend.errors import ModelError, UnsupportedModelError
-from nereid_backend.pooling.checkpoint_spec import Part
+from nereid_backend.pooling.checkpoint_spec import ModuleSpec
 
 
 def pool(hidden: Tensor, spans: list[tuple[int, int]], poolers: tuple[str, ...]) -> Tensor:
-    """One vector a text.
+    """Pool the token vectors of each text to one vector.
 
     Args:
-        hidden: [num_tokens, hidden_size], all texts' token vectors.
-        spans: first token and end of what is pooled of each text; not empty.
-        poolers: names; several are concatenated.
+        hidden: the token vectors of all texts, [num_tokens, hidden_size].
+        spans: for each text the index of its first pooled token and of the token after the last
+            one. No span is empty.
+        poolers: the names of pooling methods. Their results are concatenated.
 
     Returns:
-        [num_texts, len(poolers) * hidden_size] float32.
+        The pooled vectors, float32 [num_texts, len(poolers) * hidden_size].
     """
-    found = [_POOLERS[name](hidden, spans) for name in poolers]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+    pooled = [_POOLERS[name](hidden, spans) for name in poolers]
+    return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=-1)
 
 
 def _rows(index: list[int], hidden: Tensor) -> Tensor:
+    """Return the vectors of the tokens in `index`, float32."""
     return hidden[torch.tensor(index, device=hidden.device)].float()
 
 
 def _sums(hidden: Tensor, spans: list[tuple[int, int]], weights: list[Tensor] | None) -> Tensor:
+    """Return the sum of the token vectors of each span, weighted if `weights` is given."""
     parts = []
     for number, (start, end) in enumerate(spans):
         rows = hidden[start:end].float()
@@ -47,10 +50,12 @@ def _sums(hidden: Tensor, spans: list[tuple[int, int]], weights: list[Tensor] | 
 
 
 def _lens(hidden: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    """Return the length of each span, [num_texts, 1]."""
     return torch.tensor([end - start for start, end in spans], device=hidden.device)[:, None]
 
 
 def _weighted_mean(hidden: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    """Return the mean of each span's vectors, weighted with 1, 2, 3, ... in token order."""
     weights = [
         torch.arange(1, end - start + 1, device=hidden.device, dtype=torch.float32)
         for start, end in spans
@@ -75,13 +80,13 @@ _POOLERS: dict[str, Callable[[Tensor, list[tuple[int, int]]], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A module of sentence-transformers that maps vectors to vectors: Dense, LayerNorm, Normalize.
+    """A module of sentence-transformers that maps vectors to vectors.
 
     Attributes:
-        kind: its name.
-        weights: of a Dense or LayerNorm; float32.
-        activation: that follows a Dense.
-        residual: whether a Dense adds its input.
+        kind: "Dense", "LayerNorm" or "Normalize".
+        weights: the weights of a Dense or LayerNorm by name, float32.
+        activation: the activation after a Dense; None without one.
+        residual: whether a Dense adds its input to its output.
     """
 
     kind: str
@@ -90,7 +95,7 @@ class Layer:
     residual: bool = False
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """[..., in] to [..., out], float32."""
+        """Map vectors [..., in_features] to vectors [..., out_features], both float32."""
         if self.kind == "Normalize":
             return functional.normalize(vectors, dim=-1)
         weight = self.weights
@@ -108,17 +113,17 @@ class Layer:
 
     @property
     def out_features(self) -> int | None:
-        """Size of what comes out, None where it is the size of what goes in."""
+        """The size of the output vectors; None if it is the size of the input vectors."""
         weight = self.weights.get("linear.weight")
         return None if weight is None else int(weight.shape[0])
 
 
-def load_layer(part: Part, device: torch.device) -> Layer:
-    """Read a module's weights.
+def load_layer(part: ModuleSpec, device: torch.device) -> Layer:
+    """Load a module with its weights.
 
     Raises:
-        ModelError: they are missing or broken.
-        UnsupportedModelError: its activation is none of torch's.
+        ModelError: the weights are missing or broken.
+        UnsupportedModelError: the activation is not a module of torch.nn.
     """
     if part.kind == "Normalize":
         return Layer("Normalize")
@@ -127,7 +132,10 @@ def load_layer(part: Part, device: torch.device) -> Layer:
     }
     wanted = "norm.weight" if part.kind == "LayerNorm" else "linear.weight"
     if wanted not in weights:
-        raise ModelError(f"{part.folder}: {part.kind} lacks {wanted}; download it again")
+        raise ModelError(
+            f"{part.folder}: the weights of the module {part.kind} have no {wanted}. Download the "
+            "checkpoint again."
+        )
     return Layer(
         part.kind,
         weights,
@@ -137,19 +145,19 @@ def load_layer(part: Part, device: torch.device) -> Layer:
 
 
 def load_linear(path: Path, device: torch.device) -> Layer:
-    """Read a linear layer that is saved as a file of its own, as sparse_linear.pt is.
+    """Load a linear layer that has a file of its own, such as sparse_linear.pt.
 
     Raises:
-        ModelError: it is no file of tensors alone.
+        ModelError: the file is broken, or contains something other than tensors.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         weights = {f"linear.{name}": value.float().to(device) for name, value in state.items()}
     except Exception as error:
-        # pickle, zip and torch each raise their own errors for broken files.
-        raise ModelError(f"{path} cannot be read: {error}; download it again") from error
+        # pickle, zipfile and torch raise different errors for broken files.
+        raise ModelError(f"{path} cannot be read: {error}. Download the file again.") from error
     if "linear.weight" not in weights:
-        raise ModelError(f"{path} holds no linear layer; download it again")
+        raise ModelError(f"{path} does not contain a linear layer. Download the file again.")
     return Layer("Dense", weights)
 
 
@@ -162,11 +170,12 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             path = folder / "pytorch_model.bin"
             found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ModelError(f"{path} cannot be read: {error}; download it again") from error
+        raise ModelError(f"{path} cannot be read: {error}. Download the file again.") from error
     return found
 
 
-def _activation(part: Part) -> Callable[[Tensor], Tensor] | None:
+def _activation(part: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
+    """Return the activation of a Dense module; None for the identity."""
     name = str(part.config.get("activation_function") or "torch.nn.modules.activation.Tanh")
     module, _, class_name = name.rpartition(".")
     found: Any = None
@@ -174,8 +183,8 @@ def _activation(part: Part) -> Callable[[Tensor], Tensor] | None:
         found = getattr(importlib.import_module(module), class_name, None)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise UnsupportedModelError(
-            f"{part.folder}: the activation {name} is not supported; it must be a module of "
-            "torch.nn"
+            f"{part.folder}: the activation {name} is not supported, because it is not a module of "
+            "torch.nn."
         )
     if found is nn.Identity:
         return None

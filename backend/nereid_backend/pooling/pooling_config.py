@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of an embedding model or reranker: one frozen object, checked when it is made."""
+"""The settings of an embedding model or reranker, validated when they are created."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,23 +13,30 @@ POOLERS = ("cls", "lasttoken", "mean", "weightedmean", "mean_sqrt_len_tokens", "
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """Everything an operator may choose about a model that embeds, scores or classifies.
+    """The settings of a model that embeds, reranks or classifies.
 
     Attributes:
-        model: folder of a Hugging Face or sentence-transformers checkpoint in safetensors.
-        task: what it is for; "auto" is what the checkpoint's files say. "embed" makes a generative
-            checkpoint an embedder, "rerank" a yes/no judge.
-        pooling: how token vectors become one; None is what the checkpoint's files say.
-        dtype: of the weights; "auto" is the checkpoint's own (float32 for float16 on a CPU).
-        device: "auto" is the first GPU if there is one, else "cpu"; or "cuda", "cuda:1".
-        max_batch_tokens: about so many tokens go through the model in one step; a longer text goes
-            alone. None is 1024 on a CPU and 16384 on a GPU.
-        max_model_len: longest input in tokens; None is what the checkpoint's files say.
-        max_num_waiting: at most so many inputs wait; more are refused.
-        num_threads: CPU threads for torch; None is all CPUs this process may use but one.
+        model: the folder of a Hugging Face or sentence-transformers checkpoint with safetensors
+            weights.
+        task: "embed", "rerank", "classify" or "auto". "auto" means the task in the checkpoint's
+            files. A generative checkpoint has no task in its files. It can embed (the vector of the
+            last token) or rerank (it answers yes or no).
+        pooling: the method that turns token vectors into one vector. None means the method in the
+            checkpoint's files.
+        dtype: the data type of the weights. "auto" means the checkpoint's own type, except that a
+            float16 checkpoint runs in float32 on a CPU.
+        device: "auto", "cpu", "cuda" or "cuda:N". "auto" means the first GPU, or the CPU if there
+            is no GPU.
+        max_batch_tokens: the largest number of tokens in one step. A longer input is computed
+            alone. None means 1024 on a CPU and 16384 on a GPU.
+        max_model_len: the length limit of inputs in tokens. None means the limit in the
+            checkpoint's files.
+        max_num_waiting: the largest number of waiting inputs. Further inputs are refused.
+        num_threads: the number of CPU threads of torch. None means all CPUs that this process may
+            use, except one.
 
     Raises:
-        ConfigError: a value is of the wrong type or out of range; the message says what would do.
+        ConfigError: a value has the wrong type or is out of range.
     """
 
     model: str
@@ -54,12 +61,13 @@ class PoolingConfig:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> "PoolingConfig":
-        """Build a config from text, as environment variables and config.pbtxt parameters bring it.
+        """Return a configuration built from text values, such as environment variables.
 
         Args:
-            settings: lower-case field names (no NEREID_ prefix) to text. Empty text is the default.
+            settings: text values by field name, in lower case and without a prefix. An empty text
+                means the field's default.
 
         Raises:
-            ConfigError: an unknown name (the nearest known one is suggested) or a wrong value.
+            ConfigError: a name is unknown or a value is wrong.
         """
         return from_texts(cls, settings)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of embedding models and rerankers: requests in, packed steps, vectors and scores out.
+"""The engine of embedding models and rerankers. It has no KV cache and no sampling.
 
-prepare (tokenise, check) -> add -> step: take items up to the token budget, run, answer
+prepare (validate, tokenise) -> add -> step: take items up to the token budget, compute, return
 """
 
 import sys
@@ -12,7 +12,7 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_items import PoolingInfo, PoolingItem, PoolingResult, Value
 from nereid_backend.pooling.pooling_model import NOT_FINITE, PoolingModel
 from nereid_backend.pooling.prepare_items import Prepared
-from nereid_backend.pooling.token_queue import Ticket, TokenQueue
+from nereid_backend.pooling.token_queue import QueuedItem, TokenQueue
 
 __all__ = [
     "PoolingConfig",
@@ -25,11 +25,13 @@ __all__ = [
 
 
 class PoolingEngine:
-    """One model and the requests that wait for it. Used by one thread, save for ``prepare``.
+    """A model and its waiting requests.
+
+    Only one thread may use the engine. Other threads may call `prepare` and `prepare_many`.
 
     Attributes:
         config: the settings.
-        info: facts about the model.
+        info: the description of the loaded model.
     """
 
     def __init__(
@@ -39,11 +41,12 @@ class PoolingEngine:
 
         Args:
             config: the settings.
-            progress: gets a line for every slow step; None: they go to stderr.
+            progress: called with one line for each slow operation. None prints the lines to
+                stderr.
 
         Raises:
             ConfigError: the settings do not fit the checkpoint or the machine.
-            ModelError: the checkpoint is missing, broken, or does not run exactly.
+            ModelError: the checkpoint is missing, broken or not supported.
         """
         self.config = config
         self._model = PoolingModel(config, progress or _to_stderr)
@@ -51,44 +54,47 @@ class PoolingEngine:
         self._queue = TokenQueue()
 
     def prepare(self, item: PoolingItem) -> Prepared:
-        """Tokenise and check one item.
+        """Validate and tokenise one item.
 
         Raises:
-            RequestError: it is wrong; the message gives the value, the limit and the remedy.
+            RequestError: the item is wrong.
         """
         return self.prepare_many([item])[0]
 
     def prepare_many(self, items: Sequence[PoolingItem]) -> list[Prepared]:
-        """Tokenise and check the items of a request, all texts in one go, which is faster.
+        """Validate and tokenise the items of a request. All texts are tokenised in one call.
 
         Raises:
-            RequestError: one is wrong; the message says which.
+            RequestError: there are no items, or an item is wrong. The message names its index.
         """
         if not items:
-            raise RequestError("input: is empty; give at least one text")
+            raise RequestError("input: the list is empty. Send at least one input.")
         return self._model.preparer.prepare(items)
 
     def add(self, request_id: str, items: Sequence[PoolingItem | Prepared]) -> int:
-        """Let a request wait for its turn.
+        """Add a request to the waiting requests.
 
         Args:
-            request_id: not one that is waiting.
-            items: prepared or not.
+            request_id: an id that no waiting request has.
+            items: the inputs, prepared or not.
 
         Returns:
-            Its number of tokens.
+            The number of tokens of all inputs.
 
         Raises:
-            RequestError: an item is wrong, or the name is taken; nothing was added.
-            CapacityError: too many items wait.
+            RequestError: an item is wrong, or a waiting request has the same id. Nothing is added.
+            CapacityError: too many inputs are waiting.
         """
         if request_id in self._queue:
-            raise RequestError(f"request {request_id!r} is waiting already; use another name")
+            raise RequestError(
+                f"a request with the id {request_id!r} is already waiting. Use another id."
+            )
         limit = self.config.max_num_waiting
         if self._queue.num_items + len(items) > limit:
             raise CapacityError(
-                f"{self._queue.num_items} inputs wait and {len(items)} more were asked for; the "
-                f"limit is {limit} (max_num_waiting); try again later or send fewer"
+                f"{self._queue.num_items} inputs are waiting, and this request has {len(items)} "
+                f"more, but the limit is {limit} (max_num_waiting). Try again later or send fewer "
+                "inputs."
             )
         if items and all(isinstance(item, Prepared) for item in items):
             prepared = [item for item in items if isinstance(item, Prepared)]
@@ -101,41 +107,42 @@ class PoolingEngine:
         """Compute the next items of the waiting requests.
 
         Returns:
-            One result for each; every item of an added request gets exactly one, unless the request
-            is aborted first. Empty when nothing waits.
+            One result for each computed item; empty if nothing is waiting. Every item of a request
+            gets exactly one result, unless the request is aborted.
         """
-        tickets = self._queue.take(self.info.max_batch_tokens)
-        return self._answer(tickets) if tickets else []
+        queued_items = self._queue.take(self.info.max_batch_tokens)
+        return self._compute(queued_items) if queued_items else []
 
     def abort(self, request_id: str) -> None:
-        """Forget what waits of a request; unknown or ended: nothing happens."""
+        """Remove the waiting items of a request. Do nothing if there are none."""
         self._queue.remove(request_id)
 
     def has_work(self) -> bool:
-        """Whether anything waits."""
+        """Return whether items are waiting."""
         return len(self._queue) > 0
 
     def close(self) -> None:
-        """Free what the engine has registered with transformers."""
+        """Remove the engine's attention from transformers, so that the model can be freed."""
         self._model.close()
 
-    def _answer(self, tickets: list[Ticket]) -> list[PoolingResult]:
+    def _compute(self, queued_items: list[QueuedItem]) -> list[PoolingResult]:
+        """Return the results of items that are computed as one batch."""
         try:
-            values = self._model.run([ticket.prepared for ticket in tickets])
-        except Exception as error:  # noqa: BLE001 - here a request ends, with the error as its answer
-            if len(tickets) > 1:
-                # One input must not take down those it happened to be computed with.
-                return [result for ticket in tickets for result in self._answer([ticket])]
+            values = self._model.run([queued.prepared for queued in queued_items])
+        except Exception as error:  # noqa: BLE001 - the request ends here with the error as its result
+            if len(queued_items) > 1:
+                # Compute each item alone, so that only the items that cause an error fail.
+                return [result for queued in queued_items for result in self._compute([queued])]
             message = f"{type(error).__name__}: {error}".splitlines()[0]
-            return [_result(tickets[0], None, f"the model failed: {message}")]
+            return [_result(queued_items[0], None, f"the model failed: {message}")]
         return [
-            _result(ticket, value, NOT_FINITE if value is None else None)
-            for ticket, value in zip(tickets, values, strict=True)
+            _result(queued, value, NOT_FINITE if value is None else None)
+            for queued, value in zip(queued_items, values, strict=True)
         ]
 
 
-def _result(ticket: Ticket, value: Value | None, error: str | None) -> PoolingResult:
-    return PoolingResult(ticket.request_id, ticket.index, value, ticket.prepared.num_tokens, error)
+def _result(queued: QueuedItem, value: Value | None, error: str | None) -> PoolingResult:
+    return PoolingResult(queued.request_id, queued.index, value, queued.prepared.num_tokens, error)
 
 
 def _to_stderr(line: str) -> None:

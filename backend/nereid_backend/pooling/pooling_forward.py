@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of texts through the model: packed where that is exact, else padded.
+"""Computes the token vectors and the head of a model for a batch of texts.
 
-Both ways give the same thing, packed token vectors, so what follows does not know which it was.
-Heads of transformers' models look at rows of a batch (the first token, the last one, the mean), so
-they are given rows: the model runs once more with its base replaced by what the base gave.
+There are three methods for the token vectors: packed, padded, and batches of equal lengths. All of
+them return packed token vectors. The heads of transformers' models need rows of a batch, such as
+the first or the last token of each text. The model is therefore called a second time, with its base
+replaced by a function that returns the rows.
 """
 
 import itertools
@@ -20,19 +21,19 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.pooling.load_encoder import Encoder, accepts
 from nereid_backend.pooling.packed_texts import PackedAttention, TokenBatch
 
-# Logits over a vocabulary for so many tokens at once.
+# The number of tokens whose logits over the vocabulary are computed at the same time.
 _LOGIT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PackedForward:
-    """The base over one row of all tokens.
+    """Runs the base model on one packed row with the tokens of all texts.
 
     Attributes:
-        encoder: the model.
-        hook: our entry in transformers' attention interface; the model must be set to it.
-        position_offset: a text's first position.
-        is_causal: whether a token sees only those before it.
+        encoder: the model. It must use the attention of `hook`.
+        hook: Nereid's entry in transformers' attention interface.
+        position_offset: the position id of a text's first token.
+        is_causal: whether a token attends only to earlier tokens.
     """
 
     encoder: Encoder
@@ -41,11 +42,11 @@ class PackedForward:
     is_causal: bool
 
     def __call__(self, batch: TokenBatch) -> Tensor:
-        """Token vectors, [num_tokens, hidden_size]."""
+        """Return the token vectors of a batch, [num_tokens, hidden_size]."""
         return self.run(batch, PackedAttention(batch.groups(), self.is_causal))
 
     def run(self, batch: TokenBatch, attention: PackedAttention) -> Tensor:
-        """The same with an attention that can be asked afterwards what it saw."""
+        """Return the token vectors of a batch. `attention` serves the attention calls."""
         base = self.encoder.base
         arguments = _arguments(base, batch.token_ids[None], batch.type_ids, packed=True)
         if accepts(base.forward, "position_ids"):
@@ -57,12 +58,12 @@ class PackedForward:
 
 @dataclass(frozen=True, slots=True)
 class PaddedForward:
-    """The base over a padded batch, with the model's own attention."""
+    """Runs the base model on a padded batch, with the model's own attention."""
 
     encoder: Encoder
 
     def __call__(self, batch: TokenBatch) -> Tensor:
-        """Token vectors, [num_tokens, hidden_size]."""
+        """Return the token vectors of a batch, [num_tokens, hidden_size]."""
         base, mask = self.encoder.base, batch.mask()
         types = None if batch.type_ids is None else batch.pad(batch.type_ids)
         padding = getattr(self.encoder.tokenizer, "pad_token_id", None) or 0
@@ -73,39 +74,43 @@ class PaddedForward:
 
 @dataclass(frozen=True, slots=True)
 class RowsForward:
-    """The base over texts of one length at a time, for models that padding changes."""
+    """Runs the base model on batches of texts with equal lengths.
+
+    This is for models whose output depends on padding.
+    """
 
     encoder: Encoder
 
     def __call__(self, batch: TokenBatch) -> Tensor:
-        """Token vectors, [num_tokens, hidden_size]."""
-        one = PaddedForward(self.encoder)
+        """Return the token vectors of a batch, [num_tokens, hidden_size]."""
+        padded = PaddedForward(self.encoder)
         parts = []
         for start, count, length in batch.groups():
             end = start + count * length
             types = None if batch.type_ids is None else batch.type_ids[start:end]
-            parts.append(one(TokenBatch(batch.token_ids[start:end], types, (length,) * count)))
+            parts.append(padded(TokenBatch(batch.token_ids[start:end], types, (length,) * count)))
         return torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A model's own head over token vectors that the base has made.
+    """Computes a model's head from token vectors.
 
     Attributes:
         encoder: the model.
-        rows: what of a text the head is given: "first" or "last", one token, or "all", padded; or
-            "whole": the head cannot be told from its base, so the whole model runs, padded.
+        rows: the token vectors that the head needs of each text: "first", "last" or "all" (padded).
+            "whole" means that the head cannot be separated from the base, so the whole model is
+            run on a padded batch.
     """
 
     encoder: Encoder
     rows: str
 
     def logits(self, hidden: Tensor | None, batch: TokenBatch) -> Tensor:
-        """The answer of a head that answers once a text, [num_texts, num_labels].
+        """Return the logits of each text, [num_texts, num_labels].
 
         Args:
-            hidden: [num_tokens, hidden_size] of the base; not needed where rows is "whole".
+            hidden: the token vectors [num_tokens, hidden_size]. Not needed if rows is "whole".
             batch: the texts.
         """
         if self.rows == "whole":
@@ -114,17 +119,20 @@ class Head:
         if self.rows == "all":
             padding = self.encoder.model.config.get_text_config().pad_token_id or 0
             mask = batch.mask().long()
-            ids, rows = batch.pad(batch.token_ids, padding), batch.pad(hidden)
+            ids = batch.pad(batch.token_ids, padding)
+            rows = batch.pad(hidden)
         else:
             index = torch.tensor(self._tokens(batch), device=hidden.device)
-            ids, rows = batch.token_ids[index][:, None], hidden[index][:, None]
+            ids = batch.token_ids[index][:, None]
+            rows = hidden[index][:, None]
             mask = torch.ones_like(ids)
-        with answering(self.encoder, rows):
+        with base_returns(self.encoder, rows):
             out = self.encoder.model(input_ids=ids, attention_mask=mask)
         logits: Tensor = out.logits
         return logits
 
     def _whole(self, batch: TokenBatch) -> Tensor:
+        """Return the logits of the whole model on a padded batch."""
         model = self.encoder.model
         padding = getattr(self.encoder.tokenizer, "pad_token_id", None) or 0
         types = None if batch.type_ids is None else batch.pad(batch.type_ids)
@@ -133,44 +141,46 @@ class Head:
         return logits
 
     def _tokens(self, batch: TokenBatch) -> list[int]:
+        """Return the index of the first or the last token of each text in the packed batch."""
         starts = batch.starts
         if self.rows == "first":
             return starts[:-1]
-        # As transformers' heads for decoders do: the last token that is not the padding token.
+        # Like the heads in transformers, use the last token that is not the padding token.
         padding = self.encoder.model.config.get_text_config().pad_token_id
         ids = batch.token_ids.tolist()
-        found = []
+        last_tokens = []
         for start, end in itertools.pairwise(starts):
-            kept = (i for i in range(end - 1, start - 1, -1) if ids[i] != padding)
-            found.append(next(kept, start))
-        return found
+            from_end = (i for i in range(end - 1, start - 1, -1) if ids[i] != padding)
+            last_tokens.append(next(from_end, start))
+        return last_tokens
 
 
 def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """What a head that answers for every token says, in slices.
+    """Yield the logits over the vocabulary of all tokens, in slices that bound the memory.
 
-    Shapes: hidden [num_tokens, hidden_size]; yields (first token, [n, vocab_size]).
+    Shapes: hidden [num_tokens, hidden_size]; yields pairs of a slice's first token index and its
+    logits [n, vocab_size].
     """
     for start in range(0, len(hidden), _LOGIT_TOKENS):
         rows = hidden[start : start + _LOGIT_TOKENS][None]
         ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)
-        with answering(encoder, rows):
+        with base_returns(encoder, rows):
             yield start, encoder.model(input_ids=ids).logits[0]
 
 
 @contextmanager
-def answering(encoder: Encoder, rows: Tensor) -> Iterator[None]:
-    """Let the base answer with these token vectors, whatever it is asked.
+def base_returns(encoder: Encoder, rows: Tensor) -> Iterator[None]:
+    """Replace the base model temporarily by a function that returns the token vectors `rows`.
 
     Shapes: rows [num_texts, length, hidden_size].
     """
     base: Any = encoder.base
     pooler = getattr(base, "pooler", None)
     pooled = pooler(rows) if isinstance(pooler, torch.nn.Module) else None
-    answer = BaseModelOutputWithPoolingAndCrossAttentions(
+    output = BaseModelOutputWithPoolingAndCrossAttentions(
         last_hidden_state=rows, pooler_output=pooled
     )
-    base.forward = lambda *_, **__: answer
+    base.forward = lambda *_, **__: output
     try:
         yield
     finally:
@@ -180,6 +190,7 @@ def answering(encoder: Encoder, rows: Tensor) -> Iterator[None]:
 def _arguments(
     base: torch.nn.Module, ids: Tensor, types: Tensor | None, *, packed: bool
 ) -> dict[str, Any]:
+    """Return the arguments for `base`, without those that it does not accept."""
     arguments: dict[str, Any] = {"input_ids": ids}
     if types is not None and accepts(base.forward, "token_type_ids"):
         arguments["token_type_ids"] = types[None] if packed else types

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into a pooling engine and what comes out."""
+"""The inputs and the results of a pooling engine."""
 
 from dataclasses import dataclass, field
 
@@ -15,21 +15,23 @@ Value = Floats | dict[int, float] | float
 
 @dataclass(frozen=True, slots=True)
 class PoolingItem:
-    """One input and what is wanted of it. Exactly one of text, token_ids, pair and image is given.
+    """One input and its options. Exactly one of text, token_ids, pair and image must be given.
 
     Attributes:
-        kind: one of the engine's kinds; "" is its first.
-        text: tokenised with the model's special tokens.
-        token_ids: used as they are; no special tokens are added.
-        pair: query and document.
-        image: the bytes of an image file.
-        dimensions: keep so many of a dense vector's numbers; None: all.
-        normalize: to length 1; None: as the checkpoint says.
-        activation: of scores, one of ACTIVATIONS; None: as the checkpoint says.
-        prompt_name: one of the checkpoint's prompts, put before the text.
-        prompt: text that is put before the text.
-        instruction: of a judge: what makes a document relevant; None: the usual one.
-        truncate: cut what is too long instead of refusing it.
+        kind: the kind of output, one of PoolingInfo.kinds. Empty means the first one.
+        text: a text. The tokenizer adds its special tokens.
+        token_ids: the token ids of a text. No special tokens are added.
+        pair: a query and a document.
+        image: the content of an image file.
+        dimensions: the number of leading elements of a dense vector to return. None means all.
+        normalize: whether vectors are scaled to length 1. None means the checkpoint's default.
+        activation: the activation of scores, one of ACTIVATIONS. None means the checkpoint's
+            default.
+        prompt_name: the name of one of the checkpoint's prompts, which precedes the text.
+        prompt: a text that precedes the text.
+        instruction: for generative rerankers, a sentence that says when a document is relevant.
+            None means the default instruction.
+        truncate: whether an input that is too long is truncated. If False, it is refused.
     """
 
     kind: str = ""
@@ -48,31 +50,32 @@ class PoolingItem:
 
 @dataclass(frozen=True, slots=True)
 class PoolingInfo:
-    """Facts about a loaded model.
+    """The description of a loaded model.
 
     Attributes:
-        model: the checkpoint's folder.
-        architecture: the class that its config names.
+        model: the folder of the checkpoint.
+        architecture: the name of the model's class in its config.
         task: "embed", "rerank" or "classify".
-        kinds: what it gives, the usual one first.
-        dimension: of a dense vector, or of each of several; the vocabulary's size for a sparse one
-            alone; 0 where there is none.
-        max_model_len: longest input in tokens.
-        vocab_size: token ids below this can be given.
-        pooling: how token vectors become one, as words for people.
-        normalizes: whether dense vectors have length 1 unless asked otherwise.
-        activation: of scores unless asked otherwise.
-        path: "packed"; "padded" where the model does not run packed; "rows", batches of texts of
-            one length, where padding changes what it gives.
-        labels: of a classifier, in the order of its scores.
-        prompts: names and texts.
-        default_prompt_name: the prompt of inputs that name none; None: no prompt.
-        accepts_images: whether inputs may be images.
-        device: where the weights are.
-        dtype: of the weights.
-        max_batch_tokens: about so many tokens go through the model in one step.
-        self_check_difference: of a mixed batch from each input alone, relative.
-        load_seconds: time that loading took.
+        kinds: the kinds of output that the model can compute, the default one first.
+        dimension: the size of a dense vector, or of each vector of a multi-vector output. For a
+            model with only sparse output, the size of the vocabulary. 0 for scores.
+        max_model_len: the length limit of inputs in tokens.
+        vocab_size: the number of valid token ids.
+        pooling: a readable description of the pooling method.
+        normalizes: whether dense vectors are scaled to length 1 by default.
+        activation: the default activation of scores.
+        path: how batches are computed: "packed", "padded" (if the model cannot run packed), or
+            "rows" (batches of texts with equal lengths, if padding changes the model's output).
+        labels: the labels of a classifier, in the order of its scores.
+        prompts: the texts of the checkpoint's prompts by name.
+        default_prompt_name: the name of the prompt for inputs that name none; None for no prompt.
+        accepts_images: whether inputs can be images.
+        device: the device of the weights.
+        dtype: the data type of the weights.
+        max_batch_tokens: the largest number of tokens in one step.
+        self_check_difference: the relative difference between the output of a mixed batch and the
+            output of each input alone, measured at load.
+        load_seconds: the duration of loading in seconds.
     """
 
     model: str
@@ -99,15 +102,16 @@ class PoolingInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolingResult:
-    """What one input of a request came to.
+    """The result of one input.
 
     Attributes:
-        request_id: the request's.
-        index: the input's place in the request.
-        value: dense: [dim] float32; sparse: token id to weight; multi_vector: [num_tokens, dim]
-            float32; score: a number; classify: [num_labels] float32. None when there is an error.
-        num_tokens: tokens of the input, special ones included.
-        error: why there is no value.
+        request_id: the id of the request.
+        index: the index of the input in its request.
+        value: the output. Its type depends on the kind. dense: float32 [dim]. sparse: weights by
+            token id. multi_vector: float32 [num_tokens, dim]. score: a float. classify: float32
+            [num_labels]. None if there is an error.
+        num_tokens: the number of tokens of the input, including special tokens.
+        error: the reason why there is no value; None without an error.
     """
 
     request_id: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded checkpoint: prepared items in, vectors or scores out."""
+"""Loads a checkpoint, and computes vectors or scores of prepared items."""
 
 import itertools
 import time
@@ -22,131 +22,158 @@ from nereid_backend.pooling.checkpoint_spec import (
     MASKED,
     SEQUENCE,
     TOWERS,
-    Recipe,
-    read_recipe,
+    CheckpointSpec,
+    read_checkpoint_spec,
 )
-from nereid_backend.pooling.choose_forward import Way, choose_head, choose_way, position_table
-from nereid_backend.pooling.generative_rerank import Judge
+from nereid_backend.pooling.choose_forward import (
+    ChosenForward,
+    choose_forward,
+    choose_head,
+    position_table,
+)
+from nereid_backend.pooling.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.image_reader import ImageReader
-from nereid_backend.pooling.image_text_towers import choose_towers, image_vectors, text_vectors
+from nereid_backend.pooling.image_text_towers import check_towers, image_vectors, text_vectors
 from nereid_backend.pooling.load_encoder import Encoder, load_encoder
 from nereid_backend.pooling.packed_texts import TokenBatch
 from nereid_backend.pooling.poolers import Layer, load_layer, load_linear, pool
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_forward import Head, token_logits
 from nereid_backend.pooling.pooling_items import PoolingInfo, Value
-from nereid_backend.pooling.prepare_items import Prepared, Preparer
+from nereid_backend.pooling.prepare_items import ItemPreparer, Prepared
 
-# On a CPU 512 to 4096 are equally fast within 3 %, and a step is what a new request waits for.
+# A new request waits for the current step, so steps are short. On a CPU, 512 to 4096 tokens per
+# step are equally fast within 3 %.
 _CPU_TOKENS, _GPU_TOKENS = 1024, 16384
-# Tokenizers without a limit of their own say a number beyond all bounds.
+# Tokenizers without a length limit return a huge number as their limit.
 _NO_LIMIT = 10**9
 
-NOT_FINITE = "the model's answer is not finite numbers; its weights or this dtype may overflow"
+NOT_FINITE = (
+    "the model's output contains numbers that are not finite. The data type may overflow (set "
+    "dtype=float32), or the weights are broken."
+)
+# Where batches are padded, a new batch begins with a text that is longer than the first one by more
+# than a quarter and 8 tokens.
+_PADDING_FACTOR = 1.25
+_PADDING_TOKENS = 8
+# The smallest norm by which a vector is divided.
+_MIN_NORM = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The layers between token vectors and answers.
+    """The layers between token vectors and the output.
 
     Attributes:
-        tokens: on token vectors.
-        vector: on the pooled vector.
-        sparse: from a token vector to its weight, for sparse vectors beside dense ones.
-        many: from a token vector to what several are kept of, for multi-vectors beside dense ones.
-        skipped: tokens that get no weight and no vector.
+        tokens: the layers that map token vectors, in order.
+        vector: the layers that map the pooled vector, in order.
+        sparse: the layer that maps a token vector to its weight, for models with dense and sparse
+            output.
+        multi_vector: the layer that maps token vectors, for models with dense and multi-vector
+            output.
+        skipped: the tokens without a weight and without a vector.
     """
 
     tokens: list[Layer] = field(default_factory=list)
     vector: list[Layer] = field(default_factory=list)
     sparse: Layer | None = None
-    many: Layer | None = None
+    multi_vector: Layer | None = None
     skipped: frozenset[int] = frozenset()
 
 
 class PoolingModel:
-    """A checkpoint that embeds, scores or classifies.
+    """A loaded model that embeds, reranks or classifies.
 
     Attributes:
-        info: facts about it.
-        preparer: makes items ready.
+        info: the description of the loaded model.
+        preparer: validates and tokenises items.
     """
 
     def __init__(self, config: PoolingConfig, progress: Callable[[str], None]) -> None:
-        """Load it and find out how it runs.
+        """Load the checkpoint, and choose how batches are computed.
+
+        Args:
+            config: the settings.
+            progress: called with one line for each slow operation.
 
         Raises:
             ConfigError: the settings do not fit the checkpoint or the machine.
-            ModelError: the checkpoint is missing, broken, or does not run exactly.
+            ModelError: the checkpoint is missing, broken or not supported.
         """
         started = time.monotonic()
         torch.set_num_threads(config.num_threads or max(1, usable_cpus() - 1))
-        self._recipe = recipe = read_recipe(config)
+        spec = read_checkpoint_spec(config)
         device = choose_device(config.device)
+        self._spec = spec
         self._hook = AttentionHook()
-        self._encoder = encoder = load_encoder(
-            recipe, dtype=config.dtype, device=device, attention=self._hook.name, progress=progress
+        encoder = load_encoder(
+            spec, dtype=config.dtype, device=device, attention=self._hook.name, progress=progress
         )
-        limit = _longest(config, recipe, encoder)
-        progress("comparing a mixed batch with each text alone")
+        self._encoder = encoder
+        limit = _length_limit(config, spec, encoder)
+        progress("comparing a batch of texts with each text alone")
         self._head: Head | None = None
+        self._chosen: ChosenForward | None = None
         images = None
-        if recipe.loader == TOWERS:
-            self._way: Way | None = None
-            path, difference = "padded", choose_towers(encoder, recipe.architecture, limit)
-            images = (ImageReader(recipe), _image_tokens(encoder))
+        if spec.loader == TOWERS:
+            path = "padded"
+            difference = check_towers(encoder, spec.architecture, limit)
+            images = (ImageReader(spec), _image_tokens(encoder))
         else:
-            self._way = way = choose_way(encoder, self._hook, recipe.architecture, limit)
-            path, difference = way.path, way.difference
-            if recipe.loader == SEQUENCE:
-                self._head = choose_head(encoder, way, recipe.architecture, limit)
+            self._chosen = choose_forward(encoder, self._hook, spec.architecture, limit)
+            path = self._chosen.path
+            difference = self._chosen.difference
+            if spec.loader == SEQUENCE:
+                self._head = choose_head(encoder, self._chosen, spec.architecture, limit)
                 path = "padded" if self._head.rows == "whole" else path
         self._poolers, self._normalizes = self._choose_pooling()
-        self._layers = _load_layers(config, recipe, encoder)
-        self._judge = None
-        if recipe.loader == CAUSAL:
-            self._judge = Judge(encoder.tokenizer, recipe.judge_tokens, recipe.template_kwargs)
+        self._layers = _load_layers(config, spec, encoder)
+        self._reranker = None
+        if spec.loader == CAUSAL:
+            self._reranker = GenerativeReranker(
+                encoder.tokenizer, spec.answer_tokens, spec.template_kwargs
+            )
         default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
         self.info = PoolingInfo(
             model=config.model,
-            architecture=recipe.architecture,
-            task=recipe.task,
-            kinds=recipe.kinds,
+            architecture=spec.architecture,
+            task=spec.task,
+            kinds=spec.kinds,
             dimension=self._dimension(),
             max_model_len=limit,
             vocab_size=encoder.vocab_size,
             pooling=self._describe_pooling(),
             normalizes=self._normalizes,
-            activation=recipe.activation if recipe.task != "embed" else "none",
+            activation=spec.activation if spec.task != "embed" else "none",
             path=path,
-            labels=_labels(recipe),
-            prompts=dict(recipe.prompts),
-            default_prompt_name=recipe.default_prompt_name,
-            accepts_images=recipe.loader == TOWERS,
+            labels=_labels(spec),
+            prompts=dict(spec.prompts),
+            default_prompt_name=spec.default_prompt_name,
+            accepts_images=spec.loader == TOWERS,
             device=str(device),
             dtype=str(encoder.dtype).removeprefix("torch."),
             max_batch_tokens=config.max_batch_tokens or default,
             self_check_difference=difference,
             load_seconds=time.monotonic() - started,
         )
-        self.preparer = Preparer(
-            recipe,
+        self.preparer = ItemPreparer(
+            spec,
             self.info,
             encoder.tokenizer,
-            judge=self._judge,
+            reranker=self._reranker,
             images=images,
         )
 
     def close(self) -> None:
-        """Take the model out of transformers' attention interface, so that it can be freed."""
+        """Remove Nereid's attention from transformers, so that the model can be freed."""
         self._hook.remove()
 
     @torch.inference_mode()
     def run(self, batch: Sequence[Prepared]) -> list[Value | None]:
-        """Compute prepared items together.
+        """Compute the outputs of prepared items as one batch.
 
         Returns:
-            One value each; None where it is not made of finite numbers.
+            The output of each item; None if the output contains numbers that are not finite.
         """
         images = [i for i, one in enumerate(batch) if one.pixels is not None]
         texts = [i for i, one in enumerate(batch) if one.pixels is None]
@@ -164,59 +191,67 @@ class PoolingModel:
         return found
 
     def _split(self, batch: Sequence[Prepared], texts: list[int]) -> list[list[int]]:
-        """Texts in order of length; where batches are padded, cut where padding would grow."""
+        """Return the indices of texts as batches, ordered by length.
+
+        Packed texts are one batch. Padded texts are split into batches of similar lengths, so that
+        there is little padding.
+        """
         order = sorted(texts, key=lambda i: len(batch[i].token_ids))
         has_padded_head = self._head is not None and self._head.rows in ("all", "whole")
-        is_packed = self._way is not None and self._way.path == "packed" and not has_padded_head
+        is_packed = (
+            self._chosen is not None and self._chosen.path == "packed" and not has_padded_head
+        )
         if is_packed or not order:
             return [order] if order else []
-        parts, first = [[order[0]]], len(batch[order[0]].token_ids)
+        batches = [[order[0]]]
+        shortest = len(batch[order[0]].token_ids)
         for i in order[1:]:
             length = len(batch[i].token_ids)
-            if length > first * 1.25 + 8:
-                parts.append([])
-                first = length
-            parts[-1].append(i)
-        return parts
+            if length > shortest * _PADDING_FACTOR + _PADDING_TOKENS:
+                batches.append([])
+                shortest = length
+            batches[-1].append(i)
+        return batches
 
     def _run_texts(self, items: list[Prepared]) -> list[Value | None]:
+        """Compute the outputs of texts as one batch."""
         encoder = self._encoder
         batch = TokenBatch.of(
             [one.token_ids for one in items], [one.type_ids for one in items], encoder.device
         )
-        if self._way is None:
+        if self._chosen is None:
             return self._finish_dense(text_vectors(encoder, batch), items)
         if self._head is not None and self._head.rows == "whole":
             return self._finish_scores(self._head.logits(None, batch).float(), items)
-        hidden = self._way.forward(batch)
+        hidden = self._chosen.forward(batch)
         if self._head is not None:
             return self._finish_scores(self._head.logits(hidden, batch).float(), items)
-        if self._judge is not None:
-            return self._finish_scores(self._judge_logits(hidden, batch), items)
-        if self._recipe.loader == MASKED:
+        if self._reranker is not None:
+            return self._finish_scores(self._answer_logits(hidden, batch), items)
+        if self._spec.loader == MASKED:
             return [_nonzero(row) for row in self._splade(hidden, batch)]
         return self._embed(hidden, batch, items)
 
-    def _judge_logits(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """[num_texts, 1]: the logit of yes, less that of no."""
-        assert self._judge is not None
+    def _answer_logits(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
+        """Return the scores [num_texts, 1]: the logit of "yes" minus the logit of "no"."""
+        assert self._reranker is not None
         last = torch.tensor(batch.starts[1:], device=hidden.device) - 1
         parts = [logits for _, logits in token_logits(self._encoder, hidden[last])]
         logits = torch.cat(parts).float()
-        score = logits[:, self._judge.yes]
-        if self._judge.no is not None:
-            score = score - logits[:, self._judge.no]
+        score = logits[:, self._reranker.yes]
+        if self._reranker.no is not None:
+            score = score - logits[:, self._reranker.no]
         return score[:, None]
 
     def _splade(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """[num_texts, vocab_size]: how much each text is about each token."""
-        strategy, times = self._recipe.splade
+        """Return the SPLADE weights, [num_texts, vocab_size], of each text for each token."""
+        strategy, times = self._spec.splade
         starts = batch.starts
         rows: Tensor | None = None
         for first, logits in token_logits(self._encoder, hidden):
             logits = logits.float()
             if rows is None:
-                # The largest of what is not negative: the same as the ReLU of the largest.
+                # Start the maximum with 0, because the ReLU of a maximum is the maximum with 0.
                 rows = logits.new_zeros(len(batch.lens), logits.shape[1])
             for number, (start, end) in enumerate(itertools.pairwise(starts)):
                 part = logits[max(0, start - first) : max(0, end - first)]
@@ -232,6 +267,7 @@ class PoolingModel:
     def _embed(
         self, hidden: Tensor, batch: TokenBatch, items: list[Prepared]
     ) -> list[Value | None]:
+        """Compute dense, sparse and multi-vector outputs from token vectors."""
         for layer in self._layers.tokens:
             hidden = layer(hidden.float())
         starts = batch.starts
@@ -249,13 +285,13 @@ class PoolingModel:
         for i, one in enumerate(items):
             rows = hidden[starts[i] : starts[i + 1]].float()
             if one.item.kind == "sparse":
-                found[i] = self._lexical(rows, one.token_ids)
+                found[i] = self._sparse_weights(rows, one.token_ids)
             elif one.item.kind == "multi_vector":
-                found[i] = self._many_vectors(rows, one)
+                found[i] = self._token_vectors(rows, one)
         return found
 
-    def _lexical(self, rows: Tensor, token_ids: list[int]) -> Value | None:
-        """Weight of each token of a text, the largest where it comes more than once."""
+    def _sparse_weights(self, rows: Tensor, token_ids: list[int]) -> Value | None:
+        """Return the weights of a text by token id. For a repeated token the largest one counts."""
         assert self._layers.sparse is not None
         weights = self._layers.sparse(rows).squeeze(-1).relu()
         if not weights.isfinite().all():
@@ -266,10 +302,11 @@ class PoolingModel:
                 found[token_id] = weight
         return found
 
-    def _many_vectors(self, rows: Tensor, one: Prepared) -> Value | None:
-        if self._layers.many is not None:
-            # The first token stands for the whole text, which the dense vector already does.
-            rows = functional.normalize(self._layers.many(rows[1:]), dim=-1)
+    def _token_vectors(self, rows: Tensor, one: Prepared) -> Value | None:
+        """Return the multi-vector output of a text."""
+        if self._layers.multi_vector is not None:
+            # The vector of the first token describes the whole text, like the dense vector.
+            rows = functional.normalize(self._layers.multi_vector(rows[1:]), dim=-1)
         elif self._layers.skipped:
             kept = [i for i, t in enumerate(one.token_ids) if t not in self._layers.skipped]
             rows = rows[torch.tensor(kept, dtype=torch.int64, device=rows.device)]
@@ -278,22 +315,24 @@ class PoolingModel:
         return _array(rows) if rows.isfinite().all() else None
 
     def _finish_dense(self, vectors: Tensor, items: list[Prepared]) -> list[Value | None]:
-        """Cut each vector to what was asked for, then bring it to length 1 if it was asked for."""
+        """Truncate each vector to `dimensions`, and scale it to length 1 if requested."""
         rows = _array(vectors)
         found: list[Value | None] = []
         for row, one in zip(rows, items, strict=True):
             value = row[: one.item.dimensions]
-            wants = one.item.normalize
-            if self._normalizes if wants is None else wants:
-                value = value / max(float(np.linalg.norm(value.astype(np.float64))), 1e-12)
+            normalizes = self._normalizes if one.item.normalize is None else one.item.normalize
+            if normalizes:
+                norm = float(np.linalg.norm(value.astype(np.float64)))
+                value = value / max(norm, _MIN_NORM)
             value = np.ascontiguousarray(value, dtype=np.float32)
             found.append(value if np.isfinite(value).all() else None)
         return found
 
     def _finish_scores(self, logits: Tensor, items: list[Prepared]) -> list[Value | None]:
+        """Apply the activation to the logits [num_texts, num_labels] of each text."""
         found: list[Value | None] = []
         for row, one in zip(logits, items, strict=True):
-            values = _activate(row, one.item.activation or self._recipe.activation)
+            values = _activate(row, one.item.activation or self._spec.activation)
             if not values.isfinite().all():
                 found.append(None)
             elif one.item.kind == "score":
@@ -303,42 +342,49 @@ class PoolingModel:
         return found
 
     def _choose_pooling(self) -> tuple[tuple[str, ...], bool]:
-        """Poolers and whether vectors get length 1; the usual where the files say nothing."""
-        recipe = self._recipe
-        is_causal = self._way is not None and self._way.is_causal
-        poolers = recipe.poolers or (("lasttoken",) if is_causal else ("mean",))
-        usual = is_causal and "dense" in recipe.kinds
-        return poolers, usual if recipe.normalizes is None else recipe.normalizes
+        """Return the pooling methods, and whether vectors are scaled to length 1.
+
+        Where the checkpoint's files do not determine them, a causal model uses the last token and
+        scaled vectors, and another model the mean and unscaled vectors.
+        """
+        spec = self._spec
+        is_causal = self._chosen is not None and self._chosen.is_causal
+        poolers = spec.poolers or (("lasttoken",) if is_causal else ("mean",))
+        if spec.normalizes is None:
+            return poolers, is_causal and "dense" in spec.kinds
+        return poolers, spec.normalizes
 
     def _dimension(self) -> int:
-        recipe, encoder = self._recipe, self._encoder
-        if recipe.task != "embed":
+        """Return the size of the output vectors; 0 for scores (see PoolingInfo.dimension)."""
+        spec, encoder = self._spec, self._encoder
+        if spec.task != "embed":
             return 0
-        if recipe.loader == TOWERS:
+        if spec.loader == TOWERS:
             return int(encoder.model.config.projection_dim)
-        if recipe.loader == MASKED:
+        if spec.loader == MASKED:
             return encoder.vocab_size
         text = encoder.model.config.get_text_config()
         size = int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0))
         for layer in self._layers.tokens:
             size = layer.out_features or size
-        if "dense" in recipe.kinds:
+        if "dense" in spec.kinds:
             size *= len(self._poolers)
         for layer in self._layers.vector:
             size = layer.out_features or size
         return size
 
     def _describe_pooling(self) -> str:
-        recipe = self._recipe
-        if recipe.loader == MASKED:
+        """Return a readable description of the pooling method."""
+        spec = self._spec
+        if spec.loader == MASKED:
             return "splade"
-        if recipe.loader == CAUSAL:
+        if spec.loader == CAUSAL:
             return "yes or no"
-        if recipe.loader == SEQUENCE:
+        if spec.loader == SEQUENCE:
             return "the model's head"
-        if recipe.loader == TOWERS:
+        if spec.loader == TOWERS:
             return "the model's projection"
-        return "none" if recipe.kinds == ("multi_vector",) else "+".join(self._poolers)
+        return "none" if spec.kinds == ("multi_vector",) else "+".join(self._poolers)
 
 
 def _take(items: Sequence[Prepared], places: list[int]) -> list[Prepared]:
@@ -355,6 +401,7 @@ def _pixels(one: Prepared) -> Tensor:
 
 
 def _nonzero(row: Tensor) -> Value | None:
+    """Return the weights that are not 0 by token id; None if a weight is not finite."""
     if not row.isfinite().all():
         return None
     places = row.nonzero().squeeze(1)
@@ -368,68 +415,76 @@ def _log1p(values: Tensor, times: int) -> Tensor:
 
 
 def _activate(row: Tensor, name: str) -> Tensor:
-    """Scores [num_labels] of logits [num_labels]."""
+    """Apply the activation `name` to the logits [num_labels] of one text."""
     if name == "none":
         return row
     return row.sigmoid() if name == "sigmoid" else row.softmax(-1)
 
 
-def _labels(recipe: Recipe) -> tuple[str, ...]:
-    if recipe.loader != SEQUENCE:
+def _labels(spec: CheckpointSpec) -> tuple[str, ...]:
+    """Return the labels of a classifier; empty for other models."""
+    if spec.loader != SEQUENCE:
         return ()
-    names: dict[Any, Any] = recipe.config.id2label or {}
-    count = int(recipe.config.num_labels or 0)
+    names: dict[Any, Any] = spec.config.id2label or {}
+    count = int(spec.config.num_labels or 0)
     return tuple(str(names.get(i, f"LABEL_{i}")) for i in range(count))
 
 
 def _image_tokens(encoder: Encoder) -> int:
-    """What an image counts for: its patches."""
+    """Return the number of tokens that an image counts as: its patches and one more."""
     vision = encoder.model.config.vision_config
     side = getattr(vision, "image_size", 224) // max(1, getattr(vision, "patch_size", 16))
     return int(side * side + 1)
 
 
-def _longest(config: PoolingConfig, recipe: Recipe, encoder: Encoder) -> int:
-    """Longest input in tokens.
+def _length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) -> int:
+    """Return the length limit of inputs in tokens.
 
     Raises:
-        ConfigError: the setting is beyond what the model has positions for.
+        ConfigError: the setting max_model_len is larger than the number of the model's positions.
     """
-    limit = model_limit(recipe.config.get_text_config())
-    most, reason = limit.num_tokens, limit.reason
+    limit = model_limit(spec.config.get_text_config())
+    largest = limit.num_tokens
+    reason = limit.reason
     table = position_table(encoder)
     if table is not None:
         positions = int(table.weight.shape[0])
         if table.padding_idx is not None:
             positions -= table.padding_idx + 1
-        if positions < most:
-            most, reason = positions, "its position embeddings"
-    asked = config.max_model_len
-    if asked is not None:
-        if asked > most:
-            raise ConfigError(f"max_model_len: must be at most {most} ({reason}), got {asked}")
-        return asked
-    said = recipe.max_seq_length or encoder.tokenizer.model_max_length
-    return min(most, said) if 0 < said < _NO_LIMIT else most
+        if positions < largest:
+            largest = positions
+            reason = "the number of position embeddings"
+    configured = config.max_model_len
+    if configured is not None:
+        if configured > largest:
+            raise ConfigError(
+                f"max_model_len: the value must be at most {largest} ({reason}), but it is "
+                f"{configured}."
+            )
+        return configured
+    file_limit = spec.max_seq_length or encoder.tokenizer.model_max_length
+    return min(largest, file_limit) if 0 < file_limit < _NO_LIMIT else largest
 
 
-def _load_layers(config: PoolingConfig, recipe: Recipe, encoder: Encoder) -> Layers:
-    device, root = encoder.device, Path(config.model)
+def _load_layers(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) -> Layers:
+    """Load the layers between token vectors and the output."""
+    device = encoder.device
+    root = Path(config.model)
     skipped: set[int] = set()
-    sparse = many = None
-    if "sparse" in recipe.kinds and recipe.loader != MASKED:
+    sparse = multi_vector = None
+    if "sparse" in spec.kinds and spec.loader != MASKED:
         sparse = load_linear(root / "sparse_linear.pt", device)
         names = ("cls_token_id", "eos_token_id", "sep_token_id", "pad_token_id", "unk_token_id")
         found = (getattr(encoder.tokenizer, name, None) for name in names)
         skipped = {token_id for token_id in found if token_id is not None}
-    if "multi_vector" in recipe.kinds and "dense" in recipe.kinds:
-        many = load_linear(root / "colbert_linear.pt", device)
-    vocabulary = encoder.tokenizer.get_vocab() if recipe.skip_words else {}
-    skipped |= {vocabulary[word] for word in recipe.skip_words if word in vocabulary}
+    if "multi_vector" in spec.kinds and "dense" in spec.kinds:
+        multi_vector = load_linear(root / "colbert_linear.pt", device)
+    vocabulary = encoder.tokenizer.get_vocab() if spec.skip_words else {}
+    skipped |= {vocabulary[word] for word in spec.skip_words if word in vocabulary}
     return Layers(
-        tokens=[load_layer(part, device) for part in recipe.token_parts],
-        vector=[load_layer(part, device) for part in recipe.vector_parts],
+        tokens=[load_layer(part, device) for part in spec.token_modules],
+        vector=[load_layer(part, device) for part in spec.vector_modules],
         sparse=sparse,
-        many=many,
+        multi_vector=multi_vector,
         skipped=frozenset(skipped),
     )

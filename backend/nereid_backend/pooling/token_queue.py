@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which items go through the model next: by tokens, and every request in turn."""
+"""Chooses the items of the next step, by their tokens and with all requests in turn."""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -9,8 +9,14 @@ from nereid_backend.pooling.prepare_items import Prepared
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """One item of one request, waiting."""
+class QueuedItem:
+    """A waiting item of a request.
+
+    Attributes:
+        request_id: the id of the request.
+        index: the index of the item in its request.
+        prepared: the tokenised item.
+    """
 
     request_id: str
     index: int
@@ -18,52 +24,56 @@ class Ticket:
 
 
 class TokenQueue:
-    """Items that wait, request by request.
+    """The waiting items of all requests.
 
-    A step takes one item of each request in turn until its tokens are used up, and the next step
-    goes on where it stopped. So a request of a thousand texts keeps the model busy while it is
-    alone, and does not keep a request of one waiting. Within a request short texts come first:
-    texts of one length are computed as one batch.
+    A step takes one item of each request in turn until the token budget is used up. The next step
+    continues with the next request. So a request with a thousand texts uses whole steps while it is
+    the only one, but does not delay a request with one text. Within a request short texts come
+    first, because texts of the same length are computed as one batch.
+
+    Attributes:
+        num_items: the number of waiting items.
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[Ticket]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[QueuedItem]] = OrderedDict()
         self.num_items = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
     def __len__(self) -> int:
-        """Number of requests."""
+        """Return the number of requests with waiting items."""
         return len(self._waiting)
 
     def add(self, request_id: str, items: Sequence[Prepared]) -> None:
-        """Let a request's items wait. Mutates: this queue."""
-        tickets = [Ticket(request_id, i, one) for i, one in enumerate(items)]
-        tickets.sort(key=lambda ticket: ticket.prepared.num_tokens)
-        self._waiting[request_id] = deque(tickets)
-        self.num_items += len(tickets)
+        """Add the items of a request."""
+        queued_items = [QueuedItem(request_id, i, one) for i, one in enumerate(items)]
+        queued_items.sort(key=lambda queued: queued.prepared.num_tokens)
+        self._waiting[request_id] = deque(queued_items)
+        self.num_items += len(queued_items)
 
     def remove(self, request_id: str) -> None:
-        """Forget what waits of a request. Mutates: this queue."""
+        """Remove the waiting items of a request. Do nothing if it has none."""
         self.num_items -= len(self._waiting.pop(request_id, ()))
 
-    def take(self, budget: int) -> list[Ticket]:
-        """The next step's items; at least one if any wait. Mutates: this queue.
+    def take(self, budget: int) -> list[QueuedItem]:
+        """Remove the items of the next step from the queue, and return them.
 
         Args:
-            budget: tokens; only a single item may have more.
+            budget: the largest number of tokens of the items together. If the first item alone has
+                more tokens, it is returned alone.
         """
-        taken: list[Ticket] = []
+        taken: list[QueuedItem] = []
         left = budget
         while self._waiting:
-            request_id, tickets = next(iter(self._waiting.items()))
-            if taken and tickets[0].prepared.num_tokens > left:
+            request_id, queued_items = next(iter(self._waiting.items()))
+            if taken and queued_items[0].prepared.num_tokens > left:
                 break
-            ticket = tickets.popleft()
-            taken.append(ticket)
-            left -= ticket.prepared.num_tokens
-            if tickets:
+            queued = queued_items.popleft()
+            taken.append(queued)
+            left -= queued.prepared.num_tokens
+            if queued_items:
                 self._waiting.move_to_end(request_id)
             else:
                 del self._waiting[request_id]

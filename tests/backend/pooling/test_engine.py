@@ -83,7 +83,7 @@ def test_an_aborted_request_is_forgotten(folder):
 def test_a_waiting_name_and_a_full_queue_are_refused(folder):
     engine = engine_of(folder, max_num_waiting=3)
     engine.add("a", items(2))
-    with pytest.raises(RequestError, match="'a' is waiting already"):
+    with pytest.raises(RequestError, match="the id 'a' is already waiting"):
         engine.add("a", items(1))
     with pytest.raises(CapacityError, match=r"limit is 3 \(max_num_waiting\)"):
         engine.add("b", items(2))
@@ -93,7 +93,7 @@ def test_a_waiting_name_and_a_full_queue_are_refused(folder):
 def test_a_text_that_is_too_long_is_refused_with_its_length_and_the_limit(embedder):
     rng = random.Random(0)
     texts = ["w1", text(rng, 500)]
-    message = r"input 1: input: has 502 tokens; the limit is 128 \(max_model_len\)"
+    message = r"input 1: input: the input has 502 tokens, but the limit is 128 \(max_model_len\)"
     with pytest.raises(RequestError, match=message):
         embedder.encode(texts)
     cut = embedder.encode(texts, truncate=True)
@@ -114,24 +114,24 @@ def test_an_empty_text_has_the_vector_of_its_special_tokens(embedder):
 
 def test_no_inputs_are_no_vectors_offline_and_an_error_in_a_request(folder, embedder):
     assert embedder.encode([]).shape == (0, 48)
-    with pytest.raises(RequestError, match="input: is empty"):
+    with pytest.raises(RequestError, match="input: the list is empty"):
         engine_of(folder).add("a", [])
 
 
 @pytest.mark.parametrize("dimensions", [0, -1, 49, 10**9, True, 8.0])
 def test_dimensions_beyond_the_models_are_refused(dimensions, embedder):
-    with pytest.raises(RequestError, match="dimensions: must be from 1 to 48"):
+    with pytest.raises(RequestError, match="dimensions: the value must be an integer from 1 to 48"):
         embedder.encode("w1", dimensions=dimensions)
 
 
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([[]], "has no tokens"),
-        ([[1, 250]], "token id 250 is out of range; the vocabulary has 250"),
-        ([[-1]], "token id -1 is out of range"),
-        ([[1, "x"]], "token ids must be integers, got 'x'"),
-        ([[5] * 129], "has 129 tokens; the limit is 128"),
+        ([[]], "the list of token ids is empty"),
+        ([[1, 250]], "each token id must be from 0 to 249, but one is 250"),
+        ([[-1]], "each token id must be from 0 to 249, but one is -1"),
+        ([[1, "x"]], "each token id must be an integer, but one is 'x'"),
+        ([[5] * 129], "has 129 tokens, but the limit is 128"),
     ],
 )
 def test_bad_token_ids_are_refused(ids, message, embedder):
@@ -141,11 +141,13 @@ def test_bad_token_ids_are_refused(ids, message, embedder):
 
 def test_what_the_model_does_not_give_is_refused(folder):
     engine = engine_of(folder)
-    with pytest.raises(RequestError, match="BertModel gives dense and not sparse"):
+    with pytest.raises(RequestError, match="BertModel supports dense, but the request has sparse"):
         engine.prepare(PoolingItem("sparse", text="w1"))
-    with pytest.raises(RequestError, match="dense takes one text and not a pair"):
+    with pytest.raises(
+        RequestError, match="the kind dense requires one text, but the request has a pair"
+    ):
         engine.prepare(PoolingItem(pair=("w1", "w2")))
-    with pytest.raises(RequestError, match="no judge that reads instructions"):
+    with pytest.raises(RequestError, match="requires a generative reranker"):
         engine.prepare(PoolingItem(text="w1", instruction="w2"))
 
 
@@ -162,7 +164,7 @@ def test_weights_that_are_not_numbers_are_found_at_load(encoder_of, tmp_path):
     def change(weights):
         weights["encoder.layer.0.output.dense.weight"][0, 0] = float("nan")
 
-    with pytest.raises(ModelError, match="its vectors are not finite numbers"):
+    with pytest.raises(ModelError, match="the vectors are not finite numbers"):
         Embedder(change_weights(encoder_of("bert"), tmp_path, change))
 
 
@@ -191,13 +193,15 @@ def test_an_input_that_the_model_fails_on_does_not_take_others_with_it(folder):
 def test_settings_come_from_text_and_wrong_ones_are_named(folder):
     config = PoolingConfig.from_settings({"model": folder, "task": "embed", "num_threads": "1"})
     assert (config.task, config.num_threads, config.max_model_len) == ("embed", 1, None)
-    with pytest.raises(ConfigError, match='did you mean "pooling"'):
+    with pytest.raises(ConfigError, match='Did you mean "pooling"'):
         PoolingConfig.from_settings({"model": folder, "poolin": "cls"})
-    with pytest.raises(ConfigError, match="task: must be one of auto, embed"):
+    with pytest.raises(ConfigError, match="task: the value must be one of auto, embed"):
         PoolingConfig(folder, task="embedding")
-    with pytest.raises(ConfigError, match="max_batch_tokens: must be an integer of at least 1"):
+    with pytest.raises(
+        ConfigError, match="max_batch_tokens: the value must be an integer of at least 1"
+    ):
         PoolingConfig(folder, max_batch_tokens=0)
-    with pytest.raises(ConfigError, match=r"must be at most 160 .*, got 161"):
+    with pytest.raises(ConfigError, match=r"must be at most 160 .*, but it is 161"):
         Embedder(folder, max_model_len=161)
 
 
@@ -214,7 +218,9 @@ def test_an_encoder_that_cannot_be_had_without_its_decoder_is_refused_by_name(en
     changed = config.read_text().replace('"BertModel"', '"BartModel"').replace('"bert"', '"bart"')
     config.unlink()
     config.write_text(changed)
-    with pytest.raises(ModelError, match="BartModel is not supported: it is an encoder with a"):
+    with pytest.raises(
+        ModelError, match="BartModel is not supported: it has an encoder and a decoder"
+    ):
         Embedder(str(folder))
 
 

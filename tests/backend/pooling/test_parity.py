@@ -89,7 +89,7 @@ def test_an_architecture_of_another_name_runs_if_all_its_weights_have_a_place(
     weights["linear.weight"] = torch.zeros(4, 48)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        UnsupportedModelError, match=r"no place for 1 weights, first linear\.weight"
+        UnsupportedModelError, match=r"does not use 1 of the weights, such as linear\.weight"
     ):
         Embedder(str(folder))
 

@@ -80,7 +80,7 @@ def test_a_classifier_gives_the_probabilities_of_its_labels(encoder_of, pairs):
     found = {result.index: result.value for result in engine.step()}
     wanted = CrossEncoder(str(folder), device="cpu").predict(pairs, apply_softmax=True)
     np.testing.assert_allclose([found[i] for i in range(len(pairs))], wanted, rtol=0, atol=1e-5)
-    with pytest.raises(ConfigError, match=r"takes a head with 1 label, .* has 3"):
+    with pytest.raises(ConfigError, match=r"requires a head with 1 label, but .* has 3"):
         Reranker(str(folder))
 
 
@@ -162,7 +162,7 @@ def test_a_long_document_is_cut_and_the_question_about_it_stays(judge_folder):
     reranker = Reranker(str(folder), num_threads=1)
     rng = random.Random(1)
     query, document = text(rng, 4), text(rng, 500)
-    with pytest.raises(RequestError, match="has 510 tokens; the limit is 128"):
+    with pytest.raises(RequestError, match="has 510 tokens, but the limit is 128"):
         reranker.score([(query, document)])
     kept = " ".join(document.split()[: 128 - 10])
     found = reranker.score([(query, document)], truncate=True)
@@ -170,13 +170,13 @@ def test_a_long_document_is_cut_and_the_question_about_it_stays(judge_folder):
 
 
 def test_reranking_without_a_head_is_refused_with_the_reason(encoder_of):
-    with pytest.raises(ConfigError, match="BertModel has no head that scores a pair"):
+    with pytest.raises(ConfigError, match="answers yes or no, but this one has BertModel"):
         Reranker(str(encoder_of("bert")))
 
 
 def test_a_generative_checkpoint_says_what_it_must_be_told(encoder_of):
     folder = str(encoder_of("llama", "causal"))
-    with pytest.raises(ConfigError, match=r"set task=embed .* or task=rerank"):
+    with pytest.raises(ConfigError, match=r"Set task=embed .* or task=rerank"):
         PoolingEngine(PoolingConfig(folder), progress=lambda _: None)
 
 
@@ -189,5 +189,8 @@ def test_a_head_without_weights_is_refused(encoder_of, tmp_path):
             '"model_type"', '"id2label": {"0": "L"}, "label2id": {"L": 0}, "model_type"'
         )
     )
-    with pytest.raises(ModelError, match="lacks 2 weights of a rerank model, first classifier"):
+    with pytest.raises(
+        ModelError,
+        match="lacks 2 weights that a model for the task rerank needs, such as classifier",
+    ):
         Reranker(str(folder))

@@ -44,7 +44,7 @@ from nereid_parsers.policy import (
     UnknownTool,
 )
 from nereid_parsers.stage import TAIL_TOKENS
-from nereid_parsers.stream.parser import StreamParser
+from nereid_parsers.stream.parser import output_start
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
     Body,
@@ -118,7 +118,7 @@ class Format(FormatData):
         Args:
             prompt: The rendered prompt with its generation prompt. None if it is not known.
         """
-        return StreamParser(self, prompt=prompt).stage
+        return output_start(self, prompt).stage
 
     def stage_of_ids(
         self, prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
@@ -156,14 +156,14 @@ class Format(FormatData):
             ConstraintError: The request is invalid, or this format cannot express it.
         """
         request = Request.of(tools, tool_choice, response_format, parallel_tool_calls)
-        parser = StreamParser(self, prompt=prompt)
-        may_reason = not parser.has_reasoned
-        return structural_tag(self, request, parser.stage, may_reason, skip_reasoning)
+        start = output_start(self, prompt)
+        may_reason = not start.has_reasoned
+        return structural_tag(self, request, start.stage, may_reason, skip_reasoning)
 
     def reasoning_gate(self, prompt: str | None = None) -> ReasoningGate | None:
         """Return the markers and the state of the reasoning in the output after `prompt`.
 
         The result is None if the format has no reasoning, or no marker that closes it.
         """
-        parser = StreamParser(self, prompt=prompt)
-        return gate_of(self, parser.stage, parser.has_reasoned)
+        start = output_start(self, prompt)
+        return gate_of(self, start.stage, start.has_reasoned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nereid_parsers.declarations import FormatData, Stage
@@ -76,6 +77,37 @@ class StreamParser:
     def has_reasoned(self) -> bool:
         """Whether the reasoning has ended, in the text so far or in the prompt."""
         return self._machine.has_reasoned
+
+
+@dataclass(frozen=True, slots=True)
+class OutputStart:
+    """The state of the reasoning at the end of a prompt.
+
+    Attributes:
+        stage: The stage in which the output starts. The header of a message counts as content.
+        has_reasoned: Whether the prompt contains reasoning that is closed.
+    """
+
+    stage: Stage
+    has_reasoned: bool
+
+
+def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
+    r"""Return the state in which the output after `prompt` starts.
+
+    Example: with the reasoning marker `<think>`, the prompt `"..<think>\n"` gives
+    `OutputStart(Stage.REASONING, has_reasoned=False)`.
+
+    Args:
+        fmt: The format of the output.
+        prompt: The rendered prompt with its generation prompt. None if it is not known.
+    """
+    start = find_start(fmt, prompt)
+    if not start.prefill:
+        return OutputStart(start.stage or Stage.CONTENT, has_reasoned=False)
+    machine = Machine(plan_of(fmt), Tools(None), fmt.policy, generate_call_id)
+    machine.start(start)
+    return OutputStart(machine.stage, machine.has_reasoned)
 
 
 def parse(

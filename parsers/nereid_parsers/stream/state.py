@@ -20,11 +20,11 @@ class State(Enum):
     CALL_END          The closing markers of a call.
     BETWEEN_CALLS     The text after a call, or after the opening marker of a section.
 
-    Transitions in a text with markers, and in a sequence of messages:
+    The usual transitions are:
 
-        UNDECIDED -> REASONING -> CONTENT <-> CALL_START -> CALL_BODY -> CALL_END -> BETWEEN_CALLS
-                                                                            BETWEEN_CALLS -> CONTENT
-        HEADER -> REASONING | CONTENT | CALL_BODY -> HEADER
+        UNDECIDED -> REASONING -> CONTENT -> CALL_START -> CALL_BODY -> CALL_END -> BETWEEN_CALLS
+        BETWEEN_CALLS -> CALL_START, BETWEEN_CALLS -> CONTENT
+        HEADER -> REASONING, HEADER -> CONTENT, HEADER -> CALL_BODY
     """
 
     UNDECIDED = "undecided"

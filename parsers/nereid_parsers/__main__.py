@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0, or 2 after an error.
 
     Args:
-        arguments: The arguments, without the name of the program. None for those of the process.
+        arguments: The arguments, without the name of the program. None means the arguments of this
+            process.
     """
     options = _create_argument_parser().parse_args(arguments)
     try:

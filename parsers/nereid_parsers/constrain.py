@@ -381,7 +381,7 @@ def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node
         content_route = _first_route(layout, Stage.CONTENT)
         if content_route is None:
             raise ConstraintError(
-                f"The format {fmt.name!r} has no answer, because no message holds content"
+                f"The format {fmt.name!r} has no answer, because no message contains content"
             )
         text = any_text() if request.answer is None else request.answer
         options.append(sequence(const(_header_text(layout, content_route)), text))

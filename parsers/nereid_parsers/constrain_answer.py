@@ -12,7 +12,7 @@ from nereid_parsers.errors import ConstraintError
 
 log = logging.getLogger(__name__)
 
-# The node types of xgrammar 0.2.8, and the keys under which a node of this type holds other nodes.
+# The node types of xgrammar 0.2.8, and the keys of a node of this type that contain other nodes.
 _NODE_TYPES: dict[str, tuple[str, ...]] = {
     "const_string": (), "json_schema": (), "any_text": (), "token": (), "exclude_token": (),
     "any_tokens": (), "grammar": (), "regex": (), "qwen_xml_parameter": (),
@@ -185,7 +185,8 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
         place = f"response_format.structures[{number}]"
         if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
             raise ConstraintError(
-                f"{place}: must be an object whose key 'begin' holds a string that is not empty"
+                f"{place}: must be an object with the key 'begin', a string of at least one "
+                "character"
             )
         end = structure.get("end")
         if not isinstance(end, str):

@@ -7,7 +7,7 @@ A `Format` consists of a layout and a policy. There are two layouts:
     Messages    A sequence of messages. The header of a message defines the type of its body:
                   <|channel|>analysis<|message|>..<|end|><|start|>assistant to=functions.f ..
 
-Three conventions hold for all parts of a declaration.
+Three conventions apply to all parts of a declaration.
 
 *Markers are declared with their white space*, exactly as the model writes them: `"<tool_call>\n"`.
 Constrained decoding makes the model write this text exactly. The parser searches for the marker
@@ -190,7 +190,7 @@ class Messages:
         if not self.header_end:
             raise FormatError("Messages: header_end is empty, so the end of a header is not marked")
         if not self.routes:
-            raise FormatError("Messages: routes must hold at least one route")
+            raise FormatError("Messages: routes must contain at least one route")
 
 
 # ---- the format ----------------------------------------------------------------------------------

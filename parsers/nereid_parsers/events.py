@@ -43,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """The next piece of the JSON text that holds the arguments of tool call `index`."""
+    """The next piece of the JSON text of the arguments of tool call `index`."""
 
     index: int
     text: str

@@ -80,7 +80,7 @@ def check_pattern(place: str, text: str, *required: str) -> None:
     fields = [part.field for part in pattern(text) if isinstance(part, Slot)]
     for name in required:
         if fields.count(name) != 1:
-            raise FormatError(f"{place}: {text!r} must show {{{name}}} exactly once")
+            raise FormatError(f"{place}: {text!r} must contain {{{name}}} exactly once")
 
 
 def check_markers(part: str, **markers: str) -> None:

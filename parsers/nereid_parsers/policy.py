@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class TextRule(Enum):
-    """The rule for content that stands next to tool calls.
+    """The rule for content next to tool calls.
 
     FREE         Content may precede, separate and follow the calls. The parser returns all of it.
     CALLS_FIRST  Calls must start directly after the reasoning (or at the start of the output), and

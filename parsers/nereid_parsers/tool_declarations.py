@@ -41,7 +41,7 @@ class Keys:
                 raise FormatError(f"Keys: {path!r} is not a path of key names separated by dots")
         if not {"name", "arguments"} <= set(self.order) <= {"name", "arguments", "id"}:
             raise FormatError(
-                f"Keys: order must hold name, arguments and optionally id, but is {self.order!r}"
+                f"Keys: order must contain name, arguments and optionally id, but is {self.order!r}"
             )
         if "id" in self.order and self.id is None:
             raise FormatError("Keys: order contains id, but no id key is declared (id=None)")
@@ -184,12 +184,13 @@ class Call:
         if isinstance(self.body, NAMED_BY_HEAD):
             if not has_name:
                 raise FormatError(
-                    f"Call.head: {self.head!r} must show {{name}}, because the body "
+                    f"Call.head: {self.head!r} must contain {{name}}, because the body "
                     f"{type(self.body).__name__} has no name"
                 )
         elif has_name:
             raise FormatError(
-                f"Call.head: {self.head!r} may not show {{name}}, because the body holds the name"
+                f"Call.head: {self.head!r} may not contain {{name}}, because the body contains the "
+                "name"
             )
         pattern(self.id)
 
@@ -206,7 +207,7 @@ class Call:
 class ToolSection:
     r"""The place of the calls: between the markers `open` and `close`, or inside the content.
 
-    Both markers are empty if the calls stand inside the content.
+    Both markers are empty if the content contains the calls.
 
     Attributes:
         calls: The spellings of a call. A constraint writes the first.
@@ -224,7 +225,7 @@ class ToolSection:
 
     def __post_init__(self) -> None:
         if not self.calls:
-            raise FormatError("ToolSection: calls must hold at least one spelling of a call")
+            raise FormatError("ToolSection: calls must contain at least one spelling of a call")
         if self.close.strip() and not self.open.strip():
             raise FormatError(
                 f"ToolSection: a section with close {self.close!r} needs an open marker, but open "

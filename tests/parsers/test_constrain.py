@@ -291,7 +291,7 @@ def test_reasoning_without_an_end_cannot_be_constrained():
     for layout in (plain, Sections(tools=HERMES.layout.tools)):
         with pytest.raises(ConstraintError, match="no end marker"):
             structural_tag(Format("m", layout), request, Stage.REASONING)
-    with pytest.raises(ConstraintError, match="no message holds content"):
+    with pytest.raises(ConstraintError, match="no message contains content"):
         Format("m", plain).structural_tag(response_format=ANSWER)
 
 

@@ -272,7 +272,7 @@ class RoutePlan:
         self._first_literal = first_part.strip() if isinstance(first_part, str) else ""
 
     def has_started(self, text: str, pos: int) -> bool:
-        """Return whether the first literal of the header stands at `pos`.
+        """Return whether the first literal of the header is at `pos`.
 
         If the text ends inside a header, this distinguishes the header from content.
         """

@@ -251,7 +251,7 @@ class CallReader:
     def _recover(self, call: CallPlan) -> State:
         """Handle arguments that are not valid JSON.
 
-        If the arguments have been kept, and the closing marker stands inside them, then the call
+        If the arguments have been kept, and they contain the closing marker, then the call
         ended there, and the text from the marker on is read again. Example: a missing quote as in
         `{"a": "x}</tool_call>` makes the marker a part of the string.
         """

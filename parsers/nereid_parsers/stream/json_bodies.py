@@ -138,7 +138,7 @@ class ObjectReader(BodyReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read white space, a comma or `}`. If a quote stands at `pos`, prepare to read a key."""
+        """Read white space, a comma or `}`. If a quote is at `pos`, prepare to read a key."""
         if text[pos].isspace() or text[pos] == ",":
             return skip_blanks(text, pos + 1)
         if text[pos] == "}":

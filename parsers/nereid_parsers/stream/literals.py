@@ -43,8 +43,8 @@ class Dialect:
 
     Attributes:
         quotes: The markers around strings. The same marker opens and closes a string. A marker
-            that is a prefix of another one stands after it.
-        escaping: Those markers between which a backslash starts an escape sequence.
+            that is a prefix of another one comes after it.
+        escaping: The markers between which a backslash starts an escape sequence.
     """
 
     quotes: tuple[str, ...]
@@ -160,7 +160,7 @@ class LiteralReader:
     def _read_value(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
         """Read the start of a string or container, a whole word, or a closing bracket.
 
-        A closing bracket may stand here in an empty container or after a trailing comma, as in `[]`
+        A closing bracket may occur here in an empty container or after a trailing comma, as in `[]`
         and `(1,)`. Example: `[` opens an array, and `None` is written as `null`.
         """
         char = text[pos]

@@ -117,7 +117,7 @@ class NestedReader(BodyReader):
         return pos
 
     def _read_piece(self, text: str, pos: int) -> int:
-        """Read a piece of text or one tag, whichever stands at `pos`.
+        """Read a piece of text or one tag, whichever is at `pos`.
 
         Example: `~<city>Paris~</city>` is read in three pieces, and `"city": "Paris"` is written.
 

@@ -18,7 +18,7 @@ MAX_HEAD_CHARS = 2048
 _FIRST_TAG = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
 _MARKUP = re.compile(r"\A\s*[<\[◁]\S{2}|<[^<>\s]{2,}>")
 _BLANKS = re.compile(r"\s*").match
-# White space, and the places between two tags where white space may stand.
+# White space, and the places between two tags where white space may occur.
 _BLANKS_OR_TAG_GAP = re.compile(r"\s+|(?<=>)(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
@@ -98,7 +98,7 @@ class Pattern:
 
 
 def skip_blanks(text: str, pos: int) -> int:
-    """Return the first position from `pos` on that holds no white space."""
+    """Return the first position from `pos` on that is not white space."""
     match = _BLANKS(text, pos)
     return match.end() if match else pos
 

@@ -112,7 +112,7 @@ class TagsPlan:
         return NO_MATCH
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
-        """Return whether a marker that ends the body stands at `pos`."""
+        """Return whether a marker that ends the body is at `pos`."""
         return any(text.startswith(marker, pos) for marker in self.stop_markers)
 
     def may_become_stop_marker(self, text: str, pos: int) -> bool:

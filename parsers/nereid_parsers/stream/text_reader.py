@@ -94,7 +94,7 @@ class TextReader:
             self._text.write_generated_content(self._reasoning.open)
 
     def read_undecided(self) -> State | None:
-        """Hold text back until a marker, such as a closing one, shows whether it is reasoning."""
+        """Hold text back until a marker shows whether the text is reasoning."""
         start, marker = self._plan.content_markers.find(self._buffer)
         self._undecided_text.append(self._buffer.take_until(start))
         if not marker:

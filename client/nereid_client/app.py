@@ -179,7 +179,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    """Return a 500 for a bug. Starlette logs the traceback after this response."""
+    """Return the response for a bug: a 500. Starlette logs the traceback afterwards."""
     request_id = getattr(request.state, "request_id", "unknown")
     message = (
         f"The server has a bug: it failed with an unexpected {type(error).__name__}. The log of "

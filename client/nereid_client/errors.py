@@ -180,7 +180,7 @@ def to_api_error(error: FrontendError) -> ApiError:
 
 
 def tokens_and_limit(message: str) -> tuple[int, int] | None:
-    """Return the number of tokens and the limit if a message says that an input is too long.
+    """Return the number of tokens and their limit, if a message reports an input that is too long.
 
     Example: "prompt has 9000 tokens; the limit is 4096 (max_model_len)" returns (9000, 4096).
     """
@@ -218,7 +218,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _type_message(details: Sequence[ErrorDetails]) -> str:
-    """Return the message for a value of a wrong type, or out of range.
+    """Return the error message for a value that has a wrong type or is out of range.
 
     For a field of several types, pydantic reports one error for each type. Examples:
         stop=5:        "stop must be a string or a list, but the request has 5"
@@ -248,7 +248,7 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def _split_field(message: str) -> tuple[str | None, str]:
-    """Return the field that a message of the backend names, and the message as a sentence.
+    """Return the field that a message of the backend starts with, and the message as a sentence.
 
     Examples:
         "seed: the value must be an integer"  -> ("seed", "seed must be an integer")
@@ -271,7 +271,7 @@ def _retry_after(message: str) -> dict[str, str]:
 
 
 def _requirement(detail: ErrorDetails) -> str:
-    """Return what pydantic requires of a value, as the end of "FIELD must be ..."."""
+    """Return the requirement that a value violates, as the end of "FIELD must be ..."."""
     requirement = _REQUIREMENTS.get(detail["type"])
     if requirement is None:
         return re.sub(r"^(Input|String|Value) should (be )?", "", detail["msg"])

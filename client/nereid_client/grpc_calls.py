@@ -131,7 +131,7 @@ class Stream:
         self._reading = asyncio.create_task(self._read_all())
 
     async def read(self) -> Any:  # noqa: ANN401 - a protobuf message
-        """Return the next ModelStreamInferResponse, None at the end of the stream.
+        """Return the next ModelStreamInferResponse, or None at the end of the stream.
 
         Raises:
             grpc.RpcError: the call failed.
@@ -160,6 +160,7 @@ class Stream:
         await _wait_for_end(self._reading)
 
     async def _read_all(self) -> None:
+        """Read all responses of the stream, and wake up `read` after each one."""
         try:
             # The metadata is awaited first: otherwise the first read would start a second
             # operation that waits for it, and each operation that fails leaks memory.
@@ -221,7 +222,7 @@ def decode_strings(raw: bytes) -> list[bytes]:
 
 
 async def _shielded(reading: asyncio.Future[Any]) -> Any:  # noqa: ANN401 - untyped library
-    """Return the result of a task. The task goes on if our own task is cancelled."""
+    """Return the result of a task. If our own task is cancelled, the other task continues."""
     try:
         return await asyncio.shield(reading)
     except asyncio.CancelledError:

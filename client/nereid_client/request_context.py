@@ -130,7 +130,7 @@ _JSON_TYPES = {
 
 
 def validate(kind: type[R], body: dict[str, Any]) -> R:
-    """Return a body as an object of its type.
+    """Return the body of a request as an object of the class `kind`.
 
     Raises: ApiError 400 that names the first wrong field, its value and the limit.
     """

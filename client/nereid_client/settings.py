@@ -211,8 +211,9 @@ def settings_from_flags(
             "--" + setting.name.replace("_", "-"),
             default=None,
             metavar="N" if setting.type is int else "TEXT",
-            help=f"{setting.metadata['help']} [{setting.metadata['env']}]"
-            + ("" if secret else f" Current value: {getattr(base, setting.name)!r}."),
+            help=setting.metadata["help"]
+            + ("" if secret else f" The current value is {getattr(base, setting.name)!r}.")
+            + f" [{setting.metadata['env']}]",
         )
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
     values = {setting.name: getattr(base, setting.name) for setting in fields(Settings)}

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         fields["chat_template_kwargs"] = {"enable_thinking": False}
     opening = [{"role": "system", "content": args.system}] if args.system else []
     if not sys.stdin.isatty():
-        return 0 if _turn(url, fields, [*opening], sys.stdin.read().strip()) else 1
+        return 0 if _send_message(url, fields, [*opening], sys.stdin.read().strip()) else 1
     say(f"Chatting with {model} at {url}. /new starts a new conversation, /quit ends the program.")
     return _converse(url, fields, opening)
 
@@ -81,10 +81,10 @@ def _converse(url: str, fields: Json, opening: list[Json]) -> int:
         if text == "/new":
             messages = [*opening]
         elif text:
-            _turn(url, fields, messages, text)
+            _send_message(url, fields, messages, text)
 
 
-def _turn(url: str, fields: Json, messages: list[Json], text: str) -> bool:
+def _send_message(url: str, fields: Json, messages: list[Json], text: str) -> bool:
     """Send a message and print the response.
 
     Mutates: messages, unless the request failed.

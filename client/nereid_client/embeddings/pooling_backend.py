@@ -164,6 +164,7 @@ def _inputs(call: PoolingCall) -> list[tuple[str, str, Sequence[Any] | npt.NDArr
 
 
 def _decode(response: Any) -> PoolingOutputs:  # noqa: ANN401 - a protobuf message
+    """Return the output tensors of a response."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     strings: dict[str, Sequence[str]] = {}
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
@@ -176,6 +177,7 @@ def _decode(response: Any) -> PoolingOutputs:  # noqa: ANN401 - a protobuf messa
 
 
 def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
+    """Return the error of a failed call, with a message that names the cause."""
     code: str = error.code().name
     message = error.details() or code
     if code == "NOT_FOUND" or message.startswith("Request for unknown model"):

@@ -1,4 +1,4 @@
-"""Admission control: how many requests may run, and which are rejected while the server is full.
+"""Admission control: limit the requests that run, and reject requests to an overloaded server.
 
 A Triton server with a full queue rejects requests itself (503), but each rejection costs a gRPC
 call and the tokenization of the prompt. Far beyond the server's capacity, rejected requests alone
@@ -18,7 +18,8 @@ from nereid_client.errors import ApiError, error_response
 from nereid_client.middleware.request_metrics import RequestMetrics
 
 _RETRY_AFTER = {"Retry-After": "1"}
-# Shorter than the time in which the server works off its queue, so that the queue never runs empty.
+# The length of a window must be shorter than the time in which the server processes its queue.
+# Otherwise the queue would run empty.
 _WINDOW_S = 0.5
 # The throttle starts to reject requests once the server rejects more than this share of the
 # requests in one window. The first few rejections do not count. Some rejections must remain:
@@ -46,7 +47,7 @@ class Gate:
         self.is_draining = False
 
     def rejection(self) -> ApiError | None:
-        """Return the error for a new request, None if the request may run."""
+        """Return the error for a new request, or None if the request may run."""
         if self.is_draining:
             return ApiError(
                 503,
@@ -106,7 +107,7 @@ class Throttle:
             self._paused_until = now + min(now - started, _LONGEST_PAUSE_S)
 
     def rejection(self, now: float) -> ApiError | None:
-        """Return the error for a new request, None if the request should be sent to the server."""
+        """Return the error for a new request, or None if it should be sent to the server."""
         self._forget_old(now)
         num_rejected, num_admitted = len(self._rejection_times), len(self._admission_times)
         is_tolerated = num_rejected < _TOLERATED_REJECTIONS + _TOLERATED_SHARE * num_admitted

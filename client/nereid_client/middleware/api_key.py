@@ -44,7 +44,7 @@ class ApiKey:
 
 
 def _key_in(headers: Headers) -> str:
-    """Return the key that the client sent, "" if it sent none.
+    """Return the key that the client sent, or "" if it sent none.
 
     The key is the bearer token of the header Authorization, else the value of the header api-key,
     which Azure's clients send.

@@ -1,4 +1,4 @@
-"""Two time limits: on the duration of a request, and on how long its client may read nothing."""
+"""Time limits: how long a request may take, and how long its client may read nothing."""
 
 import asyncio
 import logging
@@ -68,6 +68,7 @@ class Timeouts:
             await response.end_with(late, scope, receive)
 
     def _report_unread(self, scope: Scope) -> None:
+        """Count and log a request that was ended because its client did not read."""
         error = ApiError(499, "The client read nothing", limit="unread_timeout_s")
         self._metrics.count_refusal(error)
         _log.warning(
@@ -79,7 +80,7 @@ class Timeouts:
 
 
 def _requested_limit(scope: Scope) -> float | None:
-    """Return the seconds in the header X-Request-Timeout, None if the request has no such header.
+    """Return the seconds in the header X-Request-Timeout, or None if there is no such header.
 
     Raises: ApiError 400 if the value is not a number over 0.
     """
@@ -100,6 +101,7 @@ def _requested_limit(scope: Scope) -> float | None:
 
 
 def _timeout_error(limit_s: float, *, is_requested: bool) -> ApiError:
+    """Return the 504 for a request that took too long."""
     source = "the request's header X-Request-Timeout" if is_requested else (
         "the server's setting request_timeout_s"
     )  # fmt: skip
@@ -126,6 +128,7 @@ class _ObservedResponse:
         self._has_started = self._is_stream = self._has_ended = False
 
     async def send(self, message: Message) -> None:
+        """Send a message, and record the time at which the wait for the client started."""
         self.unsent_since = self._clock()
         try:
             await self._send(message)

@@ -60,7 +60,7 @@ class PoolingRequest(BaseModel):
 
     @property
     def cuts(self) -> bool | None:
-        """Whether a text that is too long is cut, None if the request does not say so."""
+        """Whether a text that is too long is cut, or None if the request does not say so."""
         return True if self.truncate_prompt_tokens is not None else self.truncate
 
 
@@ -294,6 +294,10 @@ def _content_part(value: object, field: str, index: int) -> dict[str, str]:
 
 
 def _token_ids(value: object, field: str, index: int) -> list[int]:
+    """Check a list of token ids, which is the member `index` of a field.
+
+    Raises: FieldError.
+    """
     place = f"{field}[{index}]"
     if not isinstance(value, list) or not value:
         raise FieldError(

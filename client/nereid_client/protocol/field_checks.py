@@ -10,7 +10,7 @@ _MAX_BIAS = 100
 
 
 def check_response_format(value: Mapping[str, Any], field: str, schema_field: str) -> None:
-    """Check the type of a response format, and that a json_schema contains a schema.
+    """Check that a response format has a known type, and that a json_schema contains a schema.
 
     Args:
         value: the response format, in OpenAI's form for chat completions.

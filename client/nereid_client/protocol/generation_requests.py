@@ -212,7 +212,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def tier(self) -> str | None:
-        """The service tier in the response, None if the request has none."""
+        """The service tier in the response, or None if the request has none."""
         return None if self.service_tier is None else SERVICE_TIER
 
     @property
@@ -327,6 +327,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
+        """Check that enough choices are generated to return n of them."""
         if self.best_of is None:
             return self
         if self.best_of < self.num_choices:
@@ -345,6 +346,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_echo(self) -> Self:
+        """Check the combinations of echo with max_tokens, the prompt, stream and logprobs."""
         if self.max_tokens == 0 and (not self.echo or self.stream):
             raise FieldError(
                 "max_tokens",
@@ -450,6 +452,10 @@ def _string(item: object, index: int) -> str:
 
 
 def _token_ids(value: object, place: str) -> tuple[int, ...]:
+    """Return a list of token ids as a tuple.
+
+    Raises: FieldError if the value at `place` is not such a list.
+    """
     if not isinstance(value, list) or not value:
         raise FieldError(
             "prompt",

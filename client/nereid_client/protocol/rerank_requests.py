@@ -106,6 +106,7 @@ class ScoreRequest(PoolingRequest):
 
     @model_validator(mode="after")
     def _check_sides(self) -> Self:
+        """Check that both sides have texts, and that their numbers match."""
         for name, value in self.sides:
             if value is None:
                 raise FieldError(name, f"{name} is required, but the request does not contain it")

@@ -188,6 +188,7 @@ class ResponsesRequest(GenerationRequest):
     @field_validator("metadata")
     @classmethod
     def _check_metadata(cls, value: dict[str, str] | None) -> dict[str, str] | None:
+        """Check the number of entries, and the lengths of keys and values."""
         if value is not None and len(value) > _MAX_METADATA:
             raise FieldError(
                 "metadata",
@@ -211,6 +212,7 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_nested_fields(self) -> Self:
+        """Check the fields inside of `reasoning`, `text` and `stream_options`."""
         _refuse_nested("reasoning", self.reasoning, _REFUSED_IN_REASONING)
         _refuse_nested("text", self.text, _REFUSED_IN_TEXT)
         if self.stream_options is not None and self.stream_options.include_obfuscation:
@@ -227,6 +229,7 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_format_and_tools(self) -> Self:
+        """Check text.format, the names of the tools, and that the tool choice names one of them."""
         if self.response_format_of_text is not None:
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         tools = self.chat_tools
@@ -253,12 +256,12 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def effort(self) -> Any:  # noqa: ANN401 - any JSON value, until it is validated
-        """The field reasoning.effort, None if it is not given."""
+        """The field reasoning.effort, or None if it is not given."""
         return (self.reasoning or {}).get("effort")
 
     @property
     def summary(self) -> str | None:
-        """The kind of summary that the reasoning is returned as, None for its text."""
+        """The requested kind of summary of the reasoning, or None for the text of the reasoning."""
         reasoning = self.reasoning or {}
         kind = reasoning.get("summary") or reasoning.get("generate_summary")
         return None if kind is None else str(kind)
@@ -285,7 +288,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def response_format_of_text(self) -> Json | None:
-        """The field text.format as a chat completion's response_format, None for plain text."""
+        """The field text.format as a chat completion's response_format, or None for plain text."""
         given = self.format
         if given.get("type") == "text":
             return None
@@ -308,6 +311,10 @@ class ResponsesRequest(GenerationRequest):
         return None if self.tool_choice is None else self._chat_tool_choice()
 
     def _chat_tool_choice(self) -> str | Json:
+        """Return the field `tool_choice` in the format of chat completions.
+
+        Raises: FieldError if it has no known form.
+        """
         choice = self.tool_choice or "auto"
         if choice in ("none", "auto", "required"):
             return choice
@@ -399,6 +406,10 @@ def _functions_of(tool: Json, place: str) -> list[FunctionTool]:
 
 
 def _function(tool: Json, place: str) -> FunctionTool:
+    """Return a function of the field `tools`.
+
+    Raises: FieldError if a field of the function is wrong.
+    """
     if tool.get("type") != "function":
         raise FieldError(
             f"{place}.type",
@@ -435,7 +446,7 @@ def _refuse_nested(place: str, value: Json | None, table: Mapping[str, Refusal])
 
     Args:
         place: the path of the object in the body, such as "reasoning".
-        value: the object, None if the body does not contain it.
+        value: the object, or None if the body does not contain it.
         table: the names of fields that are not supported.
 
     Raises: FieldError.

@@ -50,7 +50,7 @@ class TokenizeRequest(BaseModel):
         return self
 
     def chat_request(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the chat for the tokenizer model, None if the request has a prompt instead.
+        """Return the chat for the tokenizer model, or None if the request has a prompt instead.
 
         Args:
             body: the body as the client sent it, with all further fields.
@@ -63,7 +63,7 @@ class TokenizeRequest(BaseModel):
         }
 
     def sampling_parameters(self) -> dict[str, Any] | None:
-        """Return the parameters that the tokenizer model reads beside a prompt, None for a chat."""
+        """Return the tokenizer model's parameters for a prompt, or None for a chat."""
         if self.messages is not None or self.add_special_tokens is None:
             return None
         return {"add_special_tokens": self.add_special_tokens}

@@ -49,7 +49,7 @@ class BackgroundResponse:
         return self.builder.id
 
     def record(self, events: Sequence[Json]) -> int:
-        """Store events and wake up all followers. Return the bytes that the events need."""
+        """Store events and wake up all followers. Return the number of bytes that they need."""
         size = sum(len(event.get("delta", "").encode()) for event in events)
         if self.events is not None:
             encoded = [named_event(event) for event in events]
@@ -213,6 +213,7 @@ def _stored(
     *,
     is_background: bool = False,
 ) -> StoredResponse:
+    """Return a response in the form in which the store keeps it."""
     response = builder.as_json()
     items = tuple(item["id"] for item in response["output"])
     return StoredResponse(builder.id, encode(response), context, items, events, is_background)

@@ -1,4 +1,4 @@
-"""Translate a request of the Responses API to a chat completion, and errors back."""
+"""Translate requests of the Responses API to chat completions, and field names in errors back."""
 
 import re
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -98,6 +98,7 @@ class _ChatBuilder:
 
 
 def _add_message(chat: _ChatBuilder, item: Json) -> None:
+    """Append a message item to the chat."""
     text = "".join(part["text"] for part in item["content"])
     if item["role"] != "assistant":
         chat.append(item["role"], text)
@@ -110,6 +111,7 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
 
 
 def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
+    """Add a reasoning item to the assistant message that follows it."""
     text = "".join(part["text"] for part in item["content"])
     text = text or "\n".join(part["text"] for part in item["summary"])
     if text:
@@ -119,6 +121,7 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
 
 
 def _add_call(chat: _ChatBuilder, item: Json) -> None:
+    """Add a function call to the current assistant message."""
     # The arguments of a call that is not completed are cut off, so the call was never run.
     if item["status"] != "completed":
         return
@@ -129,6 +132,7 @@ def _add_call(chat: _ChatBuilder, item: Json) -> None:
 
 
 def _add_call_output(chat: _ChatBuilder, item: Json) -> None:
+    """Append the output of a function as a tool message."""
     output = item["output"]
     text = output if isinstance(output, str) else "".join(part["text"] for part in output)
     named = {"name": item["name"]} if "name" in item else {}

@@ -14,7 +14,7 @@ from nereid_client.errors import ApiError, shown
 
 Json = dict[str, Any]
 FindItem = Callable[[str], Json | None]
-"""A function that returns the output item with this id, None if no stored response has it."""
+"""A function that returns the output item with this id, or None if no stored response has it."""
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text")
@@ -73,6 +73,10 @@ def field_error(place: str, requirement: str) -> ApiError:
 
 
 def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
+    """Return one item of the input, validated and in the form of the store.
+
+    Raises: ApiError.
+    """
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "item_reference":
         return _referenced(item, place, find)
@@ -88,6 +92,10 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
 
 def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
+    """Return the stored item that an `item_reference` names.
+
+    Raises: ApiError 404 if no stored response has it.
+    """
     name = _string(item, "id", place)
     found = find(name)
     if found is None:
@@ -102,6 +110,7 @@ def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
 
 def _message(item: Mapping[str, Any], place: str) -> Json:
+    """Return the fields of a message item."""
     role = item.get("role")
     if role not in _ROLES:
         raise field_error(
@@ -118,6 +127,7 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
 
 
 def _call(item: Mapping[str, Any], place: str) -> Json:
+    """Return the fields of a function_call item."""
     arguments = _string(item, "arguments", place, may_be_empty=True)
     status = _status(item, place)
     if arguments and status == "completed":
@@ -141,6 +151,7 @@ def _call(item: Mapping[str, Any], place: str) -> Json:
 
 
 def _call_output(item: Mapping[str, Any], place: str) -> Json:
+    """Return the fields of a function_call_output item."""
     output = item.get("output")
     texts = _texts(output, f"{place}.output")
     parts = [{"type": "input_text", "text": text} for text in texts]
@@ -155,6 +166,7 @@ def _call_output(item: Mapping[str, Any], place: str) -> Json:
 
 
 def _reasoning(item: Mapping[str, Any], place: str) -> Json:
+    """Return the fields of a reasoning item."""
     content = _text_parts(item.get("content"), f"{place}.content", ("reasoning_text", "text"))
     summary = _text_parts(item.get("summary"), f"{place}.summary", ("summary_text",))
     if item.get("encrypted_content") is not None and not content and not summary:
@@ -190,6 +202,7 @@ def _texts(content: object, place: str) -> list[str]:
 
 
 def _text(part: object, place: str) -> str:
+    """Return the text of one content part."""
     if not isinstance(part, Mapping):
         raise field_error(place, f"must be an object, but the request has {shown(part)}")
     kind = part.get("type")
@@ -205,6 +218,7 @@ def _text(part: object, place: str) -> str:
 
 
 def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
+    """Return the texts of a list of parts that all have one of the types `kinds`."""
     if content is None:
         return []
     if not isinstance(content, list):
@@ -222,6 +236,7 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
 
 
 def _status(item: Mapping[str, Any], place: str) -> str:
+    """Return the status of an item. The default is "completed"."""
     status = item.get("status") or "completed"
     if status not in ("in_progress", "completed", "incomplete"):
         raise field_error(
@@ -232,6 +247,7 @@ def _status(item: Mapping[str, Any], place: str) -> str:
 
 
 def _string(item: Mapping[str, Any], name: str, place: str, *, may_be_empty: bool = False) -> str:
+    """Return the value of a field that must be a string."""
     value = item.get(name)
     if not isinstance(value, str) or not (value or may_be_empty):
         kind = "a string" if may_be_empty else "a string that is not empty"

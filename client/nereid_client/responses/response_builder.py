@@ -133,6 +133,7 @@ class ResponseBuilder:
             raise unfinished_error()
 
     def _add_text(self, text: str, *, is_reasoning: bool) -> list[Json]:
+        """Append text to the current item. Start a new item if the current one has another kind."""
         entries = self._logprobs.take(text)
         events = []
         item = self._current_item
@@ -143,6 +144,7 @@ class ResponseBuilder:
         return [*events, self._numbered(item.add(text, logprobs))]
 
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
+        """Append a piece of a function call to its item. Start the item with the first piece."""
         self._logprobs.drop()
         events = []
         call = self._current_item

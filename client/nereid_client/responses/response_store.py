@@ -1,4 +1,4 @@
-"""The store of responses: in memory, limited in number, bytes and age.
+"""The store of responses. It is in memory, and limits their number, size and age.
 
 Responses are stored as the JSON that is sent to clients, so the counted bytes are the used bytes.
 """
@@ -150,7 +150,7 @@ class Store:
         self.num_bytes += num_bytes
 
     def grow(self, run: Running, num_bytes: int) -> None:
-        """StoredResponse that a running response needs `num_bytes` more.
+        """Record that a running response needs `num_bytes` more.
 
         Raises: ApiError 503 if the store is full.
         """
@@ -191,7 +191,7 @@ class Store:
         return True
 
     def find(self, response_id: str) -> Running | StoredResponse | None:
-        """Return the response with this id, None if the store does not have it (any more)."""
+        """Return the response with this id, or None if the store does not have it."""
         self._delete_expired()
         if response_id in self._running:
             return self._running[response_id][0]
@@ -199,7 +199,7 @@ class Store:
         return record
 
     def find_item(self, item_id: str) -> Json | None:
-        """Return the output item with this id, None if no stored response has it."""
+        """Return the output item with this id, or None if no stored response has it."""
         record = self.find(self._items.get(item_id, ""))
         if not isinstance(record, StoredResponse):
             return None
@@ -219,9 +219,13 @@ class Store:
         self._stop_timer()
 
     def _free(self, num_bytes: int, count: int = 0) -> bool:
-        """Delete the oldest responses until `count` more with `num_bytes` fit.
+        """Delete the oldest responses until new ones fit into the store.
 
-        Returns: False if they do not fit even then.
+        Args:
+            num_bytes: the bytes of the new responses.
+            count: the number of the new responses.
+
+        Returns: False if the new responses do not fit even then.
         """
         self._delete_expired()
         if num_bytes > self._limits.num_bytes or len(self._running) + count > self._limits.count:
@@ -234,7 +238,7 @@ class Store:
         return True
 
     def _to_delete(self, num_bytes: int, count: int) -> Iterator[str]:
-        """Yield the ids of the oldest responses until the rest leaves enough space."""
+        """Yield the ids of the oldest responses, which must be deleted to free enough space."""
         total, number = self.num_bytes + num_bytes, len(self) + count
         for response_id, (_, record) in self._finished.items():
             if total <= self._limits.num_bytes and number <= self._limits.count:

@@ -62,6 +62,10 @@ def _options(body: CompletionRequest) -> CompletionOptions:
 
 
 def _check_number(prompts: Sequence[Prompt], limit: int) -> None:
+    """Check the number of prompts.
+
+    Raises: ApiError 400 if it is over the limit.
+    """
     if len(prompts) > limit:
         raise ApiError(
             400,

@@ -12,7 +12,7 @@ from nereid_client.embeddings.embedding_output import (
     Floats,
     bits_writer,
     list_response,
-    lists_response,
+    nested_lists_response,
     rows_of,
     usage_of,
     vector_writer,
@@ -75,6 +75,7 @@ async def cohere_embed_1(request: Request) -> Response:
 
 
 async def _cohere_embed(request: Request, version: str) -> Response:
+    """Return the response of both versions of Cohere's API."""
     body = await read_request(request, CohereEmbedRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, "dense", DESCRIPTIONS["dense"])
@@ -102,7 +103,7 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     kinds: Sequence[str] = body.embedding_types or ["float"]
     head["response_type"] = "embeddings_by_type"
     lists = {kind: _encoded(rows, _COHERE[kind]) for kind in kinds}
-    return await lists_response(head, "embeddings", lists)
+    return await nested_lists_response(head, "embeddings", lists)
 
 
 _COHERE = {

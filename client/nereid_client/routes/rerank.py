@@ -45,6 +45,7 @@ async def rerank_cohere(request: Request) -> Response:
 
 
 async def _rerank(request: Request, default: str) -> Response:
+    """Rerank the documents of a request, and return the response in the requested format."""
     body = await read_request(request, RerankRequest)
     response_format = _format_of(request, body, default)
     served = await choose_model(request, body.model, (RERANK,))
@@ -100,6 +101,7 @@ def _response_body(
     served: ServedModel,
     request_id: str,
 ) -> Any:  # noqa: ANN401 - JSON
+    """Return the body of the response in one of the formats."""
     if response_format == "sglang":
         return embedding_output.sglang_results(ranked)
     if response_format == "tei":

@@ -58,7 +58,7 @@ async def create_response(request: Request) -> Response:
     responses_request = validate(ResponsesRequest, body)
     context_of(request).check_model(responses_request.model)
     to_json(body)  # checks that the body can be stored and returned as JSON
-    is_stored = _is_stored(responses_request, responses.store)
+    is_stored = _will_be_stored(responses_request, responses.store)
     items = _conversation(responses_request, responses.store)
     chat = chat_request(responses_request, body, items)
     deltas = rename_fields_in_errors(_generate(request, responses_request, chat))
@@ -225,6 +225,7 @@ def _find(request: Request, response_id: str) -> BackgroundResponse | StoredResp
 
 
 def _not_found(response_id: str, param: str) -> ApiError:
+    """Return the 404 for a response that the store does not have."""
     return ApiError(
         404,
         f"The response {shown(response_id)} does not exist. It was never stored, or it was deleted "
@@ -241,7 +242,7 @@ def _response_object(found: BackgroundResponse | StoredResponse) -> Response:
     return Response(found.response, media_type="application/json")
 
 
-def _is_stored(responses_request: ResponsesRequest, store: Store) -> bool:
+def _will_be_stored(responses_request: ResponsesRequest, store: Store) -> bool:
     """Return whether the response will be stored.
 
     Raises: ApiError 400 if the request requires it, but the store is turned off.
@@ -308,7 +309,7 @@ async def _events(
 
     Args:
         builder: builds the response.
-        first: the first delta, None if there is none.
+        first: the first delta, or None if there is none.
         rest: the deltas after the first one.
         store: stores the response, and returns whether it was stored.
     """

@@ -48,6 +48,7 @@ async def score(request: Request) -> Response:
 async def _reranker_scores(
     request: Request, served: ServedModel, body: ScoreRequest
 ) -> tuple[npt.NDArray[Any], PoolingOutputs]:
+    """Return the scores of a reranker, a float32 array of shape [num_pairs]."""
     require_kind(served, "score", "scores of pairs of texts")
     left, right = body.sides
     options = {
@@ -64,6 +65,7 @@ async def _reranker_scores(
 async def _cosine_similarities(
     request: Request, served: ServedModel, body: ScoreRequest
 ) -> tuple[npt.NDArray[Any], PoolingOutputs]:
+    """Return the cosine similarities of the pairs, a float32 array of shape [num_pairs]."""
     require_kind(served, "dense", "one vector for each text")
     texts = [*body.left, *body.right]
     options = {"kind": "dense", "normalize": True, "truncate": body.cuts}

@@ -22,7 +22,7 @@ async def chat_events(
     Args:
         frame: the fields that all chunks have in common.
         view: decides when reasoning is sent.
-        first: the first delta, None if there is none.
+        first: the first delta, or None if there is none.
         rest: the deltas after the first one.
     """
     roles = [_choice(at, {"role": "assistant", "content": ""}) for at in range(frame.num_choices)]

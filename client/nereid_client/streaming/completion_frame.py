@@ -57,7 +57,7 @@ def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
     for each choice. The details are present if the backend reports them.
 
     Args:
-        prompts: for each prompt the usage of its choices, None for a choice without a delta yet.
+        prompts: for each prompt the usage of its choices, or None for a choice without a delta yet.
     """
     known = [[usage for usage in choices if usage] for choices in prompts]
     first_choices = [choices[0] for choices in known if choices]

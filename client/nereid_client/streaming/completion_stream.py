@@ -65,7 +65,7 @@ class _StreamState:
         return chunk
 
     def update(self, prompt: int, delta: Delta) -> Json | None:
-        """Record a delta. Return its chunk, None if the chunk would be empty."""
+        """Record a delta. Return its chunk, or None if the chunk would be empty."""
         at = delta.get("index", 0)
         index = prompt * self.frame.num_choices + at
         self.usages[prompt][at] = delta.get("usage", self.usages[prompt][at])
@@ -100,7 +100,7 @@ async def completion_events(
     Args:
         frame: the fields that all chunks have in common.
         options: what the choices contain.
-        first: the first delta, None if there is none.
+        first: the first delta, or None if there is none.
         rest: the deltas after the first one.
     """
     state = _StreamState(frame, options)

@@ -12,8 +12,8 @@ from typing import NotRequired, TypedDict
 
 from nereid_client.errors import BackendError
 
-# The number of deltas that are collected before they are merged. Merging bounds the memory; doing
-# it rarely makes it cheap. A request has at most 64 choices, so a merge leaves at most 64 deltas.
+# The number of waiting deltas at which they are merged, to limit the memory. A request has at most
+# 64 choices, so at most 64 deltas are left. A smaller number would merge the same deltas too often.
 _MAX_UNMERGED = 256
 
 
@@ -143,6 +143,10 @@ Group = Callable[[Iterable[Delta]], list[Delta]]
 
 
 def _merge_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
+    """Return one merged piece for each tool call.
+
+    Example: the arguments "{" and "}" of call 0 become "{}".
+    """
     calls: dict[int, ToolCallPiece] = {}
     arguments: dict[int, list[str]] = {}
     for piece in pieces:
@@ -245,6 +249,7 @@ _Queue = asyncio.Queue[tuple[int, Delta] | Exception | None]
 
 
 async def _feed(queue: _Queue, index: int, source: AsyncGenerator[Delta]) -> None:
+    """Put the deltas of one source into the queue, then None, or the error that it raised."""
     try:
         async with aclosing(source):
             async for delta in source:

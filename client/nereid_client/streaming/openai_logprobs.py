@@ -8,8 +8,8 @@ from nereid_client.streaming.deltas import PromptLogprob, PromptLogprobs, TokenL
 
 # JSON has no infinity. OpenAI and vLLM return this value for a token that is impossible.
 _MIN_LOGPROB = -9999.0
-# How far after its expected place a token's text is searched. An emoji can consist of several
-# tokens that are each an incomplete character, and UTF-8 has at most 4 bytes for a character.
+# The text of a token may start this many characters after its expected position. A character of up
+# to 4 bytes can consist of several tokens, and each of them is an incomplete character.
 _SEARCH_CHARS = 4
 
 
@@ -26,8 +26,8 @@ def chat_logprobs(entries: Iterable[TokenLogprob], tokens_as_ids: bool = False) 
 def prompt_logprobs(given: PromptLogprobs) -> list[Json | None]:
     """Return `prompt_logprobs` in vLLM's format, with None for the first token."""
     return [
-        None if at is None else {token: _prompt_entry(one) for token, one in at.items()}
-        for at in given
+        None if entries is None else {token: _prompt_entry(one) for token, one in entries.items()}
+        for entries in given
     ]
 
 
@@ -59,24 +59,24 @@ class CompletionLogprobs:
                 what the prompt has before the second token.
         """
         tokens = [""]
-        for token_id, at in zip(token_ids[1:], given[1:], strict=True):
-            tokens.append((at or {})[str(token_id)]["decoded_token"] or "")
+        for token_id, entries in zip(token_ids[1:], given[1:], strict=True):
+            tokens.append((entries or {})[str(token_id)]["decoded_token"] or "")
         tokens[0] = _first_token(self._text, tokens[1:])
         part = _empty()
-        for token, token_id, at in zip(tokens, token_ids, given, strict=True):
+        for token, token_id, entries in zip(tokens, token_ids, given, strict=True):
             part["tokens"].append(self._token_name(token, token_id))
-            part["text_offset"].append(self._place(token, is_last=True))
-            if at is None:
+            part["text_offset"].append(self._locate(token, is_last=True))
+            if entries is None:
                 part["token_logprobs"].append(None)
                 part["top_logprobs"].append(None)
                 continue
-            part["token_logprobs"].append(_finite(at[str(token_id)]["logprob"]))
+            part["token_logprobs"].append(_finite(entries[str(token_id)]["logprob"]))
             part["top_logprobs"].append(
                 {
                     self._token_name(one["decoded_token"] or "", int(other)): _finite(
                         one["logprob"]
                     )
-                    for other, one in at.items()
+                    for other, one in entries.items()
                 }
             )
         self._position = self._base + len(self._text)
@@ -95,7 +95,7 @@ class CompletionLogprobs:
         part = _empty()
         for entry in entries:
             piece = self._piece(entry, is_last)
-            part["text_offset"].append(self._place(piece, is_last))
+            part["text_offset"].append(self._locate(piece, is_last))
             part["tokens"].append(self._token_name(entry["token"], entry["token_id"]))
             part["token_logprobs"].append(_finite(entry["logprob"]))
             part["top_logprobs"].append(
@@ -120,7 +120,7 @@ class CompletionLogprobs:
         # In UTF-8, bytes 10xxxxxx continue a character. Any other byte starts a new one, so an
         # incomplete character before it will stay incomplete.
         if raw and raw[0] & 0xC0 != 0x80:
-            self._place(self._decoder.decode(b"", final=True), is_last)
+            self._locate(self._decoder.decode(b"", final=True), is_last)
         return self._decoder.decode(raw)
 
     def _extend(self, text: str) -> None:
@@ -129,32 +129,32 @@ class CompletionLogprobs:
         self._text = self._text[num_done:] + text
         self._base += num_done
 
-    def _place(self, piece: str, is_last: bool) -> int:
+    def _locate(self, piece: str, is_last: bool) -> int:
         """Return the position of a token's text in the choice's text, and move on after it.
 
         Example: in the text "ab cd", the pieces "ab" and " cd" return 0 and 2. A piece that is not
         in the text returns the current position.
         """
-        at = self._position - self._base
-        known = self._text[at : at + len(piece)]
-        if self._position == 0 and known != piece:
+        offset = self._position - self._base
+        expected = self._text[offset : offset + len(piece)]
+        if self._position == 0 and expected != piece:
             # Some tokenizers start the first token with a space that the text does not have.
             stripped = piece.lstrip(" ")
             if stripped and self._text.startswith(stripped):
                 self._position = len(stripped)
                 return 0
-        if known == piece or (not is_last and piece.startswith(known)):
-            begin = at
-        else:
-            begin = self._text.find(piece, at, at + _SEARCH_CHARS + len(piece))
-        if begin < 0:
+        # Until the last delta, the end of the piece may still be missing in the text.
+        is_at_offset = expected == piece or (not is_last and piece.startswith(expected))
+        search_end = offset + _SEARCH_CHARS + len(piece)
+        begin = offset if is_at_offset else self._text.find(piece, offset, search_end)
+        if begin < 0:  # the token is not in the text
             return min(self._position, self._base + len(self._text))
         self._position = self._base + begin + len(piece)
         return self._base + begin
 
 
 def joined(parts: Iterable[Json]) -> Json:
-    """Return the parts of one choice's `logprobs` as one object."""
+    """Join the parts of one choice's `logprobs` into one object."""
     total = _empty()
     for part in parts:
         for name, values in part.items():

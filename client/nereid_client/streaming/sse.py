@@ -64,6 +64,7 @@ class EventStream(Response):
             return
 
     async def _send_all(self, send: Send) -> None:
+        """Send the headers and all events, and close the generators at the end."""
         async with aclosing(self._source), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             is_last = False
@@ -101,7 +102,9 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def first_of(request: Request, source: AsyncGenerator[T]) -> T | None:
-    """Return the first item of a generator, None if it has none. Close it if that fails.
+    """Return the first item of a generator, or None if there is none.
+
+    Close the generator if it raises an error or the client disconnects.
 
     A route calls this before it starts a response. An error before the first item can then still
     determine the HTTP status.

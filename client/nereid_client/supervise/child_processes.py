@@ -36,7 +36,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Waiter(Protocol):
-    """A function that waits like `threading.Event.wait`, and returns True to end all waiting."""
+    """A function like `threading.Event.wait`: it returns True if the caller should stop waiting."""
 
     def __call__(self, timeout: float) -> bool:
         """Wait for at most `timeout` seconds."""
@@ -61,7 +61,7 @@ class ChildProcess:
             or ended themselves.
         refused_at: the time of the first refusal, by time.monotonic. Infinity if there is none.
         tail: the last lines of the output, without tables.
-        crash: the line with which a Triton server reports its crash, None if there is none. Version
+        crash: the line with which a Triton server reports its crash, or None. Version
             2.51 can hang in its handler of the signal instead of ending, with its ports open.
     """
 
@@ -98,7 +98,7 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, None while the program runs."""
+        """The exit code, or None while the program runs."""
         return self._process.poll()
 
     @property
@@ -224,7 +224,7 @@ class Process:
 
 
 def process_of(pid: int) -> Process | None:
-    """Return a process, None if it does not exist."""
+    """Return a process, or None if it does not exist."""
     return _process(Path(f"/proc/{pid}"))
 
 
@@ -246,7 +246,7 @@ def children_of(pid: int) -> list[Process]:
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the arguments of a process, an empty list if it has ended."""
+    """Return the arguments of a process, or an empty list if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
@@ -254,7 +254,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def _die_with_parent() -> None:
-    """In the child process: request a SIGTERM for the time when the parent ends, even if killed."""
+    """In the child process: ask the kernel to send SIGTERM when the parent process ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
@@ -288,6 +288,7 @@ def _processes() -> Iterator[Process]:
 
 
 def _process(entry: Path) -> Process | None:
+    """Read a process from its folder in /proc. Return None if it has ended."""
     try:
         status = (entry / "stat").read_text(errors="replace")
     except OSError:  # the process has ended

@@ -26,15 +26,15 @@ class FrontendClient:
     api_key: str
 
     def get_status(self, path: str, timeout_s: float = 3.0) -> int | None:
-        """Return the HTTP status of a GET, None if there was no answer."""
+        """Return the HTTP status of a GET, or None if there was no answer."""
         return self.get(path, timeout_s)[0]
 
     def get(self, path: str, timeout_s: float = 3.0) -> tuple[int | None, str]:
-        """Return the HTTP status and the text of a GET. The status is None without an answer."""
+        """Return the HTTP status and the text of a GET, or (None, reason) if it failed."""
         return self._send(urllib.request.Request(self.url + path), timeout_s)
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int | None, str]:
-        """Return the HTTP status and the text of a POST. The status is None without an answer."""
+        """Return the HTTP status and the text of a POST, or (None, reason) if it failed."""
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
@@ -49,6 +49,7 @@ class FrontendClient:
         return f"curl {self.url}{path} -H 'Content-Type: application/json'{key} -d {data}"
 
     def _send(self, request: urllib.request.Request, timeout_s: float) -> tuple[int | None, str]:
+        """Send a request. Return the status and the text of the response."""
         try:
             with _DIRECT.open(request, timeout=timeout_s) as answer:
                 return answer.status, answer.read().decode(errors="replace")

@@ -33,7 +33,7 @@ class HangWatch(threading.Thread):
             after which a hang is suspected, the other half is the timeout of the small request.
 
     Attributes:
-        finding: a description of the hang, None if the server does not hang.
+        finding: a description of the hang, or None if the server does not hang.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HangWatch(threading.Thread):
 
 
 def _nereid_metrics(page: str | None) -> str | None:
-    """Return the lines with Nereid's own metrics, None if the metrics could not be read."""
+    """Return the lines with Nereid's own metrics, or None if the metrics could not be read."""
     if page is None:
         return None
     return "\n".join(line for line in page.splitlines() if line.startswith("nereid:"))

@@ -65,8 +65,8 @@ def add_flags(group: "argparse._ArgumentGroup") -> None:
         group.add_argument(
             flag,
             metavar="PATH",
-            help=f"{text} none serves no such model. The default is demo/{folder} beside the "
-            f"model repository. [{_variable(kind, 'MODEL')}]",
+            help=f"{text} The value none disables the model. The default is "
+            f"demo/{folder} beside the model repository. [{_variable(kind, 'MODEL')}]",
         )
 
 
@@ -115,7 +115,7 @@ class PoolingWarmUp(threading.Thread):
 
     Attributes:
         curls: a shell command with a request that works, for each model that has answered.
-        failure: the reason why a model cannot answer, None if there is none.
+        failure: the reason why a model cannot answer, or None if there is none.
     """
 
     def __init__(self, frontend: FrontendClient, models: Sequence[PoolingModel]) -> None:

@@ -23,7 +23,7 @@ class RestartPolicy:
 
 
 class Restarts:
-    """Counts the restarts of a program in a row. Ten minutes without a failure reset it."""
+    """Counts the restarts of a program in a row. The count restarts after 10 good minutes."""
 
     def __init__(self, policy: RestartPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self._policy = policy
@@ -32,7 +32,7 @@ class Restarts:
         self.number = 0
 
     def next_wait_s(self) -> float | None:
-        """Record a failure. Return the seconds to wait before the restart, None for no restart."""
+        """Record a failure. Return the seconds until the restart, or None if it is not allowed."""
         now = self._clock()
         if now - self._last_failure >= _RESET_AFTER_S:
             self.number = 0

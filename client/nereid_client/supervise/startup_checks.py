@@ -158,6 +158,10 @@ def check_ports(host: str, ports: Mapping[str, int]) -> None:
 
 
 def _check_port_is_free(host: str, port: int, flag: str) -> None:
+    """Check that a program can listen on a port.
+
+    Raises: CliError.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM

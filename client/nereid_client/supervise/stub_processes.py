@@ -1,4 +1,4 @@
-"""Find stub processes (Python models) of a Triton server that have died or that it abandoned.
+"""Find stub processes (Python models) that have died or that the Triton server has abandoned.
 
 Triton server 2.51 does not notice that a stub process has died: its health routes still report that
 it is ready, requests of that model may wait forever, and the stub is not restarted. The process
@@ -50,7 +50,7 @@ class StubWatch:
         self.has_crashed = False
 
     def dead_model(self) -> str | None:
-        """Return the name of a model whose stub has died, None if all are alive."""
+        """Return the name of a model whose stub has died, or None if all are alive."""
         now = self._clock()
         if now >= self._rescan_due:
             self._rescan_due = now + _RESCAN_EVERY_S

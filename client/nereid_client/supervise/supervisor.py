@@ -82,7 +82,7 @@ class ServePlan:
 
 
 class SupervisedProgram:
-    """One of the two programs: its child process and its restarts.
+    """One of the two programs that the supervisor runs, with its child process and its restarts.
 
     Args:
         program: the program. It is started at once.
@@ -113,7 +113,7 @@ class SupervisedProgram:
         self.stubs = StubWatch(self.child.pid)
 
     def failure(self) -> str | None:
-        """Return the reason why the program must be restarted, None if there is none."""
+        """Return the reason why the program must be restarted, or None if there is none."""
         if self.child.exit_code is not None:
             return self.child.describe_end()
         if self.child.crash is not None:
@@ -123,7 +123,7 @@ class SupervisedProgram:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether the failure is a crash, which no wrong setting or checkpoint explains.
+        """Whether the program crashed, which is not caused by a wrong setting or checkpoint.
 
         On a busy machine, Triton server 2.51 can abort while it starts its stub processes, abandon
         one of them, or lose one.
@@ -150,7 +150,7 @@ class Supervisor:
         return self._programs[0]
 
     def run(self) -> int:
-        """Run until the end. No process and no shared memory is left then.
+        """Run the programs until the end, and remove all their processes and shared memory.
 
         Returns: the exit code: 0 after a signal, 1 after a failure, 2 for a wrong setting.
         """
@@ -162,6 +162,7 @@ class Supervisor:
                 self._end_all()
 
     def _run(self, log: IO[str]) -> int:
+        """Start the programs and supervise them until a signal or a final failure."""
         plan = self._plan
         for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
@@ -187,7 +188,7 @@ class Supervisor:
         self._pooling_warm_up.start()
 
     def _watch_for_hangs(self) -> None:
-        """Observe the current server, and no longer the previous one."""
+        """Start to observe the current server for hangs, and stop observing the previous one."""
         plan = self._plan
         if self._hang is not None:
             self._hang.stop()
@@ -216,7 +217,10 @@ class Supervisor:
             say(f"nereid: {warm_up.stage} ({elapsed_s:.0f} s so far)")
 
     def _handle_failures(self) -> int | None:
-        """Find failed programs and plan their restarts. Return the exit code if none is allowed."""
+        """Find programs that have failed and schedule their restarts.
+
+        Returns: the exit code if a program may not be restarted again, else None.
+        """
         for program in self._programs:
             if program.restart_at is not None:
                 continue
@@ -239,7 +243,7 @@ class Supervisor:
         return None
 
     def _server_failure(self) -> str | None:
-        """Return the failure of a server whose processes all run, None if there is none."""
+        """Return the failure of a server whose processes all run, or None if it works."""
         server = self._server
         if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
             # A model ended itself and rejects all further requests.
@@ -266,6 +270,7 @@ class Supervisor:
             self._remove_shared_memory()
 
     def _restart_due_programs(self) -> None:
+        """Start the programs whose waiting time after a failure is over."""
         for program in self._programs:
             if program.restart_at is None or time.monotonic() < program.restart_at:
                 continue
@@ -278,7 +283,7 @@ class Supervisor:
                 self._start_warm_up()
 
     def _report_failure(self, failure: str, program: SupervisedProgram) -> int:
-        """Print the reason of a failure that ends everything.
+        """Print why a program failed for the last time.
 
         Returns: the exit code: 2 if a model rejected a setting or the checkpoint at the first
             start, else 1.
@@ -303,12 +308,13 @@ class Supervisor:
         return 1
 
     def _announce(self, curls: list[str], elapsed_s: float) -> None:
+        """Print the names of the models, the addresses, and commands to try."""
         name = self._plan.frontend.model
         say(f"nereid: ready after {elapsed_s:.1f} s; the model's name is {name}")
         for model in self._plan.pooling_models:
-            say(f"  {model.kind:12} {model.name}")
+            say(f"  {model.kind:14} {model.name}")
         for endpoint, address in self._plan.endpoints:
-            say(f"  {endpoint:12} {address}")
+            say(f"  {endpoint:14} {address}")
         say("Try one of these commands in another terminal:")
         for curl in curls:
             say(curl)
@@ -339,6 +345,7 @@ class Supervisor:
                 )
 
     def _end_all(self) -> None:
+        """End all processes, and remove the shared memory of the server."""
         # The frontend ends first, because it closes its streams to the server.
         for program in reversed(self._programs):
             is_server = program is self._server

@@ -15,7 +15,7 @@ class WarmUp(threading.Thread):
     Attributes:
         stage: a description of the current stage of the start.
         curl: a shell command with a request that works. None until the model has answered.
-        failure: the reason why the model cannot answer, None if there is none.
+        failure: the reason why the model cannot answer, or None if there is none.
     """
 
     def __init__(self, frontend: FrontendClient) -> None:

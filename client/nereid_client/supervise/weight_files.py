@@ -16,7 +16,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return a description of the damage to a folder's weight files, None if there is none."""
+    """Return a description of the damage to a folder's weight files, or None if there is none."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -38,6 +38,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _damage_of_file(path: Path) -> str | None:
+    """Return a description of the damage to one safetensors file, or None if there is none."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

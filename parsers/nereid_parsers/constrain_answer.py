@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nereid_parsers.constrain_nodes import Node, const, json_schema, one_of
-from nereid_parsers.constrain_schema import unenforced
 from nereid_parsers.errors import ConstraintError
+from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from nereid_parsers.policy import (
     TextRule,
     UnknownTool,
 )
-from nereid_parsers.stage import TAIL_TOKENS
+from nereid_parsers.start_stage import TAIL_TOKENS
 from nereid_parsers.stream.parser import output_start
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,

@@ -7,7 +7,6 @@ import random
 import pytest
 from nereid_parsers import ConstraintError, fold, get_format, parse
 from nereid_parsers.constrain import Request, structural_tag
-from nereid_parsers.constrain_schema import unenforced
 from nereid_parsers.format import (
     Call,
     Format,
@@ -22,6 +21,7 @@ from nereid_parsers.format import (
     TaggedArguments,
     ToolSection,
 )
+from nereid_parsers.unenforced_keywords import unenforced
 from parsers.support import all_formats, markers_of, tool
 
 TOOLS = [

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import pattern
-from nereid_parsers.stream.body import BodyReader
+from nereid_parsers.stream.body_reader import BodyReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.json_bodies import ArgumentsReader, ArrayReader, ObjectReader
 from nereid_parsers.stream.lexer import Lexer, marker_prefix_regex
-from nereid_parsers.stream.nested import NestedReader
-from nereid_parsers.stream.patterns import (
+from nereid_parsers.stream.nested_tags import NestedReader
+from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
     Pattern,
@@ -21,7 +21,7 @@ from nereid_parsers.stream.patterns import (
     skip_blanks,
 )
 from nereid_parsers.stream.python_calls import BareKeyReader, PythonCallsReader
-from nereid_parsers.stream.tagged import TaggedReader, TagsPlan
+from nereid_parsers.stream.tagged_arguments import TaggedReader, TagsPlan
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,

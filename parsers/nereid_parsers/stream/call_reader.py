@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nereid_parsers.stream.body import BROKEN, BROKEN_ARGUMENTS, MORE, BodyReader
+from nereid_parsers.stream.body_reader import BROKEN, BROKEN_ARGUMENTS, MORE, BodyReader
 from nereid_parsers.stream.call_plan import CallPlan, ExpectedCall, Head
 from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.format_plan import FormatPlan
 from nereid_parsers.stream.json_bodies import ArgumentsReader
-from nereid_parsers.stream.patterns import NEED_MORE, looks_like_markup, skip_blanks
-from nereid_parsers.stream.plan import FormatPlan
+from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup, skip_blanks
 from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter

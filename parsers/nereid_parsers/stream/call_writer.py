@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from nereid_parsers.events import ArgumentsDelta, Event, ToolCallEnd, ToolCallStart
 from nereid_parsers.policy import BrokenArguments, Policy, UnknownTool
-from nereid_parsers.stream.schema import Tools, loads
+from nereid_parsers.stream.argument_types import Tools, loads
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from nereid_parsers.stream.body import BROKEN, DONE, MORE, BodyReader
+from nereid_parsers.stream.argument_types import loads
+from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE, BodyReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.json_scanner import JsonScanner
-from nereid_parsers.stream.patterns import NEED_MORE, skip_blanks
-from nereid_parsers.stream.schema import loads
+from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from nereid_parsers.stream.body import BROKEN, DONE, MORE
+from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE
 
 _Matcher = Callable[[str, int], re.Match[str] | None]
 

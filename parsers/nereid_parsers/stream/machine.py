@@ -12,11 +12,11 @@ from collections.abc import Callable
 from nereid_parsers.declarations import Stage
 from nereid_parsers.events import Event
 from nereid_parsers.policy import Policy, TextRule
-from nereid_parsers.stage import StartPoint
+from nereid_parsers.start_stage import StartPoint
+from nereid_parsers.stream.argument_types import Tools
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.plan import FormatPlan
-from nereid_parsers.stream.schema import Tools
+from nereid_parsers.stream.format_plan import FormatPlan
 from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_reader import TextReader

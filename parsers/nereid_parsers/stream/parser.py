@@ -9,11 +9,11 @@ from typing import Any
 from nereid_parsers.declarations import FormatData, Stage
 from nereid_parsers.events import Event, Message, fold
 from nereid_parsers.policy import Policy
-from nereid_parsers.stage import find_start
+from nereid_parsers.start_stage import find_start
+from nereid_parsers.stream.argument_types import Tools
 from nereid_parsers.stream.call_writer import generate_call_id
+from nereid_parsers.stream.format_plan import plan_of
 from nereid_parsers.stream.machine import Machine
-from nereid_parsers.stream.plan import plan_of
-from nereid_parsers.stream.schema import Tools
 from nereid_parsers.stream.text_writer import Trace
 
 

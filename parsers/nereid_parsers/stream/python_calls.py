@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.body import BROKEN, BROKEN_ARGUMENTS, DONE, MORE, BodyReader
+from nereid_parsers.stream.body_reader import BROKEN, BROKEN_ARGUMENTS, DONE, MORE, BodyReader
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.literals import PYTHON, Dialect, LiteralReader
-from nereid_parsers.stream.patterns import MAX_HEAD_CHARS, NEED_MORE, skip_blanks
+from nereid_parsers.stream.pattern_matching import MAX_HEAD_CHARS, NEED_MORE, skip_blanks
+from nereid_parsers.stream.python_literals import PYTHON, Dialect, LiteralReader
 from nereid_parsers.tool_declarations import BareKeyArguments, PythonCalls
 
 _FUNCTION_NAME = re.compile(r"[^\W\d][\w.\-]*").match

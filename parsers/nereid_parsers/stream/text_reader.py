@@ -7,13 +7,13 @@ from nereid_parsers.events import ContentDelta, ReasoningDelta
 from nereid_parsers.policy import Policy, StrayClose, TextRule
 from nereid_parsers.stream.call_plan import Head
 from nereid_parsers.stream.call_reader import CallReader
-from nereid_parsers.stream.patterns import (
+from nereid_parsers.stream.format_plan import FormatPlan, MarkerKind
+from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
     is_compound_start,
     skip_blanks,
 )
-from nereid_parsers.stream.plan import FormatPlan, MarkerKind
 from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter

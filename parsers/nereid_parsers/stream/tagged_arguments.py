@@ -10,18 +10,18 @@ import re
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.body import BROKEN, DONE, MORE, BodyReader
+from nereid_parsers.stream.argument_types import to_json
+from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE, BodyReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
-from nereid_parsers.stream.literals import escape_json
-from nereid_parsers.stream.patterns import (
+from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
     Pattern,
     compile_pattern,
     skip_blanks,
 )
-from nereid_parsers.stream.schema import to_json
+from nereid_parsers.stream.python_literals import escape_json
 from nereid_parsers.tool_declarations import TaggedArguments
 
 # The first characters of JSON values, and of the words true, false, null, True, False, None, NaN

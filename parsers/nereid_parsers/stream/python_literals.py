@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.body import BROKEN, DONE, MORE
-from nereid_parsers.stream.patterns import skip_blanks
-from nereid_parsers.stream.schema import to_json
+from nereid_parsers.stream.argument_types import to_json
+from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE
+from nereid_parsers.stream.pattern_matching import skip_blanks
 
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _ESCAPED_CHARS = {

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.body import BROKEN, DONE, MORE, BodyReader
+from nereid_parsers.stream.argument_types import json_types_of, to_json
+from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE, BodyReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
-from nereid_parsers.stream.literals import escape_json
-from nereid_parsers.stream.patterns import NEED_MORE, skip_blanks
-from nereid_parsers.stream.schema import json_types_of, to_json
+from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
+from nereid_parsers.stream.python_literals import escape_json
 from nereid_parsers.tool_declarations import NestedTags
 
 _TAG = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between host and device for which nobody waits.
+"""Copies between the CPU and a GPU that do not block the CPU.
 
-To a GPU a copy is only queued if it comes from pinned memory; from other memory the host waits
-until the device has done all that was asked of it before. The same holds for the way back, where an
-event then says when the copy is there. On a CPU nothing is copied.
+A copy to a GPU is only queued if its source is pinned memory. With other memory, the CPU waits
+until the GPU has finished all earlier work. The same is true for copies from the GPU, whose end is
+signalled by an event. If the device is a CPU, nothing is copied.
 """
 
 from collections.abc import Sequence
@@ -16,52 +16,63 @@ from torch import Tensor
 
 Integers = NDArray[np.int64]
 
-# Kernels are compiled anew for addresses that are not multiples of 16 bytes; 64 is a cache line.
-_ALIGNED = 64 // 8
+# The number of int64 values in 64 bytes, the size of a cache line. Arrays are aligned to it,
+# because Triton compiles a second kernel for pointers that are not multiples of 16 bytes.
+_ALIGNED_VALUES = 64 // 8
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array as a tensor on the device; on a CPU one with the same memory."""
+    """Return an array as a tensor on the device. On a CPU, the tensor shares the array's memory."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
-    # The allocator of pinned memory keeps a buffer until the copies from it are done.
+    # torch does not reuse a pinned buffer before the copies from it have ended.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def upload_all(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
-    """Integer arrays as tensors of their shapes on the device, in one copy."""
+    """Return integer arrays as tensors of their shapes on the device.
+
+    A GPU gets them in one copy.
+    """
     if device.type != "cuda":
         return [torch.from_numpy(array).to(device) for array in arrays]
     return unpack(pack(arrays, pinned=True).to(device, non_blocking=True), arrays)
 
 
 def pack(arrays: Sequence[Integers], *, pinned: bool = False) -> Tensor:
-    """Integer arrays one behind the other, each from an aligned place on: [n] int64."""
-    packed = torch.empty(sum(map(_room, arrays)), dtype=torch.int64, pin_memory=pinned)
-    room = packed.numpy()
+    """Concatenate integer arrays into one tensor [n] int64, in which each array starts aligned.
+
+    Example: arrays of 3 and 2 numbers give a tensor of 16 numbers. The second array starts at 8.
+
+    Args:
+        arrays: the arrays.
+        pinned: whether the tensor is in pinned memory.
+    """
+    packed = torch.empty(sum(map(_aligned_size, arrays)), dtype=torch.int64, pin_memory=pinned)
+    values = packed.numpy()
     start = 0
     for array in arrays:
-        room[start : start + array.size] = array.reshape(-1)
-        start += _room(array)
+        values[start : start + array.size] = array.reshape(-1)
+        start += _aligned_size(array)
     return packed
 
 
 def unpack(packed: Tensor, arrays: Sequence[Integers]) -> list[Tensor]:
-    """The parts of what `pack` made of these arrays: views."""
+    """Return views of a packed tensor, with the shapes of the arrays given to `pack`."""
     tensors = []
     start = 0
     for array in arrays:
         tensors.append(packed[start : start + array.size].view(array.shape))
-        start += _room(array)
+        start += _aligned_size(array)
     return tensors
 
 
 class HostCopy:
-    """Tensors on their way to the host; what they are copied from may change meanwhile."""
+    """Copies of tensors to the CPU. The sources may change after the copies were queued."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Queue the copies behind what the current stream has to do."""
+        """Queue the copies on the current stream."""
         self._tensors = list(tensors)
         self._event: torch.cuda.Event | None = None
         if tensors and tensors[0].device.type == "cuda":
@@ -70,16 +81,18 @@ class HostCopy:
             self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     def wait(self) -> list[Tensor]:
-        """The tensors, on the CPU."""
+        """Wait for the copies and return the tensors on the CPU."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
 
 
 def _begin_copy(tensor: Tensor) -> Tensor:
+    """Queue the copy of a tensor into pinned memory."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
 
 
-def _room(array: Integers) -> int:
-    return -(-array.size // _ALIGNED) * _ALIGNED
+def _aligned_size(array: Integers) -> int:
+    """Return the number of int64 values that an array takes in a packed tensor."""
+    return -(-array.size // _ALIGNED_VALUES) * _ALIGNED_VALUES

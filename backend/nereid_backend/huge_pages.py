@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory in huge pages, for what a CPU reads from end to end in every step.
+"""Memory in huge pages, for data that a CPU reads completely in every step.
 
-A processor looks up where each page of memory lies; of pages of 4 KiB it keeps only some thousand
-places, fewer than the weights of a small model have. Read in pages of 2 MiB, memory is a fifth to
-two fifths faster (docs/performance.md). Linux gives them to who asks, where its setting
-``transparent_hugepage`` is ``madvise`` or ``always``; elsewhere all this is ordinary memory.
+A processor caches the addresses of a few thousand memory pages. The weights of even a small model
+have more pages of 4 KiB than that. Memory in huge pages of 2 MiB is read 20 to 40 % faster
+(docs/history/cpu-kernels.md). Linux provides huge pages on request if its setting
+`transparent_hugepage` is `madvise` or `always`. Otherwise these functions return ordinary memory.
 """
 
 import contextlib
@@ -18,46 +18,49 @@ from torch import Tensor, nn
 
 _HUGE_BYTES = 2 * 2**20
 _PAGE_BYTES = 4096
-# Where a vector begins: in two cache lines it would be read twice.
+# Each tensor starts at a multiple of this many bytes, the size of a cache line. A vector that spans
+# two cache lines would be read twice.
 _ALIGNMENT = 64
-# What is smaller stays where it is.
-_LEAST_BYTES = 64 * 2**10
+# Smaller tensors are not moved.
+_MIN_BYTES = 64 * 2**10
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on a CPU, aligned to a page, that take memory only once they are written to."""
+    """Return zeros on a CPU, aligned to a page. Memory is used only once it is written to."""
     size = math.prod(shape) * dtype.itemsize
     return _mapped(size)[:size].view(dtype).view(shape)
 
 
 @torch.no_grad()
 def move_weights(model: nn.Module) -> None:
-    """Move a model's parameters and buffers on a CPU there, one after the other in its own order.
+    """Move a model's parameters and buffers on a CPU into huge pages, in the model's order.
 
-    What shares memory still does. Tensors in layouts of a library's own stay where they are.
+    Tensors that share memory still share it afterwards. Tensors with a library's own layout are not
+    moved.
 
     Args:
-        model: mutated; for inference only.
+        model: the model, for inference only. Mutated.
     """
     sharing: dict[int, list[Tensor]] = {}
     for tensor in _distinct(chain(model.parameters(), model.buffers())):
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_mkldnn:
             continue
-        if tensor.untyped_storage().nbytes() >= _LEAST_BYTES:
+        if tensor.untyped_storage().nbytes() >= _MIN_BYTES:
             sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    room = sum(_aligned(tensors[0].untyped_storage().nbytes()) for tensors in sharing.values())
-    if not room:
+    total = sum(_aligned(tensors[0].untyped_storage().nbytes()) for tensors in sharing.values())
+    if not total:
         return
-    mapped, start = _mapped(room), 0
+    mapped = _mapped(total)
+    start = 0
     while sharing:
-        # Let go of one by one, so that hardly more memory is needed than before.
+        # Each tensor is freed as soon as it is copied, so that little further memory is needed.
         tensors = sharing.pop(next(iter(sharing)))
-        before = tensors[0].untyped_storage()
-        size = before.nbytes()
-        mapped[start : start + size].copy_(torch.tensor([], dtype=torch.uint8).set_(before))
+        storage = tensors[0].untyped_storage()
+        size = storage.nbytes()
+        mapped[start : start + size].copy_(torch.tensor([], dtype=torch.uint8).set_(storage))
         for tensor in tensors:
             offset = (mapped.storage_offset() + start) // tensor.itemsize
-            # A tensor that was made for inference only stays one, and others do not become one.
+            # The new tensor is an inference tensor if and only if the old one is.
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = torch.tensor([], dtype=tensor.dtype).set_(
                     mapped.untyped_storage(),
@@ -69,23 +72,28 @@ def move_weights(model: nn.Module) -> None:
 
 
 def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Return the tensors without duplicates, in their order."""
     return {id(tensor): tensor for tensor in tensors}.values()
 
 
 def _aligned(size: int) -> int:
+    """Return a size in bytes, rounded up to the alignment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _mapped(size: int) -> Tensor:
-    """At least so many zero bytes from the system, in huge pages where it has them."""
+    """Return zero bytes from the operating system, in huge pages if possible.
+
+    The tensor has at least `size` bytes.
+    """
     is_large = size >= _HUGE_BYTES
     alignment = _HUGE_BYTES if is_large else _PAGE_BYTES
-    # Only what covers a huge page whole can be one, so the last one is asked for whole.
-    room = -(-size // alignment) * alignment
-    pages = mmap.mmap(-1, room + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # The size is rounded up to whole pages, because a part of a huge page cannot be a huge page.
+    rounded = -(-size // alignment) * alignment
+    pages = mmap.mmap(-1, rounded + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if is_large and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # the operating system has no huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    start = -whole.data_ptr() % alignment
-    return whole[start : start + room]
+    mapped = torch.frombuffer(pages, dtype=torch.uint8)
+    start = -mapped.data_ptr() % alignment
+    return mapped[start : start + rounded]

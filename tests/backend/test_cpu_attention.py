@@ -136,7 +136,7 @@ def test_caches_that_the_kernels_do_not_take_are_plain_ones_and_the_log_says_why
     assert cpu_attention.cache_type(16, torch.bfloat16, CPU) is CpuKVCache
     assert cpu_attention.cache_type(8, torch.float32, CPU) is KVCache
     assert cpu_attention.cache_type(16, torch.float16, CPU) is KVCache
-    assert "block_size 8" in caplog.text
+    assert "block_size is 8" in caplog.text
     assert "float16" in caplog.text
 
 
@@ -173,7 +173,7 @@ def test_without_a_compiler_the_error_says_what_was_looked_for(monkeypatch):
 def test_the_library_shares_torchs_openmp():
     # In a process of its own: other packages of this one may bring libraries of their own.
     program = (
-        "from nereid_backend.attention import cpu; cpu.kernels();"
+        "from nereid_backend.attention.cpu import cpu_attention; cpu_attention.kernels();"
         "from pathlib import Path; maps = Path('/proc/self/maps').read_text();"
         "print(len({line.split()[-1] for line in maps.splitlines() if 'libgomp' in line}))"
     )

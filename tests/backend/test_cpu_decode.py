@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from nereid_backend.attention.attention_batch import AttentionBatch, Decodes
+from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup
 from nereid_backend.attention.cpu import cpu_attention
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.int8_cache import CpuInt8KVCache
@@ -45,7 +45,7 @@ def decode(spec, *, dtype, block_size=16, lengths=LENGTHS, threads=1, kind=CpuKV
     batch = AttentionBatch(
         slots=slots,
         num_decodes=count,
-        decodes=[Decodes(None, blocks, lens, block_size)],
+        decodes=[DecodeGroup(None, blocks, lens, block_size)],
         prefills=[],
         block_size=block_size,
     )

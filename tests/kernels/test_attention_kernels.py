@@ -202,7 +202,9 @@ def written(kinds, key, value, device):
         kind([spec], num_blocks=blocks, block_size=4, dtype=torch.float32, device=device)
         for kind in kinds
     ]
-    step = Step(spec, ours.keys[0], ours.values[0], 1.0, None, *gpu_attention._kept(ours, 0))
+    step = Step(
+        spec, ours.keys[0], ours.values[0], 1.0, None, *gpu_attention._number_format(ours, 0)
+    )
     gpu_attention.store(key, value, step, slots)
     theirs.store(0, key.transpose(0, 1), value.transpose(0, 1), store_rows(slots, num_heads, 4))
     return ours, theirs

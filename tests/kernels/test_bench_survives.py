@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nereid_backend.attention.gpu.gpu_attention import GpuFloat8KVCache
 
 from loadtest.bench import json_programs
 from loadtest.gpu import bench_gpu, gpu_engine, gpu_report
@@ -39,7 +40,7 @@ def fails(*_):
 
 def test_a_kernel_that_differs_is_named_first_and_the_rest_is_measured(kept):
     def check(name, spec, shapes, dtype, device, kind):
-        if kind is bench_gpu.gpu.GpuFloat8KVCache:
+        if kind is GpuFloat8KVCache:
             raise KernelError(f"{name}: attention differs from its twin by 0.2")
         return 0.001
 

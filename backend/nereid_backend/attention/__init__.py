@@ -1,1 +1,1 @@
-"""The attention hook into transformers and the paged kernels behind it."""
+"""Attention over the paged KV cache: the entry in transformers, the reference and the kernels."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention must know about one step: where each token's keys and values are.
+"""The metadata that attention needs for one step: where the keys and values of each token are.
 
-A packed step is one row of tokens. Requests that add a single token come first, because they can be
-computed together; chunks of several tokens follow, one after the other:
+A packed step is one row of tokens. Decodes (sequences that add one token) come first, because
+attention computes them together. Prefills (chunks of several tokens) follow, one after the other:
 
     tokens   a | b | c | d d d d d | e e e
              decodes     prefills
@@ -19,13 +19,13 @@ from nereid_backend.attention.layers import Span
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Several tokens of one request.
+    """Several new tokens of one sequence.
 
     Attributes:
-        start: its first token's index in the packed row.
-        end: the index after its last token.
-        num_cached: tokens of the request that precede them.
-        blocks: [1, n] int64, the request's blocks as far as these tokens reach.
+        start: the index of the first new token in the packed row.
+        end: the index after the last new token.
+        num_cached: the number of the sequence's tokens before the new ones.
+        blocks: [1, n] int64, the blocks of all tokens up to the last new one.
     """
 
     start: int
@@ -35,17 +35,18 @@ class Prefill:
 
     @property
     def seq_len(self) -> int:
-        """Length of the sequence up to and with these tokens."""
+        """The length of the sequence up to the last new token."""
         return self.num_cached + self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeView:
-    """Which blocks the decodes look at, for one span.
+class VisibleBlocks:
+    """The blocks that a group of decodes attends to, for one attention window.
 
     Attributes:
-        blocks: [num_decodes, n] int64; what is past a sequence's end is any block.
-        bias: [num_decodes, 1, 1, n * block_size] float32, 0 where a token looks, else -inf.
+        blocks: [num_decodes, n] int64. After the end of a sequence, any block may follow.
+        bias: [num_decodes, 1, 1, n * block_size] float32, 0 for the tokens that are attended to and
+            -inf for all others.
     """
 
     blocks: Tensor
@@ -53,15 +54,16 @@ class DecodeView:
 
 
 @dataclass(slots=True)
-class Decodes:
-    """Requests that add a single token each and have about the same length.
+class DecodeGroup:
+    """Decodes of sequences with similar lengths.
 
-    What is the same for every layer with one span is computed for the first, and kept.
+    Results that are equal for all layers with the same window are computed once and cached.
 
     Attributes:
-        tokens: [num_decodes] int64, their indices in the packed row; None: its first ones.
-        blocks: [num_decodes, n] int64 block tables, padded with any block.
-        lens: [num_decodes] int64 sequence lengths, the new token included.
+        tokens: [num_decodes] int64, the indices of the tokens in the packed row; None if they are
+            the first tokens of the row.
+        blocks: [num_decodes, n] int64, the block tables, padded with any block.
+        lens: [num_decodes] int64, the lengths of the sequences, including the new token.
         block_size: tokens in one block.
     """
 
@@ -69,35 +71,38 @@ class Decodes:
     blocks: Tensor
     lens: Tensor
     block_size: int
-    _views: dict[Span, DecodeView] = field(default_factory=dict)
+    _visible: dict[Span, VisibleBlocks] = field(default_factory=dict)
     _rows: dict[tuple[Span, int], Tensor] = field(default_factory=dict)
 
-    def view(self, span: Span) -> DecodeView:
-        """What they look at."""
-        view = self._views.get(span)
-        if view is None:
-            view = self._views[span] = self._make_view(span)
-        return view
+    def visible(self, span: Span) -> VisibleBlocks:
+        """Return the blocks that the decodes attend to."""
+        visible = self._visible.get(span)
+        if visible is None:
+            visible = self._visible[span] = self._compute_visible(span)
+        return visible
 
     def rows(self, span: Span, num_heads: int) -> Tensor:
-        """The view's blocks as rows of the cache of layers with so many heads."""
+        """Return the visible blocks as rows of the cache of a layer with `num_heads` key heads."""
         rows = self._rows.get((span, num_heads))
         if rows is None:
-            rows = self._rows[span, num_heads] = gather_rows(self.view(span).blocks, num_heads)
+            rows = self._rows[span, num_heads] = gather_rows(self.visible(span).blocks, num_heads)
         return rows
 
-    def _make_view(self, span: Span) -> DecodeView:
-        size, lens, blocks = self.block_size, self.lens[:, None], self.blocks
+    def _compute_visible(self, span: Span) -> VisibleBlocks:
+        """Compute the blocks that the decodes attend to, and their bias."""
+        size = self.block_size
+        lens = self.lens[:, None]
+        blocks = self.blocks
         limit = span.window if span.window is not None else span.chunk
         first = torch.zeros_like(lens)
         if not span.is_full:
-            first = _first_seen(lens - 1, span)
+            first = _first_visible(lens - 1, span)
         offset = torch.zeros_like(lens)
-        # A window of w tokens touches at most this many blocks, wherever it starts.
-        most = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
-        if most < blocks.shape[1]:
+        # A window of `limit` tokens covers at most this many blocks, wherever it starts.
+        max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
+        if max_blocks < blocks.shape[1]:
             offset = torch.div(first, size, rounding_mode="floor")
-            columns = offset + torch.arange(most, device=blocks.device)
+            columns = offset + torch.arange(max_blocks, device=blocks.device)
             blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
         positions = offset * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
         is_hidden = positions >= lens
@@ -105,25 +110,26 @@ class Decodes:
             is_hidden |= positions < first
         bias = torch.zeros(is_hidden.shape, device=blocks.device)
         bias.masked_fill_(is_hidden, float("-inf"))
-        return DecodeView(blocks, bias[:, None, None, :])
+        return VisibleBlocks(blocks, bias[:, None, None, :])
 
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """Metadata of one step, built once and read by every layer.
+    """The metadata of one step. It is built once and read by all layers.
 
     Attributes:
-        slots: [num_tokens] int64, where each token's key and value go.
-        num_decodes: how many tokens at the row's start are decodes.
-        decodes: these, in groups of similar length, because a group is padded to its longest.
-        prefills: what follows the decodes, in order.
+        slots: [num_tokens] int64, the slots in which the keys and values of each token are stored.
+        num_decodes: the number of decodes, which are the first tokens of the row.
+        decodes: the decodes in groups of similar length. A group is padded to its longest sequence.
+        prefills: the prefills, in the order of the row.
         block_size: tokens in one block.
-        device_rows: the same as a device's kernels want it, kept here by their own code.
+        device_rows: the metadata in the form that the kernels of a device read. The code of these
+            kernels computes and stores it here.
     """
 
     slots: Tensor
     num_decodes: int
-    decodes: list[Decodes]
+    decodes: list[DecodeGroup]
     prefills: list[Prefill]
     block_size: int
     device_rows: object | None = None
@@ -131,26 +137,32 @@ class AttentionBatch:
     _prefill_masks: dict[tuple[int, Span], Tensor] = field(default_factory=dict)
 
     def store_rows(self, num_heads: int) -> Tensor:
-        """Where the step's keys and values go in layers with so many heads."""
+        """Return the rows of the cache in which the step is stored, for layers with `num_heads`."""
         rows = self._store_rows.get(num_heads)
         if rows is None:
             rows = self._store_rows[num_heads] = store_rows(self.slots, num_heads, self.block_size)
         return rows
 
     def prefill_mask(self, index: int, span: Span) -> Tensor:
-        """Where the tokens of prefills[index] look: [num_tokens, seq_len] bool."""
+        """Return which tokens each new token of prefills[index] attends to.
+
+        The mask is [num_tokens, seq_len] bool.
+        """
         mask = self._prefill_masks.get((index, span))
         if mask is None:
             prefill = self.prefills[index]
             positions = torch.arange(prefill.seq_len, device=self.slots.device)
             queries = positions[prefill.num_cached :, None]
-            mask = (positions <= queries) & (positions >= _first_seen(queries, span))
+            mask = (positions <= queries) & (positions >= _first_visible(queries, span))
             self._prefill_masks[index, span] = mask
         return mask
 
 
-def _first_seen(positions: Tensor, span: Span) -> Tensor:
-    """The first position that a token at each of these positions sees."""
+def _first_visible(positions: Tensor, span: Span) -> Tensor:
+    """Return the first position that the token at each position attends to.
+
+    Example: with a window of 4, the positions [2, 9] give [0, 6].
+    """
     first = torch.zeros_like(positions)
     if span.window is not None:
         first = (positions - (span.window - 1)).clamp_(min=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of KV cache, and with it which attention, serves a device."""
+"""The choice of the KV cache's class, and with it of the attention code, for a device."""
 
 import logging
 from collections.abc import Sequence
@@ -21,25 +21,40 @@ _NAMES: dict[type[KVCache], str] = {
     cpu_attention.CpuKVCache: "native",
     gpu_attention.GpuKVCache: "triton-language",
 }
-# What the torch reference reads.
-_PLAIN = (Int8KVCache, Float8KVCache, KVCache)
-# The first GPUs with asynchronous copies and bfloat16 products, which the kernels count on.
-_CAPABILITY = (8, 0)
+_NO_GPU_KERNELS = "Attention runs without GPU kernels and is several times slower, because %s."
+# The classes that the reference reads.
+_REFERENCE_TYPES = (Int8KVCache, Float8KVCache, KVCache)
+# The compute capability of the first GPUs with asynchronous copies and bfloat16 matrix products,
+# which the kernels need.
+_MIN_CAPABILITY = (8, 0)
 
 
 def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
-    """The kind of cache that is fastest here: the kernels' own where they can serve it."""
+    """Return the fastest class of KV cache that this device supports.
+
+    If the device's kernels cannot be used, log a warning and return the class of the reference.
+
+    Args:
+        block_size: tokens in one block.
+        dtype: the data type of keys and values.
+        device: the device of the cache.
+    """
     if device.type != "cuda":
         return cpu_attention.cache_type(block_size, dtype, device)
     reason = gpu_refusal(dtype, device)
     if reason is None:
         return gpu_attention.GpuKVCache
-    logger.warning("attention without GPU kernels, several times slower: %s", reason)
+    logger.warning(_NO_GPU_KERNELS, reason)
     return KVCache
 
 
 def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
-    """The kind of cache that stores what the setting says, for where this kind would be."""
+    """Return the variant of a KV cache class that stores a data type.
+
+    Args:
+        kind: the class for unrounded keys and values.
+        kv_cache_dtype: the setting of this name: "auto", "int8" or "fp8".
+    """
     if kv_cache_dtype == "auto":
         return kind
     if issubclass(kind, gpu_attention.GpuKVCache):
@@ -50,7 +65,10 @@ def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
         )
     if kv_cache_dtype == "fp8":
         if issubclass(kind, cpu_attention.CpuKVCache):
-            logger.warning("attention without native kernels, several times slower: fp8 has none")
+            logger.warning(
+                "Attention runs without CPU kernels and is several times slower, because they do "
+                "not support kv_cache_dtype fp8. Use int8 instead."
+            )
         return Float8KVCache
     return CpuInt8KVCache if issubclass(kind, cpu_attention.CpuKVCache) else Int8KVCache
 
@@ -62,35 +80,63 @@ def proven_type(
     dtype: torch.dtype,
     device: torch.device,
 ) -> type[KVCache]:
-    """The kind, or the plain one of its content where GPU kernels fail at one of these layers.
+    """Return a KV cache class whose attention is known to be correct for some layers.
 
-    Each kind of layer is tried once in a process, on the device.
+    For GPU kernels, run each kind of layer once in this process and compare it with the reference.
+    If a layer differs, log a warning and return the class that the reference reads. Other classes
+    are returned unchanged.
+
+    Args:
+        kind: the class.
+        layers: the attention layers of the model.
+        block_size: tokens in one block.
+        dtype: the data type of the model.
+        device: the device of the cache.
     """
     if not issubclass(kind, gpu_attention.GpuKVCache) or device.type != "cuda":
         return kind
     for spec in dict.fromkeys(layers):
-        # mypy does not take a type for hashable.
+        # mypy does not accept a class as a hashable argument.
         reason = gpu_check.why_not(kind, spec, block_size, dtype, device)  # type: ignore[arg-type]
         if reason is not None:
-            logger.warning("attention without GPU kernels, several times slower: %s", reason)
-            return next(base for base in _PLAIN if issubclass(kind, base))
+            logger.warning(_NO_GPU_KERNELS, reason)
+            return next(base for base in _REFERENCE_TYPES if issubclass(kind, base))
     return kind
 
 
 def attention_name(kind: type[KVCache]) -> str:
-    """What attention over a kind of cache, or over a variant of it, is called in reports."""
+    """Return the name that reports use for the attention code of a KV cache class."""
     return next(_NAMES[base] for base in kind.__mro__ if base in _NAMES)
 
 
 def gpu_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the GPU kernels cannot serve a cache of this dtype there; None: they can."""
+    """Return the reason why the GPU kernels cannot be used, or None if they can.
+
+    The reason is a clause without a final period.
+
+    Args:
+        dtype: the data type of keys and values.
+        device: a GPU.
+    """
     if dtype not in gpu_attention.DTYPES:
         name = str(dtype).removeprefix("torch.")
-        return f"{name} keys and values; the kernels take float32, bfloat16 and float16"
+        return (
+            f"the keys and values are {name}, but the kernels support only float32, bfloat16 and "
+            "float16"
+        )
     if find_spec("triton") is None:
-        return "the package triton is not installed; torch's builds for CUDA bring it along"
+        return (
+            "the package triton is not installed; torch's builds for CUDA install it automatically"
+        )
     capability = torch.cuda.get_device_capability(device)
-    if capability < _CAPABILITY:
-        found = ".".join(map(str, capability))
-        return f"compute capability {found}; the kernels need {'.'.join(map(str, _CAPABILITY))}"
+    if capability < _MIN_CAPABILITY:
+        return (
+            f"the GPU has compute capability {_version(capability)}, but the kernels need "
+            f"{_version(_MIN_CAPABILITY)}"
+        )
     return None
+
+
+def _version(capability: tuple[int, int]) -> str:
+    """Return a compute capability as text. Example: (8, 6) gives "8.6"."""
+    return ".".join(map(str, capability))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache of 8-bit floating point: e4m3, a sign, 4 bits of exponent and 3 of mantissa.
+"""A KV cache of 8-bit floating point numbers in the format e4m3.
 
-A number is off by at most a 16th of itself, however much larger others of its vector are. The
-factor is what makes that so: without one, numbers below 1/64 lose their bits and those above 448
-everything (docs/kernels.md has the errors of each way).
+A number has 1 sign bit, 4 exponent bits and 3 mantissa bits. The rounding error is at most 1/16 of
+the number itself, even if other numbers of its vector are much larger. This holds because each
+vector is scaled by a factor. Without the factor, numbers below 1/64 would lose bits, and numbers
+above 448 could not be stored. docs/history/gpu-kernels.md has the errors with and without it.
 """
 
 import torch
@@ -11,25 +12,27 @@ from torch import Tensor
 
 from nereid_backend.attention.scaled_cache import ScaledKVCache, scaled_to
 
+# The largest finite number of e4m3.
 _LARGEST = 448
 
 
 class Float8KVCache(ScaledKVCache):
-    """Keys and values of all blocks as e4m3, the largest of each vector 448.
+    """A KV cache that stores keys and values as e4m3.
 
-    They are kept as the bytes they are, because torch copies and clears those on every device.
+    The largest number of each vector is stored as 448. The numbers are stored as uint8, because
+    torch can copy and clear uint8 on every device.
     """
 
     kept = torch.uint8
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """See `ScaledKVCache.rounded`."""
+        """Convert vectors to e4m3; see `ScaledKVCache.rounded`."""
         scaled, scales = scaled_to(_LARGEST, numbers)
         scaled = scaled.clamp_(-_LARGEST, _LARGEST)
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
     @staticmethod
     def restored(found: Tensor, scales: Tensor) -> Tensor:
-        """See `ScaledKVCache.restored`."""
+        """Convert stored vectors back to float32; see `ScaledKVCache.restored`."""
         return found.view(torch.float8_e4m3fn).float() * scales.unsqueeze(-1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A KV cache of 8-bit integers.
 
-A number is off by at most half a 127th of its vector's largest: four times as near as 8-bit
-floating point where the numbers of a vector are about alike, and worse where a few are many times
-the rest.
+The rounding error is at most half of 1/127 of the largest number in the vector. If the numbers of a
+vector have similar sizes, this is a quarter of the error of 8-bit floating point. If a few numbers
+are many times larger than the others, the error is larger than that of floating point.
 """
 
 import torch
@@ -16,21 +16,24 @@ _LARGEST = 127
 
 
 class Int8KVCache(ScaledKVCache):
-    """Keys and values of all blocks as integers, the largest of each vector 127."""
+    """A KV cache that stores keys and values as int8.
+
+    The largest of each vector is stored as 127.
+    """
 
     kept = torch.int8
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """See `ScaledKVCache.rounded`."""
+        """Convert vectors to int8; see `ScaledKVCache.rounded`."""
         scaled, scales = scaled_to(_LARGEST, numbers)
         return scaled.round().to(torch.int8), scales
 
     @staticmethod
     def restored(found: Tensor, scales: Tensor) -> Tensor:
-        """See `ScaledKVCache.restored`."""
+        """Convert stored vectors back to float32; see `ScaledKVCache.restored`."""
         return found.float() * scales.unsqueeze(-1)
 
 
 class CpuInt8KVCache(Int8KVCache, CpuKVCache):
-    """The same in the layout of the native kernels: keys transposed within their block."""
+    """An Int8KVCache in the layout of the CPU kernels: keys are transposed within their block."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where transformers' model code meets our attention.
+"""The entry of this engine in transformers' attention interface.
 
-Transformers looks attention up by name for every call, so each engine registers a function of its
-own under a name of its own: two engines in one process share nothing. What the function does is set
-around each forward pass, because the batch's metadata cannot travel through the model (some
-architectures swallow extra arguments).
+Transformers finds an attention function by its name at every call. Each engine therefore registers
+a function under its own name, so that two engines in one process are independent. The metadata of a
+step is set before each forward pass and not passed through the model, because some architectures
+drop extra arguments.
 """
 
 import itertools
@@ -28,35 +28,36 @@ _numbers = itertools.count()
 
 
 class AttentionForward(Protocol):
-    """What serves the attention calls of one forward pass."""
+    """A callable that computes the attention calls of one forward pass."""
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """One attention call.
+        """Compute one attention call.
 
         Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
-        num_tokens, dim]; returns [1, num_tokens, num_heads, value_dim].
+        num_tokens, dim]. The result is [1, num_tokens, num_heads, value_dim].
         """
         ...
 
 
 class AttentionHook:
-    """One engine's entry in transformers' attention interface.
+    """The attention function that one engine registers in transformers.
 
     Attributes:
-        name: what a model's ``attn_implementation`` must be to come here. No attention mask is
-            registered under it, so models build none.
+        name: the value of a model's `attn_implementation` that selects this function. No mask
+            function is registered under this name, so models build no attention mask.
     """
 
     def __init__(self) -> None:
+        """Register the function under a new name."""
         self.name = f"nereid_paged_{next(_numbers)}"
         self._forward: AttentionForward | None = None
         AttentionInterface.register(self.name, self._call)
 
     @contextmanager
     def serving(self, forward: AttentionForward) -> Iterator[None]:
-        """Let a function serve the attention calls made meanwhile."""
+        """Compute all attention calls inside the with statement with `forward`."""
         self._forward = forward
         try:
             yield
@@ -64,7 +65,7 @@ class AttentionHook:
             self._forward = None
 
     def remove(self) -> None:
-        """Take the entry out of transformers' interface, so that the engine can be freed."""
+        """Remove the function from transformers, so that the engine can be freed."""
         AttentionInterface._global_mapping.pop(self.name, None)
 
     def _call(
@@ -73,21 +74,29 @@ class AttentionHook:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,  # noqa: ARG002 - never built under our name
+        attention_mask: Tensor | None,  # noqa: ARG002 - models build no mask for this name
         **kwargs: object,
     ) -> tuple[Tensor, None]:
+        """Compute one attention call; the signature is that of transformers."""
         if self._forward is None:
-            raise EngineError("the model was called outside a step of the engine")
+            raise EngineError("The model was called outside of a step of the engine.")
         return self._forward(module, query, key, value, **kwargs), None
 
 
 class PagedForward:
-    """Attention of one packed step over the paged cache. Made for one forward pass.
+    """The attention of one packed step over the paged KV cache.
 
-    The n-th call is the n-th layer.
+    An instance is used for one forward pass. Its n-th call belongs to the n-th attention layer.
     """
 
     def __init__(self, layers: list[LayerSpec], cache: KVCache, batch: AttentionBatch) -> None:
+        """Prepare the attention of a step.
+
+        Args:
+            layers: the attention layers of the model, in order.
+            cache: the KV cache.
+            batch: the metadata of the step.
+        """
         self._layers = layers
         self._numbers = iter(range(len(layers)))
         self._cache = cache
@@ -95,11 +104,11 @@ class PagedForward:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step."""
+        """The number of tokens in the step."""
         return self._batch.slots.numel()
 
     def native(self) -> AbstractContextManager[None]:
-        """Let native code that knows of no Python ask for this step's attention meanwhile."""
+        """Return a context in which compiled code can call this step's attention without Python."""
         if isinstance(self._cache, cpu_attention.CpuKVCache):
             return cpu_attention.serving(self._cache, self._layers, self._batch)
         return nullcontext()
@@ -107,10 +116,13 @@ class PagedForward:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """Store the step's keys and values, then attend over all there are."""
+        """Store the step's keys and values in the cache, and compute attention over all tokens."""
         number = next(self._numbers, None)
         if number is None:
-            raise EngineError("the model called attention more often than when it was probed")
+            raise EngineError(
+                f"The model called attention more than {len(self._layers)} times in one forward "
+                "pass, but not in the probe when it was loaded."
+            )
         scale = scale_of(module, query, kwargs)
         return self.attend(number, query, key, value, scale, sinks_of(kwargs))
 
@@ -123,9 +135,19 @@ class PagedForward:
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of one layer, by its number; the rest as in `AttentionForward`."""
+        """Compute attention in one layer; shapes as in `AttentionForward`.
+
+        Args:
+            number: the index of the layer.
+            query: the queries of the step.
+            key: the keys of the step.
+            value: the values of the step.
+            scale: the factor of the scores.
+            sinks: the attention sinks, [num_heads]; None if the layer has none.
+        """
         layer = (number, self._layers[number])
-        key, value = key.squeeze(0), value.squeeze(0)
+        key = key.squeeze(0)
+        value = value.squeeze(0)
         inputs = (query.squeeze(0), key, value)
         if isinstance(self._cache, cpu_attention.CpuKVCache):
             out = cpu_attention.attend(
@@ -144,7 +166,10 @@ class PagedForward:
 
 
 def scale_of(module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]) -> float:
-    """The factor on the scores: an argument of the call, else 1 / sqrt(key_dim)."""
+    """Return the factor of the scores.
+
+    It is the `scaling` of the call or the module, or else 1 / sqrt(key_dim).
+    """
     scale = kwargs.get("scaling")
     if scale is None:
         scale = getattr(module, "scaling", None)
@@ -152,6 +177,6 @@ def scale_of(module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]) 
 
 
 def sinks_of(kwargs: dict[str, object]) -> Tensor | None:
-    """Attention sinks of the call, [num_heads]."""
+    """Return the attention sinks of a call, [num_heads], or None."""
     sinks = kwargs.get("s_aux")
     return sinks.reshape(-1) if isinstance(sinks, Tensor) else None

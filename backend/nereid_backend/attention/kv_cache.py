@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged KV cache: one pair of tensors for each attention layer."""
+"""The paged KV cache: one tensor of keys and one of values for each attention layer."""
 
 from collections.abc import Sequence
 
@@ -11,18 +11,20 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class KVCache:
-    """Keys and values of all blocks.
+    """The keys and values of all blocks.
 
-    Token ``t`` of a request lies in block ``block_table[t // block_size]`` at ``t % block_size``;
-    its slot is ``block * block_size + t % block_size``. Within a block each head's tokens lie
-    together, so that a gathered sequence is contiguous per head, as batched matrix products want
-    it (with heads innermost, bfloat16 decoding took up to nine times as long on a CPU).
+    Token `t` of a sequence is in the block `block_table[t // block_size]`, at the place
+    `t % block_size`. Its slot is `block * block_size + t % block_size`.
+
+    Within a block, the tokens of one head are contiguous. A gathered sequence is then contiguous
+    for each head, as batched matrix products need it. With the heads innermost, bfloat16 decoding
+    on a CPU took up to nine times as long.
 
     Attributes:
-        keys: per layer [num_blocks + 1, num_kv_heads, block_size, key_dim].
-        values: per layer [num_blocks + 1, num_kv_heads, block_size, value_dim].
-        null_block: the last one; it stays zero and pads block tables.
-        dtype: what is read from it.
+        keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, block_size, key_dim].
+        values: one tensor for each layer, [num_blocks + 1, num_kv_heads, block_size, value_dim].
+        null_block: the last block. Its content is always zero, and it pads block tables.
+        dtype: the data type in which keys and values are read.
     """
 
     def __init__(
@@ -34,6 +36,15 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """Allocate the blocks, filled with zeros.
+
+        Args:
+            layers: the attention layers of the model.
+            num_blocks: the number of blocks, without the null block.
+            block_size: tokens in one block.
+            dtype: the data type of keys and values.
+            device: the device of the cache.
+        """
         self.null_block = num_blocks
         self.dtype = dtype
         self.device = device
@@ -45,10 +56,14 @@ class KVCache:
         self.values = [allocate(layer.num_kv_heads, layer.value_dim) for layer in layers]
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
-        """Write one step's keys and values.
+        """Write the keys and values of one step.
 
-        Shapes: key [num_tokens, num_kv_heads, key_dim], value [num_tokens, num_kv_heads,
-        value_dim], rows [num_tokens * num_kv_heads] int64 from store_rows.
+        Args:
+            layer: the index of the layer.
+            key: [num_tokens, num_kv_heads, key_dim].
+            value: [num_tokens, num_kv_heads, value_dim].
+            rows: [num_tokens * num_kv_heads] int64, from `store_rows`.
+
         Mutates: this cache.
         """
         for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
@@ -56,19 +71,26 @@ class KVCache:
             cache.view(-1, dim).index_copy_(0, rows, new.reshape(-1, dim))
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy sequences out of their blocks.
+        """Copy the keys and values of sequences from their blocks into contiguous tensors.
 
-        Shapes: rows [num_seqs, num_kv_heads, n] int64 from gather_rows; returns keys [num_seqs,
-        num_kv_heads, n * block_size, key_dim] and values likewise, contiguous.
+        Args:
+            layer: the index of the layer.
+            rows: [num_seqs, num_kv_heads, n] int64, from `gather_rows`.
+
+        Returns:
+            Keys, [num_seqs, num_kv_heads, n * block_size, key_dim], and values with value_dim.
         """
         return _gather(self.keys[layer], rows), _gather(self.values[layer], rows)
 
     def tensors(self) -> list[Tensor]:
-        """All that is kept, each tensor [num_blocks + 1, ...]."""
+        """Return all tensors of the cache, each [num_blocks + 1, ...]."""
         return [*self.keys, *self.values]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, given as pairs (from, to); all are read before any is written.
+        """Copy whole blocks. All sources are read before any block is written.
+
+        Args:
+            copies: pairs of source and target block.
 
         Mutates: this cache.
         """
@@ -79,16 +101,25 @@ class KVCache:
             tensor.index_copy_(0, pairs[:, 1], tensor.index_select(0, pairs[:, 0]))
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero some blocks. Mutates: this cache."""
+        """Fill some blocks with zeros. Mutates: this cache."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         for tensor in self.tensors():
             tensor.index_fill_(0, index, 0)
 
 
 def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Where each head of each token goes, as rows of the cache seen as [..., dim].
+    """Return the rows in which each head of each token is stored.
 
-    Shapes: slots [num_tokens] int64; returns [num_tokens * num_heads] int64.
+    A row is one vector of the cache, viewed as [..., dim].
+
+    Args:
+        slots: [num_tokens] int64.
+        num_heads: the number of key heads.
+        block_size: tokens in one block.
+
+    Returns:
+        [num_tokens * num_heads] int64. Example: slot 5 with 2 heads and 4 tokens in a block is
+        place 1 of block 1, and gives the rows [9, 13].
     """
     heads = torch.arange(num_heads, device=slots.device) * block_size
     first = (slots // block_size) * (num_heads * block_size) + slots % block_size
@@ -96,22 +127,31 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
 
 
 def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
-    """Each head's part of each block, as rows of the cache seen as [..., block_size * dim].
+    """Return the rows that contain each head's part of each block.
 
-    Shapes: blocks [num_seqs, n] int64; returns [num_seqs, num_heads, n] int64.
+    A row is one head's part of a block, of the cache viewed as [..., block_size * dim].
+
+    Args:
+        blocks: [num_seqs, n] int64.
+        num_heads: the number of key heads.
+
+    Returns:
+        [num_seqs, num_heads, n] int64. Example: block 3 with 2 heads gives the rows 6 and 7.
     """
     heads = torch.arange(num_heads, device=blocks.device)
     return blocks[:, None, :] * num_heads + heads[:, None]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Zeros and not whatever is there: masked values are multiplied by 0, and 0 * NaN is NaN.
+    # Uninitialised memory may contain NaN. Masked values are multiplied by 0, and 0 * NaN is NaN.
+    """Return a tensor of zeros; on a CPU, in huge pages if possible."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return huge_pages.zeros(shape, dtype)
 
 
 def _gather(cache: Tensor, rows: Tensor) -> Tensor:
+    """Copy rows of one tensor of the cache into a contiguous tensor."""
     num_seqs, num_heads, count = rows.shape
     _, _, block_size, dim = cache.shape
     taken = cache.view(-1, block_size * dim).index_select(0, rows.reshape(-1))

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention layers of a model need, and where a token may look."""
+"""The properties of a model's attention layers, and the range of tokens that a token attends to."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How far back a token looks.
+    """The attention window: how many earlier tokens a token attends to.
 
     Attributes:
-        window: it sees itself and the window - 1 tokens before it; None: no limit.
-        chunk: it sees only tokens of its own chunk, positions being cut into chunks of this many.
+        window: a token attends to itself and the `window - 1` tokens before it. None means no
+            limit.
+        chunk: positions are divided into chunks of this many tokens, and a token attends only to
+            tokens of its own chunk. None means no limit.
     """
 
     window: int | None = None
@@ -18,29 +20,31 @@ class Span:
 
     @property
     def is_full(self) -> bool:
-        """Whether a token sees everything before it."""
+        """Whether a token attends to all tokens before it."""
         return self.window is None and self.chunk is None
 
     def hides_at(self, length: int) -> bool:
-        """Whether some token of a sequence of this length does not see all before it."""
+        """Return whether the window excludes any earlier token in a sequence of this length."""
         limits = [limit for limit in (self.window, self.chunk) if limit is not None]
         return any(length > limit for limit in limits)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One attention call of a forward pass, as the probe saw it.
+    """The properties of one attention call in a forward pass, as the probe recorded them.
 
-    The n-th call of every forward pass is the same layer; ``layer_idx`` is not reliable everywhere.
+    The n-th call of every forward pass belongs to the same layer. The attribute `layer_idx` of
+    transformers' modules is not correct in all models, so it is not used.
 
     Attributes:
-        num_heads: query heads.
-        num_kv_heads: key and value heads; divides num_heads.
-        key_dim: size of one query or key head.
-        value_dim: size of one value head.
-        span: how far back its tokens look.
-        softcap: scores s become softcap * tanh(s / softcap); None: they stay.
-        has_sinks: whether each head has a sink, one more score that takes weight and gives nothing.
+        num_heads: the number of query heads.
+        num_kv_heads: the number of key and value heads; it divides num_heads.
+        key_dim: the size of one query or key head.
+        value_dim: the size of one value head.
+        span: the attention window.
+        softcap: a score s becomes softcap * tanh(s / softcap). None leaves scores unchanged.
+        has_sinks: whether each head has an attention sink: a further score in the softmax that
+            belongs to no token.
     """
 
     num_heads: int
@@ -52,10 +56,10 @@ class LayerSpec:
     has_sinks: bool = False
 
     def bytes_per_token(self, itemsize: int, scale_bytes: int = 0) -> int:
-        """Memory that one token takes in this layer's KV cache.
+        """Return the size of one token in this layer's KV cache, in bytes.
 
         Args:
-            itemsize: bytes of one number.
-            scale_bytes: of what is kept beside each key and each value vector.
+            itemsize: the bytes of one number.
+            scale_bytes: the bytes of the factor that is stored with each key and each value vector.
         """
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * itemsize + 2 * scale_bytes)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in plain torch: what every faster kernel is compared with.
+"""The reference implementation of paged attention, in plain torch. Kernels are compared with it.
 
-Decodes of similar length are one gather and two batched matrix products; a prefill is one call
-of torch's fused attention, or goes step by step where that lacks something (softcap, sinks).
+Decodes of similar length are computed by one gather and two batched matrix products. A prefill is
+one call of torch's fused attention. If the layer has a softcap or sinks, which the fused attention
+does not support, the prefill is computed in slices of queries.
 """
 
 import torch
@@ -13,6 +14,7 @@ from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
+# A prefill is divided into slices of at most this many queries, with at most this many scores.
 _MAX_SCORES = 2**25
 _MAX_ROWS = 64
 
@@ -26,19 +28,19 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one packed step in one layer; its keys and values are in the cache already.
+    """Return the attention of one packed step in one layer. The cache contains the step already.
 
     Args:
-        inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
-            value [num_kv_heads, num_tokens, value_dim] of the step's own tokens.
-        layer: its number in the cache, and what it needs.
-        cache: holds the step's keys and values, too.
-        batch: where everything is.
-        scale: factor on the scores.
-        sinks: [num_heads], or None.
+        inputs: the step's query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens,
+            key_dim] and value [num_kv_heads, num_tokens, value_dim].
+        layer: the index of the layer in the cache, and its properties.
+        cache: the KV cache, including the keys and values of this step.
+        batch: the metadata of the step.
+        scale: the factor of the scores.
+        sinks: the attention sinks, [num_heads]; None if the layer has none.
 
     Returns:
-        [num_tokens, num_heads, value_dim] in the query's dtype.
+        [num_tokens, num_heads, value_dim] in the data type of the query.
     """
     query, _, value = inputs
     number, spec = layer
@@ -49,9 +51,9 @@ def attend(
         for group in batch.decodes:
             tokens = slice(None) if group.tokens is None else group.tokens
             keys, values = cache.gather(number, group.rows(spec.span, spec.num_kv_heads))
-            bias = group.view(spec.span).bias
-            taken = (rows[tokens].unsqueeze(2), keys, values)
-            out[tokens] = _stepwise(taken, bias, spec, scale, sinks).squeeze(2)
+            bias = group.visible(spec.span).bias
+            group_inputs = (rows[tokens].unsqueeze(2), keys, values)
+            out[tokens] = _stepwise(group_inputs, bias, spec, scale, sinks).squeeze(2)
         parts.append(out)
     if batch.prefills:
         parts.append(_attend_prefills(inputs, layer, cache, batch, scale, sinks))
@@ -66,19 +68,20 @@ def _attend_prefills(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The part of `attend` for the tokens behind the decodes, of which there must be some."""
+    """Return the attention of a step's prefills, of which there must be at least one."""
     query, key, value = inputs
     number, spec = layer
     parts: list[Tensor] = []
     for index, prefill in enumerate(batch.prefills):
-        # A cache that rounds is read even for what is new: then an answer does not depend on how
-        # its prompt was cut.
+        # If the cache rounds, new keys and values are read from it, too. The answer then does not
+        # depend on how the prompt was divided into chunks.
         if prefill.num_cached == 0 and cache.keys[number].dtype == key.dtype:
             keys = key[None, :, prefill.start : prefill.end]
             values = value[None, :, prefill.start : prefill.end]
         else:
             keys, values = cache.gather(number, gather_rows(prefill.blocks, spec.num_kv_heads))
-            keys, values = keys[:, :, : prefill.seq_len], values[:, :, : prefill.seq_len]
+            keys = keys[:, :, : prefill.seq_len]
+            values = values[:, :, : prefill.seq_len]
         mask = None
         if prefill.num_cached or spec.span.hides_at(prefill.seq_len):
             mask = batch.prefill_mask(index, spec.span)
@@ -95,14 +98,14 @@ def _prefill(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of several tokens of one sequence.
+    """Return the attention of several tokens of one sequence, [1, num_heads, q, value_dim].
 
     Shapes: query [1, num_heads, q, key_dim], key and value [1, num_kv_heads, k, dim], mask [q, k]
-    bool, or None: plain causal with nothing cached; returns [1, num_heads, q, value_dim].
+    bool. Without a mask, nothing is cached and each token attends to all tokens before it.
     """
     query, key, value = inputs
-    # On a CPU torch's fused attention computes bfloat16 no faster than float32, in which it is
-    # fast; batched products take a half to two thirds of its time.
+    # On a CPU, torch's fused attention computes bfloat16 no faster than float32. Batched matrix
+    # products in bfloat16 take one half to two thirds of that time.
     is_slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
     if spec.softcap is None and sinks is None and not is_slow:
         return functional.scaled_dot_product_attention(
@@ -114,20 +117,27 @@ def _prefill(
             scale=scale,
             enable_gqa=spec.num_heads != spec.num_kv_heads,
         )
-    num_queries, num_keys = query.shape[2], key.shape[2]
+    num_queries = query.shape[2]
+    num_keys = key.shape[2]
     if mask is None:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril_()
-    # Slices of queries are independent. They keep the scores small, and need no key behind them.
+    # Slices of queries are independent of each other. They limit the memory of the scores, and a
+    # slice needs only the keys up to its last query.
     rows = min(_MAX_ROWS, max(1, _MAX_SCORES // (spec.num_heads * num_keys)))
     num_cached = num_keys - num_queries
     parts = []
     for start in range(0, num_queries, rows):
         end = min(start + rows, num_queries)
-        seen = num_cached + end
-        hidden = ~mask[start:end, :seen]
-        bias = torch.zeros(hidden.shape, device=mask.device).masked_fill_(hidden, float("-inf"))
-        taken = (query[:, :, start:end], key[:, :, :seen], value[:, :, :seen])
-        parts.append(_stepwise(taken, bias, spec, scale, sinks))
+        num_visible = num_cached + end
+        is_hidden = ~mask[start:end, :num_visible]
+        bias = torch.zeros(is_hidden.shape, device=mask.device)
+        bias.masked_fill_(is_hidden, float("-inf"))
+        slice_inputs = (
+            query[:, :, start:end],
+            key[:, :, :num_visible],
+            value[:, :, :num_visible],
+        )
+        parts.append(_stepwise(slice_inputs, bias, spec, scale, sinks))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -138,15 +148,15 @@ def _stepwise(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of a batch of sequences by its definition, softmax in float32.
+    """Return the attention of a batch of sequences, computed by its definition, softmax in float32.
 
     Shapes: query [n, num_heads, q, key_dim], key and value [n, num_kv_heads, k, dim], bias
-    broadcastable to [n, 1, q, k] float32; returns [n, num_heads, q, value_dim].
+    broadcastable to [n, 1, q, k] float32. The result is [n, num_heads, q, value_dim].
     """
     query, key, value = inputs
     count, num_heads, num_queries, dim = query.shape
     num_kv_heads = key.shape[1]
-    # Query heads that share a key head become rows of one product.
+    # Query heads that share a key head become rows of one matrix product.
     grouped = query.reshape(count, num_kv_heads, -1, dim)
     scores = (grouped @ key.transpose(2, 3)).float().mul_(scale)
     scores = scores.view(count, num_heads, num_queries, -1)

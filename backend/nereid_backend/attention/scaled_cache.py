@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache of 8 bits a number: about half the memory of bfloat16, a quarter of float32.
+"""A KV cache with 8 bits for each number: half the memory of bfloat16, a quarter of float32.
 
-Each key and each value of a head of a token has a factor of its own, so what is stored does not
-depend on what else is in the block. How the 8 bits are meant is up to the kinds of cache:
-`int8_cache.py` and `float8_cache.py`.
+Each key vector and each value vector has its own factor, so a stored vector does not depend on the
+other vectors of its block. int8_cache.py and float8_cache.py define the meaning of the 8 bits.
 """
 
 from collections.abc import Sequence
@@ -17,13 +16,14 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class ScaledKVCache(KVCache):
-    """Keys and values of all blocks in 8 bits, each vector with the factor that restores it.
+    """A KV cache that stores vectors in 8 bits, each with the factor that restores it.
 
     Attributes:
-        kept: dtype of keys and values as tensors; zero must be all bits zero.
-        dtype: what is read from it.
-        key_scales: per layer [num_blocks + 1, num_kv_heads, block_size] float32.
-        value_scales: the same for values.
+        kept: the data type of the stored tensors. Zero must consist of zero bits.
+        dtype: the data type in which keys and values are read.
+        key_scales: one tensor of factors for each layer, [num_blocks + 1, num_kv_heads, block_size]
+            float32.
+        value_scales: the factors of the values, with the same shapes.
     """
 
     kept: ClassVar[torch.dtype]
@@ -37,6 +37,7 @@ class ScaledKVCache(KVCache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """Allocate the blocks, filled with zeros; see `KVCache.__init__`."""
         super().__init__(
             layers, num_blocks=num_blocks, block_size=block_size, dtype=self.kept, device=device
         )
@@ -47,20 +48,31 @@ class ScaledKVCache(KVCache):
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors in 8 bits and a factor for each.
+        """Convert vectors to 8 bits, and return them with the factor of each vector.
 
-        Shapes: numbers [..., dim]; returns [..., dim] as kept and [...] float32. Where a number is
-        not finite the factor is NaN, so that it shows.
+        Example for int8: [1.0, -2.0] gives [64, -127] and the factor 2 / 127.
+
+        Args:
+            numbers: [..., dim]. If a number is not finite, the factor of its vector is NaN, so that
+                the error is visible in the answer.
+
+        Returns:
+            The stored vectors [..., dim], and the factors [...] float32.
         """
         raise NotImplementedError
 
     @staticmethod
     def restored(found: Tensor, scales: Tensor) -> Tensor:
-        """The vectors again, float32; the inverse of `rounded` but for the rounding."""
+        """Convert stored vectors back to float32. This is the inverse of `rounded`.
+
+        Args:
+            found: the stored vectors, [..., dim].
+            scales: their factors, [...] float32.
+        """
         raise NotImplementedError
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
-        """See `KVCache.store`."""
+        """Round and write the keys and values of one step; see `KVCache.store`."""
         keys, key_scales = self.rounded(key)
         values, value_scales = self.rounded(value)
         super().store(layer, keys, values, rows)
@@ -68,27 +80,33 @@ class ScaledKVCache(KVCache):
         self.value_scales[layer].view(-1).index_copy_(0, rows, value_scales.flatten())
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See `KVCache.gather`; in the model's dtype."""
+        """Return restored keys and values in the model's dtype; see `KVCache.gather`."""
         keys, values = super().gather(layer, rows)
         return (
-            self._taken(keys, self.key_scales[layer], rows),
-            self._taken(values, self.value_scales[layer], rows),
+            self._restore_gathered(keys, self.key_scales[layer], rows),
+            self._restore_gathered(values, self.value_scales[layer], rows),
         )
 
     def tensors(self) -> list[Tensor]:
-        """See `KVCache.tensors`."""
+        """Return all tensors of the cache; see `KVCache.tensors`."""
         return [*super().tensors(), *self.key_scales, *self.value_scales]
 
-    def _taken(self, found: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        taken = scales.view(-1, scales.shape[2]).index_select(0, rows.reshape(-1))
-        return self.restored(found, taken.view(found.shape[:3])).to(self.dtype)
+    def _restore_gathered(self, found: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
+        """Return the restored vectors of gathered ones, whose factors are in `rows` of `scales`."""
+        row_scales = scales.view(-1, scales.shape[2]).index_select(0, rows.reshape(-1))
+        return self.restored(found, row_scales.view(found.shape[:3])).to(self.dtype)
 
 
 def scaled_to(top: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors with their largest number brought to a size, and the factors that restore them.
+    """Scale vectors so that the largest number of each becomes `top`.
 
-    Shapes: numbers [..., dim]; returns [..., dim] and [...], both float32. Where a number is not
-    finite the factor is NaN, so that it shows.
+    Args:
+        top: the largest number after scaling.
+        numbers: [..., dim].
+
+    Returns:
+        The scaled vectors [..., dim] and the factors that restore them [...], both float32. If a
+        number is not finite, the factor of its vector is NaN.
     """
     wide = numbers.float()
     largest = wide.abs().amax(-1)

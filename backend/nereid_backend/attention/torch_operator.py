@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention as an operator of torch's, so that a traced model can call it.
+"""Paged attention as a torch operator, so that a traced model can call it.
 
-What a step's attention must know cannot travel through a traced graph, so the operator takes it
-from where `serving` has put it, in the thread that runs the step. Over a native cache a compiled
-model calls it without Python (cpu_shim.cpp).
+The metadata of a step cannot pass through a traced graph. The operator therefore reads it from a
+thread-local variable that `serving` sets. If the cache is a CpuKVCache, compiled models call the
+kernels without Python (cpu_shim.cpp).
 """
 
 import threading
@@ -23,7 +23,7 @@ _current = threading.local()
 
 @contextmanager
 def serving(forward: PagedForward) -> Iterator[None]:
-    """Let the operator's calls in this thread be served by a step's attention meanwhile."""
+    """Compute the operator's calls in this thread, inside the with statement, with `forward`."""
     _current.forward = forward
     try:
         with forward.native():
@@ -33,36 +33,39 @@ def serving(forward: PagedForward) -> Iterator[None]:
 
 
 class TracedForward:
-    """Serves a model's attention calls while it is traced, by calls of the operator."""
+    """The attention of a model while it is traced: each call becomes a call of the operator."""
 
     def __init__(self) -> None:
+        """Start before the first attention call."""
         self._num_calls = 0
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """See `AttentionForward`."""
+        """Compute an attention call; see `AttentionForward`."""
         number = self._num_calls
         self._num_calls += 1
-        found: Tensor = torch.ops.nereid.paged_attend(
+        output: Tensor = torch.ops.nereid.paged_attend(
             query, key, value, sinks_of(kwargs), number, scale_of(module, query, kwargs)
         )
-        return found
+        return output
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: int, scale: float
 ) -> Tensor:
-    """The n-th call of a step; shapes as in `AttentionForward`.
+    """Compute the n-th attention call of a step; shapes as in `AttentionForward`.
 
-    The inputs may have more rows than the step has tokens, whose outputs are zero.
+    The inputs may have more rows than the step has tokens. The outputs of surplus rows are zero.
     """
     forward: PagedForward | None = getattr(_current, "forward", None)
     if forward is None:
-        raise EngineError("a compiled model was called outside a step of the engine")
+        raise EngineError("A compiled model was called outside of a step of the engine.")
     surplus = query.shape[2] - forward.num_tokens
     if surplus:
-        query, key, value = (part[:, :, :-surplus] for part in (query, key, value))
+        query = query[:, :, :-surplus]
+        key = key[:, :, :-surplus]
+        value = value[:, :, :-surplus]
     out = forward.attend(layer, query, key, value, scale, sinks)
     if surplus:
         out = functional.pad(out, (0, 0, 0, 0, 0, surplus))
@@ -77,6 +80,7 @@ def _attend_meta(
     layer: int,  # noqa: ARG001
     scale: float,  # noqa: ARG001
 ) -> Tensor:
+    """Return an uninitialised output of the right shape, as torch needs it for tracing."""
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 

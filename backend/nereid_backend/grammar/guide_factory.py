@@ -89,7 +89,7 @@ class Guides:
         self._compiling: dict[tuple[str, str], Future[_CompiledSpec]] = {}
 
     def warm_up(self) -> "Future[_Libraries]":
-        """Start to load the tokenizer and the grammar libraries in a thread, unless that has begun.
+        """Start a thread that loads the tokenizer and the grammar libraries, if it has not started.
 
         Returns:
             A future with the vocabulary and the libraries.
@@ -105,7 +105,7 @@ class Guides:
     def prepare(
         self, params: SamplingParams, stop_token_ids: frozenset[int]
     ) -> "Future[TokenGuide]":
-        """Start to create the guide of a request's first sequence. Never block.
+        """Start to create the guide of a request's first sequence, without blocking.
 
         The other sequences of the request use forks of the guide.
 

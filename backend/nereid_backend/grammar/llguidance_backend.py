@@ -39,7 +39,7 @@ _EXCERPT_INDENT = 3
 
 
 class _Tokens:
-    """The vocabulary in the form that LLTokenizer reads."""
+    """The vocabulary with the attributes that llguidance's LLTokenizer reads."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -250,19 +250,19 @@ def _is_whole(value: object) -> TypeGuard[float]:
 
 
 def _schema_grammar(schema: object) -> str:
-    """Return llguidance's text for the grammar of a JSON schema."""
+    """Convert a JSON schema into the grammar format of llguidance."""
     text = json.dumps(schema)
     return str(LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS))
 
 
 def _regex(source: str) -> str:
     # Through Lark, \d matches only ASCII digits, as in the patterns of JSON schemas.
-    """Return llguidance's text for the grammar of a regular expression."""
+    """Convert a regular expression into the grammar format of llguidance."""
     return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source)}/"))
 
 
 def _choice(source: str) -> str:
-    """Return llguidance's text for a choice, whose source is a JSON list of strings."""
+    """Convert a choice, given as a JSON list of strings, into the grammar format of llguidance."""
     choices = json.loads(source)
     if not isinstance(choices, list) or not choices:
         raise RequestError(
@@ -290,7 +290,7 @@ def _escaped_characters(text: str) -> Iterator[str]:
 
 
 def _ebnf(source: str) -> str:
-    """Return llguidance's text for an EBNF grammar (with "::=") or a Lark grammar."""
+    """Convert an EBNF grammar (with "::=") or a Lark grammar into the format of llguidance."""
     try:
         return str(llguidance.grammar_from("ebnf" if "::=" in source else "lark", source))
     except ValueError as error:

@@ -161,7 +161,7 @@ class TokenGuide:
         """
         rules, matcher = self._rules, self._matcher
         for token_id in token_ids:
-            # This fast path handles nearly all tokens: the grammar decides alone.
+            # This fast path handles nearly all tokens: only the grammar limits the answer.
             if (
                 self._phase is Phase.GRAMMAR
                 and matcher is not None

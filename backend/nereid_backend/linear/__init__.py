@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers for CPUs: packed weights, merged layers, int8 weights and our own kernel."""
+"""Linear layers for CPUs: packed weights, merged layers, int8 weights and a kernel in C++."""

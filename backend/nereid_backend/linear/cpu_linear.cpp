@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layers on a CPU with 512-bit vectors: a plain C interface over raw pointers, called from
-// native_linear.py.
+// Linear layers on a CPU with 512-bit vectors. native_linear.py calls these functions through a plain C interface.
 //
-// A weight [num_outputs, dim] lies in panels of 16 outputs, the last one filled up with zeros:
+// A weight [num_outputs, dim] is stored in panels of 16 outputs. The last panel is padded with zeros:
 //
-//     float32   [panel][dim][16]           one vector holds one input's weights for 16 outputs
-//     bfloat16  [panel][dim / 2][16][2]    ... two inputs', as the dot product of pairs takes them
+//     float32   [panel][dim][16]           one vector contains the weights of one input for 16 outputs
+//     bfloat16  [panel][dim / 2][16][2]    one vector contains the weights of two inputs, as dot products of pairs
+//                                          need them
 //
-// Where the processor has no product of pairs, weights of bfloat16 become float32 in registers, two vectors of one,
-// so that memory still gives half of float32's bytes.
+// If the processor has no dot products of pairs, one vector of bfloat16 weights is converted in registers into two
+// vectors of float32. The memory traffic is then still half of that of float32 weights.
 //
-// A step of few rows is bound by memory, so weights are read once, in order, fetched ahead; one of many
-// rows by arithmetic, so a tile of some rows stays in registers. Where there are several tiles, two
-// panels stay in the cache for all of them, while the next two are fetched. Sums are float32. The rows of
-// a tile lie input by input ([dim][rows]), because more rows than a processor has address registers would
-// be read otherwise.
+// The speed of a step with few rows is limited by memory, so the weights are read once, in order, and prefetched. The
+// speed of a step with many rows is limited by arithmetic, so the sums of a tile of rows stay in registers. If there
+// are several tiles, two panels stay in the cache for all of them, while the next two panels are prefetched. Sums are
+// float32. The rows of a tile are transposed ([dim][rows]), because reading many separate rows would need more
+// address registers than a processor has.
 
 #include <algorithm>
 #include <cstdint>
@@ -29,27 +29,29 @@
 
 namespace {
 
-constexpr int kMostRows = 12;  // of a tile: with two panels 24 of 32 registers
-constexpr int64_t kAhead = 2048;  // bytes; the best of 512 to 4096 for one to 16 rows on Zen 5
+constexpr int kMaxRows = 12;      // rows of a tile; with two panels, 24 of 32 registers
+// The distance of prefetches in bytes: the fastest of 512 to 4096, for 1 to 16 rows on Zen 5.
+constexpr int64_t kAhead = 2048;
 
 #ifdef __AVX512F__
 
 inline Halves to_halves(Floats numbers) {
   const Words words = reinterpret_cast<Words>(numbers);
   const Words rounded = (words + 0x7fffu + ((words >> 16) & 1u)) >> 16;
-  // NaN stays NaN: rounding could make it infinite.
+  // NaN must stay NaN, but rounding could make it infinite.
   const Words result = (words & 0x7fffffffu) > 0x7f800000u ? (Words{} + 0x7fc0u) : rounded;
   return __builtin_convertvector(result, Halves);
 }
 
-// As many of the first numbers as there are.
+// Stores the first min(count, 16) numbers.
 template <typename Vector, typename Number>
 inline void store_first(Vector numbers, Number* to, int64_t count) {
   std::memcpy(to, &numbers, sizeof(Number) * std::min<int64_t>(count, kLanes));
 }
 
-// What the tiles below need of a kind of number: a vector of weights, the inputs that go with one of its places (an
-// Input, made of as many numbers as a Word of weights has), and their product added to sums.
+// The arithmetic of the tiles below for one data type. A Word contains the weights of one output for kInputs inputs. An
+// Input contains the kInputs numbers of a row that are multiplied by a Word. `add` adds the products of a vector of
+// Words and one Input to the sums.
 struct Float32 {
   using Number = float;
   using Word = float;
@@ -109,14 +111,14 @@ struct Bfloat16s {
 template <typename T>
 struct Call {
   const typename T::Word* weight;
-  const typename T::Number* bias;  // or null
+  const typename T::Number* bias;  // may be null
   typename T::Number* out;
   int64_t num_outputs;
-  int64_t num_words;  // of one row of inputs
+  int64_t num_words;  // the number of Words for one output
 };
 
-// out[r][16 * panel ...] for R rows and P panels. x: [num_words][R]. next: what to fetch meanwhile, a panel long;
-// null: these panels' own weights, a little ahead.
+// Computes R rows and P panels of the output, from column 16 * panel on. x is [num_words][R]. With kFetchesOwn, the
+// tile prefetches its own weights, kAhead bytes ahead. Otherwise it prefetches the panel `next`.
 template <typename T, int R, int P, bool kFetchesOwn>
 inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x, typename T::Number* out,
                  const typename T::Word* next) {
@@ -148,7 +150,7 @@ inline void tile(const Call<T>& call, int64_t panel, const typename T::Input* x,
     }
 }
 
-// As many panels together as there are registers for their sums.
+// Computes R rows and the panels [first, last). The number of panels in a tile is limited by the registers for sums.
 template <typename T, int R>
 void rows(const Call<T>& call, int64_t first, int64_t last, const typename T::Input* x, typename T::Number* out,
           const typename T::Word* next) {
@@ -183,18 +185,18 @@ void linear(const void* weight, const void* bias, const void* input, void* outpu
   using Word = typename T::Word;
   using Input = typename T::Input;
   using Number = typename T::Number;
-  // One row whose numbers are what the tiles take is read where it lies.
+  // A single row is not copied if its numbers have the form of Inputs.
   constexpr bool kIsReady = sizeof(Input) == T::kInputs * sizeof(Number);
   const int64_t words = dim / T::kInputs, num_panels = (num_outputs + kLanes - 1) / kLanes;
   const Call<T> call = {static_cast<const Word*>(weight), static_cast<const Number*>(bias),
                         static_cast<Number*>(output), num_outputs, words};
   const auto* x = static_cast<const Number*>(input);
-  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
   const auto begin = [=](int64_t tile) { return tile * num_rows / num_tiles; };
-  const bool is_laid = num_rows > 1 || !kIsReady;
-  thread_local std::vector<Input> kept;
-  if (is_laid && static_cast<int64_t>(kept.size()) < num_rows * words) kept.resize(num_rows * words);
-  Input* laid = kept.data();
+  const bool is_packed = num_rows > 1 || !kIsReady;
+  thread_local std::vector<Input> storage;
+  if (is_packed && static_cast<int64_t>(storage.size()) < num_rows * words) storage.resize(num_rows * words);
+  Input* packed = storage.data();
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
 #ifdef _OPENMP
@@ -202,12 +204,12 @@ void linear(const void* weight, const void* bias, const void* input, void* outpu
 #else
     const int64_t thread = 0, threads = 1;
 #endif
-    if (is_laid) {
-      // Each thread lays out its share of the inputs of every tile.
+    if (is_packed) {
+      // Each thread packs its share of the inputs of every tile.
       const int64_t first = words * thread / threads, last = words * (thread + 1) / threads;
       for (int64_t t = 0; t < num_tiles; ++t) {
         const int64_t start = begin(t), count = begin(t + 1) - start;
-        Input* to = laid + start * words;
+        Input* to = packed + start * words;
         for (int64_t r = 0; r < count; ++r) {
           const Number* from = x + (start + r) * dim;
           for (int64_t k = first; k < last; ++k) to[k * count + r] = T::input(from + k * T::kInputs);
@@ -215,14 +217,14 @@ void linear(const void* weight, const void* bias, const void* input, void* outpu
       }
 #pragma omp barrier
     }
-    const Input* from = is_laid ? laid : reinterpret_cast<const Input*>(x);
+    const Input* from = is_packed ? packed : reinterpret_cast<const Input*>(x);
     const int64_t first = num_panels * thread / threads, last = num_panels * (thread + 1) / threads;
     if (num_tiles == 1) {
       some_rows<T>(num_rows, call, first, last, from, call.out, nullptr);
     } else {
       for (int64_t panel = first; panel < last; panel += 2)
         for (int64_t t = 0; t < num_tiles; ++t) {
-          // The first tile fetches one of the next two panels, the second the other.
+          // The first tile prefetches one of the next two panels, the second tile the other.
           const int64_t next = std::min(panel + 2 + std::min<int64_t>(t, 1), num_panels - 1);
           some_rows<T>(begin(t + 1) - begin(t), call, panel, std::min(last, panel + 2), from + begin(t) * words,
                        call.out + begin(t) * num_outputs, call.weight + next * words * kLanes);
@@ -237,7 +239,7 @@ void linear(const void* weight, const void* bias, const void* input, void* outpu
 
 extern "C" {
 
-// Whether nereid_linear can be called here.
+// See cpu_kernels.h.
 int nereid_has_linear() {
 #ifdef __AVX512F__
   return 1;
@@ -246,8 +248,7 @@ int nereid_has_linear() {
 #endif
 }
 
-// x [num_rows][dim] to out [num_rows][num_outputs], both packed tightly; bias [num_outputs] or null. dim is even
-// for bfloat16.
+// See cpu_kernels.h.
 void nereid_linear(int is_bfloat16, const void* weight, const void* bias, const void* x, void* out, int64_t num_rows,
                    int64_t dim, int64_t num_outputs, int num_threads) {
 #ifdef __AVX512F__

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with weights of 8 bits, for CPUs.
+"""Linear layers for CPUs with weights of 8-bit integers.
 
-Each output has a scale; activations stay as they are. A quarter of float32's memory, half of
-bfloat16's. A native kernel reads each weight once as it is stored; for many rows in bfloat16, which
-are bound by arithmetic, the weights are widened for the call. docs/memory.md has the figures.
+Each output has a scale. Activations are not quantised. The weights take a quarter of float32's
+memory, or half of bfloat16's. A C++ kernel reads each weight once, as it is stored. For many rows
+in bfloat16, whose speed is limited by arithmetic, the weights are converted to bfloat16 for each
+call. docs/history/cpu-kernels.md has the measurements.
 """
 
 import torch
@@ -13,17 +14,27 @@ from torch.nn import functional
 from nereid_backend.attention.cpu.cpu_attention import has_kernels, kernels
 
 _DTYPES = (torch.float32, torch.bfloat16)
+# The number of outputs in one panel, whose weights fit into one vector.
 _LANES = 16
+# The largest stored integer.
 _LARGEST = 127
-# With more rows bfloat16's own matrix product over widened weights is faster; float32's never was.
-_MOST_BFLOAT16_ROWS = 96
+# The smallest scale that is used as a divisor, so that a row of zeros is not divided by zero.
+_MIN_SCALE = 1e-30
+# For more rows than this, torch's bfloat16 product with converted weights is faster than the
+# kernel. In float32, the kernel was faster for all numbers of rows.
+_MAX_KERNEL_BFLOAT16_ROWS = 96
 
 
 class Int8Linear(nn.Linear):
-    """A linear layer whose weight is kept as integers; inference on a CPU only.
+    """A linear layer whose weight is stored as integers. It supports only inference on a CPU.
 
-    ``weight`` still tells shape, dtype and device, but its numbers are NaN, unless others share
-    them, as in `PackedLinear`.
+    `weight` has the original shape, dtype and device, but its numbers are NaN unless other layers
+    share them; see `PackedLinear`.
+
+    Attributes:
+        packed: int8 [panels, in_features, 16], the weights in panels of 16 outputs.
+        scales: float32 [panels * 16], the scale of each output.
+        is_native: whether the C++ kernel can be used.
     """
 
     packed: Tensor
@@ -31,48 +42,48 @@ class Int8Linear(nn.Linear):
     is_native: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features], in the input's dtype."""
+        """Return [..., out_features] for [..., in_features], in the input's dtype."""
         num_rows = input.numel() // self.in_features
-        is_many = input.dtype == torch.bfloat16 and num_rows > _MOST_BFLOAT16_ROWS
+        is_many = input.dtype == torch.bfloat16 and num_rows > _MAX_KERNEL_BFLOAT16_ROWS
         if is_many or not self.is_native:
-            widened = self.packed.transpose(1, 2).reshape(-1, self.in_features).to(input.dtype)
-            found = functional.linear(input, widened) * self.scales.to(input.dtype)
+            weight = self.packed.transpose(1, 2).reshape(-1, self.in_features).to(input.dtype)
+            output = functional.linear(input, weight) * self.scales.to(input.dtype)
         else:
             rows = input.reshape(num_rows, self.in_features).float().contiguous()
-            found = rows.new_empty(num_rows, self.scales.numel())
+            output = rows.new_empty(num_rows, self.scales.numel())
             kernels().nereid_linear_int8(
                 self.packed.data_ptr(),
                 self.scales.data_ptr(),
                 rows.data_ptr(),
-                found.data_ptr(),
+                output.data_ptr(),
                 num_rows,
                 self.in_features,
                 self.packed.shape[0],
                 torch.get_num_threads(),
             )
-            found = found.to(input.dtype).view(*input.shape[:-1], -1)
-        found = found[..., : self.out_features]
-        return found if self.bias is None else found + self.bias
+            output = output.to(input.dtype).view(*input.shape[:-1], -1)
+        output = output[..., : self.out_features]
+        return output if self.bias is None else output + self.bias
 
 
 @torch.inference_mode()
 def quantise_linears(model: nn.Module) -> int:
-    """Keep the weights of a model's linear layers as integers.
+    """Convert the weights of a model's linear layers to integers.
 
-    Layers that are no plain ``nn.Linear`` or not in float32 or bfloat16 on a CPU stay as they are.
-    A weight that others share, as an output layer's with the embedding, is copied.
+    Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted. If other
+    layers share a weight, as an embedding and an output layer may, the weight is copied.
 
     Args:
-        model: mutated; it can then neither be trained, saved nor moved.
+        model: the model. Mutated; it can then neither be trained, saved nor moved.
 
     Returns:
-        How many layers were changed.
+        The number of converted layers.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners[parameter.data_ptr()] = owners.get(parameter.data_ptr(), 0) + 1
-    is_native = has_kernels()  # without them every call widens the weights
+    is_native = has_kernels()
     count = 0
     for module in list(model.modules()):
         weight = module.weight if type(module) is nn.Linear else None
@@ -86,11 +97,12 @@ def quantise_linears(model: nn.Module) -> int:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Memory of a model's parameters and buffers, and of what is kept of its packed layers."""
+    """Return the size of a model in bytes: its parameters, buffers and packed weights."""
     sizes: dict[int, int] = {}
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        own += [t for t in vars(module).values() if isinstance(t, Tensor) and not t.is_mkldnn]
+        values = vars(module).values()
+        own += [value for value in values if isinstance(value, Tensor) and not value.is_mkldnn]
         for tensor in own:
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
@@ -98,17 +110,26 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def _quantise(layer: nn.Module, *, keep: bool, is_native: bool) -> None:
+    """Convert one layer.
+
+    Args:
+        layer: the layer, of the class nn.Linear. Mutated.
+        keep: whether other layers share the weight, so that its numbers must stay.
+        is_native: whether the C++ kernel can be used.
+    """
     assert isinstance(layer, nn.Linear)
     weight = layer.weight.detach().float()
     scales = weight.abs().amax(1) / _LARGEST
-    integers = (weight / scales.clamp(min=1e-30).unsqueeze(1)).round()
+    integers = (weight / scales.clamp(min=_MIN_SCALE).unsqueeze(1)).round()
     pad = -weight.shape[0] % _LANES
     integers = functional.pad(integers, (0, 0, 0, pad)).to(torch.int8)
-    # Sixteen outputs lie together, so that one vector holds a weight of each.
+    # The weights of 16 outputs for one input are contiguous, so that one vector can load them.
     packed = integers.view(-1, _LANES, weight.shape[1]).transpose(1, 2).contiguous()
     if not keep:
-        hollow = torch.full((1, 1), float("nan"), dtype=layer.weight.dtype)
-        layer.weight = nn.Parameter(hollow.expand(weight.shape), requires_grad=False)
+        # One NaN, expanded to the shape of the weight, takes no memory.
+        placeholder = torch.full((1, 1), float("nan"), dtype=layer.weight.dtype)
+        layer.weight = nn.Parameter(placeholder.expand(weight.shape), requires_grad=False)
     layer.__class__ = Int8Linear
-    layer.packed, layer.scales = packed, functional.pad(scales, (0, pad))
+    layer.packed = packed
+    layer.scales = functional.pad(scales, (0, pad))
     layer.is_native = is_native  # type: ignore[assignment]

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that read the same input, as queries, keys and values do, computed as one.
+"""Merged linear layers: layers with the same input are computed as one.
 
-Which these are is seen by running the model once, not told by their names. The first that is called
-computes all; the others hand out their part of it, if they are given the very same tensor, and else
-compute for themselves. So a model whose code takes another turn stays right.
+Examples are the layers that compute queries, keys and values.
+
+The groups are found by running the model once, not by the names of layers. In a forward pass, the
+first layer of a group computes the outputs of all its layers. Each other layer returns its part if
+its input is the same tensor object. Otherwise it computes its own output, so the model is correct
+even if its code calls the layers in a different way.
 """
 
 from collections.abc import Callable
@@ -14,26 +17,29 @@ from torch.nn import functional
 
 from nereid_backend.linear.native_linear import NativeLinear, linear
 
+# The number of outputs in one panel of packed weights.
 _LANES = 16
 
-# The name of what contains it, a layer, and what it was given.
+# A call of a layer: the name of the module that contains the layer, the layer, and its input.
 _Call = tuple[str, nn.Linear, Tensor]
 
 
 class _Group:
-    """Layers that are called one after the other with one input; the first computes for all.
+    """Layers that are called one after the other with one input.
 
-    Their weights lie one behind the other in a buffer of the first layer's, so that each one's own
-    is a part of it.
+    The weights of all layers are in one buffer of the first layer, one after the other. Each
+    layer's own weight is a view of its part.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
+        """Merge the weights of some layers. Mutates: the layers."""
         self._sizes = [layer.out_features for layer in layers]
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
         self._is_native = isinstance(layers[0], NativeLinear)
         weights = [_weight_of(layer) for layer in layers]
-        merged, bias = torch.cat(weights), _joined_bias(layers)
+        merged = torch.cat(weights)
+        bias = _merged_bias(layers)
         parts = torch.split(merged, [len(weight) for weight in weights])
         for index, (layer, part) in enumerate(zip(layers, parts, strict=True)):
             if isinstance(layer, NativeLinear):
@@ -42,35 +48,48 @@ class _Group:
                 layer.weight = nn.Parameter(part, requires_grad=False)
             layer.__class__ = MergedNativeLinear if self._is_native else MergedLinear
             assert isinstance(layer, _Merged)
-            layer.group, layer.place = self, index
-        # Buffers, so that who traces the model sees that they are the checkpoint's.
+            layer.group = self
+            layer.place = index
+        # The tensors are buffers, so that torch.export treats them as part of the model.
         layers[0].register_buffer("merged", merged, persistent=False)
         layers[0].register_buffer("merged_bias", bias, persistent=False)
 
     def compute(self, x: Tensor, merged: Tensor, bias: Tensor | None) -> None:
-        """Compute every layer's output; each takes its own, a view of them all, by `take`."""
+        """Compute and store the outputs of all layers.
+
+        Args:
+            x: [..., in_features], the input.
+            merged: the merged weights.
+            bias: the merged biases; None if no layer has one.
+        """
         size = sum(self._sizes)
-        whole: Tensor
+        output: Tensor
         if not self._is_native:
-            whole = functional.linear(x, merged, bias)
+            output = functional.linear(x, merged, bias)
         elif torch.compiler.is_compiling():
-            whole = torch.ops.nereid.packed_linear(x, merged, bias, size)
+            output = torch.ops.nereid.packed_linear(x, merged, bias, size)
         else:
-            whole = linear(x, merged, bias, size)
-        self._input, self._parts = x, list(torch.split(whole, self._sizes, dim=-1))
+            output = linear(x, merged, bias, size)
+        self._input = x
+        self._parts = list(torch.split(output, self._sizes, dim=-1))
 
     def take(self, place: int, x: Tensor) -> Tensor | None:
-        """One layer's output for an input; None: that is not what was computed."""
+        """Return the output of the layer at index `place`, and remove it from this group.
+
+        Return None if `x` is not the input for which the outputs were computed.
+        """
         if self._input is not x:
             return None
-        found, self._parts[place] = self._parts[place], None
+        part = self._parts[place]
+        self._parts[place] = None
         if place == len(self._sizes) - 1:
-            self._input, self._parts = None, []
-        return found
+            self._input = None
+            self._parts = []
+        return part
 
 
 class _Merged(nn.Linear):
-    """A layer of a group. Inference only, and one forward pass at a time."""
+    """A layer of a group. It supports only inference, with one forward pass at a time."""
 
     group: _Group
     place: int
@@ -78,34 +97,34 @@ class _Merged(nn.Linear):
     merged_bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """See `nn.Linear`."""
+        """Return [..., out_features] for [..., in_features]; see `nn.Linear`."""
         if self.place == 0:
             self.group.compute(input, self.merged, self.merged_bias)
-        found = self.group.take(self.place, input)
-        return super().forward(input) if found is None else found
+        part = self.group.take(self.place, input)
+        return super().forward(input) if part is None else part
 
 
 class MergedLinear(_Merged):
-    """A layer of a group whose weights are torch's."""
+    """A layer of a group whose weights have torch's layout."""
 
 
 class MergedNativeLinear(_Merged, NativeLinear):
-    """A layer of a group whose weights are packed."""
+    """A layer of a group with packed weights."""
 
 
 def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
-    """Merge layers that a run of the model gives one input.
+    """Merge the layers of a model that get the same input in a run of the model.
 
     Args:
-        model: its layers packed by `prepack_linears`, or as loaded. Mutated.
-        run: runs it once.
+        model: the model, with layers as loaded or packed by `prepack_linears`. Mutated.
+        run: runs the model once.
 
     Returns:
-        How many groups there are.
+        The number of groups.
     """
     calls: list[_Call] = []
     hooks = [
-        module.register_forward_pre_hook(_noting(calls, name.rpartition(".")[0]))
+        module.register_forward_pre_hook(_call_recorder(calls, name.rpartition(".")[0]))
         for name, module in model.named_modules()
         if type(module) in (NativeLinear, nn.Linear)
     ]
@@ -116,14 +135,14 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
             hook.remove()
     groups: list[list[_Call]] = []
     for call in calls:
-        if groups and _goes_with(groups[-1][-1], call):
+        if groups and _can_merge(groups[-1][-1], call):
             groups[-1].append(call)
         else:
             groups.append([call])
     counts: dict[int, int] = {}
     for _, layer, _ in calls:
         counts[id(layer)] = counts.get(id(layer), 0) + 1
-    # A layer that is called twice is shared, and may be called otherwise next time.
+    # A layer that is called twice may have different inputs in a later run, so it is not merged.
     merged = [
         [layer for _, layer, _ in group]
         for group in groups
@@ -145,36 +164,48 @@ def separate_linears(model: nn.Module) -> None:
             module.__class__ = NativeLinear if is_native else nn.Linear  # type: ignore[assignment]
 
 
-def _noting(calls: list[_Call], parent: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _call_recorder(
+    calls: list[_Call], parent: str
+) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    """Return a hook that appends each call of a layer to `calls`.
+
+    Args:
+        calls: receives the calls. Mutated.
+        parent: the name of the module that contains the layer.
+    """
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(module, nn.Linear)
         if inputs:
             calls.append((parent, module, inputs[0]))
 
-    return note
+    return record
 
 
-def _goes_with(last: _Call, call: _Call) -> bool:
-    """Whether a call can be served by the same product as the one before it."""
-    (parent, layer, given), (next_parent, next_layer, next_given) = last, call
-    weight, next_weight = _weight_of(layer), _weight_of(next_layer)
+def _can_merge(last: _Call, call: _Call) -> bool:
+    """Return whether two calls can share one product, because input and weights fit."""
+    parent, layer, layer_input = last
+    next_parent, next_layer, next_input = call
+    weight = _weight_of(layer)
+    next_weight = _weight_of(next_layer)
     return (
         parent == next_parent
-        and given is next_given
+        and layer_input is next_input
         and type(layer) is type(next_layer)
         and weight.dtype == next_weight.dtype
         and weight.device == next_weight.device
-        # What follows a packed layer begins with a whole panel.
+        # The weights of the next packed layer must begin at the start of a panel.
         and (not isinstance(layer, NativeLinear) or layer.out_features % _LANES == 0)
     )
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:
-    """What holds a layer's numbers, its first dimension that of outputs."""
+    """Return the tensor with a layer's weights, whose first dimension is that of the outputs."""
     return layer.packed if isinstance(layer, NativeLinear) else layer.weight.detach()
 
 
-def _joined_bias(layers: list[nn.Linear]) -> Tensor | None:
+def _merged_bias(layers: list[nn.Linear]) -> Tensor | None:
+    """Return the biases of all layers as one tensor, or None if no layer has a bias."""
     if all(layer.bias is None for layer in layers):
         return None
     parts = [

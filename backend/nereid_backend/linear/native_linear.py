@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers computed by our own kernel (cpu_linear.cpp), on CPUs with 512-bit vectors.
+"""Linear layers in a C++ kernel (cpu_linear.cpp), for CPUs with 512-bit vectors.
 
-The kernel reads weights in order and ahead of time, which a step of few rows lives on, from a
-layout that serves one row and many. A row gives the same bits alone and among others. As an
-operator of torch's it can be traced and compiled; compiled models call it without Python
-(attention/cpu/cpu_shim.cpp).
+The kernel reads the weights in order and prefetches them, because the speed of a step with few rows
+is limited by reading the weights. One layout serves one row and many. A row gives the same bits
+alone and together with other rows. The kernel is a torch operator, so models that use it can be
+traced and compiled. Compiled models call the kernel without Python (attention/cpu/cpu_shim.cpp).
 """
 
 import functools
@@ -17,33 +17,35 @@ from torch.nn import functional
 
 from nereid_backend.attention.cpu.cpu_attention import has_kernels, kernels
 
+# The number of outputs in one panel of packed weights.
 _LANES = 16
 
 
 class NativeLinear(nn.Linear):
-    """A linear layer whose weight is kept in the kernel's layout; inference on a CPU only.
+    """A linear layer whose weight has the kernel's layout. It supports only inference on a CPU.
 
-    ``weight`` still tells shape, dtype and device, but its numbers are NaN, unless others share
-    them, as in `PackedLinear`.
+    `weight` has the original shape, dtype and device, but its numbers are NaN unless other layers
+    share them; see `PackedLinear`.
 
     Attributes:
-        packed: float32 [panels, in_features, 16] or bfloat16 [panels, in_features / 2, 16, 2].
+        packed: the weight as float32 [panels, in_features, 16] or as bfloat16
+            [panels, in_features / 2, 16, 2].
     """
 
     packed: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features], in the weight's dtype."""
+        """Return [..., out_features] for [..., in_features], in the weight's dtype."""
         if torch.compiler.is_compiling():
-            found: Tensor = torch.ops.nereid.packed_linear(
+            output: Tensor = torch.ops.nereid.packed_linear(
                 input, self.packed, self.bias, self.out_features
             )
-            return found
+            return output
         return linear(input, self.packed, self.bias, self.out_features)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether the kernel takes a layer with this weight, [out_features, in_features]."""
+    """Return whether the kernel supports a layer with this weight, [out_features, in_features]."""
     if weight.device.type != "cpu" or 0 in weight.shape or not is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -52,7 +54,11 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight as the kernel reads it; see `NativeLinear.packed`."""
+    """Return a weight in the kernel's layout; see `NativeLinear.packed`.
+
+    Example: a float32 weight [20, 8] becomes [2, 8, 16]: two panels of 16 outputs, of which the
+    last 12 are zero.
+    """
     padded = functional.pad(weight, (0, 0, 0, -weight.shape[0] % _LANES))
     if weight.dtype == torch.bfloat16:
         return padded.view(-1, _LANES, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
@@ -60,19 +66,22 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """One layer, [..., in_features] to [..., out_features] in the input's dtype.
+    """Compute one layer, [..., out_features] for [..., in_features], in the input's dtype.
 
     Args:
         x: the input.
-        packed: of x's dtype; see `NativeLinear.packed`.
-        bias: [out_features], or None.
-        out_features: how many of the last panel's outputs there are.
+        packed: the weight, with the dtype of x; see `NativeLinear.packed`.
+        bias: [out_features]; None if the layer has none.
+        out_features: the number of outputs, without the padding of the last panel.
+
+    Raises:
+        ValueError: if the dtype or the number of features of x does not fit the weight.
     """
     dim = x.shape[-1]
     if x.dtype != packed.dtype or dim * _LANES != packed.stride(0):
         raise ValueError(
-            f"an input of {dim} x {x.dtype} does not go with a weight of "
-            f"{packed.stride(0) // _LANES} x {packed.dtype}"
+            f"The input has {dim} features of {x.dtype}, but the weight has "
+            f"{packed.stride(0) // _LANES} features of {packed.dtype}."
         )
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], out_features)
@@ -91,26 +100,31 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
 
 
 def _linear_meta(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:  # noqa: ARG001
+    """Return an uninitialised output of the right shape, as torch needs it for tracing."""
     return x.new_empty(*x.shape[:-1], out_features)
 
 
 @functools.cache
 def _kernel():  # type: ignore[no-untyped-def]  # noqa: ANN202 - ctypes has no public type for it
+    """Return the C function with its argument types."""
     function = kernels().nereid_linear
-    pointers, sizes = [c_void_p] * 4, [c_int64] * 3
-    function.argtypes, function.restype = [c_int, *pointers, *sizes, c_int], None
+    function.argtypes = [c_int, *[c_void_p] * 4, *[c_int64] * 3, c_int]
+    function.restype = None
     return function
 
 
 @functools.cache
 def is_available() -> bool:
-    """Whether the kernel can be built here."""
+    """Return whether the kernel can be built on this machine."""
     return has_kernels() and bool(kernels().nereid_has_linear())
 
 
 @functools.cache
 def _has_tiles() -> bool:
-    """Whether the processor multiplies tiles of bfloat16 (AMX), which oneDNN uses and we do not."""
+    """Return whether the processor multiplies bfloat16 in tiles (AMX).
+
+    oneDNN does; this kernel does not.
+    """
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 

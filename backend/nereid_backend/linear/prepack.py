@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in the layout that a CPU's matrix products read, made once after loading.
+"""Packing of linear layers: converts weights once after loading into the layout of CPU kernels.
 
-On a CPU torch's own float32 product goes to a library that does not use every machine's widest
-vectors, and lays the weight out anew on every call. With 512-bit vectors the products are our own
-(native_linear.py), elsewhere oneDNN's. docs/performance.md has the figures.
+On a CPU, torch computes float32 products in a library that does not use the widest vectors of every
+processor and converts the weight's layout in every call. With 512-bit vectors, the kernel of
+native_linear.py computes the products instead; on other processors, oneDNN does.
+docs/history/cpu-kernels.md has the measurements.
 """
 
 import torch
@@ -13,22 +14,22 @@ from nereid_backend.linear import native_linear
 from nereid_backend.linear.native_linear import NativeLinear
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# The layout is chosen for this many rows; any number runs.
+# oneDNN chooses the layout for this number of rows. The layer accepts any number.
 _ROWS = 256
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer whose weight is kept in oneDNN's layout; inference on a CPU only.
+    """A linear layer whose weight has oneDNN's layout. It supports only inference on a CPU.
 
-    ``weight`` still tells shape, dtype and device, but its numbers are NaN, unless others share
-    them: code that reads them instead of calling the layer gets answers that nobody can take for
-    right ones.
+    `weight` has the original shape, dtype and device, but its numbers are NaN unless other layers
+    share them. Model code that reads the numbers instead of calling the layer then gives NaN, which
+    the self-check detects.
     """
 
     packed: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features], in the weight's dtype."""
+        """Return [..., out_features] for [..., in_features], in the weight's dtype."""
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
             input, self.packed, self.bias, "none", [], ""
         )
@@ -37,17 +38,18 @@ class PackedLinear(nn.Linear):
 
 @torch.inference_mode()
 def prepack_linears(model: nn.Module, *, copy_shared: bool = False) -> int:
-    """Lay out the weights of a model's linear layers for this processor.
+    """Convert the weights of a model's linear layers into the layout of this processor's kernels.
 
-    Layers that are no plain ``nn.Linear`` or not in float32 or bfloat16 on a CPU stay as they are.
+    Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted.
 
     Args:
-        model: mutated; it can then neither be trained, saved nor moved.
-        copy_shared: give layers whose weight is shared (an output layer tied to the embedding) a
-            packed copy of it, which takes its memory once more; else they stay as they are.
+        model: the model. Mutated; it can then neither be trained, saved nor moved.
+        copy_shared: whether a layer that shares its weight, such as an output layer that is tied to
+            the embedding, gets a packed copy. The copy needs further memory. If False, such layers
+            are not converted.
 
     Returns:
-        How many layers were changed.
+        The number of converted layers.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -63,26 +65,34 @@ def prepack_linears(model: nn.Module, *, copy_shared: bool = False) -> int:
 
 
 def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
+    """Convert one layer, and return whether this was possible.
+
+    Args:
+        layer: the layer. Mutated.
+        keep: whether other layers share the weight, so that its numbers must stay.
+    """
     weight = layer.weight.detach()
     kind: type[nn.Linear]
     if native_linear.can_pack(weight):
-        kind, packed = NativeLinear, native_linear.pack(weight)
+        kind = NativeLinear
+        packed = native_linear.pack(weight)
     elif _can_reorder(weight):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
         kind = PackedLinear
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
     else:
         return False
     if not keep:
-        hollow = torch.full((1, 1), float("nan"), dtype=weight.dtype).expand(weight.shape)
-        layer.weight = nn.Parameter(hollow, requires_grad=False)
+        # One NaN, expanded to the shape of the weight, takes no memory.
+        placeholder = torch.full((1, 1), float("nan"), dtype=weight.dtype)
+        layer.weight = nn.Parameter(placeholder.expand(weight.shape), requires_grad=False)
     layer.__class__ = kind
-    # A buffer, so that who traces the model sees that it is the checkpoint's.
+    # The tensor is a buffer, so that torch.export treats it as part of the model.
     layer.register_buffer("packed", packed, persistent=False)
     return True
 
 
 def _can_reorder(weight: Tensor) -> bool:
-    """Whether this build of torch has oneDNN's operators, and they take the weight."""
+    """Return whether oneDNN's operators exist in this build of torch and support the weight."""
     has_library = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     if not has_library or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False

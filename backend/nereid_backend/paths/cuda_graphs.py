@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.attention_batch import AttentionBatch, Decodes
+from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup
 from nereid_backend.attention.gpu.gpu_attention import gpu_batch
 from nereid_backend.paths.cuda_capture import Capture, GraphMemoryError, Replay
 from nereid_backend.paths.model_call import Sizes, UnfitError
@@ -298,7 +298,7 @@ class StaticStep:
     def _attention(self) -> AttentionBatch:
         """Return the attention batch, which reads from the tensors of this step."""
         _, _, slots, lens = self._numbers
-        decodes = Decodes(None, self._table, lens, self._block_size)
+        decodes = DecodeGroup(None, self._table, lens, self._block_size)
         return AttentionBatch(slots, self._shape.rows, [decodes], [], self._block_size)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.attention_batch import AttentionBatch, Decodes, Prefill
+from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup, Prefill
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
@@ -120,7 +120,7 @@ class BatchBuilder:
             slots=slot_ids,
             num_decodes=num_decodes,
             decodes=[
-                Decodes(
+                DecodeGroup(
                     blocks=next(tensors),
                     lens=next(tensors),
                     tokens=None if isinstance(tokens, slice) else next(tensors),

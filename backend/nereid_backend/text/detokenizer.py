@@ -68,7 +68,7 @@ class Detokenizer:
                 not returned.
         """
         self._decode = decode
-        # The last returned tokens, and after them, from the index _start on, the new tokens.
+        # The last returned tokens, followed by the new tokens, which start at the index `_start`.
         self._window = list(seed_token_ids)
         self._start = len(self._window)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on CPUs with native kernels."""
+"""Paged attention in C++ kernels for CPUs."""

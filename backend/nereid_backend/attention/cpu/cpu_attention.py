@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on a CPU with native kernels, which read blocks where they are.
+"""Paged attention in C++ kernels for CPUs. The kernels read keys and values from their blocks.
 
-A decode is bound by memory, a prefill by arithmetic, so each has a kernel of its own.
+The speed of a decode is limited by memory and the speed of a prefill by arithmetic, so each has a
+kernel of its own.
 """
 
 import ctypes
@@ -25,12 +26,13 @@ __all__ = ["CpuKVCache", "KernelBuildError", "attend", "cache_type", "has_kernel
 
 logger = logging.getLogger(__name__)
 
+# The kernels compute this many tokens of a block at once.
 _LANES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Shape(ctypes.Structure):
-    """`Shape` of cpu_kernels.h."""
+    """The struct `Shape` of cpu_kernels.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim")),
@@ -41,7 +43,7 @@ class _Shape(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    """`Layer` of cpu_kernels.h."""
+    """The struct `Layer` of cpu_kernels.h."""
 
     _fields_ = (
         ("shape", _Shape),
@@ -50,8 +52,8 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Decodes(ctypes.Structure):
-    """`Decodes` of cpu_kernels.h."""
+class _DecodeGroup(ctypes.Structure):
+    """The struct `DecodeGroup` of cpu_kernels.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("tokens", "blocks")),
@@ -62,7 +64,7 @@ class _Decodes(ctypes.Structure):
 
 
 class _Prefill(ctypes.Structure):
-    """`Prefill` of cpu_kernels.h."""
+    """The struct `Prefill` of cpu_kernels.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("first", "num_tokens", "num_cached")),
@@ -71,7 +73,7 @@ class _Prefill(ctypes.Structure):
 
 
 class _Forward(ctypes.Structure):
-    """`Forward` of cpu_shim.cpp."""
+    """The struct `Forward` of cpu_shim.cpp."""
 
     _fields_ = (
         *(("layers", c_void_p), ("num_layers", c_int64)),
@@ -83,14 +85,14 @@ class _Forward(ctypes.Structure):
 
 
 class Spent(ctypes.Structure):
-    """Nanoseconds that compiled models have spent in the kernels."""
+    """The time that compiled models have spent in the kernels, in nanoseconds."""
 
     _fields_ = (("linear_ns", c_int64), ("attention_ns", c_int64))
 
 
 @dataclass(frozen=True, slots=True)
 class _NativeLayer:
-    """One layer of a cache as the kernels want it, and for which calls that holds."""
+    """A cached `_Layer`, and the arguments for which it was built."""
 
     spec: LayerSpec
     scale: float
@@ -101,20 +103,23 @@ class _NativeLayer:
 
 @dataclass(frozen=True, slots=True)
 class _NativeStep:
-    """A step as the kernels want it, the same for every layer; its tensors stay the batch's."""
+    """The metadata of a step for the kernels, equal for all layers.
+
+    The pointers refer to tensors that the AttentionBatch owns.
+    """
 
     slots: int
     num_tokens: int
-    groups: "ctypes.Array[_Decodes]"
+    groups: "ctypes.Array[_DecodeGroup]"
     prefills: "ctypes.Array[_Prefill]"
 
 
 @functools.cache
 def kernels() -> ctypes.CDLL:
-    """The kernels of this process.
+    """Return the library of kernels, which is built and loaded once in a process.
 
     Raises:
-        KernelBuildError: they cannot be built here; the message says why.
+        KernelBuildError: if the kernels cannot be built on this machine.
     """
     library = load_library()
     pointer, size = c_void_p, c_int64
@@ -134,7 +139,7 @@ def kernels() -> ctypes.CDLL:
 
 @functools.cache
 def has_kernels() -> bool:
-    """Whether the kernels can be built here."""
+    """Return whether the kernels can be built on this machine."""
     try:
         kernels()
     except KernelBuildError:
@@ -143,14 +148,23 @@ def has_kernels() -> bool:
 
 
 def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
-    """The kind of cache that is fastest here: the kernels' own where they can serve it."""
+    """Return the fastest class of KV cache that this device supports.
+
+    If the kernels cannot be used on a CPU, log a warning.
+
+    Args:
+        block_size: tokens in one block.
+        dtype: the data type of keys and values.
+        device: the device of the cache.
+    """
     if device.type != "cpu":
         return KVCache
     reason = None
     if block_size % _LANES:
-        reason = f"block_size {block_size} is not a multiple of {_LANES}"
+        reason = f"block_size is {block_size}, which is not a multiple of {_LANES}"
     elif dtype not in _DTYPES:
-        reason = f"{str(dtype).removeprefix('torch.')} is not float32 or bfloat16"
+        name = str(dtype).removeprefix("torch.")
+        reason = f"the keys and values are {name}, but the kernels support float32 and bfloat16"
     else:
         try:
             kernels()
@@ -158,18 +172,22 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
             reason = str(error)
     if reason is None:
         return CpuKVCache
-    logger.warning("attention without native kernels, several times slower: %s", reason)
+    logger.warning(
+        "Attention runs without CPU kernels and is several times slower, because %s.", reason
+    )
     return KVCache
 
 
 class CpuKVCache(KVCache):
-    """A KV cache whose keys lie transposed within their block.
+    """A KV cache whose keys are transposed within their block, as the kernels read them.
 
     Attributes:
-        keys: per layer [num_blocks + 1, num_kv_heads, key_dim, block_size].
-        key_scales: per layer, where the cache holds integers (int8_cache.py); empty elsewhere.
-        value_scales: the same for values.
-        spent: what compiled models spend in the kernels is added here; None: it is not measured.
+        keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, key_dim, block_size].
+        key_scales: the factors of the keys, if the cache stores integers (int8_cache.py); otherwise
+            empty.
+        value_scales: the factors of the values, as key_scales.
+        spent: the kernels add the time that compiled models spend in them; None if the time is not
+            measured.
     """
 
     spent: Spent | None
@@ -179,45 +197,51 @@ class CpuKVCache(KVCache):
     _native_layers: "ctypes.Array[_Layer] | None"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - KVCache's own
+        """Allocate the blocks, filled with zeros; see `KVCache.__init__`."""
         super().__init__(*args, **kwargs)
-        self.key_scales, self.value_scales = [], []
+        self.key_scales = []
+        self.value_scales = []
         self._native = {}
         self._native_layers = None
         self.spent = None
-        # All zero so far, so that another shape over the same memory is another layout.
+        # The memory contains only zeros so far, so a view of another shape changes the layout.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
 
     def native(
         self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
     ) -> _Layer:
-        """One layer as the kernels want it; made when it is first asked for."""
+        """Return one layer in the form that the kernels read. It is built once and cached."""
         number, spec = layer
-        found = self._native.get(number)
+        cached = self._native.get(number)
         if (
-            found is None
-            or found.spec is not spec
-            or found.scale != scale
-            or found.dtype is not dtype
-            or found.block_size != block_size
+            cached is None
+            or cached.spec is not spec
+            or cached.scale != scale
+            or cached.dtype is not dtype
+            or cached.block_size != block_size
         ):
-            made = self._native_layer(number, spec, scale, dtype, block_size)
-            found = self._native[number] = _NativeLayer(spec, scale, dtype, block_size, made)
-        return found.layer
+            native = self._native_layer(number, spec, scale, dtype, block_size)
+            cached = self._native[number] = _NativeLayer(spec, scale, dtype, block_size, native)
+        return cached.layer
 
     def native_layers(self, specs: Sequence[LayerSpec], block_size: int) -> "ctypes.Array[_Layer]":
-        """All layers as the kernels want them but for their scales; made once."""
-        found = self._native_layers
-        if found is None:
-            made = [
+        """Return all layers in the form that compiled models read. They are built once and cached.
+
+        The scale of each layer is left at zero, because a compiled model passes it with each call.
+        """
+        layers = self._native_layers
+        if layers is None:
+            natives = [
                 self._native_layer(number, spec, 0.0, self.dtype, block_size)
                 for number, spec in enumerate(specs)
             ]
-            found = self._native_layers = (_Layer * len(made))(*made)
-        return found
+            layers = self._native_layers = (_Layer * len(natives))(*natives)
+        return layers
 
     def _native_layer(
         self, number: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
     ) -> _Layer:
+        """Build one layer in the form that the kernels read."""
         shape = _Shape(
             *(spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, block_size),
             *(spec.span.window or 0, spec.span.chunk or 0, scale, spec.softcap or 0.0),
@@ -227,24 +251,25 @@ class CpuKVCache(KVCache):
         return _Layer(shape, dtype is torch.bfloat16, *(tensor.data_ptr() for tensor in tensors))
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
-        """See `KVCache.store`."""
-        keys, values = self.keys[layer], self.values[layer]
+        """Write the keys and values of one step; see `KVCache.store`."""
+        keys = self.keys[layer]
+        values = self.values[layer]
         _, _, dim, size = keys.shape
-        cells, places = rows // size, rows % size
-        keys.view(-1, dim, size)[cells, :, places] = key.reshape(-1, dim)
+        # Each row is one place in one head's part of a block.
+        keys.view(-1, dim, size)[rows // size, :, rows % size] = key.reshape(-1, dim)
         value_dim = values.shape[3]
         values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """See `KVCache.gather`."""
+        """Copy the keys and values of sequences into contiguous tensors; see `KVCache.gather`."""
         num_seqs, num_heads, count = rows.shape
         _, _, dim, size = self.keys[layer].shape
-        taken = self.keys[layer].view(-1, dim, size).index_select(0, rows.reshape(-1))
-        keys = taken.view(num_seqs, num_heads, count, dim, size).transpose(3, 4)
+        transposed = self.keys[layer].view(-1, dim, size).index_select(0, rows.reshape(-1))
+        keys = transposed.view(num_seqs, num_heads, count, dim, size).transpose(3, 4)
         keys = keys.reshape(num_seqs, num_heads, count * size, dim)
-        size_of_value = self.values[layer].shape[3]
-        values = self.values[layer].view(-1, size * size_of_value).index_select(0, rows.reshape(-1))
-        return keys, values.view(num_seqs, num_heads, count * size, size_of_value)
+        value_dim = self.values[layer].shape[3]
+        values = self.values[layer].view(-1, size * value_dim).index_select(0, rows.reshape(-1))
+        return keys, values.view(num_seqs, num_heads, count * size, value_dim)
 
 
 def attend(
@@ -256,13 +281,14 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store one packed step's keys and values in one layer, then attend.
+    """Store the keys and values of one packed step in one layer, and return the attention.
 
-    Arguments and result are those of `reference.attend`. Mutates: cache.
+    The arguments and the result are those of `reference.attend`. Mutates: cache.
     """
     query = inputs[0]
-    held = [_with_rows(tensor) for tensor in inputs]  # until the kernels have read them
-    query_rows, key_rows, value_rows = map(_rows_of, held)
+    # The list keeps the tensors alive until the kernels have read them.
+    tensors = [_with_rows(tensor) for tensor in inputs]
+    query_rows, key_rows, value_rows = map(_rows_of, tensors)
     step = _native_step(batch)
     spec = layer[1]
     out = query.new_empty(step.num_tokens, spec.num_heads, spec.value_dim)
@@ -284,7 +310,7 @@ def attend(
             out.data_ptr(),
             num_threads,
         )
-        num_tokens = 0  # The first call has stored them.
+        num_tokens = 0  # The first call has stored the step's keys and values.
     if step.prefills:
         kernels().nereid_attend_prefills(
             native,
@@ -302,12 +328,12 @@ def attend(
 def serving(
     cache: CpuKVCache, layers: Sequence[LayerSpec], batch: AttentionBatch
 ) -> Iterator[None]:
-    """Let compiled models that run in this thread meanwhile call the kernels for one step.
+    """Let compiled models in this thread call the kernels for one step, inside the with statement.
 
     Args:
-        cache: gets the step's keys and values. Mutated.
-        layers: what each layer needs.
-        batch: where everything is.
+        cache: receives the keys and values of the step. Mutated.
+        layers: the attention layers of the model.
+        batch: the metadata of the step.
     """
     step = _native_step(batch)
     natives = cache.native_layers(layers, batch.block_size)
@@ -326,18 +352,18 @@ def serving(
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
-    """A tensor as the kernels can read it: its last dimension is contiguous."""
+    """Return a tensor whose last dimension is contiguous, as the kernels need it."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def _rows_of(tensor: Tensor) -> tuple[int, int, int]:
-    """`Rows` of cpu_kernels.h: where they are, and the strides of head and token."""
+    """Return the struct `Rows` of cpu_kernels.h: an address, and the strides of head and token."""
     head, token, _ = tensor.stride()
     return tensor.data_ptr(), head, token
 
 
 def _native_step(batch: AttentionBatch) -> _NativeStep:
-    """A step as the kernels want it; made for its first layer, and kept."""
+    """Return a step in the form that the kernels read. It is built once and cached in the batch."""
     step = batch.device_rows
     if not isinstance(step, _NativeStep):
         step = batch.device_rows = _make_native_step(batch)
@@ -345,8 +371,9 @@ def _native_step(batch: AttentionBatch) -> _NativeStep:
 
 
 def _make_native_step(batch: AttentionBatch) -> _NativeStep:
+    """Build a step in the form that the kernels read."""
     groups = [
-        _Decodes(
+        _DecodeGroup(
             None if group.tokens is None else group.tokens.data_ptr(),
             group.blocks.data_ptr(),
             group.blocks.stride(0),
@@ -356,13 +383,19 @@ def _make_native_step(batch: AttentionBatch) -> _NativeStep:
         for group in batch.decodes
     ]
     prefills = [
-        _Prefill(p.start, p.end - p.start, p.num_cached, p.blocks.data_ptr())
-        for p in batch.prefills
+        _Prefill(
+            prefill.start,
+            prefill.end - prefill.start,
+            prefill.num_cached,
+            prefill.blocks.data_ptr(),
+        )
+        for prefill in batch.prefills
     ]
-    groups = groups or [_Decodes()]  # A step without decodes is stored all the same.
+    # The call for a group of decodes also stores the step, so an empty group is added if needed.
+    groups = groups or [_DecodeGroup()]
     return _NativeStep(
         batch.slots.data_ptr(),
         batch.slots.numel(),
-        (_Decodes * len(groups))(*groups),
+        (_DecodeGroup * len(groups))(*groups),
         (_Prefill * len(prefills))(*prefills),
     )

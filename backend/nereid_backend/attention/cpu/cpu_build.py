@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the CPU kernels once for this machine and loads them.
+"""Builds the CPU kernels once for this machine, and loads them.
 
-A compiler is all it takes (some seconds); no torch headers, because the interfaces on both sides
-are plain C. The library is kept in a cache folder under a name that says what it was built from.
-It is loaded for all to see, so that models compiled by AOTInductor find its functions.
+The build needs only a C++ compiler and takes some seconds. It needs no torch headers, because the
+kernels and torch exchange plain C types. The library is stored in a cache folder; its name contains
+a hash of everything that it was built from. Its functions are loaded as global symbols, so that
+models that AOTInductor has compiled can call them.
 """
 
 import ctypes
@@ -30,93 +31,109 @@ SOURCES = (
     Path(__file__).parents[2] / "sampling" / "cpu_logits.cpp",
 )
 _HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))
-# What cpu_shim.cpp calls.
+# The library of the functions that cpu_shim.cpp calls.
 _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
 _COMPILERS = ("g++", "c++")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fPIC")
 _TIMEOUT_S = 120
+# The number of characters of the compiler's output in an error message.
+_MAX_OUTPUT = 500
 
 
 class KernelBuildError(Exception):
-    """The kernels cannot be built here; the message says why."""
+    """The kernels cannot be built on this machine.
+
+    The message is the reason, as a clause without a final period.
+    """
 
 
 def load_library() -> ctypes.CDLL:
-    """The kernels, built if this machine has not built them yet.
+    """Return the library of kernels. Build it if this machine has not built it yet.
 
     Raises:
-        KernelBuildError: there is no compiler, or it failed.
+        KernelBuildError: if there is no compiler, or if the compiler fails.
     """
     compiler = next((path for path in map(shutil.which, _COMPILERS) if path), None)
     if compiler is None:
-        raise KernelBuildError(f"no C++ compiler is installed (looked for {', '.join(_COMPILERS)})")
+        raise KernelBuildError(
+            f"no C++ compiler was found; install one of {' and '.join(_COMPILERS)}"
+        )
     path = cache_folder() / f"cpu-kernels-{_fingerprint(compiler)}.so"
     if not path.is_file():
         _build(compiler, path)
     try:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise KernelBuildError(f"{path} cannot be loaded: {error}") from error
+        raise KernelBuildError(
+            f"the file {path} cannot be loaded ({error}); delete the file to build it again"
+        ) from error
 
 
 def cache_folder() -> Path:
-    """Where built kernels are kept: under XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder of built kernels, under XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else Path.home() / ".cache") / "nereid"
 
 
 def _build(compiler: str, path: Path) -> None:
+    """Compile and link the kernels into the file `path`."""
     openmp = _openmp()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Built beside its place and moved there: another process may build at the same time.
+        # The library is built in a temporary folder and then moved, because another process may
+        # build it at the same time.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            compiled, built = [str(Path(folder) / f"{s.stem}.o") for s in SOURCES], Path(folder)
+            objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
+            built = Path(folder) / path.name
             flags = [*_FLAGS, "-fopenmp"] if openmp else _FLAGS
             commands = [
                 [compiler, *flags, "-c", str(source), "-o", target]
-                for source, target in zip(SOURCES, compiled, strict=True)
+                for source, target in zip(SOURCES, objects, strict=True)
             ]
             with ThreadPoolExecutor() as pool:
                 list(pool.map(_run, commands))
-            built /= path.name
-            # Linked without -fopenmp, which would bring the compiler's own OpenMP library.
+            # The library is linked without -fopenmp, because this flag would add the compiler's
+            # own OpenMP library.
             libraries = [str(_TORCH), *openmp]
-            _run([compiler, "-shared", *compiled, *libraries, "-o", str(built)])
+            _run([compiler, "-shared", *objects, *libraries, "-o", str(built)])
             built.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelBuildError(f"the kernels could not be built: {error}") from error
-    logger.info("built the CPU kernels: %s", path)
+        raise KernelBuildError(f"the kernels could not be built ({error})") from error
+    logger.info("The CPU kernels were built: %s", path)
 
 
 def _run(command: list[str]) -> None:
+    """Run a command and raise KernelBuildError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     if done.returncode != 0:
-        raise KernelBuildError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+        raise KernelBuildError(
+            f"the compiler {command[0]} failed: {done.stderr.strip()[-_MAX_OUTPUT:]}"
+        )
 
 
 def _openmp() -> list[str]:
-    """The OpenMP library that torch has loaded; none where it uses another kind.
+    """Return the path of the OpenMP library that torch has loaded, in a list.
 
-    A second OpenMP library in the process would bring a second set of threads, which compete with
-    torch's own for the same cores.
+    The list is empty if torch uses no libgomp. A second OpenMP library in the process would start a
+    second set of threads, which would compete with torch's threads for the same cores.
     """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
         return []
     loaded = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
-    # Other packages bring one of their own, too; torch's lies with torch, or is the system's.
-    beside = Path(torch.__file__).parent.parent
+    # Other Python packages may have loaded a libgomp of their own. torch uses the one in its own
+    # folders, or else the system's.
+    packages = Path(torch.__file__).parent.parent
     of_torch = [
-        path for path in loaded if path.startswith((f"{beside}/torch/", f"{beside}/torch."))
+        path for path in loaded if path.startswith((f"{packages}/torch/", f"{packages}/torch."))
     ]
-    of_system = [path for path in loaded if not path.startswith(str(beside))]
+    of_system = [path for path in loaded if not path.startswith(str(packages))]
     return (of_torch or of_system)[:1]
 
 
 def _fingerprint(compiler: str) -> str:
-    """Changes with the source, the flags, the compiler, the processor, torch and its OpenMP."""
+    """Return a hash of the sources, flags, compiler, processor, torch and its OpenMP library."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
     sources = [source.read_text(encoding="utf-8") for source in (*_HEADERS, *SOURCES)]
     libraries = [torch.__version__, str(_TORCH), *_openmp()]
@@ -125,7 +142,7 @@ def _fingerprint(compiler: str) -> str:
 
 
 def processor() -> str:
-    """What tells this processor from others: its name and abilities."""
+    """Return the processor's name and features, as the operating system reports them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

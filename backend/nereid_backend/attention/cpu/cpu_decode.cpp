@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Paged attention on a CPU for sequences that add one token each, and the cache write: a plain C interface over raw
-// pointers, called from cpu.py. Layout of the cache: cpu_vectors.h.
+// Paged attention on a CPU for decodes (sequences that add one token), and the cache write. cpu_attention.py calls
+// these functions through a plain C interface. cpu_kernels.h describes the layout of the cache.
 //
-// A task is one segment of a sequence for some key-value heads. A thread reads the blocks of its tasks in one
-// stream (Reader), so that memory is asked for a block long before its turn, over the ends of heads, tiles and
-// tasks. Query heads that share the key-value head are computed together, so each key and value is read once.
-// Scores and sums are float32 whatever the cache holds; with AVX512-BF16, weights of bfloat16 values are rounded
-// to bfloat16, above and below the line alike. Scores and weights are multiplied by the scales of a cache of 8-bit
-// integers, not the vectors.
+// A task is one segment of a sequence for some key-value heads. A thread reads the blocks of its tasks in one stream
+// (class Reader), so that blocks are prefetched long before they are needed, also beyond the end of a head, tile or
+// task. Query heads that share a key-value head are computed together, so each key and value is read once. Scores and
+// sums are float32 for all data types. With AVX512-BF16, the weights of bfloat16 values are rounded to bfloat16, both
+// in the weighted sum and in the sum of weights by which it is divided. For a cache of 8-bit integers, scores and
+// weights are multiplied by the scales, which takes less time than scaling the vectors.
 
 #include "cpu_kernels.h"
 #include "cpu_vectors.h"
@@ -26,55 +26,57 @@ namespace {
 
 constexpr int kTile = 256;
 constexpr int kMaxSplits = 64;
-constexpr int kMaxGroup = 8;            // query heads computed together: as many sums as there are registers
-constexpr int64_t kMinSegment = 512;    // tokens; shorter ones are not worth adding up
-constexpr int64_t kSteadyTokens = 64;   // tokens between two rescalings of the sums, at least one block
-constexpr int64_t kAheadBytes = 8192;   // how far ahead memory is read: more pushes out what waits in the first cache
-constexpr int64_t kRunBytes = 4096;     // what a task reads of a block in one piece: a page
+constexpr int kMaxGroup = 8;            // query heads that are computed together; limited by the number of registers
+constexpr int64_t kMinSegment = 512;    // tokens; shorter segments take longer to combine than they save
+constexpr int64_t kSteadyTokens = 64;   // tokens between two rescalings of the sums; at least one block is used
+constexpr int64_t kAheadBytes = 8192;   // bytes that are prefetched ahead; more would evict data from the L1 cache
+constexpr int64_t kRunBytes = 4096;     // bytes of a block that a task reads contiguously: one page
 
-// What is new in a step, for one layer.
+// The inputs and the output of a step in one layer.
 struct Step {
   Rows query, keys, values;
-  const int64_t* slots;  // of the new keys and values, [num_tokens]
+  const int64_t* slots;  // the slots of the new keys and values, [num_tokens]
   int64_t num_tokens;
   const float* sinks;
   void* out;  // [num_tokens][num_heads][value_dim]
 };
 
-struct Sums {  // of one query head over one segment; the largest score is times log2(e)
+// The running softmax of one query head over one segment: the largest score, times log2(e), and the sum of weights.
+struct Sums {
   float largest, total;
 };
 
-// Sums that do not depend on each other hide the latency of a multiply-add; about 8 are enough.
+// The number of independent sums for each of G query heads. About 8 sums together hide the latency of a multiply-add.
 template <int G>
 constexpr int chains() {
   return G == 1 ? 4 : G <= 4 ? 2 : 1;
 }
 
-// A function that does nothing but prefetch has no effect in the eyes of GCC 12, which leaves out calls of it.
+// Functions that only prefetch must be inlined, because GCC 12 removes calls of functions without visible effects.
 #define NEREID_INLINE inline __attribute__((always_inline))
 
-// Asks for what lies so many bytes from what is being read.
-NEREID_INLINE void ask(const void* at, int64_t ahead) {
+// Prefetches the cache line that is `ahead` bytes after `at`.
+NEREID_INLINE void prefetch_line(const void* at, int64_t ahead) {
   __builtin_prefetch(static_cast<const char*>(at) + ahead, 0, 0);
 }
 
+// Prefetches `bytes` bytes.
 NEREID_INLINE void fetch(const char* at, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 0);
 }
 
-// Scores of 16 tokens: G query heads against keys that lie dimension by dimension.
-template <typename T, int G, bool kAsks = true>
+// Computes the scores of 16 tokens for G query heads. The keys are transposed: one vector for each dimension.
+template <typename T, int G, bool kPrefetches = true>
 void score(const T* keys, int64_t stride, const float* query, int64_t dim, float* scores, int64_t scores_stride,
            int64_t ahead) {
   constexpr int U = chains<G>();
-  const int64_t rest = stride == kLanes ? 64 / (kLanes * sizeof(T)) - 1 : 0;  // dimensions in the rest of a line
+  const int64_t rest = stride == kLanes ? 64 / (kLanes * sizeof(T)) - 1 : 0;  // a line contains rest + 1 dimensions
   Floats sums[U][G] = {};
   int64_t d = 0;
   for (; d + U <= dim; d += U)
 #pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
-      if (kAsks && ((d + u) & rest) == 0) ask(keys + (d + u) * stride, ahead);
+      if (kPrefetches && ((d + u) & rest) == 0) prefetch_line(keys + (d + u) * stride, ahead);
       const Floats key = load(keys + (d + u) * stride);
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) sums[u][g] += key * query[g * dim + d + u];
@@ -92,7 +94,7 @@ void score(const T* keys, int64_t stride, const float* query, int64_t dim, float
   }
 }
 
-// out += weights of some tokens times U * 16 dimensions of their values, from dimension c on.
+// Adds the weighted values of some tokens to `out`, in U * 16 dimensions from dimension c on.
 template <typename T, int G, int U>
 inline void weigh_lanes(const T* values, int64_t dim, int64_t c, const float* weights, int64_t stride, int count,
                         float* out, int64_t out_stride, int64_t ahead) {
@@ -104,7 +106,7 @@ inline void weigh_lanes(const T* values, int64_t dim, int64_t c, const float* we
   for (int t = 0; t < count; ++t)
 #pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
-      if (u % (64 / (kLanes * sizeof(T))) == 0) ask(values + t * dim + c + u * kLanes, ahead);
+      if (u % (64 / (kLanes * sizeof(T))) == 0) prefetch_line(values + t * dim + c + u * kLanes, ahead);
       const Floats value = load(values + t * dim + c + u * kLanes);
 #pragma GCC unroll 8
       for (int g = 0; g < G; ++g) sums[u][g] += value * weights[g * stride + t];
@@ -115,7 +117,7 @@ inline void weigh_lanes(const T* values, int64_t dim, int64_t c, const float* we
     for (int g = 0; g < G; ++g) *reinterpret_cast<Floats*>(out + g * out_stride + c + u * kLanes) = sums[u][g];
 }
 
-// out += weights of at most 16 tokens times their values.
+// Adds the weighted values of at most 16 tokens to `out`, in all dimensions.
 template <typename T, int G>
 void weigh(const T* values, int64_t dim, const float* weights, int64_t stride, int count, float* out,
            int64_t out_stride, int64_t ahead) {
@@ -131,7 +133,7 @@ void weigh(const T* values, int64_t dim, const float* weights, int64_t stride, i
         out[g * out_stride + c] += weights[g * stride + t] * to_float(values[t * dim + c]);
 }
 
-// How a cache of T is computed with: numbers one by one, weights in float32.
+// The arithmetic for a cache of type T, with float32 weights.
 template <typename T>
 struct Plain {
   typedef float Query;
@@ -151,7 +153,7 @@ struct Plain {
       for (int64_t d = 0; d < dim; ++d) to[g * dim + d] = to_float(from[g * head_stride + d]);
   }
 
-  // Keeps 16 weights; returns what of them is to be added up.
+  // Stores 16 weights and returns them as they enter the sum of weights.
   static Floats keep(Floats weights, Weight* to) {
     *reinterpret_cast<Floats*>(to) = weights;
     return weights;
@@ -163,7 +165,7 @@ struct Arithmetic : Plain<T> {};
 
 #ifdef NEREID_PAIRS
 
-// As score: two dimensions at a time. Query is [pair of dimensions][G].
+// Like `score`, with two dimensions at a time. The query is [pair of dimensions][G].
 template <int G>
 void score_pairs(const Bfloat16* keys, int64_t stride, const uint32_t* query, int64_t dim, float* scores,
                  int64_t scores_stride, int64_t ahead) {
@@ -173,8 +175,8 @@ void score_pairs(const Bfloat16* keys, int64_t stride, const uint32_t* query, in
   const __m512i order = _mm512_load_si512(kOrder);
   const bool together = stride == kLanes;
   const auto pair = [&](int64_t d) {
-    ask(keys + d * stride, ahead);
-    if (!together) ask(keys + (d + 1) * stride, ahead);
+    prefetch_line(keys + d * stride, ahead);
+    if (!together) prefetch_line(keys + (d + 1) * stride, ahead);
     const __m512i both = together
                              ? _mm512_loadu_si512(keys + d * kLanes)
                              : _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(
@@ -203,7 +205,7 @@ void score_pairs(const Bfloat16* keys, int64_t stride, const uint32_t* query, in
     for (int g = 0; g < G; ++g) sums[0][g] = _mm512_dpbf16_ps(sums[0][g], key, one_pair(query[g]));
   }
   if (d < dim) {
-    ask(keys + d * stride, ahead);
+    prefetch_line(keys + d * stride, ahead);
     const __m512i last = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys + d * stride)));
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) sums[0][g] = _mm512_dpbf16_ps(sums[0][g], as_pairs(last), one_pair(query[g]));
@@ -216,8 +218,8 @@ void score_pairs(const Bfloat16* keys, int64_t stride, const uint32_t* query, in
   }
 }
 
-// As weigh_lanes: two tokens at a time, U * 32 dimensions, of which the last 32 may be fewer. Rows of out are
-// wide enough for all of them.
+// Like `weigh_lanes`, with two tokens at a time and U * 32 dimensions. The last of these may be beyond `dim`; the
+// rows of `out` are padded for them.
 template <int G, int U>
 inline void weigh_pair_lanes(const Bfloat16* values, int64_t dim, int64_t c, const uint16_t* weights, int64_t stride,
                              int count, float* out, int64_t out_stride, int64_t ahead) {
@@ -236,15 +238,15 @@ inline void weigh_pair_lanes(const Bfloat16* values, int64_t dim, int64_t c, con
     }
   for (int t = 0; t < count; t += 2) {
     const Bfloat16* at = values + t * dim + c;
-    const bool alone = t + 1 == count;  // what lies behind the last token may be anything
+    const bool alone = t + 1 == count;  // memory after the last token must not be read
     uint32_t pairs[G];
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) std::memcpy(&pairs[g], weights + g * stride + t, sizeof pairs[g]);
 #pragma GCC unroll 4
     for (int u = 0; u < U; ++u) {
       const __mmask32 mask = u == U - 1 ? some : ~0u;
-      ask(at + u * 32, ahead);
-      ask(at + dim + u * 32, ahead);
+      prefetch_line(at + u * 32, ahead);
+      prefetch_line(at + dim + u * 32, ahead);
       const __m512i first = _mm512_maskz_loadu_epi16(mask, at + u * 32);
       const __m512i second = _mm512_maskz_loadu_epi16(alone ? 0 : mask, at + dim + u * 32);
       const __m512bh lower = as_pairs(_mm512_permutex2var_epi16(first, low, second));
@@ -276,7 +278,7 @@ void weigh_pairs(const Bfloat16* values, int64_t dim, const uint16_t* weights, i
   for (; c < dim; c += 32) weigh_pair_lanes<G, 1>(values, dim, c, weights, stride, count, out, out_stride, ahead);
 }
 
-// Products of pairs, with sums in float32. Weights are rounded to bfloat16 for it.
+// The arithmetic with products of pairs of bfloat16 and float32 sums. Weights are rounded to bfloat16.
 template <>
 struct Arithmetic<Bfloat16> {
   typedef uint32_t Query;
@@ -301,7 +303,7 @@ struct Arithmetic<Bfloat16> {
   static Floats keep(Floats weights, Weight* to) {
     const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(reinterpret_cast<__m512>(weights));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
-    // The sum is over what values are multiplied by, so that the rounding of a weight counts on both sides.
+    // The rounded weights are summed, because values are multiplied by them. Rounding errors then cancel in part.
     return reinterpret_cast<Floats>(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16)));
   }
 };
@@ -319,18 +321,18 @@ constexpr std::array<typename Arithmetic<T>::Weigh, sizeof...(G)> weighs_of(std:
 }
 
 
+// Returns the number of tokens in a tile: about kSteadyTokens, in whole blocks.
+int64_t tile_of(const Shape& shape) {
+  return std::max<int64_t>(1, kSteadyTokens / shape.block_size) * shape.block_size;
+}
 
-int64_t tile_of(const Shape& shape) { return std::max<int64_t>(1, kSteadyTokens / shape.block_size) * shape.block_size; }
-
-
-
-// Tokens [first, last) of one sequence for some key-value heads; `partial` is the place of its sums where the
-// sequence has several segments, else -1.
+// The tokens [first, last) of one sequence for some key-value heads. If the sequence has several segments, `partial` is
+// the index of this segment's sums; otherwise it is -1.
 struct Task {
   int64_t seq, head, num_heads, first, last, partial;
 };
 
-// Segments of one sequence for one range of heads, whose sums are still to be added up.
+// The segments of one sequence for one range of heads. Their sums are combined at the end.
 struct Merge {
   int64_t seq, head, num_heads, partial, count;
 };
@@ -338,23 +340,23 @@ struct Merge {
 struct Plan {
   std::vector<Task> tasks;
   std::vector<Merge> merges;
-  int64_t num_partials = 0;  // each of `heads_per_task` key-value heads
+  int64_t num_partials = 0;  // each has the sums of `heads_per_task` key-value heads
   int64_t heads_per_task = 1;
 };
 
-Plan plan_tasks(const Shape& shape, const Decodes& decodes, int64_t bytes_per_head, int num_threads) {
+Plan plan_tasks(const Shape& shape, const DecodeGroup& decodes, int64_t bytes_per_head, int num_threads) {
   Plan plan;
-  // Heads lie side by side in a block. A task takes some at once, where that leaves tasks enough for all threads.
+  // Heads are contiguous in a block. A task computes several heads if there are still enough tasks for all threads.
   const int64_t run = std::clamp<int64_t>(kRunBytes / std::max<int64_t>(1, bytes_per_head), 1, shape.num_kv_heads);
   int64_t ranges = (shape.num_kv_heads + run - 1) / run;
   if (decodes.num_seqs * ranges < 4 * num_threads && num_threads > 1) ranges = shape.num_kv_heads;
   plan.heads_per_task = (shape.num_kv_heads + ranges - 1) / ranges;
   int64_t total = 0;
-  for (int64_t i = 0; i < decodes.num_seqs; ++i) total += decodes.lens[i] - first_seen(shape, decodes.lens[i] - 1);
-  // Long sequences are cut, so that no thread is left with one while others are done.
+  for (int64_t i = 0; i < decodes.num_seqs; ++i) total += decodes.lens[i] - first_visible(shape, decodes.lens[i] - 1);
+  // Long sequences are divided, so that no thread still computes one after all other threads have finished.
   const int64_t segment = std::max<int64_t>(kMinSegment, total * ranges / (4 * num_threads));
   for (int64_t seq = 0; seq < decodes.num_seqs; ++seq) {
-    const int64_t length = decodes.lens[seq], begin = first_seen(shape, length - 1);
+    const int64_t length = decodes.lens[seq], begin = first_visible(shape, length - 1);
     int64_t splits = 1;
     if (num_threads > 1) splits = std::clamp<int64_t>((length - begin) / segment, 1, kMaxSplits);
     const int64_t blocks = (length + shape.block_size - 1) / shape.block_size - begin / shape.block_size;
@@ -374,31 +376,32 @@ Plan plan_tasks(const Shape& shape, const Decodes& decodes, int64_t bytes_per_he
   return plan;
 }
 
-// One thread's way through the blocks of its tasks: keys of a tile, values of the tile, the next tile. It takes
-// tasks ahead of time, so that the next one's memory is on its way before the last one is done.
+// The order in which one thread reads the blocks of its tasks: the keys of a tile, the values of the tile, then the
+// next tile. The reader takes tasks ahead of time, so that the memory of the next task is prefetched before the
+// current task ends.
 template <typename T>
 class Reader {
  public:
   struct Visit {
-    const T* at;    // keys or values of the block, from the task's first head on
-    int64_t cell;   // block and head of it, as one number
-    int64_t bytes;  // of all heads of the task
+    const T* at;    // the keys or values of the block, starting at the task's first head
+    int64_t cell;   // block * num_kv_heads + head
+    int64_t bytes;  // the size of the keys or values of all heads of the task
   };
 
-  Reader(const Layer& layer, const Decodes& decodes, const Plan& plan, std::atomic<int64_t>& next)
+  Reader(const Layer& layer, const DecodeGroup& decodes, const Plan& plan, std::atomic<int64_t>& next)
       : shape_(layer.shape), layer_(layer), decodes_(decodes), plan_(plan), next_(next), tile_(tile_of(layer.shape)) {
     const int64_t largest =
         std::max(shape_.key_dim, shape_.value_dim) * shape_.block_size * plan.heads_per_task * int64_t(sizeof(T));
     ahead_ = std::clamp<int64_t>(kAheadBytes / largest, 1, 32);
   }
 
-  // The next task, or null.
+  // Returns the next task, or null.
   const Task* task() {
     if (taken_ == tasks_.size() && !extend()) return nullptr;
     return &plan_.tasks[tasks_[taken_++]];
   }
 
-  // The next block of the task.
+  // Returns the next block of the task.
   Visit next() {
     while (at_ + ahead_ >= static_cast<int64_t>(visits_.size()) && extend()) {
     }
@@ -409,9 +412,9 @@ class Reader {
     return visits_[at_++];
   }
 
-  // How many bytes from the block at hand the one lies that is to be asked for while this one is read, line by
-  // line, so that there is never more to wait for than the processor can. Where the two differ in size, all of it
-  // is asked for here, and the answer is 0.
+  // Returns the distance in bytes from the current block to the block that should be prefetched while the current block
+  // is read. Prefetching line by line avoids that too many loads are pending in the processor. If the two blocks differ
+  // in size, prefetch the whole block here and return 0.
   NEREID_INLINE int64_t ahead() const {
     const int64_t index = at_ - 1 + ahead_;
     if (index >= static_cast<int64_t>(visits_.size())) return 0;
@@ -428,7 +431,7 @@ class Reader {
   }
 
  private:
-  // Adds the visits of one more tile; false where there is none.
+  // Adds the blocks of one more tile. Returns false if there is no further tile.
   bool extend() {
     if (start_ >= last_) {
       const int64_t number = next_.fetch_add(1, std::memory_order_relaxed);
@@ -455,7 +458,7 @@ class Reader {
 
   const Shape& shape_;
   const Layer& layer_;
-  const Decodes& decodes_;
+  const DecodeGroup& decodes_;
   const Plan& plan_;
   std::atomic<int64_t>& next_;
   const int64_t tile_;
@@ -466,10 +469,10 @@ class Reader {
   int64_t at_ = 0, start_ = 0, last_ = 0;
 };
 
-// Turns the scores of one query head over one tile, of which it sees [first, last), into weights, and rescales
-// what was summed up so far.
+// Converts the scores of one query head over one tile into weights, and rescales the sums of earlier tiles. The head
+// attends to the tokens [first, last) of the tile.
 template <typename T>
-void soften(const Shape& shape, float* scores, int64_t first, int64_t last, typename Arithmetic<T>::Weight* weights,
+void to_weights(const Shape& shape, float* scores, int64_t first, int64_t last, typename Arithmetic<T>::Weight* weights,
             Sums& state, float* out) {
   const int64_t from = std::max<int64_t>(0, first) / kLanes * kLanes, to = (last + kLanes - 1) / kLanes * kLanes;
   float factor = shape.scale * kLog2E;
@@ -487,17 +490,17 @@ void soften(const Shape& shape, float* scores, int64_t first, int64_t last, type
     top = larger(s, top);
   }
   float largest = std::max(state.largest, largest_of(top));
-  if (largest == -INFINITY) largest = 0.0f;  // all hidden, or not numbers
+  if (largest == -INFINITY) largest = 0.0f;  // all scores are hidden or NaN
   Floats total = {};
   for (int64_t t = from; t < to; t += kLanes)
     total += Arithmetic<T>::keep(power_of_two(load(scores + t) - largest), weights + t);
-  const float shrunk = state.largest == -INFINITY ? 0.0f : std::exp2(state.largest - largest);
-  state = {largest, state.total * shrunk + sum_of(total)};
-  if (shrunk != 1.0f)
-    for (int64_t c = 0; c < padded(shape.value_dim); c += kLanes) *reinterpret_cast<Floats*>(out + c) *= shrunk;
+  const float rescale = state.largest == -INFINITY ? 0.0f : std::exp2(state.largest - largest);
+  state = {largest, state.total * rescale + sum_of(total)};
+  if (rescale != 1.0f)
+    for (int64_t c = 0; c < padded(shape.value_dim); c += kLanes) *reinterpret_cast<Floats*>(out + c) *= rescale;
 }
 
-// What a thread computes with, for all query heads of a task.
+// The memory of one thread, for all query heads of a task.
 template <typename T>
 struct Scratch {
   std::vector<typename Arithmetic<T>::Query> query;
@@ -513,7 +516,7 @@ struct Scratch {
         sums(rows) {}
 };
 
-// Attention of one task; sums and out of the scratch are its result, not normalised.
+// Computes the attention of one task. The result is in `sums` and `out` of the scratch memory, not normalised.
 template <typename T>
 void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>& scratch) {
   typedef Arithmetic<T> A;
@@ -522,7 +525,8 @@ void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>&
   constexpr auto kWeighs = weighs_of<T>(std::make_integer_sequence<int, kMaxGroup>());
   const Shape& shape = layer.shape;
   const int64_t size = shape.block_size, group = shape.num_heads / shape.num_kv_heads, tile = tile_of(shape);
-  const int64_t rows = task.num_heads * group, width = padded(shape.value_dim), query_size = A::query_size(shape.key_dim);
+  const int64_t rows = task.num_heads * group, width = padded(shape.value_dim);
+  const int64_t query_size = A::query_size(shape.key_dim);
   float* scores = scratch.scores.data();
   auto* weights = scratch.weights.data();
   std::fill(scratch.sums.begin(), scratch.sums.end(), Sums{-INFINITY, 0.0f});
@@ -550,8 +554,8 @@ void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>&
       }
     }
     for (int64_t row = 0; row < rows; ++row) {
-      soften<T>(shape, scores + row * tile, task.first - start, end - start, weights + row * tile, scratch.sums[row],
-                scratch.out.data() + row * width);
+      to_weights<T>(shape, scores + row * tile, task.first - start, end - start, weights + row * tile,
+                    scratch.sums[row], scratch.out.data() + row * width);
     }
     for (int64_t place = 0; place < end - start; place += size) {
       const auto visit = reader.next();
@@ -575,13 +579,14 @@ void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>&
   }
 }
 
+// Returns the address of one query head of one sequence in the output.
 template <typename Q>
-Q* out_row(const Shape& shape, const Decodes& decodes, const Step& step, int64_t seq, int64_t query_head) {
+Q* out_row(const Shape& shape, const DecodeGroup& decodes, const Step& step, int64_t seq, int64_t query_head) {
   const int64_t token = decodes.tokens ? decodes.tokens[seq] : seq;
   return static_cast<Q*>(step.out) + (token * shape.num_heads + query_head) * shape.value_dim;
 }
 
-// The sums of one query head over several segments become its result.
+// Combines the sums of one query head over `count` segments, and writes the normalised result to `out`.
 template <typename Q>
 void finish(const Sums* sums, const float* partial, int64_t sums_stride, int64_t count, const float* sink, int64_t dim,
             Q* out) {
@@ -603,14 +608,15 @@ void finish(const Sums* sums, const float* partial, int64_t sums_stride, int64_t
   }
 }
 
-// One vector as integers, `step` apart, and the factor that restores it; NaN if a number is not finite.
+// Stores one vector as integers that are `step` apart. Returns the factor that restores it, or NaN if a number is not
+// finite.
 template <typename T>
 float quantise(const T* from, int64_t dim, int8_t* to, int64_t step) {
   float largest = 0.0f, finite = 0.0f;
   for (int64_t d = 0; d < dim; ++d) {
     const float value = to_float(from[d]);
     largest = std::max(largest, std::fabs(value));
-    finite += value * 0.0f;  // NaN as soon as one is not finite
+    finite += value * 0.0f;  // becomes NaN if a number is not finite
   }
   const bool usable = largest > 0.0f && finite == 0.0f;
   const float factor = usable ? 127.0f / largest : 0.0f;
@@ -619,7 +625,7 @@ float quantise(const T* from, int64_t dim, int8_t* to, int64_t step) {
   return finite == 0.0f ? largest / 127.0f : NAN;
 }
 
-// Key and value of one token and head into the cache.
+// Stores the key and the value of one token and head in the cache.
 template <typename T, typename Q>
 void store_one(const Layer& layer, const Step& step, int64_t token, int64_t head) {
   const Shape& shape = layer.shape;
@@ -639,9 +645,9 @@ void store_one(const Layer& layer, const Step& step, int64_t token, int64_t head
   }
 }
 
-// Asks for the places that store_one will write to.
+// Prefetches the memory that store_one will write to.
 template <typename T>
-NEREID_INLINE void expect_one(const Layer& layer, const Step& step, int64_t token, int64_t head) {
+NEREID_INLINE void prefetch_store(const Layer& layer, const Step& step, int64_t token, int64_t head) {
   const Shape& shape = layer.shape;
   const int64_t size = shape.block_size, place = step.slots[token] % size;
   const int64_t cell = step.slots[token] / size * shape.num_kv_heads + head;
@@ -653,9 +659,9 @@ NEREID_INLINE void expect_one(const Layer& layer, const Step& step, int64_t toke
   for (int64_t i = 0; i < shape.value_dim * int64_t(sizeof(T)); i += 64) __builtin_prefetch(values + i, 1);
 }
 
-// One layer's part of a step: stores what is new, then attends for the decodes, if any.
+// Stores the new keys and values of one layer, and computes the attention of the decodes, if there are any.
 template <typename T, typename Q>
-void run(const Layer& layer, const Decodes& decodes, const Step& step, int num_threads) {
+void run(const Layer& layer, const DecodeGroup& decodes, const Step& step, int num_threads) {
   const Shape& shape = layer.shape;
   const int64_t group = shape.num_heads / shape.num_kv_heads, width = padded(shape.value_dim);
   const Plan plan = plan_tasks(shape, decodes, shape.block_size * shape.key_dim * sizeof(T), num_threads);
@@ -663,12 +669,13 @@ void run(const Layer& layer, const Decodes& decodes, const Step& step, int num_t
   std::vector<float> partial(plan.num_partials * rows * width);
   std::vector<Sums> sums(plan.num_partials * rows);
   std::atomic<int64_t> next{0};
-  // Where all that is new is a decode's, its task stores it, and reads it from its own core's cache.
-  const bool apart = step.num_tokens != decodes.num_seqs;
-  if (apart) {
+  // If the step contains only these decodes, each task stores its own keys and values, so that they are in the cache of
+  // the core that reads them.
+  const bool is_stored_first = step.num_tokens != decodes.num_seqs;
+  if (is_stored_first) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && stores > 256)
     for (int64_t i = 0; i < stores; ++i) {
-      if (i + 1 < stores) expect_one<T>(layer, step, (i + 1) / shape.num_kv_heads, (i + 1) % shape.num_kv_heads);
+      if (i + 1 < stores) prefetch_store<T>(layer, step, (i + 1) / shape.num_kv_heads, (i + 1) % shape.num_kv_heads);
       store_one<T, Q>(layer, step, i / shape.num_kv_heads, i % shape.num_kv_heads);
     }
   }
@@ -679,8 +686,8 @@ void run(const Layer& layer, const Decodes& decodes, const Step& step, int num_t
     Reader<T> reader(layer, decodes, plan, next);
     while (const Task* task = reader.task()) {
       const int64_t token = decodes.tokens ? decodes.tokens[task->seq] : task->seq;
-      if (!apart && task->last == decodes.lens[task->seq]) {
-        for (int64_t h = 0; h < task->num_heads; ++h) expect_one<T>(layer, step, token, task->head + h);
+      if (!is_stored_first && task->last == decodes.lens[task->seq]) {
+        for (int64_t h = 0; h < task->num_heads; ++h) prefetch_store<T>(layer, step, token, task->head + h);
         for (int64_t h = 0; h < task->num_heads; ++h) store_one<T, Q>(layer, step, token, task->head + h);
       }
       for (int64_t h = 0; h < task->num_heads; ++h)
@@ -711,7 +718,7 @@ void run(const Layer& layer, const Decodes& decodes, const Step& step, int num_t
     }
 }
 
-// out[row][o] = scales[o] * (weight of o . x[row]) for the 16 outputs of one tile, [dim][16] integers.
+// Computes the 16 outputs of one tile of integer weights, [dim][16], for G rows of x.
 template <int G>
 void linear_tile(const int8_t* tile, const float* scales, const float* x, int64_t dim, float* out, int64_t out_stride) {
   alignas(64) float sums[G * kTile];
@@ -752,7 +759,7 @@ void nereid_linear_int8(const int8_t* weight, const float* scales, const float* 
   }
 }
 
-void nereid_attend(const Layer* layer, const Decodes* decodes, const void* query, int64_t query_head_stride,
+void nereid_attend(const Layer* layer, const DecodeGroup* decodes, const void* query, int64_t query_head_stride,
                    int64_t query_token_stride, const void* keys, int64_t key_head_stride, int64_t key_token_stride,
                    const void* values, int64_t value_head_stride, int64_t value_token_stride, const int64_t* slots,
                    int64_t num_tokens, const float* sinks, void* out, int num_threads) {
@@ -763,15 +770,15 @@ void nereid_attend(const Layer* layer, const Decodes* decodes, const void* query
                      num_tokens,
                      sinks,
                      out};
-  const Decodes some = decodes ? *decodes : Decodes{};
+  const DecodeGroup group = decodes ? *decodes : DecodeGroup{};
   if (layer->key_scales && layer->is_bfloat16) {
-    run<int8_t, Bfloat16>(*layer, some, step, num_threads);
+    run<int8_t, Bfloat16>(*layer, group, step, num_threads);
   } else if (layer->key_scales) {
-    run<int8_t, float>(*layer, some, step, num_threads);
+    run<int8_t, float>(*layer, group, step, num_threads);
   } else if (layer->is_bfloat16) {
-    run<Bfloat16, Bfloat16>(*layer, some, step, num_threads);
+    run<Bfloat16, Bfloat16>(*layer, group, step, num_threads);
   } else {
-    run<float, float>(*layer, some, step, num_threads);
+    run<float, float>(*layer, group, step, num_threads);
   }
 }
 

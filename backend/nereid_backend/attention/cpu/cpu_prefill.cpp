@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Paged attention on a CPU for sequences that add several tokens: a plain C interface over raw pointers, called from
-// cpu.py. Layout of the cache: cpu_vectors.h.
+// Paged attention on a CPU for prefills (sequences that add several tokens). cpu_attention.py calls this function
+// through a plain C interface. cpu_kernels.h describes the layout of the cache.
 //
-// A task is some tokens of one sequence with all query heads that share a key-value head; token and head together
-// are a row. It goes through the keys that its tokens see in tiles. Keys and values of a tile are first laid out as
-// the products want them, once for all rows; then a few rows at a time get scores, weights and sums, all of which
-// stay in the first cache. Products of two matrices keep kRows x 2 vectors of sums in registers.
+// A task consists of some tokens of one sequence and all query heads that share a key-value head. A row is one token
+// and one query head. The task reads the keys to which its tokens attend in tiles. The keys and values of a tile are
+// first packed into the layout of the matrix products, once for all rows. Then scores, weights and sums of a few rows
+// at a time are computed, so that they stay in the L1 cache. A matrix product keeps kRows x 2 vectors of sums in
+// registers.
 //
-// Numbers are multiplied in float32, or in pairs of bfloat16 where the processor has that; weights of bfloat16 values
-// are rounded to bfloat16 then, above and below the line alike. Sums are float32.
+// Numbers are multiplied in float32, or in pairs of bfloat16 if the processor has such an instruction. The weights of
+// bfloat16 values are then rounded to bfloat16, both in the weighted sum and in the sum of weights. Sums are float32.
 
 #include "cpu_kernels.h"
 #include "cpu_vectors.h"
@@ -21,15 +22,15 @@
 namespace {
 
 #ifdef __AVX512F__
-constexpr int kRows = 12;  // with 2 vectors of each, 24 of 32 registers
+constexpr int kRows = 12;  // with 2 vectors for each row, 24 of 32 registers
 #else
 constexpr int kRows = 4;
 #endif
-constexpr int kRowStep = 4;           // products are made for 4, 8 and 12 rows
-constexpr int64_t kTaskRows = 192;    // rows of a task: a tile is laid out once for so many
-constexpr int kTile = 512;              // keys
+constexpr int kRowStep = 4;           // matrix products are compiled for 4, 8 and 12 rows
+constexpr int64_t kTaskRows = 192;    // rows of a task; each tile is packed once for all of them
+constexpr int kTile = 512;            // keys of a tile
 
-// What is computed, for one layer.
+// The prefills of a step, and the inputs and output of one layer.
 struct Prefills {
   const Prefill* items;
   int64_t count;
@@ -38,14 +39,15 @@ struct Prefills {
   void* out;  // [tokens of the step][num_heads][value_dim]
 };
 
-// How products are computed: in units of one or two numbers, which are multiplied with a unit each of 16 columns.
+// The arithmetic of matrix products. A unit of a row (one or two numbers) is multiplied by one unit of each of 16
+// columns.
 struct Singles {
   typedef float Unit;
   static constexpr int kNumbers = 1;
   static inline Floats add(Floats sums, const Unit* column, Unit row) { return sums + load(column) * row; }
-  // Turns scores, a multiple of 16, into weights, in their place or before it; returns sums that add up to all of
-  // them.
-  static inline Floats soften(const float* scores, int64_t count, float largest, Unit* to) {
+  // Converts scores into weights. `count` is a multiple of 16. `to` may be the memory of the scores. Returns a vector
+  // whose sum is the sum of the weights.
+  static inline Floats to_weights(const float* scores, int64_t count, float largest, Unit* to) {
     Floats total = {};
     for (int64_t t = 0; t < count; t += kLanes) {
       const Floats weights = power_of_two(load(scores + t) - largest);
@@ -54,7 +56,7 @@ struct Singles {
     }
     return total;
   }
-  static inline void lay(Floats numbers, Floats, Unit* to) { *reinterpret_cast<Floats*>(to) = numbers; }
+  static inline void pack(Floats numbers, Floats, Unit* to) { *reinterpret_cast<Floats*>(to) = numbers; }
   static inline Unit unit(float number, float) { return number; }
 };
 
@@ -71,8 +73,8 @@ struct Pairs {
     return reinterpret_cast<Floats>(
         _mm512_dpbf16_ps(reinterpret_cast<__m512>(sums), as_pairs(_mm512_loadu_si512(column)), one_pair(row)));
   }
-  // Sums are of rounded weights: they are what values are multiplied by.
-  static inline Floats soften(const float* scores, int64_t count, float largest, Unit* to) {
+  // The rounded weights are summed, because values are multiplied by them.
+  static inline Floats to_weights(const float* scores, int64_t count, float largest, Unit* to) {
     const __m512bh ones = one_pair(0x3f803f80u);
     __m512 total = _mm512_setzero_ps();
     int64_t t = 0;
@@ -91,7 +93,7 @@ struct Pairs {
     }
     return reinterpret_cast<Floats>(total);
   }
-  static inline void lay(Floats first, Floats second, Unit* to) {
+  static inline void pack(Floats first, Floats second, Unit* to) {
     *reinterpret_cast<Words*>(to) = rounded(first) | rounded(second) << 16;
   }
   static inline Unit unit(float first, float second) {
@@ -103,8 +105,8 @@ struct Pairs {
 };
 #endif
 
-// C = factor * A B, or C += A B: R rows, P panels of 16 columns. A unit of row r and step k of A is at
-// a[k * kAStep + r * kARow]; B is [panel][step][16] units, panels b_panel apart.
+// Computes C = factor * A B, or with kAdds C += A B, for R rows and P panels of 16 columns. The unit of row r and
+// step k of A is a[k * kAStep + r * kARow]. B is [panel][step][16] units, and its panels are b_panel units apart.
 template <typename U, int R, int P, int kAStep, int kARow, bool kAdds>
 inline void multiply(const typename U::Unit* a, const typename U::Unit* b, int64_t b_panel, int64_t steps, float* c,
                      int64_t c_row, float factor) {
@@ -126,7 +128,7 @@ inline void multiply(const typename U::Unit* a, const typename U::Unit* b, int64
       *reinterpret_cast<Floats*>(c + r * c_row + p * kLanes) = kAdds ? sums[r][p] : sums[r][p] * factor;
 }
 
-// The same for any number of panels.
+// Calls `multiply` for any number of panels.
 template <typename U, int R, int kAStep, int kARow, bool kAdds>
 void multiply_panels(const typename U::Unit* a, const typename U::Unit* b, int64_t b_panel, int64_t panels,
                      int64_t steps, float* c, int64_t c_row, float factor) {
@@ -137,19 +139,19 @@ void multiply_panels(const typename U::Unit* a, const typename U::Unit* b, int64
     multiply<U, R, 1, kAStep, kARow, kAdds>(a, b + p * b_panel, b_panel, steps, c + p * kLanes, c_row, factor);
 }
 
-// Some tokens of a prefill and one key-value head.
+// The tokens [first, last) of a prefill, and one key-value head.
 struct Task {
   const Prefill* prefill;
-  int64_t head, first, last;  // tokens of the prefill
-  int64_t work;               // about how many keys they look at
+  int64_t head, first, last;  // first and last are indices of the prefill's new tokens
+  int64_t work;               // the approximate number of keys that the tokens attend to
 };
 
 struct Row {
-  int64_t begin, end;    // positions that it sees
-  float largest, total;  // of its scores, times log2(e), and of its weights
+  int64_t begin, end;    // the positions that the row attends to
+  float largest, total;  // the largest score, times log2(e), and the sum of the weights
 };
 
-// What a thread computes with.
+// The memory of one thread.
 template <typename U>
 struct Scratch {
   typedef typename U::Unit Unit;
@@ -171,42 +173,43 @@ struct Scratch {
         rows(num_rows) {}
 };
 
+// Rounds a number of rows up to a multiple of kRowStep.
 int64_t whole(int64_t rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
 
-// Keys of 16 tokens: [step][16] units.
+// Packs the keys of 16 tokens as [step][16] units.
 template <typename T, typename U>
-void lay_keys(const T* from, int64_t dim, int64_t stride, const float* scales, typename U::Unit* to) {
+void pack_keys(const T* from, int64_t dim, int64_t stride, const float* scales, typename U::Unit* to) {
   const Floats scale = scales ? load(scales) : fill(1.0f);
   for (int64_t d = 0; d < dim; d += U::kNumbers, to += kLanes) {
     const bool alone = d + 1 == dim;
     const Floats first = load(from + d * stride);
     const Floats second = U::kNumbers == 1 || alone ? Floats{} : load(from + (d + 1) * stride);
     if (scales) {
-      U::lay(first * scale, second * scale, to);
+      U::pack(first * scale, second * scale, to);
     } else {
-      U::lay(first, second, to);
+      U::pack(first, second, to);
     }
   }
 }
 
-// Values of 16 tokens, of which `count` are there: one step of every panel for each unit of tokens. What is behind
-// the last token is zero, because it is multiplied by a weight of zero.
+// Packs the values of the first `count` of 16 tokens: one step of every panel for each unit of tokens. The values after
+// the last token are set to zero, because they are multiplied by a weight of zero and must not be NaN.
 template <typename T, typename U>
-void lay_values(const T* from, int64_t dim, const float* scales, int64_t count, typename U::Unit* to, int64_t panel) {
+void pack_values(const T* from, int64_t dim, const float* scales, int64_t count, typename U::Unit* to, int64_t panel) {
   for (int64_t t = 0; t < kLanes; t += U::kNumbers, to += kLanes)
     for (int64_t c = 0; c < dim; c += kLanes) {
       Floats first = {}, second = {};
       if (t < count) first = load_some(from + t * dim + c, dim - c) * (scales ? scales[t] : 1.0f);
       if (U::kNumbers == 2 && t + 1 < count)
         second = load_some(from + (t + 1) * dim + c, dim - c) * (scales ? scales[t + 1] : 1.0f);
-      U::lay(first, second, to + c / kLanes * panel);
+      U::pack(first, second, to + c / kLanes * panel);
     }
 }
 
 #ifdef NEREID_PAIRS
-// bfloat16 numbers that stay as they are need no rounding.
+// Without scales, bfloat16 numbers are copied and not rounded.
 template <>
-void lay_keys<Bfloat16, Pairs>(const Bfloat16* from, int64_t dim, int64_t stride, const float*, uint32_t* to) {
+void pack_keys<Bfloat16, Pairs>(const Bfloat16* from, int64_t dim, int64_t stride, const float*, uint32_t* to) {
   for (int64_t d = 0; d < dim; d += 2, to += kLanes) {
     const auto at = [&](int64_t i) {
       return __builtin_convertvector(*reinterpret_cast<const Halves*>(from + i * stride), Words);
@@ -216,7 +219,7 @@ void lay_keys<Bfloat16, Pairs>(const Bfloat16* from, int64_t dim, int64_t stride
 }
 
 template <>
-void lay_values<Bfloat16, Pairs>(const Bfloat16* from, int64_t dim, const float*, int64_t count, uint32_t* to,
+void pack_values<Bfloat16, Pairs>(const Bfloat16* from, int64_t dim, const float*, int64_t count, uint32_t* to,
                                  int64_t panel) {
   for (int64_t t = 0; t < kLanes; t += 2, to += kLanes)
     for (int64_t c = 0; c < dim; c += kLanes) {
@@ -231,9 +234,9 @@ void lay_values<Bfloat16, Pairs>(const Bfloat16* from, int64_t dim, const float*
 }
 #endif
 
-// Keys and values [start, end) of a task's sequence; start is a multiple of 16.
+// Packs the keys and values [start, end) of a task's sequence. start is a multiple of 16.
 template <typename T, typename U>
-void lay_tile(const Layer& layer, const Task& task, int64_t start, int64_t end, Scratch<U>& scratch) {
+void pack_tile(const Layer& layer, const Task& task, int64_t start, int64_t end, Scratch<U>& scratch) {
   const Shape& shape = layer.shape;
   const int64_t size = shape.block_size;
   for (int64_t at = start; at < end; at += kLanes) {
@@ -242,17 +245,17 @@ void lay_tile(const Layer& layer, const Task& task, int64_t start, int64_t end, 
     const T* values = static_cast<const T*>(layer.values) + (cell * size + place) * shape.value_dim;
     const float* key_scales = layer.key_scales ? layer.key_scales + cell * size + place : nullptr;
     const float* value_scales = layer.value_scales ? layer.value_scales + cell * size + place : nullptr;
-    lay_keys<T, U>(keys, shape.key_dim, size, key_scales,
+    pack_keys<T, U>(keys, shape.key_dim, size, key_scales,
                    scratch.keys.data() + (at - start) / kLanes * scratch.panel_keys);
-    lay_values<T, U>(values, shape.value_dim, value_scales, std::min<int64_t>(kLanes, end - at),
+    pack_values<T, U>(values, shape.value_dim, value_scales, std::min<int64_t>(kLanes, end - at),
                      scratch.values.data() + (at - start) / U::kNumbers * kLanes, scratch.panel_values);
   }
 }
 
-// Turns the scores of one row in the columns [from, to) of a tile into weights, in their place, and rescales what
-// was summed up so far. The tile begins at position `start`.
+// Converts the scores of one row in the columns [from, to) of a tile into weights, in the same memory, and rescales the
+// sums of earlier tiles. The tile begins at position `start`.
 template <typename U>
-void soften(const Shape& shape, float* scores, int64_t start, int64_t from, int64_t to, Row& row, float* out,
+void to_weights(const Shape& shape, float* scores, int64_t start, int64_t from, int64_t to, Row& row, float* out,
             int64_t width) {
   auto* weights = reinterpret_cast<typename U::Unit*>(scores);
   const int64_t begin = std::max(row.begin - start, from), end = std::min(row.end - start, to);
@@ -268,16 +271,16 @@ void soften(const Shape& shape, float* scores, int64_t start, int64_t from, int6
   Floats top = fill(-INFINITY);
   for (int64_t t = from; t < to; t += kLanes) top = larger(load(scores + t), top);
   float largest = std::max(row.largest, largest_of(top));
-  if (largest == -INFINITY) largest = 0.0f;  // not numbers
-  const Floats total = U::soften(scores + from, to - from, largest, weights + from / U::kNumbers);
-  const float shrunk = row.largest == -INFINITY ? 0.0f : std::exp2(row.largest - largest);
+  if (largest == -INFINITY) largest = 0.0f;  // all scores are NaN
+  const Floats total = U::to_weights(scores + from, to - from, largest, weights + from / U::kNumbers);
+  const float rescale = row.largest == -INFINITY ? 0.0f : std::exp2(row.largest - largest);
   row.largest = largest;
-  row.total = row.total * shrunk + sum_of(total);
-  if (shrunk != 1.0f)
-    for (int64_t c = 0; c < width; c += kLanes) *reinterpret_cast<Floats*>(out + c) *= shrunk;
+  row.total = row.total * rescale + sum_of(total);
+  if (rescale != 1.0f)
+    for (int64_t c = 0; c < width; c += kLanes) *reinterpret_cast<Floats*>(out + c) *= rescale;
 }
 
-// R rows of a task, the first of which is `row`, over one tile.
+// Computes R rows of a task, starting at `row`, over one tile.
 template <typename U, int R>
 void attend_rows(const Shape& shape, int64_t row, int64_t num_rows, int64_t start, int64_t end, Scratch<U>& scratch) {
   const int64_t count = std::min<int64_t>(R, num_rows - row);
@@ -296,7 +299,7 @@ void attend_rows(const Shape& shape, int64_t row, int64_t num_rows, int64_t star
                                      scratch.key_steps, scores + from * kLanes, kTile, factor);
   float* out = scratch.out.data() + row * scratch.width;
   for (int64_t r = 0; r < count; ++r)
-    soften<U>(shape, scores + r * kTile, start, from * kLanes, to * kLanes, scratch.rows[row + r],
+    to_weights<U>(shape, scores + r * kTile, start, from * kLanes, to * kLanes, scratch.rows[row + r],
               out + r * scratch.width, scratch.width);
   const int64_t step = from * kLanes / U::kNumbers, steps = (to - from) * kLanes / U::kNumbers;
   multiply_panels<U, R, 1, kTile, true>(reinterpret_cast<const typename U::Unit*>(scores) + step,
@@ -304,21 +307,22 @@ void attend_rows(const Shape& shape, int64_t row, int64_t num_rows, int64_t star
                                         (shape.value_dim + kLanes - 1) / kLanes, steps, out, scratch.width, 1.0f);
 }
 
-// The queries of a task's rows, those of one product lying unit by unit: [step][rows of the product].
+// Packs the queries of a task's rows. The queries of one matrix product are [step][rows of the product].
 template <typename Q, typename U>
-void lay_queries(const Shape& shape, const Prefills& prefills, const Task& task, Scratch<U>& scratch) {
+void pack_queries(const Shape& shape, const Prefills& prefills, const Task& task, Scratch<U>& scratch) {
   const int64_t group = shape.num_heads / shape.num_kv_heads, count = (task.last - task.first) * group;
   for (int64_t row = 0; row < count; row += kRows) {
-    const int64_t room = std::min<int64_t>(kRows, whole(count - row));
+    const int64_t product_rows = std::min<int64_t>(kRows, whole(count - row));
     auto* to = scratch.query.data() + row * scratch.key_steps;
-    for (int64_t r = 0; r < room; ++r) {
-      const int64_t taken = std::min(row + r, count - 1);  // rows that are not there repeat the last one
-      const int64_t token = task.prefill->first + task.first + taken / group;
+    for (int64_t r = 0; r < product_rows; ++r) {
+      const int64_t source = std::min(row + r, count - 1);  // padding rows repeat the last row
+      const int64_t token = task.prefill->first + task.first + source / group;
       const Q* from = static_cast<const Q*>(prefills.query.at) + token * prefills.query.token_stride +
-                      (task.head * group + taken % group) * prefills.query.head_stride;
+                      (task.head * group + source % group) * prefills.query.head_stride;
       for (int64_t k = 0; k < scratch.key_steps; ++k) {
         const int64_t d = k * U::kNumbers;
-        to[k * room + r] = U::unit(to_float(from[d]), U::kNumbers == 2 && d + 1 < shape.key_dim ? to_float(from[d + 1]) : 0.0f);
+        const float second = U::kNumbers == 2 && d + 1 < shape.key_dim ? to_float(from[d + 1]) : 0.0f;
+        to[k * product_rows + r] = U::unit(to_float(from[d]), second);
       }
     }
   }
@@ -329,16 +333,16 @@ void attend(const Layer& layer, const Prefills& prefills, const Task& task, Scra
   const Shape& shape = layer.shape;
   const int64_t group = shape.num_heads / shape.num_kv_heads, num_rows = (task.last - task.first) * group;
   const int64_t before = task.prefill->num_cached;
-  lay_queries<Q>(shape, prefills, task, scratch);
+  pack_queries<Q>(shape, prefills, task, scratch);
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t position = before + task.first + row / group;
-    scratch.rows[row] = {first_seen(shape, position), position + 1, -INFINITY, 0.0f};
+    scratch.rows[row] = {first_visible(shape, position), position + 1, -INFINITY, 0.0f};
   }
   std::fill(scratch.out.begin(), scratch.out.begin() + whole(num_rows) * scratch.width, 0.0f);
   const int64_t end = before + task.last;
   for (int64_t start = scratch.rows[0].begin / kLanes * kLanes; start < end; start += kTile) {
     const int64_t stop = std::min(end, start + kTile);
-    lay_tile<T, U>(layer, task, start, stop, scratch);
+    pack_tile<T, U>(layer, task, start, stop, scratch);
     for (int64_t row = 0; row < num_rows; row += kRows) switch (std::min<int64_t>(kRows, whole(num_rows - row))) {
         case kRows:
           attend_rows<U, kRows>(shape, row, num_rows, start, stop, scratch);
@@ -373,18 +377,18 @@ std::vector<Task> plan_tasks(const Shape& shape, const Prefills& prefills, int n
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   int64_t total = 0;
   for (int64_t i = 0; i < prefills.count; ++i) total += prefills.items[i].num_tokens;
-  // Fewer rows where there would not be tasks enough for all threads.
+  // Tasks have fewer rows if there would otherwise not be enough tasks for all threads.
   const int64_t share = total * shape.num_kv_heads / (4 * num_threads);
   const int64_t tokens = std::max<int64_t>(1, std::min(kTaskRows / group, num_threads > 1 ? share : kTaskRows));
   for (int64_t i = 0; i < prefills.count; ++i) {
     const Prefill& prefill = prefills.items[i];
     for (int64_t first = 0; first < prefill.num_tokens; first += tokens) {
       const int64_t last = std::min(prefill.num_tokens, first + tokens), end = prefill.num_cached + last;
-      const int64_t work = (end - first_seen(shape, prefill.num_cached + first)) * (last - first);
+      const int64_t work = (end - first_visible(shape, prefill.num_cached + first)) * (last - first);
       for (int64_t head = 0; head < shape.num_kv_heads; ++head) tasks.push_back({&prefill, head, first, last, work});
     }
   }
-  // What is left for the end is short.
+  // The longest tasks start first, so that the last tasks to start are short.
   std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.work > b.work; });
   return tasks;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels as a model compiled by AOTInductor calls them: without Python, through the plain C interface to tensors
-// that torch keeps stable (torch/csrc/inductor/aoti_torch/c/shim.h). Names and arguments follow from the operators'
-// schemas in operator.py and native_linear.py.
+// The functions that models compiled by AOTInductor call, without Python. They use torch's stable C interface to
+// tensors (torch/csrc/inductor/aoti_torch/c/shim.h). AOTInductor derives their names and arguments from the schemas of
+// the operators in torch_operator.py and native_linear.py.
 
 #include "cpu_kernels.h"
 
@@ -12,26 +12,26 @@
 
 namespace {
 
-typedef int32_t Error;  // 0: none
+typedef int32_t Error;  // 0 means success
 struct Tensor;
 
-// Of one step, for all layers.
+// The metadata of one step, for all layers.
 struct Forward {
-  const Layer* layers;  // their scale is that of the call
+  const Layer* layers;  // each call passes its scale, so their scale is not used
   int64_t num_layers;
-  const Decodes* groups;
-  int64_t num_groups;  // at least one, which may be empty
+  const DecodeGroup* groups;
+  int64_t num_groups;  // at least 1; the group may be empty
   const Prefill* prefills;
   int64_t num_prefills;
   const int64_t* slots;
   int64_t num_tokens;
   int64_t num_threads;
-  int64_t* spent;  // nanoseconds in linear layers and in attention are added to these two; null: nobody asks
+  int64_t* spent;  // two sums of nanoseconds, for linear layers and for attention; null if the time is not measured
 };
 
 thread_local const Forward* current = nullptr;
 
-// Adds its lifetime to what was spent on a kind of work.
+// Adds its own lifetime to the time spent on linear layers (kind 0) or attention (kind 1).
 class Stopwatch {
  public:
   explicit Stopwatch(int kind) : to_(current->spent ? current->spent + kind : nullptr) {
@@ -63,9 +63,9 @@ int32_t aoti_torch_device_type_cpu();
 
 namespace {
 
-constexpr int64_t kMostDims = 8;
+constexpr int64_t kMaxDims = 8;
 
-// What is known of a tensor; data is null where something is wrong with it.
+// The properties of a tensor. data is null if they cannot be read or are not supported.
 struct View {
   const void* data = nullptr;
   int64_t dim = 0;
@@ -73,15 +73,15 @@ struct View {
   int32_t dtype = 0;
 
   explicit View(Tensor* tensor) {
-    int64_t *found_sizes, *found_strides;
-    void* found;
-    if (aoti_torch_get_dim(tensor, &dim) || aoti_torch_get_sizes(tensor, &found_sizes) ||
-        aoti_torch_get_strides(tensor, &found_strides) || aoti_torch_get_dtype(tensor, &dtype) ||
-        aoti_torch_get_data_ptr(tensor, &found) || dim < 1 || dim > kMostDims)
+    int64_t *tensor_sizes, *tensor_strides;
+    void* address;
+    if (aoti_torch_get_dim(tensor, &dim) || aoti_torch_get_sizes(tensor, &tensor_sizes) ||
+        aoti_torch_get_strides(tensor, &tensor_strides) || aoti_torch_get_dtype(tensor, &dtype) ||
+        aoti_torch_get_data_ptr(tensor, &address) || dim < 1 || dim > kMaxDims)
       return;
-    sizes = found_sizes;
-    strides = found_strides;
-    data = found;
+    sizes = tensor_sizes;
+    strides = tensor_strides;
+    data = address;
   }
 
   int64_t last() const { return sizes[dim - 1]; }
@@ -93,8 +93,9 @@ struct View {
   int64_t bytes() const { return dtype == aoti_torch_dtype_bfloat16() ? 2 : 4; }
 };
 
-// A tensor's numbers without gaps: its own, or a copy. `strides` becomes those of what is returned.
-const void* dense(const View& view, std::vector<char>& room, int64_t* strides) {
+// Returns a tensor's numbers contiguously: its own memory, or a copy in `storage`. Sets `strides` to the strides of the
+// result.
+const void* dense(const View& view, std::vector<char>& storage, int64_t* strides) {
   bool is_dense = true;
   int64_t expected = 1;
   for (int64_t i = view.dim - 1; i >= 0; --i) {
@@ -104,20 +105,20 @@ const void* dense(const View& view, std::vector<char>& room, int64_t* strides) {
   }
   if (is_dense) return view.data;
   const int64_t count = view.count(), bytes = view.bytes();
-  room.resize(count * bytes);
-  int64_t index[kMostDims] = {};
+  storage.resize(count * bytes);
+  int64_t index[kMaxDims] = {};
   for (int64_t i = 0; i < count; ++i) {
     int64_t offset = 0;
     for (int64_t d = 0; d < view.dim; ++d) offset += index[d] * view.strides[d];
-    std::memcpy(room.data() + i * bytes, static_cast<const char*>(view.data) + offset * bytes, bytes);
+    std::memcpy(storage.data() + i * bytes, static_cast<const char*>(view.data) + offset * bytes, bytes);
     for (int64_t d = view.dim - 1; d >= 0 && ++index[d] == view.sizes[d]; --d) index[d] = 0;
   }
-  return room.data();
+  return storage.data();
 }
 
 // A new tensor without gaps, and its memory.
 void* make(const int64_t* sizes, int64_t dim, int32_t dtype, Tensor** made) {
-  int64_t strides[kMostDims], count = 1;
+  int64_t strides[kMaxDims], count = 1;
   for (int64_t i = dim - 1; i >= 0; --i) {
     strides[i] = count;
     count *= sizes[i];
@@ -129,11 +130,11 @@ void* make(const int64_t* sizes, int64_t dim, int32_t dtype, Tensor** made) {
   return data;
 }
 
-// [1, heads, tokens, dim] as the kernels read it.
-Rows rows_of(const View& view, std::vector<char>& room) {
+// Returns a tensor [1, heads, tokens, dim] in the form that the kernels read.
+Rows rows_of(const View& view, std::vector<char>& storage) {
   if (view.strides[3] == 1) return {view.data, view.strides[1], view.strides[2]};
-  int64_t strides[kMostDims];
-  const void* data = dense(view, room, strides);
+  int64_t strides[kMaxDims];
+  const void* data = dense(view, storage, strides);
   return {data, strides[1], strides[2]};
 }
 
@@ -141,10 +142,10 @@ Rows rows_of(const View& view, std::vector<char>& room) {
 
 extern "C" {
 
-// Serves the calls below in this thread, until it is called with null.
+// Sets the step that the functions below use in this thread. Null ends the step.
 void nereid_serve(const Forward* forward) { current = forward; }
 
-// operator.py: paged_attend(query, key, value, sinks?, layer, scale) -> [1, tokens, heads, value_dim].
+// torch_operator.py: paged_attend(query, key, value, sinks?, layer, scale) -> [1, tokens, heads, value_dim].
 Error aoti_torch_cpu_paged_attend(Tensor* query, Tensor* key, Tensor* value, Tensor** sinks, int64_t layer,
                                   double scale, Tensor** out) {
   const View queries(query), keys(key), values(value);
@@ -153,13 +154,13 @@ Error aoti_torch_cpu_paged_attend(Tensor* query, Tensor* key, Tensor* value, Ten
   Layer own = current->layers[layer];
   own.shape.scale = static_cast<float>(scale);
   const Shape& shape = own.shape;
-  const int64_t tokens = current->num_tokens, room = queries.sizes[2];
+  const int64_t tokens = current->num_tokens, num_rows = queries.sizes[2];
   const int64_t width = shape.num_heads * shape.value_dim * queries.bytes();
-  const int64_t sizes[] = {1, room, shape.num_heads, shape.value_dim};
+  const int64_t sizes[] = {1, num_rows, shape.num_heads, shape.value_dim};
   char* to = static_cast<char*>(make(sizes, 4, queries.dtype, out));
-  if (!to || room < tokens) return 1;
-  // The model may be called with more rows than there are tokens.
-  std::memset(to + tokens * width, 0, (room - tokens) * width);
+  if (!to || num_rows < tokens) return 1;
+  // The model may be called with more rows than the step has tokens. The outputs of these rows are zero.
+  std::memset(to + tokens * width, 0, (num_rows - tokens) * width);
   std::vector<float> wide;
   if (sinks) {
     const View view(*sinks);
@@ -170,8 +171,8 @@ Error aoti_torch_cpu_paged_attend(Tensor* query, Tensor* key, Tensor* value, Ten
   }
   const float* sink = sinks ? wide.data() : nullptr;
   const int threads = static_cast<int>(current->num_threads);
-  thread_local std::vector<char> rooms[3];
-  const Rows q = rows_of(queries, rooms[0]), k = rows_of(keys, rooms[1]), v = rows_of(values, rooms[2]);
+  thread_local std::vector<char> copies[3];
+  const Rows q = rows_of(queries, copies[0]), k = rows_of(keys, copies[1]), v = rows_of(values, copies[2]);
   for (int64_t i = 0; i < current->num_groups; ++i)
     nereid_attend(&own, current->groups + i, q.at, q.head_stride, q.token_stride, k.at, k.head_stride, k.token_stride,
                   v.at, v.head_stride, v.token_stride, current->slots, i == 0 ? tokens : 0, sink, to, threads);
@@ -186,13 +187,13 @@ Error aoti_torch_cpu_packed_linear(Tensor* x, Tensor* packed, Tensor** bias, int
   const View inputs(x), weights(packed);
   if (!current || !inputs.data || !weights.data) return 1;
   const Stopwatch stopwatch(0);
-  int64_t sizes[kMostDims], strides[kMostDims];
+  int64_t sizes[kMaxDims], strides[kMaxDims];
   std::copy(inputs.sizes, inputs.sizes + inputs.dim, sizes);
   sizes[inputs.dim - 1] = out_features;
   void* to = make(sizes, inputs.dim, inputs.dtype, out);
   if (!to) return 1;
-  thread_local std::vector<char> room;
-  const void* from = dense(inputs, room, strides);
+  thread_local std::vector<char> copy;
+  const void* from = dense(inputs, copy, strides);
   void* added = nullptr;
   if (bias && aoti_torch_get_data_ptr(*bias, &added)) return 1;
   nereid_linear(inputs.bytes() == 2, weights.data, added, from, to, inputs.count() / inputs.last(), inputs.last(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of 16 numbers, as the attention kernels for CPUs compute with them.
+// Vectors of 16 numbers, with which the CPU kernels compute.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define NEREID_PAIRS 1  // products of pairs of bfloat16 numbers
+#define NEREID_PAIRS 1  // the processor has dot products of pairs of bfloat16 numbers
 #endif
 
 namespace {
@@ -34,7 +34,7 @@ inline void from_float(float value, Bfloat16* out) {
   uint32_t word;
   std::memcpy(&word, &value, sizeof word);
   if ((word & 0x7fffffffu) > 0x7f800000u) {
-    out->bits = 0x7fc0;  // NaN stays NaN: rounding could make it infinite
+    out->bits = 0x7fc0;  // NaN must stay NaN, but rounding could make it infinite
     return;
   }
   out->bits = static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
@@ -51,17 +51,17 @@ inline Floats load(const Bfloat16* at) {
 
 inline Floats load(const int8_t* at) {
 #ifdef __AVX512F__
-  // The compiler takes 16 loads for this (GCC 12), the processor one.
+  // GCC 12 would compile the portable code below to 16 loads. This instruction needs one.
   return reinterpret_cast<Floats>(
       _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)))));
 #else
   const Bytes bytes = *reinterpret_cast<const Bytes*>(at);
-  // In two steps: GCC 12 makes vectors of each, and single numbers of one large one.
+  // The conversion has two steps, because GCC 12 vectorises each of them, but not one step from bytes to floats.
   return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints), Floats);
 #endif
 }
 
-// 16 numbers, or as many as there are and zeros.
+// Loads min(count, 16) numbers and fills the rest of the vector with zeros.
 template <typename T>
 inline Floats load_some(const T* from, int64_t count) {
   if (count >= kLanes) return load(from);
@@ -72,7 +72,7 @@ inline Floats load_some(const T* from, int64_t count) {
 
 inline Floats fill(float value) { return Floats{} + value; }
 
-inline Floats larger(Floats a, Floats b) {  // b where a is not a number
+inline Floats larger(Floats a, Floats b) {  // returns b if a is NaN
 #ifdef __AVX512F__
   return reinterpret_cast<Floats>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
 #else
@@ -100,7 +100,7 @@ inline float sum_of(Floats x) {
 #endif
 }
 
-// 2^f for |f| <= 1/2, off by at most 3e-9 of it.
+// 2^f for |f| <= 1/2, with a relative error of at most 3e-9.
 struct Exact {
   static inline Floats power(Floats f) {
     Floats p = fill(1.5469731e-4f);
@@ -113,7 +113,7 @@ struct Exact {
   }
 };
 
-// Off by at most 8e-5 of it, a 25th of what rounding to bfloat16 is off by.
+// The same with a relative error of at most 8e-5, which is 1/25 of the error of rounding to bfloat16.
 struct Coarse {
   static inline Floats power(Floats f) {
     Floats p = fill(5.5171665e-2f);
@@ -123,12 +123,12 @@ struct Coarse {
   }
 };
 
-// 2^x for x up to 126: 2^n * 2^f, the latter by a polynomial.
+// 2^x for x up to 126, as 2^n * 2^f with an integer n. A polynomial computes 2^f.
 template <typename Polynomial = Exact>
 inline Floats power_of_two(Floats x) {
   const Floats low = fill(-150.0f);  // 2^-150 is 0
 #ifdef __AVX512F__
-  const __m512 bounded = _mm512_max_ps(reinterpret_cast<__m512>(low), reinterpret_cast<__m512>(x));  // NaN stays
+  const __m512 bounded = _mm512_max_ps(reinterpret_cast<__m512>(low), reinterpret_cast<__m512>(x));  // NaN stays NaN
   const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Floats p = Polynomial::power(reinterpret_cast<Floats>(_mm512_sub_ps(bounded, whole)));
   return reinterpret_cast<Floats>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), whole));
@@ -140,17 +140,17 @@ inline Floats power_of_two(Floats x) {
   const Ints power = (whole + 127) << 23;
   Floats factor;
   std::memcpy(&factor, &power, sizeof factor);
-  // What is not a number stays so: the sums must show it.
+  // NaN stays NaN, so that the sums are NaN, too.
   return x > least ? p * factor : (x == x ? (x > low ? p * factor : Floats{}) : x);
 #endif
 }
 
 inline Floats tanh_of(Floats x) {
   const Floats square = x * x;
-  // Near zero 1 - 2 / (e^2x + 1) would cancel.
+  // Near zero, 1 - 2 / (e^2x + 1) would lose digits by cancellation, so a polynomial is used there.
   const Floats near = x * (((-17.0f / 315 * square + 2.0f / 15) * square - 1.0f / 3) * square + 1.0f);
   const Floats top = fill(10.0f);
-  const Floats bounded = x > top ? top : x;  // NaN stays
+  const Floats bounded = x > top ? top : x;  // NaN stays NaN
   const Floats far = 1.0f - 2.0f / (power_of_two(bounded * (2 * kLog2E)) + 1.0f);
   return square < fill(0.0625f) ? near : far;
 }
@@ -162,15 +162,15 @@ inline __m512bh one_pair(uint32_t x) { return as_pairs(_mm512_set1_epi32(static_
 
 #endif
 
-// The first position that a token sees.
-inline int64_t first_seen(const Shape& shape, int64_t position) {
+// Returns the first position that a token attends to.
+inline int64_t first_visible(const Shape& shape, int64_t position) {
   int64_t first = 0;
   if (shape.window > 0) first = std::max<int64_t>(first, position - (shape.window - 1));
   if (shape.chunk > 0) first = std::max<int64_t>(first, position - position % shape.chunk);
   return first;
 }
 
-// Room for so many numbers in whole pairs of vectors.
+// Rounds a number of elements up to whole pairs of vectors.
 inline int64_t padded(int64_t dim) { return (dim + 31) / 32 * 32; }
 
 }  // namespace

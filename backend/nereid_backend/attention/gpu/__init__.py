@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on NVIDIA GPUs with kernels in the Triton language."""
+"""Paged attention on NVIDIA GPUs, in kernels that are written in the Triton language."""

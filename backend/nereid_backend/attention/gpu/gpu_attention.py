@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on a GPU with kernels in the Triton language, which read blocks where they are.
+"""Paged attention on a GPU, in kernels that are written in the Triton language.
 
-A layer is at most four launches: the cache write, the decodes, their parts' reduction, and the
-prefills. Nothing here waits for the device: grids come from bounds that the host knows, and what
-the kernels must know of a step is laid out once, for all layers, in `GpuBatch`.
+A layer needs at most four launches: the cache write, the decodes, the reduction of their parts, and
+the prefills. Nothing here waits for the GPU. The grids follow from sizes that the CPU knows, and
+the metadata of a step is uploaded once for all layers, as a GpuBatch.
 
-The kernels are imported when the first step runs, because they need the `triton` package, which
-torch brings along on machines with a GPU.
+The kernels are imported when the first step runs, because they need the package triton. torch
+installs this package on machines with a GPU.
 """
 
 import enum
@@ -30,58 +30,66 @@ from nereid_backend.attention.scaled_cache import ScaledKVCache
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _LOG2E = math.log2(math.e)
-# Parts of one sequence; more make the reduction slower than they make decoding faster.
+# The largest number of parts of a sequence. More parts make the reduction slower than they make
+# decoding faster.
 _MAX_SPLITS = 128
-# Programs of a decode launch for each multiprocessor, where there is so much to do: enough for the
-# last ones to end together.
+# The number of programs that a decode launch has for each multiprocessor, if there is enough work.
+# With this number, the last programs end at about the same time.
 _PROGRAMS_PER_PROCESSOR = 4
-# Tests on a machine without a GPU stand for a small one.
-_FEW_PROCESSORS = 4
-# A product and a sum in one rounding, as the hardware has it; to leave it open is a warning.
+# Tests on a machine without a GPU simulate a GPU with this number of multiprocessors.
+_SIMULATED_PROCESSORS = 4
+# Products and sums use one rounding, as the hardware's fused instructions do. Triton warns if this
+# option is not set.
 _FUSED: dict[str, Any] = {"enable_fp_fusion": True}
-# Elements of one program of the cache write.
+# The number of elements that one program of the cache write copies.
 _STORE_ELEMENTS = 4096
+# The largest number of query heads that one program of the decode kernel computes.
+_MAX_DECODE_ROWS = 64
+# The number of parts that one iteration of the reduction adds.
+_REDUCE_STEP = 16
+# Keys up to this size are padded, because a second matrix product would cost more.
+_MAX_PADDED_KEY = 32
 
 
 class GpuKVCache(KVCache):
-    """A KV cache that the kernels serve; laid out like any other.
+    """A KV cache that the GPU kernels read. Its layout is that of KVCache.
 
-    A head's part of a block is contiguous, so that a tile of keys is a few long reads.
+    One head's part of a block is contiguous, so a tile of keys consists of a few long reads.
     """
 
 
 class GpuInt8KVCache(Int8KVCache, GpuKVCache):
-    """The same as 8-bit integers, each vector with its factor; see `Int8KVCache`."""
+    """A GpuKVCache of 8-bit integers; see `Int8KVCache`."""
 
 
 class GpuFloat8KVCache(Float8KVCache, GpuKVCache):
-    """The same as 8-bit floating point, each vector with its factor; see `Float8KVCache`."""
+    """A GpuKVCache of 8-bit floating point numbers; see `Float8KVCache`."""
 
 
 class Float8(enum.IntEnum):
-    """How kernels make other numbers of 8-bit floating point; a constant of theirs."""
+    """The way in which the kernels convert 8-bit floating point numbers, a constant in them."""
 
     NONE = 0
-    """It is none: numbers as they are, or integers."""
+    """The cache contains other numbers: floating point numbers of the model, or integers."""
     DEVICE = 1
-    """By the device's own instructions, from compute capability 8.9 on."""
+    """With instructions of the GPU, which exist from compute capability 8.9 on."""
     BITS = 2
-    """By moving bits."""
+    """By shifting bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One attention call.
+    """The arguments of one attention call.
 
     Attributes:
-        spec: what the layer needs.
-        keys: the layer's cache, [num_blocks + 1, num_kv_heads, block_size, key_dim].
-        values: likewise.
-        scale: factor on the scores.
-        sinks: [num_heads], or None.
-        scales: of keys and values of 8 bits, each [num_blocks + 1, num_kv_heads, block_size]
-            float32; None: they are numbers as they are.
-        float8: what to do about keys and values that are e4m3, kept as bytes.
+        spec: the properties of the layer.
+        keys: the keys of the layer, [num_blocks + 1, num_kv_heads, block_size, key_dim].
+        values: the values of the layer, with value_dim.
+        scale: the factor of the scores.
+        sinks: the attention sinks, [num_heads]; None if the layer has none.
+        scales: the factors of keys and values of 8 bits, each [num_blocks + 1, num_kv_heads,
+            block_size] float32; None if keys and values are not scaled.
+        float8: how keys and values are converted if they are e4m3, stored as bytes.
     """
 
     spec: LayerSpec
@@ -102,25 +110,26 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store one packed step's keys and values in one layer, then attend.
+    """Store the keys and values of one packed step in one layer, and return the attention.
 
     Args:
         inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
-            value [num_kv_heads, num_tokens, value_dim], the last dimension contiguous or not.
-        layer: its number in the cache, and what it needs.
-        cache: gets the keys and values. Mutated.
-        batch: where everything is.
-        scale: factor on the scores.
-        sinks: [num_heads], or None.
+            value [num_kv_heads, num_tokens, value_dim].
+        layer: the index of the layer in the cache, and its properties.
+        cache: receives the keys and values. Mutated.
+        batch: the metadata of the step.
+        scale: the factor of the scores.
+        sinks: the attention sinks, [num_heads]; None if the layer has none.
 
     Returns:
-        [num_tokens, num_heads, value_dim] in the query's dtype.
+        [num_tokens, num_heads, value_dim] in the data type of the query.
     """
     query, key, value = (_rows(tensor) for tensor in inputs)
     number, spec = layer
-    step = Step(spec, cache.keys[number], cache.values[number], scale, sinks, *_kept(cache, number))
+    scales, float8 = _number_format(cache, number)
+    step = Step(spec, cache.keys[number], cache.values[number], scale, sinks, scales, float8)
     out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
-    # Kernels go to the current device, which need not be the cache's.
+    # Triton launches kernels on the current device, which may differ from the device of the cache.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         _launch(query, key, value, step, batch, out)
     return out
@@ -129,8 +138,10 @@ def attend(
 def _launch(
     query: Tensor, key: Tensor, value: Tensor, step: Step, batch: AttentionBatch, out: Tensor
 ) -> None:
+    """Launch the kernels of one layer."""
     store(key, value, step, batch.slots)
-    rows, device = gpu_batch(batch), device_of(query.device)
+    rows = gpu_batch(batch)
+    device = device_of(query.device)
     dim = max(step.spec.key_dim, step.spec.value_dim)
     if rows.decodes is not None:
         tuning = device.tuning("decode", dim, step.keys.itemsize)
@@ -141,18 +152,22 @@ def _launch(
 
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
-    """What the kernels must know of a step; made for its first layer, and kept."""
-    found = batch.device_rows
-    if not isinstance(found, GpuBatch):
-        found = batch.device_rows = GpuBatch.of(batch)
-    return found
+    """Return the metadata of a step for the kernels. It is built once and cached in the batch."""
+    rows = batch.device_rows
+    if not isinstance(rows, GpuBatch):
+        rows = batch.device_rows = GpuBatch.of(batch)
+    return rows
 
 
 def store(key: Tensor, value: Tensor, step: Step, slots: Tensor) -> None:
-    """Write a step's keys and values into one layer's cache.
+    """Write the keys and values of a step into the cache of one layer.
 
-    Shapes: key [num_kv_heads, num_tokens, key_dim] and value likewise, last dimension contiguous;
-    slots [num_tokens] int64, negative ones are skipped.
+    Args:
+        key: [num_kv_heads, num_tokens, key_dim], the last dimension contiguous.
+        value: [num_kv_heads, num_tokens, value_dim], the last dimension contiguous.
+        step: the layer's cache.
+        slots: [num_tokens] int64. Tokens with a negative slot are not written.
+
     Mutates: the cache.
     """
     from nereid_backend.attention.gpu.triton_store import store_kernel
@@ -181,26 +196,34 @@ def store(key: Tensor, value: Tensor, step: Step, slots: Tensor) -> None:
 
 
 def decode(query: Tensor, step: Step, rows: DecodeRows, out: Tensor, tuning: Tuning) -> None:
-    """Attention of the tokens that are alone in their sequence's step.
+    """Compute the attention of decodes.
 
-    Shapes: query [num_heads, num_tokens, key_dim], out [num_tokens, num_heads, value_dim].
-    Mutates: out, in the decodes' rows.
+    Args:
+        query: [num_heads, num_tokens, key_dim].
+        step: the arguments of the attention call.
+        rows: the decodes of the step.
+        out: [num_tokens, num_heads, value_dim]. The rows of the decodes are written.
+        tuning: the tile sizes of the kernel.
+
+    Mutates: out.
     """
     from nereid_backend.attention.gpu.triton_decode import decode_kernel, reduce_kernel
 
     spec = step.spec
     group = spec.num_heads // spec.num_kv_heads
-    # Heads of a large group go side by side in one program: their keys are then read once.
-    height = max(tuning.rows, min(64, _power(group)))
+    # One program computes all heads of a large group, so that their keys are read only once.
+    height = max(tuning.rows, min(_MAX_DECODE_ROWS, _power(group)))
     parts_of_heads = spec.num_kv_heads * -(-group // height)
     split_tokens, num_splits = split(rows, spec.span, parts_of_heads, tuning.tile, query.device)
     is_split = num_splits > 1
     parts, logs = out, out
     if is_split:
         shape = (rows.count, spec.num_heads, num_splits)
-        parts, logs = rows.workspace((*shape, spec.value_dim)), rows.workspace(shape)
-    window, chunk = spec.span.window or 0, spec.span.chunk or 0
-    # A pointer must be there where there are no sinks, too; nothing is read through it.
+        parts = rows.workspace((*shape, spec.value_dim))
+        logs = rows.workspace(shape)
+    window = spec.span.window or 0
+    chunk = spec.span.chunk or 0
+    # Without sinks, the kernel still needs a pointer, but does not read through it.
     sinks = out if step.sinks is None else step.sinks
     shared: dict[str, Any] = {
         "VALUE_DIM": spec.value_dim,
@@ -232,7 +255,7 @@ def decode(query: Tensor, step: Step, rows: DecodeRows, out: Tensor, tuning: Tun
             *(window, chunk, split_tokens, num_splits),
             NUM_HEADS=spec.num_heads,
             SPLITS_PADDED=_MAX_SPLITS,
-            STEP=16,
+            STEP=_REDUCE_STEP,
             **shared,
             num_warps=2,
             **_FUSED,
@@ -240,10 +263,16 @@ def decode(query: Tensor, step: Step, rows: DecodeRows, out: Tensor, tuning: Tun
 
 
 def prefill(query: Tensor, step: Step, rows: PrefillRows, out: Tensor, tuning: Tuning) -> None:
-    """Attention of the sequences that get several tokens, all in one launch.
+    """Compute the attention of all prefills of a step in one launch.
 
-    Shapes: query [num_heads, num_tokens, key_dim], out [num_tokens, num_heads, value_dim].
-    Mutates: out, in the prefills' rows.
+    Args:
+        query: [num_heads, num_tokens, key_dim].
+        step: the arguments of the attention call.
+        rows: the prefills of the step.
+        out: [num_tokens, num_heads, value_dim]. The rows of the prefills are written.
+        tuning: the tile sizes of the kernel.
+
+    Mutates: out.
     """
     from nereid_backend.attention.gpu.triton_prefill import prefill_kernel
 
@@ -278,41 +307,52 @@ def prefill(query: Tensor, step: Step, rows: PrefillRows, out: Tensor, tuning: T
 def split(
     rows: DecodeRows, span: Span, parts_of_heads: int, tile: int, device: torch.device
 ) -> tuple[int, int]:
-    """How sequences are cut, by bounds on their lengths: (tokens of a part, most parts).
+    """Return the number of tokens in a part of a sequence, and the number of parts.
 
-    Parts are as long as they can be while there are programs enough to keep the device busy: each
-    part more is another read of the query and another row for the reduction.
+    Parts are as long as possible while there are enough programs to keep the GPU busy, because each
+    further part reads the query again and adds a row to the reduction.
+
+    Args:
+        rows: the decodes. Only the bounds of their lengths are used.
+        span: the attention window of the layer.
+        parts_of_heads: the number of programs for each part of a sequence.
+        tile: the number of keys in a tile.
+        device: the device of the step.
     """
-    limit = min((n for n in (span.window, span.chunk) if n is not None), default=None)
-    lens = [(count, n if limit is None else min(n, limit + tile)) for count, n in rows.bounds]
-    longest = max(n for _, n in lens)
-    total = sum(count * n for count, n in lens) * parts_of_heads
+    limits = [limit for limit in (span.window, span.chunk) if limit is not None]
+    limit = min(limits, default=None)
+    lens = [
+        (count, length if limit is None else min(length, limit + tile))
+        for count, length in rows.bounds
+    ]
+    longest = max(length for _, length in lens)
+    total = sum(count * length for count, length in lens) * parts_of_heads
     programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    wanted = max(-(-total // programs), -(-longest // _MAX_SPLITS), 2 * tile)
-    # A power of two times the tile: few different launches, so that graphs can be shared.
-    split_tokens = tile * _power(-(-wanted // tile), least=1)
+    min_tokens = max(-(-total // programs), -(-longest // _MAX_SPLITS), 2 * tile)
+    # A power of two times the tile gives few different launches, so that steps can share graphs.
+    split_tokens = tile * _power(-(-min_tokens // tile), least=1)
     return split_tokens, -(-longest // split_tokens)
 
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     if device.type != "cuda":
-        return _FEW_PROCESSORS
+        return _SIMULATED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """What kernels are cut for on a GPU."""
+    """Return the tile sizes that were measured on a GPU, and its generation."""
     if device.type != "cuda":
         return Device({})
     generation, _ = torch.cuda.get_device_capability(device)
     return Device(table_of(torch.cuda.get_device_name(device)), generation)
 
 
-def _kept(cache: GpuKVCache, number: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
-    """A layer's scales, if it has any, and how its numbers are kept; as `Step` has them."""
+def _number_format(cache: GpuKVCache, number: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
+    """Return the scales and the number format of a layer, as `Step` contains them."""
     if not isinstance(cache, ScaledKVCache):
         return None, Float8.NONE
     is_float8 = isinstance(cache, Float8KVCache)
@@ -322,29 +362,29 @@ def _kept(cache: GpuKVCache, number: int) -> tuple[tuple[Tensor, Tensor] | None,
 
 @functools.cache
 def float8_of(device: torch.device) -> Float8:
-    """How kernels there make other numbers of 8-bit floating point."""
+    """Return how the kernels convert 8-bit floating point numbers on a device."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         return Float8.DEVICE
     return Float8.BITS
 
 
 def _cache(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys, values and their scales; where there are none, pointers that nothing goes through."""
+    """Return keys, values and their scales. Without scales, return pointers that are never read."""
     return step.keys, step.values, *(step.scales or (step.keys, step.values))
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """The same values with the last dimension contiguous, as the kernels read them."""
+    """Return a tensor whose last dimension is contiguous, as the kernels need it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _power(size: int, least: int = 16) -> int:
-    """The next power of two, at least what matrix products take."""
+    """Return the next power of two, at least `least`, the smallest size of a matrix product."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def _factors(step: Step) -> tuple[float, float]:
-    """The kernels' scale and cap; see `triton_common.tile_scores`."""
+    """Return the scale and the cap of the kernels; see `triton_common.tile_scores`."""
     softcap = step.spec.softcap
     if softcap is None:
         return step.scale * _LOG2E, 0.0
@@ -352,14 +392,16 @@ def _factors(step: Step) -> tuple[float, float]:
 
 
 def _sizes(step: Step) -> dict[str, int]:
-    """The sizes of a layer's cache, and how a key is cut in two; constants of the kernels."""
+    """Return the sizes of a layer's cache, and how keys are divided in two, as kernel constants.
+
+    Example: a key of 192 numbers is divided into 128 (MAIN) and 64 (REST).
+    """
     key_dim = step.spec.key_dim
     main = 1 << (key_dim.bit_length() - 1)
-    # Below two products' smallest size, padding one costs no more than a second one.
-    if main == key_dim or key_dim <= 32:
-        main, rest = key_dim, 0
-    else:
-        rest = key_dim - main
+    rest = key_dim - main
+    if key_dim <= _MAX_PADDED_KEY:
+        main = key_dim
+        rest = 0
     return {
         "NUM_KV_HEADS": step.spec.num_kv_heads,
         "BLOCK_SIZE": step.values.shape[2],
@@ -372,4 +414,5 @@ def _sizes(step: Step) -> dict[str, int]:
 
 
 def _span_flags(span: Span) -> dict[str, bool]:
+    """Return the compile-time constants that describe an attention window."""
     return {"HAS_WINDOW": span.window is not None, "HAS_CHUNK": span.chunk is not None}

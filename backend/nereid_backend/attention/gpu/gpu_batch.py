@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU kernels must know of a step, laid out on the device once for all layers.
+"""The metadata of a step in the form that the GPU kernels read, built once for all layers.
 
-Block tables are one flat row of block numbers; each sequence knows where its own begin. Everything
-comes from what the host knows or from tensors that are on the device already: nothing is read back.
+The block tables of all sequences are one flat list of block numbers. Another list contains the
+index at which the block table of each sequence starts. All values come from the CPU or from tensors
+that are on the GPU already, so nothing is read back from the GPU.
 """
 
 import math
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nereid_backend.attention.attention_batch import AttentionBatch, Decodes, Prefill
+from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup, Prefill
 from nereid_backend.attention.layers import Span
 
 
@@ -21,12 +22,13 @@ class DecodeRows:
     """The decodes of a step, in any order.
 
     Attributes:
-        count: how many.
-        bounds: (sequences, most tokens of each), group by group; known to the host.
-        table: [n] int64, block numbers.
-        table_starts: [count] int64, where each sequence's begin.
-        tokens: [count] int64, rows of the packed step.
-        lens: [count] int64, tokens of each sequence, the new one included.
+        count: the number of decodes.
+        bounds: for each group, (number of sequences, largest number of tokens of a sequence). The
+            CPU knows these numbers.
+        table: [n] int64, the block numbers of all sequences.
+        table_starts: [count] int64, the index in `table` of each sequence's first block.
+        tokens: [count] int64, the index of each decode in the packed step.
+        lens: [count] int64, the length of each sequence, including the new token.
     """
 
     count: int
@@ -38,21 +40,24 @@ class DecodeRows:
     _workspaces: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def workspace(self, shape: tuple[int, ...]) -> Tensor:
-        """Memory for intermediate results, float32; layers use the same, one after the other."""
-        found = self._workspaces.get(shape)
-        if found is None:
-            found = torch.empty(math.prod(shape), dtype=torch.float32, device=self.lens.device)
-            self._workspaces[shape] = found
-        return found
+        """Return float32 memory for intermediate results.
+
+        All layers use the same memory in turn.
+        """
+        memory = self._workspaces.get(shape)
+        if memory is None:
+            memory = torch.empty(math.prod(shape), dtype=torch.float32, device=self.lens.device)
+            self._workspaces[shape] = memory
+        return memory
 
 
 @dataclass(slots=True)
 class PrefillRows:
-    """The sequences of a step that get several tokens.
+    """The prefills of a step.
 
     Attributes:
-        prefills: as the step has them.
-        table: [n] int64, block numbers.
+        prefills: the prefills of the AttentionBatch.
+        table: [n] int64, the block numbers of all sequences.
         sequences: [num_sequences, 4] int64; see `triton_prefill.prefill_kernel`.
     """
 
@@ -62,48 +67,56 @@ class PrefillRows:
     _tiles: dict[tuple[int, Span], Tensor] = field(default_factory=dict)
 
     def tiles(self, num_queries: int, span: Span) -> Tensor:
-        """The step's tokens in tiles of at most num_queries of one sequence, [num_tiles, 2] int64.
+        """Return the new tokens in tiles of at most `num_queries` tokens, [num_tiles, 2] int64.
 
-        Tiles that look at most keys come first: what is left for the end is short.
+        The tokens of a tile belong to one sequence. Each row is the index of the sequence and the
+        first new token of the tile. Tiles that attend to the most keys come first, so that the last
+        programs to start are short.
         """
-        found = self._tiles.get((num_queries, span))
-        if found is None:
+        uploaded = self._tiles.get((num_queries, span))
+        if uploaded is None:
             tiles = [
-                (_work(prefill.num_cached + begin, span), number, begin)
+                (_num_keys(prefill.num_cached + begin, span), number, begin)
                 for number, prefill in enumerate(self.prefills)
                 for begin in range(0, prefill.end - prefill.start, num_queries)
             ]
             tiles.sort(key=lambda tile: -tile[0])
             rows = [value for _, number, begin in tiles for value in (number, begin)]
-            found = upload(rows, self.table.device).view(-1, 2)
-            self._tiles[num_queries, span] = found
-        return found
+            uploaded = upload(rows, self.table.device).view(-1, 2)
+            self._tiles[num_queries, span] = uploaded
+        return uploaded
 
 
 @dataclass(slots=True)
 class GpuBatch:
-    """A step as the kernels read it; None where it has no such tokens."""
+    """A step as the GPU kernels read it.
+
+    Attributes:
+        decodes: the decodes; None if the step has none.
+        prefills: the prefills; None if the step has none.
+    """
 
     decodes: DecodeRows | None
     prefills: PrefillRows | None
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> "GpuBatch":
-        """Lay out a step."""
+        """Build the metadata of a step."""
         decodes = _decodes(batch.decodes, batch.block_size) if batch.num_decodes else None
         return cls(decodes, _prefills(batch.prefills) if batch.prefills else None)
 
 
 def upload(values: Sequence[int], device: torch.device) -> Tensor:
-    """Integers as an int64 tensor on the device, without waiting for it."""
+    """Return integers as an int64 tensor on the device, without waiting for the device."""
     tensor = torch.tensor(values, dtype=torch.int64)
     if device.type == "cuda":
-        # From pinned memory the copy is only queued; from other memory the host may wait.
+        # A copy from pinned memory is only queued. With other memory, the CPU may have to wait.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
-def _decodes(groups: list[Decodes], block_size: int) -> DecodeRows:
+def _decodes(groups: list[DecodeGroup], block_size: int) -> DecodeRows:
+    """Build the metadata of decodes."""
     starts: list[int] = []
     bounds: list[tuple[int, int]] = []
     offset = 0
@@ -120,30 +133,31 @@ def _decodes(groups: list[Decodes], block_size: int) -> DecodeRows:
     return DecodeRows(
         count=len(starts),
         bounds=bounds,
-        table=_joined([group.blocks for group in groups]),
+        table=_concatenated([group.blocks for group in groups]),
         table_starts=upload(starts, device),
-        tokens=_joined(tokens),
-        lens=_joined([group.lens for group in groups]),
+        tokens=_concatenated(tokens),
+        lens=_concatenated([group.lens for group in groups]),
     )
 
 
 def _prefills(prefills: list[Prefill]) -> PrefillRows:
+    """Build the metadata of prefills."""
     rows: list[int] = []
     offset = 0
     for prefill in prefills:
         rows += (prefill.start, prefill.end - prefill.start, prefill.num_cached, offset)
         offset += prefill.blocks.numel()
-    table = _joined([prefill.blocks for prefill in prefills])
+    table = _concatenated([prefill.blocks for prefill in prefills])
     return PrefillRows(prefills, table, upload(rows, table.device).view(-1, 4))
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    """All of them as one flat row."""
+def _concatenated(tensors: list[Tensor]) -> Tensor:
+    """Return all numbers of some tensors as one flat tensor."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _work(position: int, span: Span) -> int:
-    """About how many keys a token at a position looks at."""
+def _num_keys(position: int, span: Span) -> int:
+    """Return about how many keys a token at a position attends to."""
     limits = [limit for limit in (span.window, span.chunk) if limit is not None]
     return min([position, *limits])

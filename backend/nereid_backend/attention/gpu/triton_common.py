@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""What the attention kernels in the Triton language share: a tile of scores, and its softmax.
+"""Functions that the attention kernels in the Triton language share: scores of a tile, and softmax.
 
-Scores are kept in base 2 (times log2 e), because the hardware's exponential is one of 2.
+Scores are multiplied by log2(e), because the hardware computes powers of 2 and not of e.
 """
 
 import triton
@@ -14,10 +14,10 @@ def key_cells(
     table, places, is_real, head,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Where tokens of a sequence lie in one head of the cache, as rows of it seen as [..., dim].
+    """Return the rows of the cache (viewed as [..., dim]) in which tokens of a sequence are stored.
 
-    table points at the sequence's block numbers; places [n] are positions in the sequence, of which
-    those that are not is_real are not looked up where IS_MASKED.
+    table points at the sequence's block numbers. places [n] are positions in the sequence. With
+    IS_MASKED, the block numbers of positions for which is_real is false are not read.
     """
     if IS_MASKED:
         block = tl.load(table + places // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
@@ -31,9 +31,9 @@ def load_rows(
     base, rows, is_real, START: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     STRIDE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Columns START to START + WIDTH of some rows, [n, PADDED]: zero behind WIDTH.
+    """Return the columns START to START + WIDTH of some rows, [n, PADDED], with zeros after WIDTH.
 
-    Rows that are not is_real are zero where IS_MASKED says that there may be such.
+    With IS_MASKED, rows for which is_real is false are not read and contain zeros.
     """
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None] * STRIDE + (START + columns)[None, :]
@@ -51,7 +51,10 @@ def load_rows(
 
 @triton.jit
 def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
-    """The factors of some rows of a cache of 8 bits, [n] float32, for what `numbers` makes."""
+    """Return the factors of some rows of an 8-bit cache, [n] float32.
+
+    The factors fit the numbers that `numbers` returns.
+    """
     if IS_MASKED:
         found = tl.load(scales + cells, mask=is_real, other=0.0)
     else:
@@ -63,11 +66,11 @@ def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.cons
 
 @triton.jit
 def numbers(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
-    """A tile of a cache as numbers of another type. FLOAT8 is a `gpu.Float8`.
+    """Return a tile of a cache, converted to another data type. FLOAT8 is a value of `gpu.Float8`.
 
-    Bits of an e4m3 number moved to where float16 has its exponent and mantissa are a 256th of it,
-    below its normal numbers, too; the factors make up for that. The patterns that are not a number
-    are never written.
+    With FLOAT8 == 2, the bits of an e4m3 number are shifted to where float16 has its exponent and
+    mantissa. The result is 1/256 of the number, also for numbers below the normal ones.
+    `load_scales` multiplies the factors by 256 to correct this. NaN does not occur in the cache.
     """
     if FLOAT8 == 0:
         found = tile.to(dtype)
@@ -87,12 +90,14 @@ def tile_scores(
     REST_PADDED: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile, [rows, n] float32 in base 2.
+    """Return the scores of a tile in base 2, [rows, n] float32.
 
-    A head whose size is no power of two is cut in two parts (192 is 128 and 64), so that products
-    are not padded to the next power: MAIN columns padded to DIM, then REST of them, or none. With a
-    cap, scale is the scores' scale over the softcap, and cap is the softcap in base 2. Keys of
-    8 bits come with a factor each, by which the scores are multiplied.
+    A key whose size is no power of two is divided in two (192 into 128 and 64), so that the
+    products
+    are not padded to the next power of two: MAIN columns, padded to DIM, and then REST columns.
+    REST is 0 if the key is not divided. With a cap, `scale` is the scale of the scores divided by
+    the softcap, and `cap` is the softcap times log2(e). With HAS_SCALES, each score is multiplied
+    by the factor of its key.
     """
     key = load_rows(keys, cells, is_real, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
     scores = tl.dot(query, tl.trans(numbers(key, query.dtype, FLOAT8)), input_precision="ieee")
@@ -104,7 +109,7 @@ def tile_scores(
         scores *= load_scales(key_scales, cells, is_real, IS_MASKED, FLOAT8)[None, :]
     scores *= scale
     if HAS_CAP:
-        # tanh, by an exponential that overflows to the right answer.
+        # This is cap * tanh(scores). If the exponential overflows, the result is still correct.
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores)))
     return scores
 
@@ -114,12 +119,12 @@ def add_tile(
     top, total, acc, scores, value, value_scales, cells, is_real,
     IS_MASKED: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile into a running softmax.
+    """Add a tile to a running softmax, and return the new top, total and acc.
 
-    top [rows] is the greatest score so far, total [rows] the sum of powers above it and acc
-    [rows, dim] the weighted values. A row that has seen nothing yet has top -inf, total 0. Values
-    of 8 bits come with a factor each, by which the weights are multiplied. Products are of
-    numbers of dtype.
+    top [rows] is the largest score so far, total [rows] the sum of the powers 2^(score - top), and
+    acc [rows, dim] the weighted sum of the values. A row without any token so far has top -inf and
+    total 0. With HAS_SCALES, each weight is multiplied by the factor of its value. Matrix products
+    use the data type `dtype`.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Decode attention: one token a sequence, its keys cut into parts that run side by side."""
+"""Decode attention: one new token in each sequence, whose keys are divided into parallel parts."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ from nereid_backend.attention.gpu.triton_common import add_tile, key_cells, load
 def seen_from(
     length, window, chunk, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr
 ):
-    """The first position that a sequence's last token sees, and the tile border at or before it."""
+    """Return the first position that the last token attends to, and the start of its tile."""
     first = length * 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
@@ -21,7 +21,8 @@ def seen_from(
     return first, first // TILE * TILE
 
 
-# What differs from step to step must not be compiled in.
+# These arguments differ between steps. Triton would otherwise compile further kernels for special
+# values, such as 1 and multiples of 16.
 @triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
 def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
     query, keys, values, key_scales, value_scales, out, parts, weights_log, sinks,
@@ -37,16 +38,16 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Attention of ROWS query heads that share a key head, over one part of a sequence.
+    """Compute ROWS query heads that share a key head, over one part of a sequence.
 
     Grid: (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits). Part s of a sequence begins
-    s * split_tokens behind the first tile that its token sees, so nothing outside a window is read;
-    parts behind the sequence's end do nothing.
+    s * split_tokens after the first tile that its token attends to, so nothing outside the window
+    is read. Parts after the end of the sequence return at once.
 
-    Shapes: out [num_tokens, num_heads, VALUE_DIM]. Where IS_SPLIT: parts [num_sequences, num_heads,
-    max_splits, VALUE_DIM] float32, each part's own attention, and weights_log [num_sequences,
-    num_heads, max_splits] float32, the logarithm (base 2) of its sum of powers; reduce_kernel puts
-    them together, and adds the sinks.
+    Shapes: out [num_tokens, num_heads, VALUE_DIM]. With IS_SPLIT, the kernel instead writes parts
+    [num_sequences, num_heads, max_splits, VALUE_DIM] float32, the attention of each part, and
+    weights_log [num_sequences, num_heads, max_splits] float32, the logarithm in base 2 of each
+    part's sum of powers. reduce_kernel combines the parts and adds the sinks.
     """
     sequence = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
@@ -113,9 +114,9 @@ def reduce_kernel(
     SPLITS_PADDED: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Put the parts of one sequence and head together. Grid: (num_sequences, NUM_HEADS).
+    """Combine the parts of one sequence and head. Grid: (num_sequences, NUM_HEADS).
 
-    Reads only parts that decode_kernel wrote; see there for the shapes.
+    The kernel reads only the parts that decode_kernel wrote; see there for the shapes.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

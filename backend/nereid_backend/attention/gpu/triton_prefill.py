@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Prefill attention: the new tokens of many sequences, packed, over all their keys in blocks."""
+"""Prefill attention: the new tokens of several sequences, packed, over all their keys in blocks."""
 
 import triton
 import triton.language as tl
@@ -20,10 +20,10 @@ def walk_tiles(
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from begin to end, TILE at a time, into the rows' running softmax.
+    """Add the keys from begin to end, TILE at a time, to the running softmax of the rows.
 
-    Only keys from first to length are read. Without IS_MASKED every row sees every key from begin
-    to end, and nothing is compared.
+    Only keys from first to length are read. Without IS_MASKED, every row attends to all keys from
+    begin to end, so no positions are compared.
     """
     for position in tl.range(begin, end, TILE):
         places = position + tl.arange(0, TILE)
@@ -62,14 +62,16 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Attention of ROWS // HEADS tokens of one sequence, for HEADS heads that share a key head.
+    """Compute ROWS // HEADS tokens of one sequence, for HEADS query heads that share a key head.
 
-    Grid: (num_tiles * NUM_KV_HEADS * cdiv(GROUP, HEADS),), all heads of a tile side by side. Rows
-    are token * HEADS + head, so that a group of heads reads its keys once.
+    Grid: (num_tiles * NUM_KV_HEADS * cdiv(GROUP, HEADS),), with all heads of a tile side by side.
+    Row token * HEADS + head belongs to a token and a head, so that all heads of a group read their
+    keys once.
 
-    Shapes: sequences [num_sequences, 4] int64: first token in the packed row, number of new tokens,
-    cached tokens before them, where its blocks begin in table; tiles [num_tiles, 2] int64: the
-    sequence, and the first of its new tokens; out [num_tokens, num_heads, VALUE_DIM].
+    Shapes: sequences [num_sequences, 4] int64: the index of the first new token in the packed row,
+    the number of new tokens, the number of cached tokens before them, and the index in `table` of
+    the first block. tiles [num_tiles, 2] int64: the sequence, and the first new token of the tile.
+    out [num_tokens, num_heads, VALUE_DIM].
     """
     num_groups: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     num_parts: tl.constexpr = NUM_KV_HEADS * num_groups
@@ -103,7 +105,7 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
-    # Keys that some row sees: [first, length). Those that all rows see: [low, middle).
+    # Some row attends to each key in [first, length). All rows attend to the keys in [low, middle).
     oldest = num_cached + begin
     length = num_cached + tl.minimum(begin + num_queries, num_new)
     first = oldest * 0
@@ -133,7 +135,7 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         total += tl.exp2(sink * 1.4426950408889634 - top)
-    # Rows that stand for no token may have seen nothing.
+    # Rows without a token may have a total of 0, by which the result must not be divided.
     total = tl.where(is_row, total, 1.0)
     columns = tl.arange(0, VALUE_PADDED)
     num_heads: tl.constexpr = GROUP * NUM_KV_HEADS

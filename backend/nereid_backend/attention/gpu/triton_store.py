@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The cache write: keys and values of one step and layer, in one launch."""
+"""The cache write: stores the keys and values of one step and layer in one launch."""
 
 import triton
 import triton.language as tl
@@ -8,16 +8,18 @@ import triton.language as tl
 
 @triton.jit
 def float8_bits(scaled):
-    """Numbers from -448 to 448 as the bytes of the nearest e4m3 numbers, halves to even.
+    """Return the bytes of the nearest e4m3 numbers, for numbers from -448 to 448.
 
-    Devices from compute capability 8.9 on have an instruction for it; a write has few numbers, and
-    so it is the same everywhere.
+    A number halfway between two e4m3 numbers is rounded to the even one. GPUs from compute
+    capability 8.9 on have an instruction for this. A cache write converts only few numbers, so all
+    GPUs use the same code.
     """
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # 20 of 23 bits of the mantissa go, and the exponent counts from -7 instead of -127.
+    # 20 of the 23 mantissa bits are rounded away. The exponent's bias is 7 instead of 127.
     rounded = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 1/64 there is one distance, 1/512; adding this leaves no room behind the point.
+    # Numbers below 1/64 are multiples of 1/512. Adding 1.5 * 2**23 and subtracting it again rounds
+    # a float32 number to an integer, halves to even.
     small = tl.abs(scaled) * 512.0 + 12582912.0 - 12582912.0
     found = tl.where(magnitude < 0x3C800000, small.to(tl.int32), rounded)
     return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -28,11 +30,11 @@ def store_rows(
     source, cache, scales, cells, is_head, head_stride,
     DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr, IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Copy some heads of one token into rows of a cache seen as [..., DIM].
+    """Copy some heads of one token into rows of a cache, viewed as [..., DIM].
 
-    Where HAS_SCALES they become integers, the largest of each head 127, or 8-bit floating point,
-    the largest 448, and its factor is stored, too; NaN for a head that is not finite, so that it
-    shows.
+    With HAS_SCALES, each head is converted to integers whose largest is 127, or to 8-bit floating
+    point numbers whose largest is 448, and its factor is stored. If a number of a head is not
+    finite, the factor is NaN, so that the error is visible in the answer.
     """
     columns = tl.arange(0, PADDED)
     mask = is_head[:, None] & (columns < DIM)[None, :]
@@ -45,13 +47,13 @@ def store_rows(
         largest = tl.max(tl.abs(tl.where(is_odd, 0.0, wide)), 1)
         whole = tl.max(is_odd.to(tl.int32), 1) == 0
         tl.store(scales + cells, tl.where(whole, largest / limit, float("nan")), mask=is_head)
-        # What is next to nothing would have an infinite factor, and becomes nothing.
+        # A head whose numbers are almost 0 would have an infinite factor, so it is stored as 0.
         factor = limit / tl.where(largest > 1e-35, largest, 1.0)
         scaled = tl.where(is_odd, 0.0, wide) * factor[:, None]
         if IS_FLOAT8:
             kept = float8_bits(tl.clamp(scaled, -limit, limit))
         else:
-            # As above, this rounds, halves to even.
+            # As in float8_bits, this rounds to an integer, halves to even.
             kept = (scaled + 12582912.0 - 12582912.0).to(tl.int8)
         tl.store(cache + cells[:, None] * DIM + columns[None, :], kept, mask=mask)
     else:
@@ -67,9 +69,9 @@ def store_kernel(
     KEY_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Copy HEADS heads of one token. Grid: (num_tokens, cdiv(NUM_KV_HEADS, HEADS)).
+    """Store HEADS heads of one token. Grid: (num_tokens, cdiv(NUM_KV_HEADS, HEADS)).
 
-    A token whose slot is negative is skipped. Last dimensions are contiguous.
+    A token with a negative slot is not stored. The last dimensions of key and value are contiguous.
     """
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1).to(tl.int64) * HEADS

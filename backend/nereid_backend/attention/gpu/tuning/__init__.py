@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the GPU kernels are cut and scheduled: measured tables by device name, and defaults.
+"""The tile sizes of the GPU kernels: tables of measured values by device, and default values.
 
-A table is `<device name>.json` beside this file, written by `loadtest/bench_gpu.py --tune`: kernel
-name to a list of entries {"max_dim", "itemsize", "rows", "tile", "num_warps", "num_stages"}. That
-entry counts which is the first with the cache's itemsize and a max_dim of at least the greater of
-key and value size; where there is none, the default does.
+A table is a file `<device name>.json` in this folder. The option --tune of the GPU benchmark
+(loadtest/gpu) writes it. The table maps the name of a kernel to a list of entries with the keys
+"max_dim", "itemsize", "rows", "tile", "num_warps" and "num_stages". A kernel uses the first entry
+whose itemsize is that of the cache and whose max_dim is at least the larger of key and value size.
+If there is none, the kernel uses the default values.
 """
 
 import functools
@@ -17,23 +18,22 @@ from nereid_backend.errors import ConfigError
 
 FOLDER = Path(__file__).parent
 KERNELS = ("decode", "prefill")
-_POWERS = (16, 32, 64, 128, 256)
-# First numbers of the compute capabilities whose matrix products read tiles from shared memory.
+_TILE_SIZES = (16, 32, 64, 128, 256)
+_NUM_WARPS = (1, 2, 4, 8, 16)
+_MAX_STAGES = 8
+# Major numbers of the compute capabilities whose matrix products read tiles from shared memory.
 _SHARED_PRODUCTS = (9, 10, 11)
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How one kernel is cut.
+    """The tile sizes of one kernel.
 
     Attributes:
-        rows: rows of queries in a tile: tokens times heads that share a key head.
-        tile: keys in a tile.
-        num_warps: warps of one program.
-        num_stages: tiles of keys that are under way at once.
-
-    Raises:
-        ConfigError: a size that the kernels cannot be cut in.
+        rows: the number of query rows in a tile: tokens times heads that share a key head.
+        tile: the number of keys in a tile.
+        num_warps: the number of warps of one program.
+        num_stages: the number of tiles of keys that are loaded at the same time.
     """
 
     rows: int
@@ -42,21 +42,31 @@ class Tuning:
     num_stages: int
 
     def __post_init__(self) -> None:
-        if self.rows not in _POWERS or self.tile not in _POWERS:
+        """Raise ConfigError if the kernels do not support a value."""
+        if self.rows not in _TILE_SIZES or self.tile not in _TILE_SIZES:
+            sizes = ", ".join(map(str, _TILE_SIZES))
             raise ConfigError(
-                f"rows {self.rows} and tile {self.tile} must be among "
-                f"{', '.join(map(str, _POWERS))}"
+                f"rows and tile must be among {sizes}, but rows is {self.rows} and tile is "
+                f"{self.tile}."
             )
-        if self.num_warps not in (1, 2, 4, 8, 16) or not 1 <= self.num_stages <= 8:
+        if self.num_warps not in _NUM_WARPS or not 1 <= self.num_stages <= _MAX_STAGES:
+            warps = ", ".join(map(str, _NUM_WARPS))
             raise ConfigError(
-                f"num_warps {self.num_warps} must be a power of two up to 16, num_stages "
-                f"{self.num_stages} 1 to 8"
+                f"num_warps must be among {warps}, and num_stages must be from 1 to "
+                f"{_MAX_STAGES}, but num_warps is {self.num_warps} and num_stages is "
+                f"{self.num_stages}."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of a table: a tuning and what it is for."""
+    """One entry of a table.
+
+    Attributes:
+        max_dim: the largest key or value size for which the tile sizes are used.
+        itemsize: the bytes of one number in the cache.
+        tuning: the tile sizes.
+    """
 
     max_dim: int
     itemsize: int
@@ -67,31 +77,42 @@ Table = dict[str, list[Entry]]
 
 
 def slug(device_name: str) -> str:
-    """A device's name as a file's: "NVIDIA H100 80GB HBM3" is nvidia-h100-80gb-hbm3."""
+    """Return a device's name as a file name.
+
+    Example: "NVIDIA H100 80GB HBM3" gives "nvidia-h100-80gb-hbm3".
+    """
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
 
 
 @functools.cache
 def table_of(device_name: str, folder: Path = FOLDER) -> Table:
-    """The measured table of a device; empty where there is none.
+    """Return the measured table of a device, or an empty table if there is none.
 
     Raises:
-        ConfigError: the file is broken; the message says what to do.
+        ConfigError: if the file is damaged.
     """
     path = folder / f"{slug(device_name)}.json"
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text())["kernels"]
-        return {name: [_entry(dict(line)) for line in found.get(name, [])] for name in KERNELS}
+        kernels = json.loads(path.read_text())["kernels"]
+        return {name: [_entry(dict(line)) for line in kernels.get(name, [])] for name in KERNELS}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: {error!r}; write it anew with loadtest/bench_gpu.py --tune, or remove it"
+            f"{path}: the table of tile sizes cannot be read: {error!r}. Create it again with the "
+            "option --tune of the GPU benchmark, or delete the file."
         ) from error
 
 
 def write_table(device_name: str, table: Table, facts: dict[str, str], folder: Path) -> Path:
-    """Keep a measured table; facts (date, versions) go beside it. Returns the file."""
+    """Store a measured table and return its file.
+
+    Args:
+        device_name: the name of the device.
+        table: the measured entries.
+        facts: further information to store, such as the date and the versions.
+        folder: the folder of the file.
+    """
     path = folder / f"{slug(device_name)}.json"
     kernels = {
         name: [
@@ -107,18 +128,24 @@ def write_table(device_name: str, table: Table, facts: dict[str, str], folder: P
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What kernels are cut for.
+    """The properties of a GPU that determine the tile sizes.
 
     Attributes:
-        table: measured there; may be empty.
-        generation: first number of its compute capability; 9 is Hopper.
+        table: the table that was measured on the GPU; it may be empty.
+        generation: the major number of the compute capability. 9 is Hopper.
     """
 
     table: Table
     generation: int = 9
 
     def tuning(self, kernel: str, dim: int, itemsize: int) -> Tuning:
-        """How to cut a kernel for heads of a size (the greater of key and value)."""
+        """Return the tile sizes of a kernel.
+
+        Args:
+            kernel: "decode" or "prefill".
+            dim: the larger of the key and value size.
+            itemsize: the bytes of one number in the cache.
+        """
         for entry in self.table.get(kernel, []):
             if entry.itemsize == itemsize and entry.max_dim >= dim:
                 return entry.tuning
@@ -126,22 +153,23 @@ class Device:
 
 
 def default_tuning(kernel: str, dim: int, itemsize: int, generation: int = 9) -> Tuning:
-    """What should do on data-centre GPUs.
+    """Return tile sizes that are suitable for GPUs in data centres.
 
-    Chosen by compiling (`loadtest/compile_kernels.py`): tiles that leave room in shared memory for
-    a second program, and no registers spilled. Matrix products take registers for what those of
-    Hopper and of data-centre Blackwell take from shared memory; all other tiles fit in the 99 KiB
-    that consumers' GPUs have.
+    The arguments are those of `Device.tuning`. The values were chosen by compiling the kernels: no
+    registers are spilled, and the tiles leave enough shared memory for a second program. On Hopper
+    and on Blackwell for data centres, matrix products read tiles from shared memory. On other GPUs
+    they read registers, and the tiles fit into the 99 KiB of shared memory that consumer GPUs have.
     """
     if itemsize == 4:
-        # Exact float32 products run without tensor cores, so small tiles lose nothing.
+        # Exact float32 products do not use tensor cores, so small tiles are not slower.
         return Tuning(16, 32, 8, 2) if kernel == "decode" else Tuning(32, 16, 8, 2)
     if itemsize == 1:
         return _byte_tuning(kernel, dim, generation)
     if kernel == "decode":
         return Tuning(16, 64, 4, 3) if dim <= 128 else Tuning(16, 32, 4, 3)
     if dim > 256:
-        # As wide as that, 64 rows spill 2 KiB a thread on 9.0, and do not fit in 99 KiB on 8.6.
+        # With 64 rows, each thread would spill 2 KiB of registers on compute capability 9.0, and
+        # the tiles would not fit into 99 KiB of shared memory on 8.6.
         return Tuning(32, 32 if generation in _SHARED_PRODUCTS else 16, 8, 2)
     if generation not in _SHARED_PRODUCTS:
         if dim <= 128:
@@ -153,7 +181,10 @@ def default_tuning(kernel: str, dim: int, itemsize: int, generation: int = 9) ->
 
 
 def _byte_tuning(kernel: str, dim: int, generation: int) -> Tuning:
-    """Tiles are made numbers again in registers, so there are more warps to hold them."""
+    """Return tile sizes for a cache with 8 bits for each number.
+
+    The kernels convert such tiles in registers, so more warps are needed to hold them.
+    """
     if kernel == "decode":
         return Tuning(16, 64 if dim <= 128 else 32, 8, 3)
     if generation not in _SHARED_PRODUCTS:
@@ -162,5 +193,7 @@ def _byte_tuning(kernel: str, dim: int, generation: int) -> Tuning:
 
 
 def _entry(line: dict[str, int]) -> Entry:
-    max_dim, itemsize = line.pop("max_dim"), line.pop("itemsize")
+    """Return the entry of a table that a JSON object describes."""
+    max_dim = line.pop("max_dim")
+    itemsize = line.pop("itemsize")
     return Entry(int(max_dim), int(itemsize), Tuning(**line))

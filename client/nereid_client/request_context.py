@@ -167,7 +167,7 @@ def check_unicode(text: str) -> None:
         character = ascii(text[error.start])
         raise ApiError(
             400,
-            f"The request body contains {character}, which is half of a surrogate pair and no "
+            f"The request body contains {character}, which is half of a surrogate pair and not a "
             "Unicode character",
         ) from None
 

@@ -107,14 +107,14 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
         ({"documents": ["a"]}, "query is required, but the request does not contain it", "query"),
         (
             {"query": "x"},
-            "documents is required (or texts, in TEI's format), but not both; the request has",
+            "Exactly one of documents and texts (the name in TEI's format) is required, but the",
             "documents",
         ),
         ({"query": "x", "documents": []}, "documents must not be an empty list", "documents"),
         ({"query": "x", "texts": []}, "texts must not be an empty list", "texts"),
         (
             {"query": "x", "documents": ["a"], "texts": ["a"]},
-            "documents is required (or texts, in TEI's format), but not both; the request has",
+            "Exactly one of documents and texts (the name in TEI's format) is required, but the",
             "documents",
         ),
         (

@@ -400,7 +400,7 @@ async def test_a_background_response_that_takes_too_long_fails(backend):
         made = await create(client, "one <pause 60>two", background=True)
         final = await until(client, made["id"], "failed")
         assert (
-            "within 1 s, the limit of the server's setting request_timeout_s"
+            "within 1 s, which is the limit of the server's setting request_timeout_s"
             in final["error"]["message"]
         )
         assert text_of(final["output"][0]) == "one "
@@ -423,7 +423,7 @@ async def test_a_running_response_that_outgrows_the_store_fails(backend):
     async with frontend(backend, max_stored_response_bytes=20_000) as (client, app):
         response = await client.post(PATH, json={"input": "a" * 30_000, "background": True})
         assert response.status_code == 400
-        assert "the limit is 20000 (max_stored_response_bytes)" in response.text
+        assert "at most 20000 bytes (max_stored_response_bytes)" in response.text
         kept = await create(client)
         body = {"input": "word " * 500, "background": True, "stream": True}
         events = events_of((await client.post(PATH, json=body)).text)

@@ -39,10 +39,10 @@ async def test_special_tokens_are_added_as_for_generation_unless_told(post, back
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, "prompt or messages is required, but not both; the request has neither of them"),
+        ({}, "Exactly one of prompt and messages is required, but the request has neither of them"),
         (
             {"prompt": "a", "messages": []},
-            "prompt or messages is required, but not both; the request has both of them",
+            "Exactly one of prompt and messages is required, but the request has both of them",
         ),
         (
             {"prompt": "a", "return_token_strs": True},

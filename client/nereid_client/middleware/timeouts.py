@@ -107,7 +107,7 @@ def _timeout_error(limit_s: float, *, is_requested: bool) -> ApiError:
     )  # fmt: skip
     return ApiError(
         504,
-        f"The request did not finish within {limit_s:g} s, the limit of {source}",
+        f"The request did not finish within {limit_s:g} s, which is the limit of {source}",
         code="timeout",
         limit="x_request_timeout" if is_requested else "request_timeout_s",
     )

@@ -61,8 +61,9 @@ class RerankRequest(PoolingRequest):
             found = "neither" if self.documents is None else "both"
             raise FieldError(
                 "documents",
-                "documents is required (or texts, in TEI's format), but not both; the request has "
-                f"{found} of them",
+                "Exactly one of documents and texts (the name in TEI's format) is required, but "
+                "the "
+                f"request has {found} of them",
             )
         return self
 

@@ -35,7 +35,8 @@ class TokenizeRequest(BaseModel):
             found = "neither" if self.prompt is None else "both"
             raise FieldError(
                 "prompt",
-                f"prompt or messages is required, but not both; the request has {found} of them",
+                f"Exactly one of prompt and messages is required, but the request has {found} of "
+                "them",
             )
         return self
 

@@ -171,8 +171,8 @@ class Responses:
                 raise
             raise ApiError(
                 504,
-                f"The response did not finish within {self._limit_s:g} s, the limit of the "
-                "server's setting request_timeout_s",
+                f"The response did not finish within {self._limit_s:g} s, which is the limit "
+                "of the server's setting request_timeout_s",
                 limit="request_timeout_s",
             ) from None
         if not run.builder.is_over:

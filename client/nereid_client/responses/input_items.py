@@ -57,19 +57,15 @@ def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
         elif item["type"] == "function_call_output" and item["call_id"] not in calls:
             raise field_error(
                 f"input[{at}].call_id",
-                f"must be the call_id of an earlier function_call, but the request has "
+                f"input[{at}].call_id must be the call_id of an earlier function_call, but the "
+                "request has "
                 f"{shown(item['call_id'])}. Send the function_call too, or previous_response_id.",
             )
 
 
-def field_error(place: str, requirement: str) -> ApiError:
-    """Return a 400 for a field.
-
-    Args:
-        place: the path of the field, such as "input[0].role".
-        requirement: the rest of the sentence, which starts with a verb.
-    """
-    return ApiError(400, f"{place} {requirement}", param=place)
+def field_error(place: str, message: str) -> ApiError:
+    """Return a 400 for a field, whose path is `place`, such as "input[0].role"."""
+    return ApiError(400, message, param=place)
 
 
 def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
@@ -84,7 +80,8 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
     if read is None:
         raise field_error(
             f"{place}.type",
-            f"must be one of {', '.join(_READERS)}, item_reference, but the request has "
+            f"{place}.type must be one of {', '.join(_READERS)}, item_reference, but the request "
+            "has "
             f"{shown(kind)}",
         )
     item_id = _string(item, "id", place) if item.get("id") is not None else new_id(str(kind))
@@ -115,7 +112,8 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
     if role not in _ROLES:
         raise field_error(
             f"{place}.role",
-            f"must be one of {', '.join(_ROLES)}, but the request has {shown(role)}. The output of "
+            f"{place}.role must be one of {', '.join(_ROLES)}, but the request has {shown(role)}. "
+            "The output of "
             "a function is an item of type function_call_output.",
         )
     part: Json = {"type": "input_text"}
@@ -135,7 +133,8 @@ def _call(item: Mapping[str, Any], place: str) -> Json:
             json.loads(arguments)
         except ValueError as error:
             raise field_error(
-                f"{place}.arguments", f"must be valid JSON, but it is not: {error}"
+                f"{place}.arguments",
+                f"{place}.arguments must be valid JSON, but it is not: {error}",
             ) from None
         except RecursionError:
             raise field_error(f"{place}.arguments", "is nested too deeply") from None
@@ -172,7 +171,8 @@ def _reasoning(item: Mapping[str, Any], place: str) -> Json:
     if item.get("encrypted_content") is not None and not content and not summary:
         raise field_error(
             f"{place}.encrypted_content",
-            "cannot be decrypted by this server, which returns reasoning unencrypted in content. "
+            f"{place}.encrypted_content cannot be decrypted by this server, which returns "
+            "reasoning unencrypted in content. "
             "Leave the item out.",
         )
     return {
@@ -196,7 +196,8 @@ def _texts(content: object, place: str) -> list[str]:
         return [content]
     if not isinstance(content, list):
         raise field_error(
-            place, f"must be a string or a list of parts, but the request has {shown(content)}"
+            place,
+            f"{place} must be a string or a list of parts, but the request has {shown(content)}",
         )
     return [_text(part, f"{place}[{at}]") for at, part in enumerate(content)]
 
@@ -204,14 +205,15 @@ def _texts(content: object, place: str) -> list[str]:
 def _text(part: object, place: str) -> str:
     """Return the text of one content part."""
     if not isinstance(part, Mapping):
-        raise field_error(place, f"must be an object, but the request has {shown(part)}")
+        raise field_error(place, f"{place} must be an object, but the request has {shown(part)}")
     kind = part.get("type")
     if kind == "refusal":
         return _string(part, "refusal", place, may_be_empty=True)
     if kind not in _TEXTS:
         raise field_error(
             f"{place}.type",
-            f"must be input_text, output_text, text or refusal, because the served model reads "
+            f"{place}.type must be input_text, output_text, text or refusal, because the served "
+            "model reads "
             f"text only, but the request has {shown(kind)}",
         )
     return _string(part, "text", place, may_be_empty=True)
@@ -222,12 +224,15 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
     if content is None:
         return []
     if not isinstance(content, list):
-        raise field_error(place, f"must be a list of parts, but the request has {shown(content)}")
+        raise field_error(
+            place, f"{place} must be a list of parts, but the request has {shown(content)}"
+        )
     for at, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") not in kinds:
             raise field_error(
                 f"{place}[{at}]",
-                f"must be a part of type {kinds[0]}, but the request has {shown(part)}",
+                f"{place}[{at}] must be a part of type {kinds[0]}, but the request has "
+                f"{shown(part)}",
             )
     return [
         _string(part, "text", f"{place}[{at}]", may_be_empty=True)
@@ -241,7 +246,8 @@ def _status(item: Mapping[str, Any], place: str) -> str:
     if status not in ("in_progress", "completed", "incomplete"):
         raise field_error(
             f"{place}.status",
-            f"must be in_progress, completed or incomplete, but the request has {shown(status)}",
+            f"{place}.status must be in_progress, completed or incomplete, but the request has "
+            f"{shown(status)}",
         )
     return str(status)
 
@@ -251,5 +257,7 @@ def _string(item: Mapping[str, Any], name: str, place: str, *, may_be_empty: boo
     value = item.get(name)
     if not isinstance(value, str) or not (value or may_be_empty):
         kind = "a string" if may_be_empty else "a string that is not empty"
-        raise field_error(f"{place}.{name}", f"must be {kind}, but the request has {shown(value)}")
+        raise field_error(
+            f"{place}.{name}", f"{place}.{name} must be {kind}, but the request has {shown(value)}"
+        )
     return value

@@ -129,9 +129,10 @@ class Store:
         if num_bytes > self._limits.num_bytes:
             raise ApiError(
                 400,
-                f"background requires that the conversation fits into the response store, but it "
-                f"has {num_bytes} bytes and the limit is {self._limits.num_bytes} "
-                "(max_stored_response_bytes). Send the request without background.",
+                f"background=true requires a conversation of at most {self._limits.num_bytes} "
+                "bytes "
+                f"(max_stored_response_bytes), but this conversation has {num_bytes}. Send the "
+                "request without background.",
                 param="background",
                 limit="max_stored_response_bytes",
             )
@@ -157,8 +158,8 @@ class Store:
         if not self._free(num_bytes):
             raise ApiError(
                 503,
-                "The response grew until it no longer fitted into the response store, whose limit "
-                f"is {self._limits.num_bytes} bytes (max_stored_response_bytes). Send the request "
+                "The response store is full, and its limit is "
+                f"{self._limits.num_bytes} bytes (max_stored_response_bytes). Send the request "
                 "without background.",
                 limit="max_stored_response_bytes",
             )

@@ -98,7 +98,9 @@ class Machine:
         """Read `text`, as far as its meaning can be decided, and return its events."""
         self._buffer.append(text)
         self._run()
-        return self._take_events() if self._events else []
+        events = self._events[:]
+        self._events.clear()
+        return events
 
     def _run(self) -> None:
         """Read text until it is exhausted, or until more text must decide about its meaning."""
@@ -111,7 +113,10 @@ class Machine:
                 self._enter(state)
 
     def finish(self) -> list[Event]:
-        """Decide about all text that has been held back, and return its events."""
+        """Decide about all text that has been held back, and return its events.
+
+        The machine cannot be used afterwards.
+        """
         self._buffer.is_final = True
         if self._state is State.UNDECIDED:
             self._enter(self._reader.finish_undecided())
@@ -128,13 +133,7 @@ class Machine:
         elif self._state in (State.CALL_START, State.BETWEEN_CALLS):
             self._calls.finish_empty_section()
         self._text.flush_blanks(self._state is State.REASONING, self._calls.has_calls())
-        return self._take_events()
-
-    def _take_events(self) -> list[Event]:
-        """Return the events since the last call of this method."""
-        events = self._events[:]
-        self._events.clear()
-        return events
+        return self._events
 
     @property
     def stage(self) -> Stage:

@@ -109,9 +109,8 @@ class TextWriter:
         self.has_text = True
         if event_type is ContentDelta:
             self.has_content = True
-            self._classify(CONTENT, body)
-        else:
-            self._classify(REASONING, body)
+        if self._trace is not None:
+            self._trace(CONTENT if event_type is ContentDelta else REASONING, body)
         self._events.append(event_type(body))
 
     def _without_blank_lines(self, text: str) -> str:
@@ -208,6 +207,8 @@ class TextWriter:
 
     def write_call(self, text: str, may_be_reread: bool) -> None:
         """Classify the text of a call. If it may be read again, hold it back until `end_call`."""
+        if self._trace is None and not self._num_prompt_chars:
+            return
         if may_be_reread and self._trace is not None:
             self._call_text.append(text)
         else:

@@ -213,13 +213,15 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     model = args.model or _environment_path("NEREID_MODEL") or repository.parent / "demo" / "chat"
     model = model.expanduser().absolute()
     startup_checks.check_checkpoint(model)
-    beside = pooling_models.choose(args, repository)
+    served_pooling_models = pooling_models.choose(args, repository)
     ports = {flag: getattr(args, _attribute(flag)) for flag in _PORT_FLAGS}
     startup_checks.check_ports(args.host, ports)
 
     given_name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
     name = given_name or model.resolve().name
-    environment = _environment(args, model, name) | pooling_models.environment(beside)
+    environment = _environment(args, model, name) | pooling_models.environment(
+        served_pooling_models
+    )
     startup_checks.check_frontend_settings(environment)
     startup_checks.check_model_settings(
         repository,
@@ -240,7 +242,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         shm_prefix=shm_prefix,
         log_path=args.log_file or _default_log_path(args.openai_port),
         model=model,
-        pooling_models=beside,
+        pooling_models=served_pooling_models,
         frontend=FrontendClient(
             f"http://{local_host}:{args.openai_port}", name, environment.get("NEREID_API_KEY", "")
         ),

@@ -136,7 +136,7 @@ class AdmissionControl:
     response: they are most useful when the server is at its limit or about to stop.
 
     Args:
-        app: the application behind this middleware.
+        app: the application that this middleware calls.
         gate: limits the requests that run.
         metrics: counts the rejected requests.
     """

@@ -15,7 +15,7 @@ class ApiKey:
     Other GET requests, such as health checks and /metrics, need no key.
 
     Args:
-        app: the application behind this middleware.
+        app: the application that this middleware calls.
         key: the key that clients must send.
         metrics: counts the rejected requests.
     """

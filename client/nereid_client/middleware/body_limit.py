@@ -14,7 +14,7 @@ class BodyLimit:
     rejected as soon as the bytes received exceed the limit.
 
     Args:
-        app: the application behind this middleware.
+        app: the application that this middleware calls.
         max_bytes: the setting max_body_bytes.
         metrics: counts the rejected requests.
     """

@@ -72,7 +72,7 @@ class CountRequests:
     """Middleware that counts each request by its route and the status of its response.
 
     Args:
-        app: the application behind this middleware.
+        app: the application that this middleware calls.
         metrics: the counters.
         routes: all routes of the application.
     """

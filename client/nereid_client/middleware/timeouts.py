@@ -25,7 +25,7 @@ class Timeouts:
     response has not started, the client receives a 504; in a stream, the last event is the error.
 
     Args:
-        app: the application behind this middleware.
+        app: the application that this middleware calls.
         limit_s: the setting request_timeout_s, in seconds from the arrival of the request to the
             end of its response. 0 means no limit.
         unread_s: the setting unread_timeout_s. The connection of a client that reads nothing of

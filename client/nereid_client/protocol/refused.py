@@ -68,7 +68,7 @@ REFUSED_IN_CHAT = {
     "prediction": Refusal("Nereid does not use predicted outputs, which only save time"),
     "store": Refusal("chat completions are not stored; /v1/responses stores its responses", _FALSE),
     "verbosity": Refusal(
-        "chat templates have no such variable; write the wish into a message", ("medium",)
+        "chat templates have no such variable; ask for the desired length in a message", ("medium",)
     ),
     "prompt_cache_retention": Refusal(_CACHE_EVICTION, ("in_memory",)),
     "prompt_cache_options": Refusal(_CACHE_EVICTION),

@@ -1,6 +1,6 @@
 """Start, observe and end the child processes of `nereid serve`, with all their descendants.
 
-A Triton server that is killed leaves its Python stub processes behind, and a stub may have children
+A Triton server that is killed does not end its Python stub processes, and a stub may have children
 of its own. This process therefore registers as the new parent of its orphaned descendants
 (`adopt_orphans`). Everything that it started stays below it in the process tree and can be ended.
 """

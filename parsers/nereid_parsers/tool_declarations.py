@@ -159,8 +159,8 @@ class Call:
 
     The *trigger* of a call is the text that shows the parser that a call starts: `open`, or the
     first literal of `head` if `open` is empty. A call that has neither is *bare*. The parser
-    recognises a bare call by the first character of its body, and only where the output or the
-    section starts.
+    recognises a bare call by the first characters of its body: at the start of the output or of the
+    section, and after other content only if the request offers the function that is called.
 
     Attributes:
         open: The marker before the call. May be empty.

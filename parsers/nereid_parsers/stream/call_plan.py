@@ -109,7 +109,8 @@ class CallPlan:
     def _check_tags_start(self, tags: TagsPlan, text: str, pos: int, is_final: bool) -> int | None:
         """Return None if tagged values start at `pos`, otherwise NEED_MORE or NO_MATCH.
 
-        A call without arguments has no tagged value, so a marker that ends the body counts too.
+        A call without arguments has no tagged value, so a marker that ends the body is accepted
+        too.
         """
         if pos == len(text) or tags.is_at_stop_marker(text, pos):
             return None

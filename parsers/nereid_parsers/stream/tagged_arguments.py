@@ -52,8 +52,8 @@ class TagPlan:
     def __init__(self, part: TaggedArguments) -> None:
         r"""Compile one spelling.
 
-        Example: `</p>` and the declaration `"\n</p>\n"` both end a value. A line break before the
-        marker is then not a part of the value.
+        Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the
+        value `a`.
         """
         opening = part.open.rstrip()
         self.key: Pattern = compile_pattern(opening)

@@ -244,8 +244,8 @@ class TextReader:
         """Return whether a marker of the reasoning is markup at this place in the content.
 
         A marker is markup before any content and any call, unless the reasoning has ended. With
-        the lenient text rule, a second closing marker is markup there too, and an opening marker is
-        markup directly after another marker.
+        the lenient text rule, a closing marker at this place is markup even if the reasoning has
+        ended, and an opening marker is markup directly after any other marker.
         """
         is_lenient = not self._calls_first
         if is_lenient and kind is MarkerKind.OPEN_REASONING and self._text.is_after_marker:

@@ -208,20 +208,27 @@ def settings_from_flags(
     for setting in fields(Settings):
         secret = not setting.repr
         parser.add_argument(
-            "--" + setting.name.replace("_", "-"),
+            _flag(setting.name),
             default=None,
             metavar="N" if setting.type is int else "TEXT",
             help=setting.metadata["help"]
             + ("" if secret else f" The current value is {getattr(base, setting.name)!r}.")
             + f" [{setting.metadata['env']}]",
         )
-    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
-    values = {setting.name: getattr(base, setting.name) for setting in fields(Settings)}
+    arguments = vars(parser.parse_args(argv))
+    values: dict[str, Any] = {}
     for setting in fields(Settings):
-        if setting.name in given:
-            flag = "--" + setting.name.replace("_", "-")
-            values[setting.name] = _parse(flag, given[setting.name], setting.type)
+        text = arguments[setting.name]
+        if text is None:
+            values[setting.name] = getattr(base, setting.name)
+        else:
+            values[setting.name] = _parse(_flag(setting.name), text, setting.type)
     return Settings(**values)
+
+
+def _flag(name: str) -> str:
+    """Return the flag of a setting, such as "--grpc-url" for "grpc_url"."""
+    return "--" + name.replace("_", "-")
 
 
 def _parse(name: str, text: str, kind: Any) -> str | int:  # noqa: ANN401 - a field's type

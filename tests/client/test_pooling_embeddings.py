@@ -145,7 +145,7 @@ async def test_content_parts_are_passed_on(ask, pooling, part):
         ({"input": ["a", 7]}, "input[1] must be a string or a content part, but the request has 7"),
         (
             {"input": [1, "a"]},
-            "input[0] must contain integers from 0 to 2147483647 as token ids, but the request",
+            "input must contain integers from 0 to 2147483647 as token ids, but the request",
         ),
         (
             {"input": [[1], []]},

@@ -289,7 +289,7 @@ async def test_a_text_format_is_a_response_format(respond, backend, chosen, chat
         ),
         (
             {"text": {"verbosity": "low"}},
-            'text.verbosity="low" is not supported: chat templates have no such variable; write',
+            'text.verbosity="low" is not supported: chat templates have no such variable; ask',
         ),
         (
             {"text": {"format": {"type": "xml"}}},

@@ -252,10 +252,12 @@ def read_inputs(value: object, field: str) -> dict[str, list[Any]]:
         raise FieldError(field, f"{field} must not be an empty list")
     if all(isinstance(item, str) for item in value):
         return {"texts": value}
+    lists: list[list[int]] = []
     if _is_token_id(value[0]):
-        value = [value]
-    if isinstance(value[0], list):
-        lists = [_token_ids(item, field, at) for at, item in enumerate(value)]
+        lists = [_token_ids(value, field, field)]
+    elif isinstance(value[0], list):
+        lists = [_token_ids(item, field, f"{field}[{at}]") for at, item in enumerate(value)]
+    if lists:
         flat = [token for ids in lists for token in ids]
         return {"input_ids": flat, "input_lengths": [len(ids) for ids in lists]}
     return {"parts": [_content_part(item, field, at) for at, item in enumerate(value)]}
@@ -293,12 +295,11 @@ def _content_part(value: object, field: str, index: int) -> dict[str, str]:
     return {"text" if names[0] == "text" else "image": content}
 
 
-def _token_ids(value: object, field: str, index: int) -> list[int]:
-    """Check a list of token ids, which is the member `index` of a field.
+def _token_ids(value: object, field: str, place: str) -> list[int]:
+    """Return the list of token ids at `place` in a field.
 
-    Raises: FieldError.
+    Raises: FieldError if the value is not such a list.
     """
-    place = f"{field}[{index}]"
     if not isinstance(value, list) or not value:
         raise FieldError(
             field,

@@ -62,16 +62,7 @@ async def create_response(request: Request) -> Response:
     items = _conversation(responses_request, responses.store)
     chat = chat_request(responses_request, body, items)
     deltas = rename_fields_in_errors(_generate(request, responses_request, chat))
-    builder = ResponseBuilder(
-        request_fields(
-            responses_request,
-            f"resp_{secrets.token_hex(16)}",
-            context_of(request).settings.model_name,
-            int(time.time()),
-            is_stored=is_stored,
-        ),
-        is_queued=bool(responses_request.background),
-    )
+    builder = _new_builder(request, responses_request, is_stored=is_stored)
     if responses_request.background:
         run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
         responses.start(run, deltas)
@@ -85,9 +76,10 @@ async def create_response(request: Request) -> Response:
     if not responses_request.stream:
         await sse.unless_disconnected(request.receive, builder.add_all(deltas))
         return JSONResponse(builder.as_json() | {"store": store()})
-    source = merged(deltas, by_kind)
-    first = await sse.first_of(request, source)
-    return sse.EventStream(_events(builder, first, source, store), source=source)
+    merged_deltas = merged(deltas, by_kind)
+    first = await sse.first_of(request, merged_deltas)
+    events = _events(builder, first, merged_deltas, store)
+    return sse.EventStream(events, source=merged_deltas)
 
 
 @router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
@@ -292,6 +284,20 @@ def _generate(
     if responses_request.truncation == "auto":
         return generate_truncated(backend, request_id, chat)
     return backend.generate(Generation(request_id, chat_request=to_json(chat)))
+
+
+def _new_builder(
+    request: Request, responses_request: ResponsesRequest, *, is_stored: bool
+) -> ResponseBuilder:
+    """Return the builder of a response that has not started."""
+    fields = request_fields(
+        responses_request,
+        f"resp_{secrets.token_hex(16)}",
+        context_of(request).settings.model_name,
+        int(time.time()),
+        is_stored=is_stored,
+    )
+    return ResponseBuilder(fields, is_queued=bool(responses_request.background))
 
 
 def _follow(run: BackgroundResponse, after: int) -> sse.EventStream:

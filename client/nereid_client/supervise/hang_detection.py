@@ -86,11 +86,8 @@ class HangWatch(threading.Thread):
             return False
         except urllib.error.URLError as error:
             return not isinstance(error.reason, TimeoutError)
-        except (
-            OSError,
-            http.client.HTTPException,
-        ):  # the server has ended, which the supervisor notices
-            return True
+        except (OSError, http.client.HTTPException):
+            return True  # the server has ended, which the supervisor notices
         return True
 
 

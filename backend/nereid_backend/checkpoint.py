@@ -177,9 +177,9 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
         return config
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModelError(
-            f"transformers cannot load {folder}/config.json: {_first_line(error)} Python code of a "
-            "checkpoint is only run if trust_remote_code is true. A newer version of transformers "
-            "may support the architecture."
+            f"transformers cannot load {folder}/config.json ({_first_line(error)}). Python code of "
+            "a checkpoint is only run if trust_remote_code is true. A newer version of "
+            "transformers may support the architecture."
         ) from error
 
 
@@ -216,8 +216,8 @@ def _load_weights(
         # safetensors has exceptions of its own for broken files, and torch raises RuntimeError for
         # wrong shapes.
         raise ModelError(
-            f"the weights in {folder} cannot be read: {_first_line(error)} Download the checkpoint "
-            "again."
+            f"the weights in {folder} cannot be read ({_first_line(error)}). Download the "
+            "checkpoint again."
         ) from error
     missing = sorted(report["missing_keys"])
     if missing:

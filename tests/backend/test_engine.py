@@ -278,14 +278,14 @@ def test_two_engines_in_one_process_do_not_disturb_each_other(checkpoint):
     [
         (
             {"max_model_len": 9000},
-            r"max_model_len: must be at most 256 \(max_position_embeddings",
+            r"max_model_len: the value must be at most 256 \(max_position_embeddings",
         ),
-        ({"kv_cache_memory": 1000}, "kv_cache_memory: 1000 bytes holds 0 tokens"),
+        ({"kv_cache_memory": 1000}, "kv_cache_memory: 1000 bytes is enough for 0 tokens"),
         (
             {"kv_cache_memory": "100KiB", "max_model_len": 256},
-            "raise kv_cache_memory or lower max_model_len",
+            "Raise kv_cache_memory or lower max_model_len",
         ),
-        ({"kv_cache_memory": "900TiB"}, "kv_cache_memory: .* was asked for, but .* are free"),
+        ({"kv_cache_memory": "900TiB"}, "kv_cache_memory: the value is .*, but only .* are free"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_with_the_remedy(checkpoint, settings, message):

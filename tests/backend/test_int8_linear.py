@@ -75,5 +75,5 @@ def test_what_is_not_made_is_refused_by_name():
     with pytest.raises(ConfigError, match="weight_dtype: the value must be one of auto, int8"):
         EngineConfig("/model", weight_dtype="int4")
     config = EngineConfig("/model", weight_dtype="int8")
-    with pytest.raises(ConfigError, match="weight_dtype: int8 is only made for CPUs"):
+    with pytest.raises(ConfigError, match="weight_dtype: the value int8 requires device=cpu"):
         startup._check_cpu_only(config, torch.device("cuda:0"))

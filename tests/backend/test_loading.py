@@ -10,7 +10,7 @@ from nereid_backend import ModelError, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import Span
 from nereid_backend.checkpoint import load_checkpoint
-from nereid_backend.model.choose_path import make_blocks, with_own_attention
+from nereid_backend.model.choose_path import make_blocks, set_attention
 from nereid_backend.model.limits import model_limit
 from nereid_backend.model.probe_layers import probe_layers
 from nereid_backend.model.self_check import check_path, make_trial
@@ -188,9 +188,9 @@ def test_the_self_check_notices_what_a_layer_lacks(checkpoint, family, change, b
     hook = AttentionHook()
     loaded = load(checkpoint(family), hook)
     layers = probe_layers(loaded, hook)
-    with_own_attention(loaded, None)
+    set_attention(loaded, None)
     trial = make_trial(loaded, layers, 256, block_size)
-    with_own_attention(loaded, hook)
+    set_attention(loaded, hook)
     assert check_path(packed_path(loaded, hook, layers, trial.sizes), trial, torch.float32) < 1e-5
     changed = [change(layer) for layer in layers]
     with pytest.raises(UnfitError, match="differs from the model alone"):

@@ -12,7 +12,7 @@ from nereid_backend.checkpoint import load_checkpoint
 from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.model.choose_path import choose_tier
+from nereid_backend.model.choose_path import choose_path
 from nereid_backend.paths import padded, recurrent
 from nereid_backend.paths.model_call import Sizes
 
@@ -44,7 +44,7 @@ def tier_of(folder, lines=None, **settings):
     )
     config = EngineConfig(str(folder), **settings)
     lines = [] if lines is None else lines
-    return choose_tier(checkpoint, hook, config, lines.append).tier
+    return choose_path(checkpoint, hook, config, lines.append).spec
 
 
 def request_of(row, token_ids, num_prompt_tokens=None):
@@ -115,7 +115,7 @@ def test_logits_are_given_for_as_many_tokens_as_are_wanted(saved, model_type):
     ("model_type", "pattern"),
     [
         ("llama", r"^path: packed\.$"),
-        ("qwen3_next", r"^path: rows \(packed: differs from the model alone by .+\)\.$"),
+        ("qwen3_next", r"^path: rows \(packed: its output differs from the model alone by .+\)\.$"),
         ("bloom", r"^path: padded \(packed: it does not use transformers' attention interface"),
         ("rwkv", r"^path: single; with the model's own cache \(packed: .+\)\. This is slow\.$"),
     ],
@@ -130,7 +130,7 @@ def test_the_path_is_logged_with_the_reasons_against_those_above_it(saved, model
 def assert_differs(folder, tier):
     lines = []
     assert tier_of(folder, lines).name == "single"
-    assert f"{tier}: differs from the model alone by" in lines[0]
+    assert f"{tier}: its output differs from the model alone by" in lines[0]
 
 
 def test_the_self_check_notices_padding_that_is_looked_at(saved, monkeypatch):
@@ -201,5 +201,5 @@ def test_the_memory_plan_is_printed_at_start(saved, caplog):
     caplog.set_level(logging.INFO, logger="nereid_backend")
     open_engine(saved("llama")).close()
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("memory: ")]
-    for part in ("weights ", "a step of ", "KV cache ", "tokens; a request may have "):
+    for part in ("weights ", "a step of ", "KV cache ", "A request can have "):
         assert part in line

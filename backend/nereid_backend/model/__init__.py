@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to a model that is ready to run: choice of path, self-check, memory limits."""
+"""Prepares a checkpoint for the engine: choice of path, self-check and memory limits."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a step takes besides weights and cache, found out by running one."""
+"""Measures how much memory a step needs in addition to the weights and the KV cache."""
 
 from pathlib import Path
 
@@ -9,38 +9,45 @@ from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.model.choose_path import Tier
+from nereid_backend.model.choose_path import PathSpec
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes
 
-# A CPU takes seconds for a long step of a large model, so a short one is measured there and scaled.
+# On a CPU, a long step of a large model takes seconds. So a short step is measured and the result
+# is scaled.
 _CPU_TOKENS = 64
-_CPU_LOGITS_BYTES = 4
+_LOGIT_BYTES = 4
+# Writing this value resets the peak in VmHWM, see proc(5).
+_RESET_PEAK = "5"
 
 
 @torch.inference_mode()
 def measure_activations(
-    checkpoint: Checkpoint, tier: Tier, *, num_tokens: int, num_seqs: int, block_size: int
+    checkpoint: Checkpoint, spec: PathSpec, *, num_tokens: int, num_seqs: int, block_size: int
 ) -> int | None:
-    """Bytes that the largest step takes while it runs, logits included.
+    """Return the memory of the largest step in bytes, including its logits.
 
     Args:
-        checkpoint: the model, with the tier's attention set.
-        tier: the path that steps take.
-        num_tokens: the most that a step holds.
-        num_seqs: the most that are sampled from in one step.
-        block_size: tokens in one block.
+        checkpoint: the model. It must use the attention of the path.
+        spec: the path of the model.
+        num_tokens: the largest number of tokens in one step.
+        num_seqs: the largest number of sequences that are sampled in one step.
+        block_size: the number of tokens in one block.
 
     Returns:
-        None where the system does not tell: off Linux, without a GPU.
+        The number of bytes, or None on a system without a GPU that is not Linux, where it cannot be
+        measured.
     """
     on_gpu = checkpoint.device.type == "cuda"
-    tried = num_tokens if on_gpu else min(num_tokens, _CPU_TOKENS)
-    path = tier.build(Sizes(-(-tried // block_size), block_size, 1, tried))
+    num_measured = num_tokens if on_gpu else min(num_tokens, _CPU_TOKENS)
+    num_blocks = -(-num_measured // block_size)
+    path = spec.build(Sizes(num_blocks, block_size, 1, num_measured))
     token_id = plain_token_ids(checkpoint)[0]
-    request = Request("", [token_id] * tried, SamplingParams(), max_total_tokens=tried + 1)
-    request.row, request.block_table = 0, list(range(-(-tried // block_size)))
-    plan = StepPlan([Chunk(request, 0, tried, True, True, 1)], tried)
+    prompt = [token_id] * num_measured
+    request = Request("", prompt, SamplingParams(), max_total_tokens=num_measured + 1)
+    request.row = 0
+    request.block_table = list(range(num_blocks))
+    plan = StepPlan([Chunk(request, 0, num_measured, True, True, 1)], num_measured)
     if on_gpu:
         torch.cuda.synchronize(checkpoint.device)
         before = torch.cuda.memory_allocated(checkpoint.device)
@@ -48,27 +55,32 @@ def measure_activations(
         path.forward(plan)
         used = torch.cuda.max_memory_allocated(checkpoint.device) - before
     else:
-        found = _resident_before()
-        if found is None:
+        before_bytes = _reset_peak()
+        if before_bytes is None:
             return None
         path.forward(plan)
-        used = max(0, (_status_bytes("VmHWM") or 0) - found) * num_tokens // tried
-    return used + num_seqs * checkpoint.vocab_size * _CPU_LOGITS_BYTES
+        peak_bytes = _status_bytes("VmHWM") or 0
+        used = max(0, peak_bytes - before_bytes) * num_tokens // num_measured
+    return used + num_seqs * checkpoint.vocab_size * _LOGIT_BYTES
 
 
-def _resident_before() -> int | None:
-    """This process's resident bytes, from which its peak is counted anew; None: cannot be told."""
+def _reset_peak() -> int | None:
+    """Reset the peak of this process's memory, and return its current memory in bytes.
+
+    Return None if the system does not support that.
+    """
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, proc(5)
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
     except OSError:
         return None
     return _status_bytes("VmRSS")
 
 
 def _status_bytes(name: str) -> int | None:
+    """Return a value of /proc/self/status in bytes, such as VmRSS; None if there is none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return int(found[0]) * 1024 if found else None
+    kibibytes = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(kibibytes[0]) * 1024 if kibibytes else None

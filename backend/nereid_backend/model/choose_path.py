@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which path a model takes: the first of four tiers on which it computes what it computes alone.
+"""Chooses how a model is run: the first of four paths with the same logits as the model alone.
 
-    packed    one row of all tokens, keys and values in blocks     state is attention's alone
-    rows      a row for each sequence, a state beside the blocks   convolutions, recurrences
-    padded    rows padded to one length, keys and values copied    attention of the model's own
-              out of blocks
-    single    one sequence at a time, the model's own cache        what is left; slow
+    packed    one row with all tokens, keys and values in blocks     models with only attention
+    rows      one row for each sequence, state outside of blocks     convolutions, recurrences
+    padded    padded rows, keys and values copied from blocks        models with own attention code
+    single    one sequence at a time, with the model's own cache     all other models; slow
 
-Every tier is tried, never chosen by a model's name. What does not run, or runs and differs, steps
-down to the next one; what runs on none is refused with all the reasons.
+Each path is tried in this order. The choice never depends on the model's name. A path that fails,
+or whose logits differ, is not used. A model for which no path works is refused with all reasons.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,21 +45,21 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
-    """A path that a model could take.
+class PathSpec:
+    """The description of a path for one model.
 
     Attributes:
-        name: one of the four above.
-        detail: what is particular about it here, or empty.
-        build: makes the path, with room for so much.
-        layers: what a token stores in blocks.
-        bytes_per_sequence: memory of a running sequence besides its blocks.
-        bytes_per_token: memory of a token that is in no block.
-        shares_blocks: whether all that is kept of a sequence is in its blocks.
-        whole_prefill: whether a prompt must go through in one forward pass.
+        name: "packed", "rows", "padded" or "single".
+        build: builds the path with the given sizes.
+        layers: the attention layers whose keys and values are stored in blocks.
+        detail: a clause about a variant of the path, for the log; empty for the normal variant.
+        bytes_per_sequence: the memory of a running sequence outside of blocks.
+        bytes_per_token: the memory of a token outside of blocks.
+        shares_blocks: whether the whole state of a sequence is in its blocks.
+        whole_prefill: whether a prompt must be computed in one forward pass.
         is_batched: whether several sequences share a forward pass.
-        is_generated: whether it is compared with what transformers' generate makes, instead of with
-            one pass over the whole sequence.
+        is_generated: whether the path is compared with transformers' generate instead of one pass
+            over the whole sequence.
     """
 
     name: str
@@ -76,80 +75,86 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The tier that a model takes.
+class ChosenPath:
+    """The path that was chosen for a model.
 
     Attributes:
-        tier: which.
-        difference: of its logits from those of the model alone, relative.
-        limit: the longest sequence on it.
-        reasons: why the tiers above it did not do, one for each.
-        trial: what it was compared by.
+        spec: the path.
+        difference: the relative difference between its logits and those of the model alone.
+        limit: the length up to which the path is exact.
+        reasons: for each earlier path the reason why it is not used.
+        trial: the test sequences and the logits of the model alone.
     """
 
-    tier: Tier
+    spec: PathSpec
     difference: float
     limit: LengthLimit
     reasons: list[str]
     trial: Trial
 
 
-def choose_tier(
+def choose_path(
     checkpoint: Checkpoint, hook: AttentionHook, config: EngineConfig, progress: Progress
-) -> Choice:
-    """Find the first tier that is exact, and leave the model with the attention that it uses.
+) -> ChosenPath:
+    """Choose the first exact path. The model then uses the attention of that path.
 
     Args:
         checkpoint: a loaded model.
         hook: the engine's entry in transformers' attention interface.
-        config: the settings; max_model_len and block_size matter here.
-        progress: gets one line about the choice.
+        config: the settings max_model_len, block_size and kv_cache_dtype are used.
+        progress: called with one line about the choice.
 
     Raises:
-        UnsupportedModelError: there is none; the message says why not, tier by tier.
+        UnsupportedModelError: no path is exact. The message has the reason for each path.
     """
     trials = _Trials(checkpoint, config)
     reasons: list[str] = []
-    for name, candidates in _tiers(checkpoint, hook, config.max_model_len):
+    for name, candidates in _candidates(checkpoint, hook, config.max_model_len):
         try:
-            tier, difference = _try(checkpoint, candidates, trials)
-        except Exception as error:  # noqa: BLE001 - models fail in any way; the tier is not theirs
+            spec, difference = _try(checkpoint, candidates, trials)
+        except Exception as error:  # noqa: BLE001 - a model can raise any exception; then the path is not used
             reasons.append(f"{name}: {_reason(error)}")
             continue
-        text = f"; {tier.detail}" if tier.detail else ""
-        why = f" ({'; '.join(reasons)})" if reasons else ""
-        slow = " This is slow." if tier.name == "single" else ""
-        progress(f"path: {tier.name}{text}{why}.{slow}")
-        limit = model_limit(checkpoint.text_config, is_batched=tier.is_batched)
-        trial = trials.get(tier.layers, is_generated=tier.is_generated)
-        return Choice(tier, difference, limit, reasons, trial)
-    raise UnsupportedModelError(f"{checkpoint.architecture} is not supported: {'; '.join(reasons)}")
+        detail = f"; {spec.detail}" if spec.detail else ""
+        reason = f" ({'; '.join(reasons)})" if reasons else ""
+        warning = " This is slow." if spec.name == "single" else ""
+        progress(f"path: {spec.name}{detail}{reason}.{warning}")
+        limit = model_limit(checkpoint.text_config, is_batched=spec.is_batched)
+        trial = trials.get(spec.layers, is_generated=spec.is_generated)
+        return ChosenPath(spec, difference, limit, reasons, trial)
+    raise UnsupportedModelError(
+        f"{checkpoint.architecture} is not supported, because no path computes the same logits as "
+        f"the model alone: {'; '.join(reasons)}."
+    )
 
 
 class _Trials:
-    """What the model alone answers, computed when first asked for."""
+    """The test sequences and the logits of the model alone, which are computed when needed."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self._checkpoint = checkpoint
         self._block_size = config.block_size
-        self.stored = config.kv_cache_dtype
+        self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        self._made: dict[bool, Trial | UnfitError] = {}
+        # The key is is_generated. The value is the trial, or the reason why there is none.
+        self._trials: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
-        """Sequences and expected logits. The model's attention is its own meanwhile.
+        """Return the test sequences and the expected logits.
+
+        Mutates: the model uses its own attention afterwards, if the trial was not cached.
 
         Raises:
-            UnfitError: one pass over a whole sequence is not what the model generates with.
+            UnfitError: the model generates other logits than in one pass over a whole sequence.
         """
-        if is_generated not in self._made:
-            with_own_attention(self._checkpoint, None)
-            self._made[is_generated] = self._make(layers, is_generated)
-        made = self._made[is_generated]
-        if isinstance(made, Exception):
-            raise made
-        return made
+        if is_generated not in self._trials:
+            set_attention(self._checkpoint, None)
+            self._trials[is_generated] = self._make(layers, is_generated)
+        trial = self._trials[is_generated]
+        if isinstance(trial, Exception):
+            raise trial
+        return trial
 
     def _make(self, layers: list[LayerSpec], is_generated: bool) -> Trial | UnfitError:
         if is_generated:
@@ -159,32 +164,38 @@ class _Trials:
             check_generation(self._checkpoint, trial)
         except UnfitError as error:
             return error
-        except Exception:  # noqa: BLE001 - models fail in any way
-            return trial  # it does not generate by itself, so there is nothing to differ from
+        except Exception:  # noqa: BLE001 - a model can raise any exception
+            return trial  # The model cannot generate with transformers, so nothing can differ.
         return trial
 
 
-def with_own_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
-    """Set the model's attention: ours, or its own in plain torch where hook is None."""
+def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
+    """Set the attention of the model to `hook`; None means the model's own attention in torch.
+
+    Raises:
+        UnfitError: the attention of the model cannot be set.
+    """
     if not checkpoint.takes_hook:
         if hook is not None:
             raise UnfitError("it does not use transformers' attention interface")
         return
     name = "eager" if hook is None else hook.name
     checkpoint.model.set_attn_implementation(name)
-    # Models that cannot change it say so in a log only; a mask would then be missing.
-    whole = checkpoint.model.config
-    found = getattr(whole, "text_config", whole)._attn_implementation
-    if found != name:
-        raise UnfitError(f"its attention stays {found}")
+    # transformers only logs a warning if the attention of a model cannot be changed. Such a model
+    # would run without masks.
+    config = checkpoint.model.config
+    actual = getattr(config, "text_config", config)._attn_implementation
+    if actual != name:
+        raise UnfitError(f"its attention cannot be changed from {actual}")
 
 
-Candidates = Iterator[tuple[Tier, AttentionHook | None]]
+Candidates = Iterator[tuple[PathSpec, AttentionHook | None]]
 
 
-def _tiers(
+def _candidates(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> list[tuple[str, Candidates]]:
+    """Return the name and the variants of each path. The variants are built when needed."""
     return [
         ("packed", _packed(checkpoint, hook, max_model_len)),
         ("rows", _rows(checkpoint, hook)),
@@ -193,87 +204,94 @@ def _tiers(
     ]
 
 
-def _try(checkpoint: Checkpoint, candidates: Candidates, trials: _Trials) -> tuple[Tier, float]:
-    """The first of a tier's candidates that is exact, and its difference."""
-    last: Exception = UnfitError("nothing to try")
-    for tier, hook in candidates:
+def _try(checkpoint: Checkpoint, candidates: Candidates, trials: _Trials) -> tuple[PathSpec, float]:
+    """Return the first exact variant of a path, and its relative difference.
+
+    Raises:
+        Exception: the error of the last variant, if none is exact.
+    """
+    last_error: Exception = UnfitError("it has no variant")
+    for spec, hook in candidates:
         try:
-            trial = trials.get(tier.layers, is_generated=tier.is_generated)
-            with_own_attention(checkpoint, hook)
-            path = tier.build(trial.sizes)
+            trial = trials.get(spec.layers, is_generated=spec.is_generated)
+            set_attention(checkpoint, hook)
+            path = spec.build(trial.sizes)
             dtype = checkpoint.model.dtype
             difference = check_path(path, trial, dtype)
-            if trials.stored != "auto" and tier.layers:
-                # What is wrong with the path shows above; this is about the rounding alone.
-                rounded = tier.build(replace(trial.sizes, stored=trials.stored))
-                difference = check_path(rounded, trial, dtype, is_rounded=True)
-            return _measured(tier, path, trial), difference
-        except Exception as error:  # noqa: BLE001 - as above
-            last = error
-    raise last
+            if trials.kv_cache_dtype != "auto" and spec.layers:
+                # The path itself was checked above. This checks only the rounding of the KV cache.
+                rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
+                difference = check_path(rounded_path, trial, dtype, is_rounded=True)
+            return _with_measured_memory(spec, path, trial), difference
+        except Exception as error:  # noqa: BLE001 - a model can raise any exception
+            last_error = error
+    raise last_error
 
 
-def _measured(tier: Tier, path: ForwardPath, trial: Trial) -> Tier:
-    """The tier with what a path that has run keeps besides its blocks."""
+def _with_measured_memory(spec: PathSpec, path: ForwardPath, trial: Trial) -> PathSpec:
+    """Return the spec with the memory outside of blocks, measured on a path that has run."""
     if isinstance(path, RowsPath):
-        return replace(tier, bytes_per_sequence=path.state_bytes())
+        return replace(spec, bytes_per_sequence=path.state_bytes())
     if isinstance(path, SinglePath):
         num_tokens = sum(len(tokens) for tokens, _ in trial.sequences)
-        return replace(tier, bytes_per_token=-(-path.kept_bytes() // num_tokens))
-    return tier
+        return replace(spec, bytes_per_token=-(-path.kept_bytes() // num_tokens))
+    return spec
 
 
 def _packed(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None) -> Candidates:
+    """Yield the packed path. Raise an UnfitError if it cannot be exact."""
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None and (max_model_len is None or max_model_len > limit.num_tokens):
         raise UnfitError(
-            f"attention beyond {limit.num_tokens} tokens is sparse ({limit.reason}); a "
-            "max_model_len up to that would run packed"
+            f"its attention is sparse beyond {limit.num_tokens} tokens ({limit.reason}), so this "
+            f"path requires a max_model_len of at most {limit.num_tokens}"
         )
     if limit is not None:
-        # Up to there the indexer's choice is every token, and only asks for some mask to be there.
+        # Up to this length the sparse attention chooses every token. It only needs some mask.
         AttentionMaskInterface.register(hook.name, _open_mask)
-    with_own_attention(checkpoint, hook)
+    set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
 
     def build(sizes: Sizes) -> ForwardPath:
         cache, builder = make_blocks(checkpoint, layers, sizes)
         return PackedPath(checkpoint.model, hook, layers, cache, builder)
 
-    yield Tier("packed", build, layers), hook
+    yield PathSpec("packed", build, layers), hook
 
 
 def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # noqa: ARG001
-    """A mask that hides nothing, as transformers' mask interface asks for one."""
+    """Return a mask that hides no token, for transformers' mask interface."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Candidates:
-    with_own_attention(checkpoint, hook)
+    """Yield the variants of the rows path: chunked prompts, whole prompts, replayed sequences."""
+    set_attention(checkpoint, hook)
     layers = probe_rows(checkpoint, hook)
 
     def build_as(whole: bool, replays: bool) -> Callable[[Sizes], RowsPath]:
         def build(sizes: Sizes) -> RowsPath:
-            paged = make_blocks(checkpoint, layers, sizes) if layers else None
-            return RowsPath(checkpoint, hook, layers, paged, whole=whole, replays=replays)
+            blocks = make_blocks(checkpoint, layers, sizes) if layers else None
+            return RowsPath(checkpoint, hook, layers, blocks, whole=whole, replays=replays)
 
         return build
 
     for whole, replays in ((False, False), (True, False), (True, True)):
-        tier = Tier(
+        spec = PathSpec(
             "rows",
             build_as(whole, replays),
             layers,
-            "prompts go whole, since chunks of them are not exact" if whole else "",
+            "each prompt is computed in one pass, because chunks are not exact" if whole else "",
             shares_blocks=False,
             whole_prefill=whole,
             is_generated=replays,
         )
-        yield tier, hook
+        yield spec, hook
 
 
 def _padded(checkpoint: Checkpoint, *, together: bool) -> Candidates:
-    with_own_attention(checkpoint, None)
+    """Yield the padded path; if not `together`, as a variant of the single path."""
+    set_attention(checkpoint, None)
     layout = probe_cache(checkpoint, plain_token_ids(checkpoint)[0])
 
     def build(sizes: Sizes) -> ForwardPath:
@@ -282,25 +300,32 @@ def _padded(checkpoint: Checkpoint, *, together: bool) -> Candidates:
         return PaddedPath(checkpoint, layout, cache, together=together)
 
     if together:
-        yield Tier("padded", build, layout.layers), None
+        yield PathSpec("padded", build, layout.layers), None
     else:
         yield (
-            Tier("single", build, layout.layers, "keys and values in blocks", is_batched=False),
+            PathSpec(
+                "single", build, layout.layers, "with keys and values in blocks", is_batched=False
+            ),
             None,
         )
 
 
 def _single(checkpoint: Checkpoint) -> Candidates:
+    """Yield the variants of the single path: with blocks, with its own cache, without a cache."""
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         yield from _padded(checkpoint, together=False)
     for keeps in (True, False):
-        detail = "with the model's own cache" if keeps else "each token computes its whole sequence"
+        detail = (
+            "with the model's own cache"
+            if keeps
+            else "each token requires a pass over its whole sequence"
+        )
 
-        def build(sizes: Sizes, keeps: bool = keeps) -> ForwardPath:  # noqa: ARG001 - holds no room
+        def build(sizes: Sizes, keeps: bool = keeps) -> ForwardPath:  # noqa: ARG001 - this path has no blocks
             return SinglePath(checkpoint, keeps=keeps)
 
         yield (
-            Tier(
+            PathSpec(
                 "single",
                 build,
                 [],
@@ -317,7 +342,7 @@ def _single(checkpoint: Checkpoint) -> Candidates:
 def make_blocks(
     checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
 ) -> tuple[KVCache, BatchBuilder]:
-    """Empty blocks for these layers, and the tables that name them."""
+    """Return the blocks for `layers`, and the builder of the steps' block tables."""
     kind = cache_type(sizes.block_size, checkpoint.model.dtype, checkpoint.device)
     kind = stored_type(kind, sizes.stored)
     model = checkpoint.model
@@ -335,7 +360,7 @@ def make_blocks(
 def make_cache(
     kind: type[KVCache], checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
 ) -> KVCache:
-    """Empty blocks of one kind; what is copied out of them must be in the common layout."""
+    """Return the blocks of a KV cache of the class `kind`."""
     return kind(
         layers,
         num_blocks=sizes.num_blocks,
@@ -346,5 +371,6 @@ def make_cache(
 
 
 def _reason(error: Exception) -> str:
+    """Return the first line of an error. For unexpected errors the class precedes it."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return text if isinstance(error, UnfitError) else f"{type(error).__name__}: {text}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a request may be: what the model is exact for, and what the memory holds."""
+"""Determines the length limit of requests and the size of the KV cache."""
 
 import gc
 import os
@@ -15,17 +15,18 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.window import AttentionWindow
 from nereid_backend.errors import ConfigError
 
+# The default size of the KV cache on a CPU: a share of the free memory, and a maximum.
 _DEFAULT_CPU_SHARE = 0.25
 _DEFAULT_CPU_BYTES = 4 * 2**30
-# Without max_position_embeddings (position-free models), requests get at most this length.
+# The length limit for models without position embeddings, whose config has no limit.
 _NO_MODEL_LIMIT = 2**17
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-_MOST_EMPTY_BLOCKS = 2**16
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+_MAX_EMPTY_BLOCKS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """A longest sequence in tokens, and where it comes from."""
+    """The length limit of a sequence in tokens, and a clause that names its source."""
 
     num_tokens: int
     reason: str
@@ -33,7 +34,14 @@ class LengthLimit:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The KV cache's size, and what follows from it: the longest request, and how many run."""
+    """The size of the KV cache and the limits that follow from it.
+
+    Attributes:
+        num_blocks: the number of blocks.
+        max_model_len: the length limit of a request in tokens.
+        num_bytes: the memory of all blocks and of one padding block.
+        max_num_seqs: the largest number of sequences that run at the same time.
+    """
 
     num_blocks: int
     max_model_len: int
@@ -42,18 +50,18 @@ class MemoryPlan:
 
 
 def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthLimit:
-    """The longest sequence that is computed exactly.
+    """Return the length up to which sequences are computed exactly.
 
-    Besides the model's own length, some models change what they do for every token of a batch
-    when the longest one passes a threshold, or count positions along the row; batches of those are
-    exact below that threshold only.
+    It is the model's own limit, but some models have a lower one. They compute all tokens of a
+    batch differently if the longest sequence exceeds a threshold, or they count positions in the
+    batch instead of the sequence. Their batches are exact only below the threshold.
 
     Args:
-        config: the decoder's.
-        is_batched: whether sequences share forward passes.
+        config: the config of the decoder.
+        is_batched: whether several sequences share a forward pass.
     """
     limits = [LengthLimit(_NO_MODEL_LIMIT, "the default for models without a limit")]
-    for name in _LENGTHS:
+    for name in _LENGTH_FIELDS:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             limits = [LengthLimit(value, name)]
@@ -65,20 +73,26 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
         if kind in ("longrope", "dynamic"):
             original = rope.get("original_max_position_embeddings")
             num_tokens = original if isinstance(original, int) else limits[0].num_tokens
-            reason = f"original_max_position_embeddings of {kind} position embeddings, beyond which"
-            limits.append(
-                LengthLimit(num_tokens, f"{reason} one long request would change the others")
+            reason = (
+                f"original_max_position_embeddings of {kind} position embeddings, because a longer "
+                "request would change the output of the others"
             )
+            limits.append(LengthLimit(num_tokens, reason))
     if getattr(config, "attn_temperature_tuning", None):
         scale = int(getattr(config, "floor_scale", None) or limits[0].num_tokens)
         limits.append(
-            LengthLimit(scale, "floor_scale, beyond which the model counts positions in the batch")
+            LengthLimit(
+                scale, "floor_scale, because the model counts longer positions in the batch"
+            )
         )
     return min(limits, key=lambda limit: limit.num_tokens)
 
 
 def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
-    """Up to which length a sparse attention looks at every token; None: there is none."""
+    """Return the length up to which sparse attention uses every token.
+
+    Return None for a model without sparse attention.
+    """
     for name, factor in (("index_topk", None), ("index_topk_blocks", "index_block_size")):
         count = getattr(config, name, None)
         size = getattr(config, factor, None) if factor else 1
@@ -88,7 +102,7 @@ def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
 
 
 def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
-    """How far back a model with these attention layers looks; None: some see the beginning."""
+    """Return the windows of the attention layers; None if a layer attends to all earlier tokens."""
     if not layers or any(layer.span.is_full for layer in layers):
         return None
     spans = dict.fromkeys(layer.span for layer in layers)
@@ -101,66 +115,79 @@ def plan_memory(
     bytes_per_sequence: int,
     limit: LengthLimit,
     num_bytes: int,
-    most_blocks: int | None = None,
+    max_sequence_blocks: int | None = None,
 ) -> MemoryPlan:
-    """Divide memory into blocks.
+    """Divide the memory of the KV cache into blocks.
 
     Args:
         config: the settings.
-        bytes_per_token: what each token stores.
-        bytes_per_sequence: what each running sequence keeps besides.
-        limit: the model's longest sequence.
-        num_bytes: memory for both.
-        most_blocks: a sequence holds at most so many at once, however long; None: no such bound.
+        bytes_per_token: the memory of one token in blocks.
+        bytes_per_sequence: the memory of one running sequence outside of blocks, such as recurrent
+            state.
+        limit: the length limit of the model.
+        num_bytes: the memory for blocks and sequences together.
+        max_sequence_blocks: the largest number of blocks that one sequence uses at the same time,
+            however long it is. None means that the number grows with the sequence.
 
     Raises:
-        ConfigError: the asked max_model_len is beyond the model or the memory, or nothing fits.
+        ConfigError: max_model_len exceeds the model's limit or the memory, or not even one sequence
+            fits.
     """
     max_num_seqs = config.max_num_seqs
     if bytes_per_sequence:
-        # States get at most half, or all of it where there is nothing else.
+        # Sequences get at most half of the memory, or all of it if tokens need no blocks.
         share = num_bytes // 2 if bytes_per_token else num_bytes
         max_num_seqs = min(max_num_seqs, share // bytes_per_sequence)
         if max_num_seqs < 1:
             raise ConfigError(
-                f"kv_cache_memory: {format_bytes(num_bytes)} do not hold one sequence's state of "
-                f"{format_bytes(bytes_per_sequence)} beside its keys and values; raise it"
+                f"kv_cache_memory: {format_bytes(num_bytes)} is too little for one sequence, whose "
+                f"state needs {format_bytes(bytes_per_sequence)} in addition to keys and values. "
+                "Raise kv_cache_memory."
             )
         num_bytes -= max_num_seqs * bytes_per_sequence
     bytes_per_block = config.block_size * bytes_per_token
     if not bytes_per_block:
-        # Blocks that hold nothing are only counted.
-        max_model_len = _asked_len(config, limit) or limit.num_tokens
-        num_blocks = min(max_num_seqs * -(-max_model_len // config.block_size), _MOST_EMPTY_BLOCKS)
-        num_blocks = max(num_blocks, -(-max_model_len // config.block_size))
+        # The blocks have no memory. They only limit the number of running sequences.
+        max_model_len = _configured_len(config, limit) or limit.num_tokens
+        blocks_per_sequence = -(-max_model_len // config.block_size)
+        num_blocks = min(max_num_seqs * blocks_per_sequence, _MAX_EMPTY_BLOCKS)
+        num_blocks = max(num_blocks, blocks_per_sequence)
         return MemoryPlan(num_blocks, max_model_len, 0, max_num_seqs)
-    # One block is kept aside as padding.
+    # One additional block is used for padding.
     num_blocks = num_bytes // bytes_per_block - 1
     fitting = max(0, num_blocks) * config.block_size
-    if most_blocks is not None and num_blocks >= most_blocks:
+    if max_sequence_blocks is not None and num_blocks >= max_sequence_blocks:
         fitting = max(fitting, limit.num_tokens)
-    asked = _asked_len(config, limit)
-    if fitting < (asked or min(config.block_size, limit.num_tokens)):
-        needed = -(-(asked or 1) // config.block_size)
-        needed = (min(needed, most_blocks or needed) + 1) * bytes_per_block
+    configured = _configured_len(config, limit)
+    if fitting < (configured or min(config.block_size, limit.num_tokens)):
+        needed_blocks = -(-(configured or 1) // config.block_size)
+        needed_blocks = min(needed_blocks, max_sequence_blocks or needed_blocks)
+        needed_bytes = (needed_blocks + 1) * bytes_per_block
         raise ConfigError(
-            f"kv_cache_memory: {format_bytes(num_bytes)} holds {fitting} tokens; a max_model_len "
-            f"of {asked or config.block_size} needs {format_bytes(needed)}; raise kv_cache_memory"
-            + (" or lower max_model_len" if asked else "")
+            f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting} tokens, but a "
+            f"max_model_len of {configured or config.block_size} needs "
+            f"{format_bytes(needed_bytes)}. Raise kv_cache_memory"
+            + (" or lower max_model_len." if configured else ".")
         )
-    max_model_len = asked or min(limit.num_tokens, fitting)
-    most = max_num_seqs * -(-max_model_len // config.block_size)
-    num_blocks = min(num_blocks, most)
+    max_model_len = configured or min(limit.num_tokens, fitting)
+    max_useful_blocks = max_num_seqs * -(-max_model_len // config.block_size)
+    num_blocks = min(num_blocks, max_useful_blocks)
     return MemoryPlan(num_blocks, max_model_len, (num_blocks + 1) * bytes_per_block, max_num_seqs)
 
 
-def _asked_len(config: EngineConfig, limit: LengthLimit) -> int | None:
-    asked = config.max_model_len
-    if asked is not None and asked > limit.num_tokens:
+def _configured_len(config: EngineConfig, limit: LengthLimit) -> int | None:
+    """Return the setting max_model_len; None if it is not set.
+
+    Raises:
+        ConfigError: the setting exceeds the model's limit.
+    """
+    configured = config.max_model_len
+    if configured is not None and configured > limit.num_tokens:
         raise ConfigError(
-            f"max_model_len: must be at most {limit.num_tokens} ({limit.reason}), got {asked}"
+            f"max_model_len: the value must be at most {limit.num_tokens} ({limit.reason}), but it "
+            f"is {configured}."
         )
-    return asked
+    return configured
 
 
 def describe_memory(
@@ -171,41 +198,44 @@ def describe_memory(
     num_tokens: int,
     layers: Sequence[LayerSpec],
 ) -> str:
-    """One line: where the memory goes, how much fits, and whether blocks come back early."""
+    """Return one line for the log that describes the use of the memory and the limits."""
     step = "an unknown size" if activations is None else format_bytes(activations)
     return (
-        f"memory: weights {format_bytes(weights_bytes)}, a step of {num_tokens} tokens {step}, "
-        f"KV cache {format_bytes(memory.num_bytes)} for {memory.num_blocks * config.block_size} "
-        f"tokens; a request may have {memory.max_model_len}, {memory.max_num_seqs} run at once"
-        + _describe_windows(layers)
+        f"memory: the weights need {format_bytes(weights_bytes)}, a step of {num_tokens} tokens "
+        f"needs {step}, and the KV cache of {format_bytes(memory.num_bytes)} has space for "
+        f"{memory.num_blocks * config.block_size} tokens. A request can have "
+        f"{memory.max_model_len} tokens, and {memory.max_num_seqs} sequences can run at the same "
+        "time." + _describe_windows(layers)
     )
 
 
 def _describe_windows(layers: Sequence[LayerSpec]) -> str:
+    """Return a sentence about the sliding windows of the layers; "" if there are none."""
     num_full = sum(layer.span.is_full for layer in layers)
     if num_full == len(layers):
         return ""
     if num_full:
         return (
-            f"; {len(layers) - num_full} of {len(layers)} attention layers have windows, but "
-            "blocks are kept to the end, because the others see everything"
+            f" {len(layers) - num_full} of {len(layers)} attention layers have sliding windows, "
+            "but no block is freed early, because the other layers attend to all tokens."
         )
-    return "; no layer sees everything, so blocks are given back as they leave the windows"
+    return " All layers have sliding windows, so blocks are freed when they leave the windows."
 
 
 def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:
-    """Memory for the KV cache in bytes: what was asked for, else a share of what is free.
+    """Return the memory for the KV cache in bytes: kv_cache_memory, or a share of the free memory.
 
     Args:
         config: the settings.
-        device: where the cache will be.
-        activations: bytes that a step needs besides.
+        device: the device of the cache.
+        activations: the memory of one step in bytes.
 
     Raises:
-        ConfigError: more was asked for than there is.
+        ConfigError: kv_cache_memory is larger than the free memory.
     """
     if device.type == "cuda":
-        # What loading left in torch's own store of freed memory is free as well.
+        # Return the memory that torch has cached during loading to the GPU, so that it counts as
+        # free.
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -213,33 +243,34 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
     else:
         free = available_memory()
         usable = min(int(free * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
-    asked = config.kv_cache_bytes
-    if asked is None:
+    configured = config.kv_cache_bytes
+    if configured is None:
         return max(0, usable)
-    if asked > free:
+    if configured > free:
         raise ConfigError(
-            f"kv_cache_memory: {format_bytes(asked)} was asked for, but {format_bytes(free)} are "
-            f"free on {device}; lower it"
+            f"kv_cache_memory: the value is {format_bytes(configured)}, but only "
+            f"{format_bytes(free)} are free on {device}. Lower kv_cache_memory."
         )
-    return asked
+    return configured
 
 
 def available_memory() -> int:
-    """Main memory in bytes that this process could still take, its container's limit included."""
+    """Return the free main memory in bytes, within the limit of the container."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    limit, used = _read_number("memory.max"), _read_number("memory.current")
+    limit = _read_number("memory.max")
+    used = _read_number("memory.current")
     if limit is not None and used is not None:
         available = min(available, max(0, limit - used))
     return available
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use, its container's quota included."""
+    """Return the number of CPUs that this process may use, within the quota of the container."""
     count = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -247,12 +278,12 @@ def usable_cpus() -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         count = min(count, max(1, round(int(quota) / int(period))))
     except (OSError, ValueError):
-        pass  # no such file, or "max": no quota
+        pass  # Without the file, or with the text "max", there is no quota.
     return count
 
 
 def format_bytes(count: int) -> str:
-    """A size for people, as in "1.5 GiB"."""
+    """Return a readable size. Example: `format_bytes(3 * 2**29)` returns "1.5 GiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -260,6 +291,7 @@ def format_bytes(count: int) -> str:
 
 
 def _read_number(name: str) -> int | None:
+    """Return the number in a file of /sys/fs/cgroup; None if the file has none."""
     try:
         return int((Path("/sys/fs/cgroup") / name).read_text())
     except (OSError, ValueError):
@@ -267,9 +299,9 @@ def _read_number(name: str) -> int | None:
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[dict[str, object]]:
-    """The config's rope settings: one dict, or one for each type of layer."""
-    found = getattr(config, "rope_parameters", None)
-    if not isinstance(found, dict):
+    """Return the rotary embedding settings of the config: one dict, or one for each layer type."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, dict):
         return []
-    nested = [value for value in found.values() if isinstance(value, dict)]
-    return nested or [found]
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model needs from attention, found out by running one token and recording every call."""
+"""Finds out what a model needs from attention: runs one token and records every attention call."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,12 @@ from nereid_backend.paths.recurrent import make_cache
 
 
 class _Recorder:
-    """Serves attention for a single token, whose output is its own value, and writes down calls."""
+    """Records attention calls for a single token. The output of each call is the token's value.
+
+    Attributes:
+        layers: the recorded layers, in the order of their calls.
+        unsupported: the reason why a call is not supported; None if all calls are.
+    """
 
     def __init__(self, config: PretrainedConfig) -> None:
         self.layers: list[LayerSpec] = []
@@ -23,7 +28,7 @@ class _Recorder:
 
     def __call__(
         self,
-        module: torch.nn.Module,  # noqa: ARG002 - part of the protocol
+        module: torch.nn.Module,  # noqa: ARG002 - transformers passes it
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -31,7 +36,8 @@ class _Recorder:
     ) -> Tensor:
         number = len(self.layers)
         kind = self._layer_types[number] if number < len(self._layer_types) else ""
-        window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
+        window = kwargs.get("sliding_window")
+        softcap = kwargs.get("softcap")
         if kwargs.get("position_bias") is not None:
             self.unsupported = "its attention adds a position bias"
         if query.shape[0] != 1 or key.shape[2] != 1:
@@ -53,7 +59,7 @@ class _Recorder:
         return value.repeat_interleave(groups, dim=1).transpose(1, 2)
 
     def checked(self) -> list[LayerSpec]:
-        """The calls, if all of them can be served."""
+        """Return the recorded layers. Raise an UnfitError if a call is not supported."""
         if self.unsupported:
             raise UnfitError(self.unsupported)
         return self.layers
@@ -61,10 +67,11 @@ class _Recorder:
 
 @torch.inference_mode()
 def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
-    """Run one token without a cache, and return what each attention call needs, in their order.
+    """Run one token without a cache, and return the attention layers in the order of their calls.
 
     Raises:
-        UnfitError: the model does not come to our attention, or asks for what it lacks.
+        UnfitError: the model does not use transformers' attention interface, or needs something
+            that Nereid's attention does not support.
     """
     recorder = _Recorder(checkpoint.text_config)
     token = _one_token(checkpoint)
@@ -82,15 +89,18 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
 
 @torch.inference_mode()
 def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
-    """The same with a cache for what is kept besides keys and values; there may be no attention.
+    """Run one token with a cache for recurrent state, and return the attention layers.
+
+    The list is empty for a model without attention.
 
     Raises:
-        UnfitError: as above, or nothing but keys and values is kept.
+        UnfitError: the model accepts no cache or has no recurrent state, or needs something that
+            Nereid's attention does not support.
     """
     recorder = _Recorder(checkpoint.text_config)
     call = ModelCall(checkpoint.model)
     if call.cache_name is None:
-        raise UnfitError("it takes no cache")
+        raise UnfitError("it accepts no cache")
     cache = make_cache(checkpoint.model.config)
     token = _one_token(checkpoint)
     with hook.serving(recorder):
@@ -99,7 +109,11 @@ def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
 
 
 def plain_token_ids(checkpoint: Checkpoint) -> list[int]:
-    """Token ids that mean nothing special: images, padding, ends of text change what models do."""
+    """Return token ids without a special meaning.
+
+    Special tokens, such as those for images, padding and the end of a text, can change what a model
+    computes.
+    """
     size = checkpoint.vocab_size
     special = set(checkpoint.eos_token_ids)
     for config in (checkpoint.model.config, checkpoint.text_config):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a path computes what the model computes alone.
+"""Checks that a path computes the same logits as the model alone.
 
-A few short prompts go through the path, in small chunks mixed with single
-tokens over scattered blocks, and the logits are compared with those of the model alone, with its
-own attention and whole prompts. A wrong answer must not look like a right one.
+A few short prompts are computed by the path: in small chunks that are mixed with single tokens, and
+with scattered blocks. Their logits are compared with those of the model alone, with its own
+attention and whole prompts. So a path with wrong results is never used.
 """
 
 import random
@@ -28,27 +28,30 @@ from nereid_backend.runner import ForwardPath
 _PROMPT_LENS = (21, 5, 13)
 _NUM_STEPS = 4
 _BUDGET = 8
-# A prompt is made longer than a layer's window to see that the window works, up to this length:
-# longer ones would cost seconds at every start.
+# If a layer has a sliding window, one prompt is longer than the window in order to test it. Prompts
+# are not longer than this, because longer ones would take seconds at every start.
 _LONGEST_PROMPT = 160
-# Root mean square of the difference over the logits' spread. Wrong masks or positions give 0.1 to
-# 1.4; float32 gives 1e-6, bfloat16 0.01 to 0.04, and 0.13 where many tokens change experts (on the
-# tests' architectures).
+# A prompt that tests a window is this many tokens longer than the window.
+_BEYOND_LIMIT = 6
+# The largest accepted root mean square difference, relative to the standard deviation of the
+# logits. Measured on the architectures in the tests: wrong masks or positions cause 0.1 to 1.4,
+# rounding in float32 1e-6, in bfloat16 0.01 to 0.04, and 0.13 where many tokens change experts.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
-# Keys and values of 8 bits give 0.01 to 0.08 as integers, 0.07 to 0.2 as floating point, and 0.3
-# where tokens change experts. The path itself is compared without the rounding before.
+# The same for keys and values with 8 bits. Integers cause 0.01 to 0.08, floating point numbers 0.07
+# to 0.2, and 0.3 where tokens change experts. The path has passed the check without this rounding
+# before.
 _ROUNDED_TOLERANCE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Sequences and what the model alone answers to them.
+    """Test sequences and the logits of the model alone.
 
     Attributes:
-        sequences: pairs of a whole sequence and how many of its tokens are the prompt.
-        expected: [num_rows, vocab_size] float32, logits at every token from the last of the prompt
-            on, sequence by sequence.
-        block_size: of the blocks to try it with; attention's kernels take only some sizes.
+        sequences: pairs of all token ids of a sequence and the number of its prompt tokens.
+        expected: the logits at every token from the last prompt token on, one sequence after
+            another, float32 [num_rows, vocab_size].
+        block_size: the block size for the check. Attention kernels support only some sizes.
     """
 
     sequences: list[tuple[list[int], int]]
@@ -57,7 +60,7 @@ class Trial:
 
     @property
     def sizes(self) -> Sizes:
-        """What a path needs to hold for it."""
+        """The sizes that a path needs for the test sequences."""
         longest = max(len(tokens) for tokens, _ in self.sequences)
         num_blocks = len(self.sequences) * -(-longest // self.block_size)
         return Sizes(num_blocks, self.block_size, len(self.sequences), longest)
@@ -67,9 +70,9 @@ class Trial:
 def make_trial(
     checkpoint: Checkpoint, layers: Sequence[LayerSpec], max_len: int, block_size: int
 ) -> Trial:
-    """Random sequences, and the logits of the model alone: each sequence whole and by itself.
+    """Return random sequences, and the logits of the model for each whole sequence alone.
 
-    The model must have its own attention set.
+    The model must use its own attention.
     """
     sequences = _sequences(checkpoint, layers, max_len)
     call = ModelCall(checkpoint.model)
@@ -84,23 +87,26 @@ def make_trial(
 
 @torch.inference_mode()
 def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) -> Trial:
-    """Random prompts, and what transformers' generate makes of each by itself.
+    """Return random prompts, and the logits of transformers' generate for each prompt alone.
 
-    For models that compute something else, or nothing, in one pass over a whole sequence. Some of
-    those fail on prompts beyond a window or chunk; they fail loudly there, so short ones must do.
+    This is for models that compute something else in one pass over a whole sequence, or fail. Some
+    of them raise an error for prompts that are longer than a window. They are tested with short
+    prompts, because such an error cannot go unnoticed.
     """
     try:
         return _generated(checkpoint, _sequences(checkpoint, (), max_len), block_size)
-    except Exception:  # noqa: BLE001 - models fail in any way
-        short = min(max_len, _PROMPT_LENS[0] + _NUM_STEPS)
-        return _generated(checkpoint, _sequences(checkpoint, (), short), block_size)
+    except Exception:  # noqa: BLE001 - a model can raise any exception
+        short_len = min(max_len, _PROMPT_LENS[0] + _NUM_STEPS)
+        return _generated(checkpoint, _sequences(checkpoint, (), short_len), block_size)
 
 
 def _generated(
     checkpoint: Checkpoint, prompts: list[tuple[list[int], int]], block_size: int
 ) -> Trial:
+    """Generate a few tokens for each prompt with transformers, and return them as a trial."""
     model: Any = checkpoint.model
-    sequences, parts = [], []
+    sequences = []
+    parts = []
     for tokens, prompt_len in prompts:
         ids = torch.tensor([tokens[:prompt_len]], device=checkpoint.device)
         output = model.generate(
@@ -121,23 +127,25 @@ def _generated(
 
 @torch.inference_mode()
 def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
-    """See that transformers' own generation computes the trial's first sequence in the same way.
+    """Check that transformers' generation has the same logits for the first test sequence.
 
     Raises:
-        UnfitError: it does not, so that the trial says nothing about what users of the model see.
+        UnfitError: the logits differ, so the trial does not show what users of the model see.
     """
     path = SinglePath(checkpoint, keeps=True)
     tokens, prompt_len = trial.sequences[0]
     count = len(tokens) - prompt_len + 1
     request = Request("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
-    request.row, request.num_prompt_tokens = 0, prompt_len
+    request.row = 0
+    request.num_prompt_tokens = prompt_len
     plan = StepPlan([Chunk(request, 0, len(tokens), True, True, count)], len(tokens))
-    found, expected = path.forward(plan).float(), trial.expected[:count]
+    found = path.forward(plan).float()
+    expected = trial.expected[:count]
     error = ((found - expected).square().mean(-1).sqrt() / trial.expected.std()).median()
     if not error.item() <= _TOLERANCE[checkpoint.model.dtype]:
         raise UnfitError(
-            "its generation, token by token, differs from one pass over the whole sequence by "
-            f"{error.item():.2g} of its logits' spread"
+            "its generation token by token differs from one pass over the whole sequence by "
+            f"{error.item():.2g} of the logits' standard deviation"
         )
 
 
@@ -148,40 +156,52 @@ def check_path(
     """Compare a path's logits with those of the model alone.
 
     Args:
-        path: empty so far.
-        trial: what goes through it.
-        dtype: the model's.
-        is_rounded: whether it keeps less of keys and values than the model does, as was asked for.
+        path: a path without stored tokens.
+        trial: the test sequences and the expected logits.
+        dtype: the data type of the model.
+        is_rounded: whether the KV cache has fewer bits than the model, as configured.
 
     Returns:
-        The difference: root mean square over the logits' spread, of the worst row.
+        The largest root mean square difference of a row, relative to the standard deviation of the
+        logits.
 
     Raises:
-        UnfitError: it is beyond what rounding explains.
+        UnfitError: the difference is larger than rounding can explain.
     """
     found = _run(path, trial)
     if found.shape != trial.expected.shape:
-        raise UnfitError(f"logits of shape {tuple(found.shape)}, not {tuple(trial.expected.shape)}")
+        raise UnfitError(
+            f"its logits have the shape {tuple(found.shape)}, not {tuple(trial.expected.shape)}"
+        )
     errors = (found - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
     if dtype != torch.float32 or is_rounded:
-        # Rounding makes an expert model choose other experts for a token now and then. Such a row
-        # says nothing; what is wrong with the path shows in most rows of a sequence.
+        # Because of rounding, a mixture-of-experts model sometimes chooses other experts for a
+        # token. Such a row is no error. A wrong path changes most rows of a sequence, so the median
+        # of each sequence is compared.
         errors = errors.view(len(trial.sequences), -1).median(dim=1).values
     difference = errors.max().item()
-    # Written so that NaN is refused, too.
     tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)
+    # `not <=` also refuses NaN.
     if not difference <= tolerance:
-        raise UnfitError(f"differs from the model alone by {difference:.2g} of its logits' spread")
+        raise UnfitError(
+            f"its output differs from the model alone by {difference:.2g} of the logits' standard "
+            "deviation"
+        )
     return difference
 
 
 def _sequences(
     checkpoint: Checkpoint, layers: Sequence[LayerSpec], max_len: int
 ) -> list[tuple[list[int], int]]:
+    """Return random sequences with the numbers of their prompt tokens.
+
+    The first prompt is longer than the windows of the layers, unless they are too long to test.
+    """
     limits = {limit for layer in layers for limit in (layer.span.window, layer.span.chunk) if limit}
     limits |= _limits_in_config(checkpoint)
-    visible = [limit + 6 for limit in limits if limit + 6 <= _LONGEST_PROMPT]
-    lens = [max(_PROMPT_LENS[0], *visible, 0), *_PROMPT_LENS[1:]]
+    beyond_limits = [limit + _BEYOND_LIMIT for limit in limits]
+    testable = [length for length in beyond_limits if length <= _LONGEST_PROMPT]
+    lens = [max(_PROMPT_LENS[0], *testable, 0), *_PROMPT_LENS[1:]]
     choices = plain_token_ids(checkpoint)
     rng = random.Random(0)
     sequences = []
@@ -193,7 +213,7 @@ def _sequences(
 
 
 def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
-    """Lengths that the config speaks of as windows or chunks: where something may change."""
+    """Return the numbers in the config that seem to be sizes of windows, chunks or blocks."""
     return {
         value
         for name, value in checkpoint.text_config.to_dict().items()
@@ -204,7 +224,7 @@ def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
 
 
 def _run(path: ForwardPath, trial: Trial) -> Tensor:
-    """The path's logits at the trial's rows."""
+    """Return the path's logits at the rows of the trial, float32 [num_rows, vocab_size]."""
     requests = _requests(trial)
     computed = [0] * len(requests)
     rows: list[list[Tensor]] = [[] for _ in requests]
@@ -214,7 +234,7 @@ def _run(path: ForwardPath, trial: Trial) -> Tensor:
         for chunk, row in zip(wanted, logits, strict=True):
             number = requests.index(chunk.request)
             rows[number].append(row.float())
-            # The next token is given, not sampled.
+            # Append the next token of the test sequence instead of sampling one.
             tokens = trial.sequences[number][0]
             chunk.request.token_ids += tokens[chunk.start + chunk.num_tokens :][:1]
         for chunk in plan:
@@ -223,7 +243,7 @@ def _run(path: ForwardPath, trial: Trial) -> Tensor:
 
 
 def _requests(trial: Trial) -> list[Request]:
-    """The trial's prompts with rows and scattered blocks."""
+    """Return the prompts of the trial as requests with rows and scattered blocks."""
     sizes = trial.sizes
     blocks = list(range(sizes.num_blocks))
     random.Random(0).shuffle(blocks)
@@ -240,14 +260,20 @@ def _requests(trial: Trial) -> list[Request]:
 
 
 def _plan(requests: list[Request], computed: list[int]) -> list[Chunk]:
-    """The next step's chunks under a small budget: first who runs already, single tokens first."""
-    chunks, budget = [], _BUDGET
+    """Return the chunks of the next step under a small token budget.
+
+    Requests that have computed tokens come before new ones. In the result, single tokens come
+    before longer chunks, as the engine orders them.
+    """
+    chunks = []
+    budget = _BUDGET
     order = sorted(range(len(requests)), key=lambda number: computed[number] == 0)
     for number in order:
-        known, start = len(requests[number].token_ids), computed[number]
-        num_tokens = min(known - start, budget)
+        num_known = len(requests[number].token_ids)
+        start = computed[number]
+        num_tokens = min(num_known - start, budget)
         if num_tokens > 0:
-            samples = start + num_tokens == known
+            samples = start + num_tokens == num_known
             chunks.append(
                 Chunk(requests[number], start, num_tokens, samples, start == 0, int(samples))
             )

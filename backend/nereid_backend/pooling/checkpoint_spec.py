@@ -123,12 +123,12 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
         raise ModelError(
             f"{root} is not a folder. Set model to the folder of a Hugging Face checkpoint."
         )
-    parts = _read_parts(root)
-    folder = parts[0].folder if parts else root
+    modules = _read_modules(root)
+    folder = modules[0].folder if modules else root
     config = _read_config(folder)
     architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
     saved = read_json(root / "config_sentence_transformers.json")
-    task = _task(settings, architecture, parts, config, folder)
+    task = _task(settings, architecture, modules, config, folder)
     common = _common(folder, config, architecture, task, saved)
     if task == "embed" and common.pop("is_rendered"):
         raise UnsupportedModelError(
@@ -136,10 +136,10 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
         )
     common.pop("is_rendered", None)
     if task != "embed":
-        return _scoring(parts, saved, common)
-    if settings.pooling is not None or not _is_embedder(parts):
-        parts = []
-    return _embedding(settings, root, parts, common)
+        return _scoring(modules, saved, common)
+    if settings.pooling is not None or not _is_embedder(modules):
+        modules = []
+    return _embedding(settings, root, modules, common)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -159,14 +159,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _read_parts(root: Path) -> list[ModuleSpec]:
+def _read_modules(root: Path) -> list[ModuleSpec]:
     """Return the modules in modules.json in order. The first one is the transformers model."""
     path = root / "modules.json"
     if not path.is_file():
         return []
     try:
         entries = sorted(json.loads(path.read_text(encoding="utf-8")), key=lambda e: e["idx"])
-        parts = [
+        modules = [
             ModuleSpec(
                 kind=entry["type"].rsplit(".", 1)[-1],
                 folder=root / entry["path"],
@@ -178,8 +178,8 @@ def _read_parts(root: Path) -> list[ModuleSpec]:
         raise ModelError(
             f"{path} cannot be read as a list of modules ({error!r}). Download the file again."
         ) from error
-    if not parts or parts[0].kind not in _TRANSFORMERS:
-        first = parts[0].kind if parts else "nothing"
+    if not modules or modules[0].kind not in _TRANSFORMERS:
+        first = modules[0].kind if modules else "nothing"
         raise UnsupportedModelError(
             f"{path}: the first module must be a transformers model, but it is {first}."
         )
@@ -187,20 +187,20 @@ def _read_parts(root: Path) -> list[ModuleSpec]:
         *("Pooling", "Dense", "Normalize", "LayerNorm", "Dropout"),
         *("SpladePooling", "LogitScore", "MultiVectorMask"),
     }
-    for part in parts[1:]:
-        if part.kind not in known:
+    for module in modules[1:]:
+        if module.kind not in known:
             raise UnsupportedModelError(
-                f"{path}: the module {part.kind} is not supported. The supported modules are "
+                f"{path}: the module {module.kind} is not supported. The supported modules are "
                 f"{', '.join(sorted(known))}."
             )
-        input_name = part.config.get("module_input_name", "sentence_embedding")
-        output_name = part.config.get("module_output_name") or input_name
-        if part.kind in ("Dense", "Normalize") and output_name != input_name:
+        input_name = module.config.get("module_input_name", "sentence_embedding")
+        output_name = module.config.get("module_output_name") or input_name
+        if module.kind in ("Dense", "Normalize") and output_name != input_name:
             raise UnsupportedModelError(
-                f"{path}: the input and the output of the module {part.kind} must have the same "
+                f"{path}: the input and the output of the module {module.kind} must have the same "
                 f"name, but they are {input_name} and {output_name}."
             )
-    return parts
+    return modules
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -212,23 +212,23 @@ def _read_config(folder: Path) -> PretrainedConfig:
     except (ValueError, KeyError, OSError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UnsupportedModelError(
-            f"transformers cannot load {folder}/config.json: {lines[0]} Python code of a "
+            f"transformers cannot load {folder}/config.json ({lines[0]}). Python code of a "
             "checkpoint is not run. A newer version of transformers may support the architecture."
         ) from error
 
 
-def _is_embedder(parts: list[ModuleSpec]) -> bool:
+def _is_embedder(modules: list[ModuleSpec]) -> bool:
     """Return whether the modules show that the checkpoint computes vectors."""
-    kinds = {part.kind for part in parts}
+    kinds = {module.kind for module in modules}
     return bool(kinds & {"Pooling", "SpladePooling", "MultiVectorMask", "CLIPModel"}) or any(
-        part.kind in ("Dense", "Normalize") for part in parts
+        module.kind in ("Dense", "Normalize") for module in modules
     )
 
 
 def _task(
     settings: PoolingConfig,
     architecture: str,
-    parts: list[ModuleSpec],
+    modules: list[ModuleSpec],
     config: PretrainedConfig,
     folder: Path,
 ) -> str:
@@ -245,7 +245,7 @@ def _task(
     if settings.task == "embed" or settings.pooling is not None:
         return "embed"
     if settings.task == "auto":
-        return _usual_task(architecture, parts, config, folder)
+        return _task_from_files(architecture, modules, config, folder)
     has_head = architecture.endswith(_SEQUENCE_HEAD)
     if settings.task == "classify":
         if not has_head:
@@ -267,17 +267,17 @@ def _task(
     return "rerank"
 
 
-def _usual_task(
-    architecture: str, parts: list[ModuleSpec], config: PretrainedConfig, folder: Path
+def _task_from_files(
+    architecture: str, modules: list[ModuleSpec], config: PretrainedConfig, folder: Path
 ) -> str:
     """Return the task of the checkpoint for task=auto, derived from its files.
 
     Raises:
         ConfigError: the files describe a generative checkpoint, whose task must be set.
     """
-    if _is_embedder(parts):
+    if _is_embedder(modules):
         return "embed"
-    if any(part.kind == "LogitScore" for part in parts):
+    if any(module.kind == "LogitScore" for module in modules):
         return "rerank"
     if architecture.endswith(_SEQUENCE_HEAD):
         return "rerank" if config.num_labels == 1 else "classify"
@@ -332,11 +332,11 @@ def _common(
 
 
 def _scoring(
-    parts: list[ModuleSpec], saved: dict[str, Any], common: dict[str, Any]
+    modules: list[ModuleSpec], saved: dict[str, Any], common: dict[str, Any]
 ) -> CheckpointSpec:
     """Return the description of a reranker or classifier."""
     config: PretrainedConfig = common["config"]
-    logit_score = next((part.config for part in parts if part.kind == "LogitScore"), None)
+    logit_score = next((module.config for module in modules if module.kind == "LogitScore"), None)
     if common["architecture"].endswith(_SEQUENCE_HEAD):
         single = config.num_labels == 1
         fallback = "sigmoid" if single else "softmax"
@@ -386,13 +386,13 @@ def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
 
 
 def _embedding(
-    settings: PoolingConfig, root: Path, parts: list[ModuleSpec], common: dict[str, Any]
+    settings: PoolingConfig, root: Path, modules: list[ModuleSpec], common: dict[str, Any]
 ) -> CheckpointSpec:
     """Return the description of an embedding checkpoint."""
     if settings.pooling == "splade":
         return CheckpointSpec(kinds=("sparse",), loader=MASKED, **common)
-    rest = [part for part in parts[1:] if part.kind != "Dropout"]
-    splade = next((part.config for part in rest if part.kind == "SpladePooling"), None)
+    rest = [module for module in modules[1:] if module.kind != "Dropout"]
+    splade = next((module.config for module in rest if module.kind == "SpladePooling"), None)
     if splade is not None:
         times = 2 if splade.get("activation_function") == "log1p_relu" else 1
         how = (str(splade.get("pooling_strategy", "max")), times)
@@ -404,10 +404,10 @@ def _embedding(
     tokens = tuple(
         p for p in rest if p.maps_tokens and p.kind in ("Dense", "Normalize", "LayerNorm")
     )
-    pooling = next((part for part in rest if part.kind == "Pooling"), None)
+    pooling = next((module for module in rest if module.kind == "Pooling"), None)
     if rest and pooling is None:
-        mask = next((part.config for part in rest if part.kind == "MultiVectorMask"), {})
-        if not any(part.maps_tokens or part.kind == "MultiVectorMask" for part in rest):
+        mask = next((module.config for module in rest if module.kind == "MultiVectorMask"), {})
+        if not any(module.maps_tokens or module.kind == "MultiVectorMask" for module in rest):
             raise UnsupportedModelError(
                 f"{root}/modules.json: the file has no Pooling module and no module that maps "
                 "token vectors, so the pooling method is not known. Set pooling."
@@ -420,7 +420,9 @@ def _embedding(
         return CheckpointSpec(
             kinds=("multi_vector",), loader=BASE, token_modules=tokens, skip_words=skipped, **common
         )
-    vector_modules = tuple(part for part in rest if not part.maps_tokens and part.kind != "Pooling")
+    vector_modules = tuple(
+        module for module in rest if not module.maps_tokens and module.kind != "Pooling"
+    )
     normalizes = _ends_with_normalize(rest) if pooling is not None else None
     if normalizes:
         vector_modules = vector_modules[:-1]
@@ -468,5 +470,5 @@ def _poolers(pooling: ModuleSpec | None) -> tuple[str, ...]:
 
 def _has_towers(config: PretrainedConfig) -> bool:
     """Return whether the model has a text encoder and an image encoder with a common space."""
-    parts = (getattr(config, name, None) for name in ("text_config", "vision_config"))
-    return all(parts) and hasattr(config, "projection_dim")
+    modules = (getattr(config, name, None) for name in ("text_config", "vision_config"))
+    return all(modules) and hasattr(config, "projection_dim")

@@ -26,7 +26,8 @@ from nereid_backend.pooling.pooling_forward import Head, PackedForward, PaddedFo
 _LENS = (5, 5, 13, 21)
 # A text that tests a window is this many tokens longer than the window.
 _BEYOND_WINDOW = 6
-# If the model has sliding windows of up to about this length, a longer text tests the window.
+# A sliding window is tested with a text that is longer than the window. Such a text has at most
+# this many tokens.
 _LONGEST_TEXT = 160
 # Differences are root mean squares, relative to that of the vectors. If a later token changes and
 # the vectors of earlier tokens differ by less than _CAUSAL_TOLERANCE, the model is causal. If a
@@ -269,12 +270,12 @@ def _batch_beyond_windows(
 def _compare(forward: Forward, batch: TokenBatch, alone: Tensor) -> tuple[float, str]:
     """Return the difference between a batch and each text alone, and a clause that describes it."""
     try:
-        found = forward(batch)
+        batched = forward(batch)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
         return float("inf"), f"{type(error).__name__}: {error}"
-    if found.shape != alone.shape:
-        return float("inf"), f"its vectors have the shape {tuple(found.shape)}"
-    errors = row_errors(found, alone)
+    if batched.shape != alone.shape:
+        return float("inf"), f"its vectors have the shape {tuple(batched.shape)}"
+    errors = row_errors(batched, alone)
     if forward.encoder.dtype != torch.float32:
         # Because of rounding, a mixture-of-experts model sometimes chooses other experts for a
         # token. Such a row is no error. An inexact method changes most rows of a text, so the

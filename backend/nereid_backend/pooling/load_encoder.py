@@ -177,7 +177,7 @@ def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
         # safetensors has exceptions of its own for broken files, and torch raises RuntimeError for
         # wrong shapes.
         raise ModelError(
-            f"the weights in {spec.folder} cannot be read: {_first_line(error)} Download the "
+            f"the weights in {spec.folder} cannot be read ({_first_line(error)}). Download the "
             "checkpoint again."
         ) from error
     _check_report(spec, report)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of texts as one packed row of tokens, and attention within each text.
+"""Packs several texts into one row of tokens, and computes the attention within each text.
 
     tokens   a a a | b b b | c c c c c c        lens 3 3 6, groups (0, 2, 3) (6, 1, 6)
 
@@ -19,7 +19,8 @@ from nereid_backend.attention.interface import scale_of, sinks_of
 # With bfloat16 on a CPU, torch's fused attention takes twice the time of separate matrix products,
 # up to this number of scores.
 _FAST_SCORES = 2**23
-# The largest number of scores in memory where attention is computed with separate products.
+# If attention is computed with separate matrix products, at most this many scores are in memory at
+# the same time.
 _MAX_SCORES = 2**24
 # With fewer queries in one call, the additional calls cost more than they save.
 _MIN_BLOCK = 128

@@ -52,8 +52,8 @@ NOT_FINITE = (
     "the model's output contains numbers that are not finite. The data type may overflow (set "
     "dtype=float32), or the weights are broken."
 )
-# Where batches are padded, a new batch begins with a text that is longer than the first one by more
-# than a quarter and 8 tokens.
+# A padded batch contains texts of similar lengths. A text that is longer than the shortest text of
+# a batch by more than a quarter plus 8 tokens begins a new batch.
 _PADDING_FACTOR = 1.25
 _PADDING_TOKENS = 8
 # The smallest norm by which a vector is divided.
@@ -133,28 +133,8 @@ class PoolingModel:
             self._reranker = GenerativeReranker(
                 encoder.tokenizer, spec.answer_tokens, spec.template_kwargs
             )
-        default = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
-        self.info = PoolingInfo(
-            model=config.model,
-            architecture=spec.architecture,
-            task=spec.task,
-            kinds=spec.kinds,
-            dimension=self._dimension(),
-            max_model_len=limit,
-            vocab_size=encoder.vocab_size,
-            pooling=self._describe_pooling(),
-            normalizes=self._normalizes,
-            activation=spec.activation if spec.task != "embed" else "none",
-            path=path,
-            labels=_labels(spec),
-            prompts=dict(spec.prompts),
-            default_prompt_name=spec.default_prompt_name,
-            accepts_images=spec.loader == TOWERS,
-            device=str(device),
-            dtype=str(encoder.dtype).removeprefix("torch."),
-            max_batch_tokens=config.max_batch_tokens or default,
-            self_check_difference=difference,
-            load_seconds=time.monotonic() - started,
+        self.info = self._describe(
+            config, limit, path, difference, load_seconds=time.monotonic() - started
         )
         self.preparer = ItemPreparer(
             spec,
@@ -254,13 +234,14 @@ class PoolingModel:
                 # Start the maximum with 0, because the ReLU of a maximum is the maximum with 0.
                 rows = logits.new_zeros(len(batch.lens), logits.shape[1])
             for number, (start, end) in enumerate(itertools.pairwise(starts)):
-                part = logits[max(0, start - first) : max(0, end - first)]
-                if len(part) == 0:
+                # The slice of logits begins at the token `first`. Take the text's part of it.
+                text_logits = logits[max(0, start - first) : max(0, end - first)]
+                if len(text_logits) == 0:
                     continue
                 if strategy == "max":
-                    rows[number] = torch.maximum(rows[number], part.amax(0))
+                    rows[number] = torch.maximum(rows[number], text_logits.amax(0))
                 else:
-                    rows[number] += _log1p(part.relu(), times).sum(0)
+                    rows[number] += _log1p(text_logits.relu(), times).sum(0)
         assert rows is not None
         return _log1p(rows, times) if strategy == "max" else rows
 
@@ -340,6 +321,42 @@ class PoolingModel:
             else:
                 found.append(_array(values))
         return found
+
+    def _describe(
+        self,
+        config: PoolingConfig,
+        limit: int,
+        path: str,
+        difference: float,
+        *,
+        load_seconds: float,
+    ) -> PoolingInfo:
+        """Return the description of the loaded model."""
+        spec = self._spec
+        encoder = self._encoder
+        default_tokens = _CPU_TOKENS if encoder.device.type == "cpu" else _GPU_TOKENS
+        return PoolingInfo(
+            model=config.model,
+            architecture=spec.architecture,
+            task=spec.task,
+            kinds=spec.kinds,
+            dimension=self._dimension(),
+            max_model_len=limit,
+            vocab_size=encoder.vocab_size,
+            pooling=self._describe_pooling(),
+            normalizes=self._normalizes,
+            activation=spec.activation if spec.task != "embed" else "none",
+            path=path,
+            labels=_labels(spec),
+            prompts=dict(spec.prompts),
+            default_prompt_name=spec.default_prompt_name,
+            accepts_images=spec.loader == TOWERS,
+            device=str(encoder.device),
+            dtype=str(encoder.dtype).removeprefix("torch."),
+            max_batch_tokens=config.max_batch_tokens or default_tokens,
+            self_check_difference=difference,
+            load_seconds=load_seconds,
+        )
 
     def _choose_pooling(self) -> tuple[tuple[str, ...], bool]:
         """Return the pooling methods, and whether vectors are scaled to length 1.

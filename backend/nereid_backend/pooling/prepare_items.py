@@ -266,7 +266,8 @@ class ItemPreparer:
                 return_token_type_ids=self._wants_types,
                 verbose=False,
             )
-            ids, types = encoded["input_ids"], encoded.get("token_type_ids")
+            ids = encoded["input_ids"]
+            types = encoded.get("token_type_ids")
         if not ids:
             raise RequestError(
                 "input: the text is empty and has no tokens. Send at least one character."

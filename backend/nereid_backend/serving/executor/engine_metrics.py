@@ -134,7 +134,8 @@ class EngineMetrics:
     def _add_engine_counts(self, stats: Mapping[str, int], statistics: RequestStatistics) -> None:
         """Add the increase of the engine's counters since the last call to `statistics`."""
         for source, name in _ENGINE_COUNTERS.items():
-            before, now = self._last_stats.get(source, 0), stats.get(source, 0)
+            before = self._last_stats.get(source, 0)
+            now = stats.get(source, 0)
             # A smaller value comes from a new engine process, which starts at 0.
             statistics.counts[name] += now - before if now >= before else now
         self._last_stats = dict(stats)

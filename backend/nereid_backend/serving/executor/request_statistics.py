@@ -90,8 +90,9 @@ class RequestStatistics:
         return max(self.counts["engine_updates"] - self.counts["steps"], 0)
 
     def cumulative_gaps(self) -> list[int]:
-        """Return for each bound how many times between tokens are at most that long.
+        """Return the cumulative histogram of the times between tokens.
 
-        The last element is the number of all times.
+        The element for a bound of TOKEN_BUCKETS_S counts the times up to that bound. The last
+        element counts all times.
         """
         return list(accumulate(self.token_gaps))

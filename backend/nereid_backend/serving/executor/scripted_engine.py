@@ -89,7 +89,9 @@ def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
 
 
 def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
-    text, ids = entry.pop("text", None), entry.pop("token_ids", None)
+    """Return the rule in one entry of the script."""
+    text = entry.pop("text", None)
+    ids = entry.pop("token_ids", None)
     if text is not None:
         texts = text if isinstance(text, list) else [text]
         outputs = [tuple(encode(one)) for one in texts]
@@ -111,6 +113,7 @@ class _Sequence:
         self.is_aborted = False
 
     def next_token(self) -> int:
+        """Return the next token of the script. At the end the script begins again."""
         token_id = self.script[self.num_tokens % len(self.script)]
         self.num_tokens += 1
         return token_id
@@ -224,7 +227,8 @@ class ScriptedEngine:
             self._requests[request_id] = self._queue.pop(request_id)
 
     def _count(self) -> None:
-        self.num_running, self.num_waiting = len(self._requests), len(self._queue)
+        self.num_running = len(self._requests)
+        self.num_waiting = len(self._queue)
 
     def _advance(
         self, request_id: str, request: _Request, sequence: _Sequence, now: float

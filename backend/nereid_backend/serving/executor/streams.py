@@ -84,7 +84,7 @@ class Sequence:
         return bool(self.pending) or (self.ending is not None and not self.is_sent)
 
     def add(self, update: RequestUpdate) -> None:
-        """Add the engine's update about this sequence to the output for the next step."""
+        """Add an update of the engine to the pending output of this sequence."""
         self.pending.extend(update.new_token_ids)
         # An update with several tokens has only one sum, that of its last token.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
@@ -97,7 +97,7 @@ class Sequence:
             self.ending = Ending(update.finish_reason, update.stop_reason)
 
     def take_delta(self) -> SequenceDelta:
-        """Return the pending output and empty it. Call this only if `has_output` is true."""
+        """Return the pending output and clear it. Call this only if `has_output` is true."""
         delta = SequenceDelta(
             index=self.index,
             num_tokens=len(self.pending),
@@ -174,7 +174,7 @@ class Stream:
         return sum(len(sequence.pending) for sequence in self.sequences)
 
     def add(self, update: RequestUpdate) -> None:
-        """Add the engine's update to the sequence that it is about."""
+        """Add an update of the engine to its sequence."""
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:

@@ -29,7 +29,7 @@ RERANK_OPTIONS: Mapping[str, type] = {
 _TYPE_NAMES = {str: "text", int: "an integer", bool: "true or false"}
 
 
-def options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]:
+def parse_options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]:
     """Return the options in the JSON text of the tensor `options`, without those that are null.
 
     Args:
@@ -63,7 +63,7 @@ def options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def texts(values: Iterable[Any], field: str) -> list[str]:
+def decode_texts(values: Iterable[Any], field: str) -> list[str]:
     """Return the elements of the STRING tensor `field` as text.
 
     Raises:
@@ -78,7 +78,9 @@ def texts(values: Iterable[Any], field: str) -> list[str]:
     return decoded
 
 
-def id_lists(ids: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32] | None) -> list[list[int]]:
+def split_token_ids(
+    ids: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32] | None
+) -> list[list[int]]:
     """Split the concatenated token ids of several inputs.
 
     Example: the ids [5, 6, 7] and the lengths [1, 2] return [[5], [6, 7]].
@@ -103,10 +105,10 @@ def id_lists(ids: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32] | None) 
             f"{ids.size} elements."
         )
     ends = np.cumsum(lengths)[:-1]
-    return [part.tolist() for part in np.split(ids, ends)] if lengths.size else []
+    return [ids_of_input.tolist() for ids_of_input in np.split(ids, ends)] if lengths.size else []
 
 
-def part(text: str, index: int) -> tuple[str, Any]:
+def parse_part(text: str, index: int) -> tuple[str, Any]:
     """Parse one element of the tensor `parts`, which is a text or an image.
 
     Example: `{"text": "hello"}` returns `("text", "hello")`.
@@ -160,7 +162,7 @@ def decode_image(text: str, where: str) -> bytes:
         raise RequestError(f"{where}: the image is not valid base64: {error}") from None
 
 
-def pairs(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
+def pair_queries(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
     """Pair one query with every document, or each query with the document of the same index.
 
     Example: the queries ["q"] and the documents ["a", "b"] return [("q", "a"), ("q", "b")].

@@ -33,7 +33,9 @@ class EmbeddingModel(PoolingStub):
                 f"{names.INPUT_IDS} and {names.PARTS}, but it has {' and '.join(given) or 'none'}."
             )
         inputs = self._read_inputs(request, given[0])
-        return Job(given[0], inputs, decode_request.options(text, decode_request.EMBEDDING_OPTIONS))
+        return Job(
+            given[0], inputs, decode_request.parse_options(text, decode_request.EMBEDDING_OPTIONS)
+        )
 
     def _read_inputs(self, request: Any, tensor_name: str) -> list[tuple[str, Any]]:  # noqa: ANN401
         """Return the inputs in the tensor `tensor_name`, as pairs for Job.inputs."""
@@ -42,11 +44,11 @@ class EmbeddingModel(PoolingStub):
             lengths = None
             if has_tensor(request, names.INPUT_LENGTHS):
                 lengths = tensors.array(request, names.INPUT_LENGTHS)
-            return [("token_ids", ids) for ids in decode_request.id_lists(values, lengths)]
+            return [("token_ids", ids) for ids in decode_request.split_token_ids(values, lengths)]
         if tensor_name == names.PARTS:
-            parts = decode_request.texts(values, names.PARTS)
-            return [decode_request.part(part, index) for index, part in enumerate(parts)]
-        return [("text", text) for text in decode_request.texts(values, names.TEXTS)]
+            parts = decode_request.decode_texts(values, names.PARTS)
+            return [decode_request.parse_part(part, index) for index, part in enumerate(parts)]
+        return [("text", text) for text in decode_request.decode_texts(values, names.TEXTS)]
 
     def build_outputs(self, outcome: Outcome) -> Tensors:
         """Return the output tensors of a finished job."""

@@ -26,9 +26,9 @@ class RerankModel(PoolingStub):
         text = tensors.optional_text(request, names.OPTIONS)
         if not given and tensors.optional_bool(request, names.RETURN_INFO):
             return None
-        options = decode_request.options(text, decode_request.RERANK_OPTIONS)
+        options = decode_request.parse_options(text, decode_request.RERANK_OPTIONS)
         if given == [names.TEXTS]:
-            items = decode_request.texts(tensors.array(request, names.TEXTS), names.TEXTS)
+            items = decode_request.decode_texts(tensors.array(request, names.TEXTS), names.TEXTS)
             options["kind"] = "classify"
             return Job(names.TEXTS, [("text", item) for item in items], options)
         if given != [names.QUERY, names.DOCUMENTS]:
@@ -36,9 +36,11 @@ class RerankModel(PoolingStub):
                 f"{names.QUERY}: a request must have {names.QUERY} and {names.DOCUMENTS}, or only "
                 f"{names.TEXTS} for a classifier, but it has {' and '.join(given) or 'none'}."
             )
-        queries = decode_request.texts(tensors.array(request, names.QUERY), names.QUERY)
-        documents = decode_request.texts(tensors.array(request, names.DOCUMENTS), names.DOCUMENTS)
-        inputs = [("pair", pair) for pair in decode_request.pairs(queries, documents)]
+        queries = decode_request.decode_texts(tensors.array(request, names.QUERY), names.QUERY)
+        documents = decode_request.decode_texts(
+            tensors.array(request, names.DOCUMENTS), names.DOCUMENTS
+        )
+        inputs = [("pair", pair) for pair in decode_request.pair_queries(queries, documents)]
         return Job(names.DOCUMENTS, inputs, options)
 
     def build_outputs(self, outcome: Outcome) -> Tensors:

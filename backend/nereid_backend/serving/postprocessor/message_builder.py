@@ -87,7 +87,8 @@ class ParsedMessage:
         if not context.separate_reasoning:
             fmt = _with_reasoning_inline(fmt)
         if not context.reads_calls:
-            fmt, tools = _without_calls(fmt), [_UNCALLABLE_TOOL]
+            fmt = _without_calls(fmt)
+            tools = [_UNCALLABLE_TOOL]
         self._parser = StreamParser(fmt, tools=tools, prompt=context.prompt)
         self._separates = context.separate_reasoning
         self._includes = context.include_reasoning

@@ -26,6 +26,7 @@ def strict_check(context: StreamContext) -> Check | None:
     content = json.loads(context.strict_schema) if context.strict_schema else None
 
     def check(message: Mapping[str, Any]) -> None:
+        """Raise an EngineError if the content or a call of `message` does not match its schema."""
         if context.strict_schema and not message["calls"]:
             _validate("response_format", message["content"], content)
         for call in message["calls"]:

@@ -195,8 +195,12 @@ class ChildProcess:
 
     def stop(self) -> None:
         """End the process: send the message "stop", then SIGTERM, then SIGKILL."""
-        process, channel, outbox = self._process, self._channel, self._outbox
-        self._process = self._channel = self._outbox = None
+        process = self._process
+        channel = self._channel
+        outbox = self._outbox
+        self._process = None
+        self._channel = None
+        self._outbox = None
         if outbox is not None:
             with contextlib.suppress(ChannelClosedError):
                 outbox.put(["stop"])
@@ -233,7 +237,8 @@ class ChildProcess:
 
     def _death_message(self) -> str:
         """Return how the process ended, such as "the engine process ended (signal 9). See ..."."""
-        name, process = self._role.name, self._process
+        name = self._role.name
+        process = self._process
         if process is None:
             return f"the {name} process is not running"
         ending = "closed its connection"

@@ -183,7 +183,7 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 -
     `{"role": "user", "content": "Hi"}`.
     """
     if not isinstance(message, dict):
-        raise RequestError(f"messages: item {index} must be an object, but is {shown(message)}.")
+        raise RequestError(f"messages: item {index} must be an object, but it is {shown(message)}.")
     role = message.get("role")
     if role not in _ROLES:
         raise RequestError(
@@ -263,7 +263,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(
-                f"tools: item {index} must have function.name, but is {shown(tool)}."
+                f"tools: item {index} must have function.name, but it is {shown(tool)}."
             )
     return _allowed_tools(tools, body.get("tool_choice"))
 

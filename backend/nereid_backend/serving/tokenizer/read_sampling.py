@@ -91,7 +91,7 @@ MAX_STOP_STRINGS = 16
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How the postprocessor turns generated tokens into text.
+    """The options with which the postprocessor converts generated tokens to text.
 
     Attributes:
         stop: strings at which generation ends.

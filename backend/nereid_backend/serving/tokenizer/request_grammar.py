@@ -96,7 +96,7 @@ def build_chat_grammar(
     # The grammar applies to the text after the reasoning, if the prompt ends inside reasoning.
     after = gate.end.strip() if gate is not None and gate.is_open else ""
     if output is not None and not has_calls and _content_is_bare(fmt, gate):
-        return _finish(output, _build_spec(output, after))
+        return _request_grammar(output, _build_spec(output, after))
     parallel = fields.get("parallel_tool_calls")
     if parallel is not None and not isinstance(parallel, bool):
         raise RequestError(
@@ -116,7 +116,7 @@ def build_chat_grammar(
     )
     if tag is None:
         return RequestGrammar()
-    return _finish(output, GrammarSpec("structural_tag", _to_json(tag), after))
+    return _request_grammar(output, GrammarSpec("structural_tag", _to_json(tag), after))
 
 
 def build_text_grammar(fields: Mapping[str, Any]) -> RequestGrammar:
@@ -126,7 +126,7 @@ def build_text_grammar(fields: Mapping[str, Any]) -> RequestGrammar:
         RequestError: the fields are wrong or contradict each other.
     """
     output = read_output_format(fields)
-    return RequestGrammar() if output is None else _finish(output, _build_spec(output, ""))
+    return RequestGrammar() if output is None else _request_grammar(output, _build_spec(output, ""))
 
 
 def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
@@ -184,7 +184,8 @@ def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - 
                 f"response_format: {name} must be a JSON schema (an object, true or false), but "
                 f"the request has {shown(value[name])}."
             )
-        kind, value = "json_schema", {"schema": value[name], "strict": value.get("strict")}
+        kind = "json_schema"
+        value = {"schema": value[name], "strict": value.get("strict")}
     if kind == "json_schema":
         inner = value.get("json_schema", value)
         schema = inner.get("schema") if isinstance(inner, Mapping) else inner
@@ -301,8 +302,8 @@ def _with_request_field(
         raise RequestError(message) from error
 
 
-def _finish(output: OutputFormat | None, spec: GrammarSpec) -> RequestGrammar:
-    """Return the grammar of the request.
+def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestGrammar:
+    """Return the grammar of the request with the engine grammar `spec`.
 
     Raises:
         RequestError: the grammar's text is longer than MAX_GRAMMAR_BYTES.

@@ -8,8 +8,10 @@ from nereid_backend.serving.pooling import decode_request
 
 def test_options_are_a_json_object_and_null_is_the_default():
     known = decode_request.EMBEDDING_OPTIONS
-    assert decode_request.options(None, known) == {}
-    assert decode_request.options('{"dimensions": 3, "prompt": null}', known) == {"dimensions": 3}
+    assert decode_request.parse_options(None, known) == {}
+    assert decode_request.parse_options('{"dimensions": 3, "prompt": null}', known) == {
+        "dimensions": 3
+    }
 
 
 @pytest.mark.parametrize(
@@ -27,13 +29,13 @@ def test_options_are_a_json_object_and_null_is_the_default():
 )
 def test_wrong_options_are_refused_by_name(text, said):
     with pytest.raises(RequestError, match=said.replace("[", r"\[")):
-        decode_request.options(text, decode_request.EMBEDDING_OPTIONS)
+        decode_request.parse_options(text, decode_request.EMBEDDING_OPTIONS)
 
 
 def test_text_that_is_no_utf8_is_refused_with_its_place():
-    assert decode_request.texts([b"a", "b"], "texts") == ["a", "b"]
+    assert decode_request.decode_texts([b"a", "b"], "texts") == ["a", "b"]
     with pytest.raises(RequestError, match="texts: element 1 is not valid UTF-8"):
-        decode_request.texts([b"a", b"\xff"], "texts")
+        decode_request.decode_texts([b"a", b"\xff"], "texts")
 
 
 def ints(*values):
@@ -41,9 +43,9 @@ def ints(*values):
 
 
 def test_ids_are_one_input_or_cut_by_their_lengths():
-    assert decode_request.id_lists(ints(1, 2, 3), None) == [[1, 2, 3]]
-    assert decode_request.id_lists(ints(1, 2, 3), ints(1, 2)) == [[1], [2, 3]]
-    assert decode_request.id_lists(ints(), ints()) == []
+    assert decode_request.split_token_ids(ints(1, 2, 3), None) == [[1, 2, 3]]
+    assert decode_request.split_token_ids(ints(1, 2, 3), ints(1, 2)) == [[1], [2, 3]]
+    assert decode_request.split_token_ids(ints(), ints()) == []
 
 
 @pytest.mark.parametrize(
@@ -52,15 +54,15 @@ def test_ids_are_one_input_or_cut_by_their_lengths():
 )
 def test_lengths_that_do_not_fit_are_refused(lengths, said):
     with pytest.raises(RequestError, match=said):
-        decode_request.id_lists(ints(1, 2, 3), lengths)
+        decode_request.split_token_ids(ints(1, 2, 3), lengths)
 
 
 def test_a_part_is_a_text_or_an_image():
     encoded = base64.b64encode(b"picture").decode()
-    assert decode_request.part('{"text": "x"}', 0) == ("text", "x")
-    assert decode_request.part(f'{{"image": "{encoded}"}}', 0) == ("image", b"picture")
+    assert decode_request.parse_part('{"text": "x"}', 0) == ("text", "x")
+    assert decode_request.parse_part(f'{{"image": "{encoded}"}}', 0) == ("image", b"picture")
     url = f"data:image/png;base64,{encoded}"
-    assert decode_request.part(f'{{"image": "{url}"}}', 0) == ("image", b"picture")
+    assert decode_request.parse_part(f'{{"image": "{url}"}}', 0) == ("image", b"picture")
 
 
 @pytest.mark.parametrize(
@@ -76,13 +78,13 @@ def test_a_part_is_a_text_or_an_image():
 )
 def test_what_is_no_part_is_refused_with_its_place(text, said):
     with pytest.raises(RequestError, match=said):
-        decode_request.part(text, 2)
+        decode_request.parse_part(text, 2)
 
 
 def test_one_query_goes_with_each_document_and_several_with_their_own():
-    assert decode_request.pairs(["q"], ["a", "b"]) == [("q", "a"), ("q", "b")]
-    assert decode_request.pairs(["q", "r"], ["a", "b"]) == [("q", "a"), ("r", "b")]
+    assert decode_request.pair_queries(["q"], ["a", "b"]) == [("q", "a"), ("q", "b")]
+    assert decode_request.pair_queries(["q", "r"], ["a", "b"]) == [("q", "a"), ("r", "b")]
     with pytest.raises(
         RequestError, match="query: a request must have one query, or one query for each of the 3"
     ):
-        decode_request.pairs(["q", "r"], ["a", "b", "c"])
+        decode_request.pair_queries(["q", "r"], ["a", "b", "c"])

@@ -34,6 +34,7 @@ ALLOWED = {
     ("client/nereid_client/supervise/warmup.py", "get's"): "the possessive of the method GET",
     ("client/nereid_client/protocol/rerank_requests.py", "judge"): "what a reranker does",
     ("demo/README.md", "recipes"): "recipes for food",
+    ("demo/train.py", "recipe"): "the recipe of a training run",
     ("docs/history/reliability.md", "checkpoin"): "a recorded message, which is cut",
 }
 """Words that are right in one file, with the reason."""

@@ -71,7 +71,7 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether no value can match two of the schemas, judged by their types or constants.
+    """Return whether no value can match two of the schemas, based on their types or constants.
 
     If this function returns True, `oneOf` and `anyOf` mean the same.
     """

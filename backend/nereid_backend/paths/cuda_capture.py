@@ -84,8 +84,8 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torc
 
     CUDA cancels a capture after a forbidden operation, such as a read from the device. torch's
     capture_end then stops halfway, and torch's allocator continues to treat the capture as running:
-    it asks the capture at every allocation, never frees cached memory, and fails when it is told
-    to. This function therefore also ends the capture in the allocator.
+    it asks the capture at every allocation, never frees cached memory, and fails when a caller
+    tries to free cached memory. This function therefore also ends the capture in the allocator.
 
     Raises:
         RuntimeError: if the capture produced no graph.

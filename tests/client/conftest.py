@@ -1,4 +1,4 @@
-"""The frontend over the echo model, reached without a socket."""
+"""Fixtures: the frontend with the echo model as its backend, called without a socket."""
 
 import json
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ def backend():
 
 @pytest.fixture
 def connect(backend):
-    """`async with connect(**settings) as client`: an httpx client of the frontend."""
+    """Return a context manager: `async with connect(**settings) as client` is an httpx client."""
 
     @asynccontextmanager
     async def open_client(**settings):
@@ -39,7 +39,7 @@ def connect(backend):
 
 @pytest.fixture
 def post(connect):
-    """`await post(path, **body)`: the response to one request with default settings."""
+    """Return a function: `await post(path, **body)` is the response to one request."""
 
     async def send(path, **body):
         async with connect() as client:
@@ -50,7 +50,7 @@ def post(connect):
 
 @pytest.fixture
 def chat(post):
-    """`await chat(text, **fields)`: the response to one message."""
+    """Return a function: `await chat(text, **fields)` is the response to a chat of one message."""
 
     async def send(text, **fields):
         messages = [{"role": "user", "content": text}]
@@ -61,7 +61,7 @@ def chat(post):
 
 @pytest.fixture
 def chunks_of():
-    """The JSON objects of a stream; its last event must be [DONE] unless `done` is false."""
+    """Return a function that parses a stream, which must end with [DONE] unless `done` is false."""
 
     def parse(response, done=True):
         assert response.status_code == 200, response.text

@@ -1,4 +1,4 @@
-"""Limits of the frontend: how many requests, how long each, and none while it stops."""
+"""Limits of the frontend: the number of requests, their duration, and draining."""
 
 import asyncio
 import collections
@@ -30,7 +30,7 @@ def body(text, **fields):
 
 @pytest.fixture
 async def gated(backend):
-    """A client, its app's gate, and two requests in work as the limit allows."""
+    """A client, the gate of its application, and two running requests, which is the limit."""
     app = create_app(Settings(served_model_name="echo", max_concurrent_requests=2), lambda: backend)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
@@ -52,7 +52,7 @@ async def test_one_request_too_many_is_a_429_at_once(gated):
     assert gate.num_requests == 2
     started = time.monotonic()
     answer = await client.post("/v1/chat/completions", json=body("hi"))
-    assert time.monotonic() - started < 15  # and not until there is room
+    assert time.monotonic() - started < 15  # the response does not wait until a request has ended
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["type"] == "rate_limit_error"
@@ -169,9 +169,10 @@ async def test_a_late_stream_nobody_reads_does_not_wait_for_its_last_word():
 
 
 class Server:
-    """Takes so many requests a second; its queue holds those of a second, and three at least.
+    """A simulated server that accepts `per_second` requests per second.
 
-    In front of it is a way that so many requests a second can go, refused ones too.
+    Its queue has space for the requests of one second, and for three at least. Requests reach the
+    server at a rate of at most `way_per_second`, rejected ones included.
     """
 
     def __init__(self, per_second, way_per_second=1e9):
@@ -183,7 +184,7 @@ class Server:
         self.longest_s = 0.0
 
     def send(self, now):
-        """When the request has arrived, and whether it is taken then."""
+        """Return the time at which a request arrives, and whether the server accepts it."""
         arrives = max(now, self._arrived) + self._step_s
         self._room = min(self._room + (arrives - self._arrived) * self.per_second, self._most)
         self._arrived = arrives
@@ -197,7 +198,7 @@ class Server:
 
 
 def run(server, offered, seconds):
-    """Requests at a steady rate through a throttle; how many there were."""
+    """Send requests at a steady rate through a throttle. Return their number."""
     throttle, on_their_way = Throttle(), collections.deque()
     times = [number / offered for number in range(1, int(seconds * offered))]
     for now in times:
@@ -252,7 +253,7 @@ def test_one_refusal_holds_nobody_up():
 
 
 async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(connect, monkeypatch):
-    # Two milliseconds from one look at the clock to the next, whatever the machine is busy with.
+    # The clock advances by two milliseconds each time it is read, so the test is deterministic.
     ticks = itertools.count(1.0, 0.002)
     clock = SimpleNamespace(monotonic=lambda: next(ticks))
     monkeypatch.setattr(admission, "time", clock)
@@ -265,7 +266,7 @@ async def test_what_the_server_would_refuse_is_refused_at_once_in_its_words(conn
         asked = [a for a in answers if "overloaded" not in a.json()["error"]["message"]]
         assert 4 <= len(asked) < 30
         assert "message: 9 requests wait; try again in 7 s" in answers[-1].text
-        # Another door's queue is another one, and so are pages.
+        # Other routes have their own throttle.
         assert (await client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
         assert (await client.get("/health/ready")).status_code == 200
         clock.monotonic = lambda: next(ticks) + 0.6

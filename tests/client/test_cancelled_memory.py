@@ -1,6 +1,6 @@
-"""Calls that are given up leave no memory behind, in gRPC's own code either.
+"""Cancelled gRPC calls leak no memory, not even in the C code of gRPC.
 
-Run as a program with the port of a server it measures, in a process of its own.
+As a program, with the port of a server as its argument, this module measures the memory.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from nereid_client.triton_backend import Generation, TritonBackend
 NUM_ROUNDS = 6
 NUM_CALLS = 100
 AT_ONCE = 25
-# What is given up -> bytes that it may leave behind. A batch of operations that gRPC does not free
-# is of 96 bytes and more; one may be left of a stream without a response yet. A running one leaves
-# what gRPC had read ahead, 4 KiB a response, for the next round to free.
+# The bytes that a cancelled call of each kind may leak. A batch of operations that gRPC does not
+# free has at least 96 bytes, and a stream without a response may leak one. A running stream leaves
+# responses of 4 KiB that gRPC has read in advance; the next round frees them.
 MAX_BYTES = {"running streams": 300, "silent streams": 150, "embeddings": 90, "token counts": 90}
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -37,7 +37,7 @@ class MallocInfo(ctypes.Structure):
 
 
 def allocated_bytes():
-    """What malloc has given out and not got back; Python's own small objects are not in it."""
+    """Return the bytes that malloc has allocated, without Python's own small objects."""
     gc.collect()
     return libc.mallinfo2().uordblks
 
@@ -62,7 +62,7 @@ async def cancel_one(coroutine, number):
 
 
 async def bytes_a_cancel(port):
-    """What is given up -> of each round, how many bytes more were allocated after it, a call."""
+    """Return, for each kind of call, the bytes that each round leaked per call."""
     url = f"127.0.0.1:{port}"
     backend, pooling = TritonBackend(url, "llm"), TritonPooling(url)
     embed = PoolingCall("embedding", "call", {"text": ["a"]})
@@ -106,9 +106,9 @@ def measured():
 
 @pytest.mark.parametrize("kind", MAX_BYTES)
 def test_a_call_that_is_given_up_leaves_no_memory_behind(measured, kind):
-    rounds = measured[kind][1:]  # the first one fills caches
-    # What a round leaves for the next one to free may be in the median, or in the mean if it was
-    # the last one. A leak is in both.
+    rounds = measured[kind][1:]  # the first round fills caches
+    # Memory that the next round frees can raise the median or, in the last round, the mean. A leak
+    # raises both.
     left = min(statistics.median(rounds), statistics.fmean(rounds))
     assert left < MAX_BYTES[kind], rounds
 
@@ -121,5 +121,5 @@ if __name__ == "__main__":
     except BaseException:  # noqa: BLE001 - whatever it is, this process must end
         traceback.print_exc()
         os._exit(1)
-    # gRPC sometimes waits for ever for a thread of its own when its last channel goes.
+    # gRPC sometimes waits forever for one of its threads when the last channel is closed.
     os._exit(0)

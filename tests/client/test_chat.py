@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, over the echo model."""
+"""POST /v1/chat/completions with the echo model as the backend."""
 
 import json
 
@@ -11,7 +11,7 @@ MARKUP = f"<think>it asks</think>let me look{CALL}{CALL}"
 
 
 def fold(chunks):
-    """The message of a stream, as a client would build it."""
+    """Return the message of a stream, as a client builds it."""
     message = {"content": "", "reasoning": "", "reasoning_content": "", "tool_calls": {}}
     for chunk in chunks:
         for choice in chunk["choices"]:

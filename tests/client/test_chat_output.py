@@ -1,4 +1,4 @@
-"""What a chat completion may hold besides text: choices, log-probabilities, ids, less reasoning."""
+"""Options of a chat completion's output: choices, log-probabilities, token ids, reasoning."""
 
 import json
 
@@ -11,7 +11,7 @@ MARKUP = "<think>it asks</think>let me look"
 
 
 def fold(chunks):
-    """Reasoning and content of a stream."""
+    """Return the reasoning and the content of a stream."""
     message = {"content": "", "reasoning": ""}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -56,7 +56,9 @@ async def test_n_choices_are_streamed_interleaved_and_each_ends_once(chat, chunk
     assert roles == [0, 1, 2]
     assert sorted(ends) == [0, 1, 2]
     assert order != sorted(order)
-    assert chunks[-1]["usage"]["prompt_tokens"] == 3  # the pause counts for two
+    assert (
+        chunks[-1]["usage"]["prompt_tokens"] == 3
+    )  # the echo model counts <pause 0.01> as two words
     assert chunks[-1]["usage"]["completion_tokens"] == 8
 
 
@@ -117,7 +119,7 @@ async def test_each_tokens_logprob_is_streamed_once_also_where_its_text_is_held_
             streamed[choice["index"]] += choice["logprobs"]["content"]
             alone += choice["delta"] == {} and choice["finish_reason"] is None
     assert streamed == [choice["logprobs"]["content"] for choice in whole]
-    assert alone  # tokens without text came by themselves
+    assert alone  # tokens without text have chunks of their own
 
 
 async def test_prompt_logprobs_have_vllms_shape(chat):

@@ -1,4 +1,4 @@
-"""Deltas added up, merged and interleaved."""
+"""Deltas are merged, folded and interleaved."""
 
 import asyncio
 from random import Random
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def source(*items, log=None):
-    """Yields deltas, sleeps for numbers, raises exceptions; logs how far it came."""
+    """Yield deltas, sleep for numbers, and raise exceptions. Log each step."""
     try:
         for item in items:
             if isinstance(item, Exception):
@@ -109,7 +109,7 @@ async def test_a_slow_reader_gets_one_delta_a_choice():
     async for delta in deltas:
         got[delta["index"]] += delta["content"]
         count += 1
-        await asyncio.sleep(0.1)  # long against what the source takes for all
+        await asyncio.sleep(0.1)  # much longer than the source needs
     assert got == ["".join(str(n) for n in range(index, 999, 3)) for index in range(3)]
     assert count < 15
 

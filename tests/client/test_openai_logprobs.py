@@ -1,4 +1,4 @@
-"""Where tokens stand in the text of a text completion."""
+"""The text offsets of tokens in a text completion."""
 
 import pytest
 from nereid_client.streaming.openai_logprobs import CompletionLogprobs, joined
@@ -69,7 +69,7 @@ def test_a_prompts_token_without_bytes_costs_the_next_ones_nothing():
     ("text", "rest", "first"),
     [
         ("Hello world", [" world"], "Hello"),
-        ("Hello", ["Hello"], ""),  # a token in front that the text does not have
+        ("Hello", ["Hello"], ""),  # the first token is not in the text
         ("aaaa", ["aa"], "aa"),
         ("one", [], "one"),
         ("x 日y", [" ", "\ufffd", "y"], "x"),

@@ -1,4 +1,4 @@
-"""Fields that are the backend's to act on: they arrive there as they were sent."""
+"""Fields for the backend reach it unchanged."""
 
 import json
 

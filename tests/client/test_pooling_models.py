@@ -1,4 +1,4 @@
-"""Which embedding model and reranker `nereid serve` serves, by flag, variable and default."""
+"""`nereid serve` selects the embedding model and the reranker by flag, variable or default."""
 
 from argparse import ArgumentParser
 
@@ -11,7 +11,7 @@ from nereid_client.supervise.pooling_models import PoolingWarmUp
 
 @pytest.fixture
 def repository(tmp_path):
-    """A model repository with both models, and the demo's checkpoints beside it."""
+    """A model repository with both models, beside the checkpoints of the demo."""
     for kind in ("embedding", "rerank"):
         (tmp_path / "model_repository" / kind).mkdir(parents=True)
         (tmp_path / "model_repository" / kind / "config.pbtxt").touch()
@@ -77,7 +77,7 @@ def test_what_is_no_checkpoint_is_refused_by_its_own_flag(choose, tmp_path):
 
 
 class Answers:
-    """A Frontend that gives these statuses, one after the other."""
+    """A FrontendClient that returns these statuses, one after the other."""
 
     def __init__(self, *statuses):
         self.statuses = list(statuses)

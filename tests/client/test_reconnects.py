@@ -1,6 +1,6 @@
-"""The way to the Triton server when that server dies again and again: nothing is left behind.
+"""The connection to a Triton server that ends again and again: nothing leaks.
 
-Run as a program it does what the test looks at, in a process of its own.
+As a program, this module runs what the test measures.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ NUM_STREAMS = 4
 
 
 class Door:
-    """A port in front of a server, which can be torn down with all its connections."""
+    """A proxy of a server. It can be closed with all its connections."""
 
     def __init__(self, target):
         self._target = target
@@ -55,7 +55,7 @@ class Door:
 
 
 async def use(backend, number):
-    """A stream that runs until the server dies."""
+    """Run a stream until the server ends."""
     with pytest.raises(BackendError) as caught:
         async for _ in backend.generate(Generation(f"stream-{number}", text_input="Go")):
             pass
@@ -69,7 +69,7 @@ async def until(holds):
 
 
 def num_held():
-    """Open files, and channels: one that was forgotten opens its file when it is used again."""
+    """Return the number of open files and of gRPC channels."""
     channels = sum(isinstance(one, grpc.aio.Channel) for one in gc.get_objects())
     return len(os.listdir("/proc/self/fd")) + channels
 
@@ -117,5 +117,5 @@ if __name__ == "__main__":
     except BaseException:  # noqa: BLE001 - whatever it is, this process must end
         traceback.print_exc()
         os._exit(1)
-    # gRPC sometimes waits for ever for a thread of its own when its last channel goes.
+    # gRPC sometimes waits forever for one of its threads when the last channel is closed.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Wrong requests: each gets a clear error in OpenAI's shape, and the next one is served."""
+"""Wrong requests receive an error in OpenAI's format, and the next request succeeds."""
 
 import json
 

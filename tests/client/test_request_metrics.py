@@ -17,7 +17,7 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 async def samples_of(client):
-    """(name, sorted labels) -> value of every sample on the page."""
+    """Return all samples of the page: (name, sorted labels) -> value."""
     page = await client.get("/metrics")
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/plain")

@@ -1,4 +1,4 @@
-"""Deltas to items and events: well-formed whatever comes, and the same however it is cut."""
+"""Items and events are well-formed for any deltas, and do not depend on their boundaries."""
 
 import asyncio
 
@@ -39,7 +39,7 @@ TEXTS = st.text(min_size=1, max_size=6)
 
 @st.composite
 def answers(draw):
-    """Deltas as the postprocessor gives them: kinds in any order, each call's pieces together."""
+    """Draw deltas as the postprocessor sends them: any order of kinds, no interleaved calls."""
     deltas, call = [], -1
     for kind in draw(st.lists(st.sampled_from(["reasoning", "content", "call", ""]), max_size=8)):
         if kind == "call":

@@ -1,4 +1,4 @@
-"""POST /v1/responses, over the echo model: what is passed on, what comes back, what is refused."""
+"""POST /v1/responses with the echo model: fields passed on, responses, and errors."""
 
 import json
 
@@ -17,7 +17,7 @@ LOGPROBS = ["message.output_text.logprobs"]
 
 @pytest.fixture
 def respond(post):
-    """`await respond(input, **fields)`: the HTTP response."""
+    """Return a function: `await respond(input, **fields)` is the HTTP response."""
 
     async def send(given, **fields):
         return await post("/v1/responses", input=given, **fields)
@@ -26,7 +26,7 @@ def respond(post):
 
 
 def events_of(response):
-    """The events of a stream, each named as its type says."""
+    """Return the events of a stream. The name of each event must be its type."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     events = []

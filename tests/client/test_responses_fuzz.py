@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses that were not expected: refused by name or answered, and nothing left."""
+"""Random bodies of /v1/responses are rejected with a named field or answered; nothing leaks."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ NAMES = (
 
 
 def read(response):
-    """The response object, or None for a refusal."""
+    """Return the response object, or None if the request was rejected."""
     assert response.status_code < 500, response.text
     if response.status_code != 200:
         error = response.json()["error"]

@@ -1,4 +1,4 @@
-"""How often what died is started again, and how a stub that is dead or given up is found."""
+"""The limits on restarts, and the detection of stub processes that are dead or abandoned."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def test_ten_good_minutes_wipe_the_slate_clean():
 
 
 def stub(tmp_path, seconds):
-    """A process that looks like a stub."""
+    """Start a process that looks like a stub."""
     program = tmp_path / "triton_python_backend_stub"
     if not program.exists():
         program.symlink_to("/bin/sleep")
@@ -89,13 +89,13 @@ def test_a_stub_that_ended_itself_by_a_signal_has_crashed(tmp_path, number, has_
 
 
 def num_asleep(process):
-    """How many of its children have become the programs that they are to be."""
+    """Return the number of children that have executed their program."""
     names = [child.name for child in children_of(process.pid)]
     return names.count("triton_python_b") + names.count("sleep")
 
 
 def test_a_server_that_waits_for_a_stub_that_goes_on_has_given_it_up(tmp_path):
-    stub(tmp_path, 0).wait()  # makes the program
+    stub(tmp_path, 0).wait()  # creates the program
     program = tmp_path / "triton_python_backend_stub"
     waiting = subprocess.Popen(["/bin/bash", "-c", f"{program} 60 & wait"])
     working = subprocess.Popen(["/bin/bash", "-c", f"{program} 60 & read -t 60 < <(sleep 60)"])

@@ -112,7 +112,7 @@ def test_ctrl_c_while_the_model_loads_stops_cleanly(tmp_path):
     with serve(tmp_path, f"--model-repository={repository}") as running:
         wait_for(lambda: any("starting tritonserver" in line for line in running.lines))
         running.signal(signal.SIGINT)
-        running.signal(signal.SIGINT)  # the second one: don't wait for it
+        running.signal(signal.SIGINT)  # the second signal: do not wait for the request
         assert running.wait() == 0
         assert running.lines[-1] == "nereid: stopped"
         assert running.shared_memory() == []

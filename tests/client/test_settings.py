@@ -1,4 +1,4 @@
-"""Settings of the frontend: environment, flags, refusals."""
+"""Settings of the frontend: environment variables, flags and wrong values."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What `nereid serve` refuses before it starts anything: one line, exit code 2."""
+"""`nereid serve` rejects wrong settings before it starts anything: one line, exit code 2."""
 
 import socket
 import subprocess

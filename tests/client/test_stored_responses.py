@@ -1,4 +1,4 @@
-"""Responses that are kept, gone on with, run in the background, and forgotten."""
+"""Responses that are stored, continued, generated in the background, and deleted."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ def events_of(text):
 
 
 async def hold(condition):
-    """Wait until it is true."""
+    """Wait until a condition is true."""
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
@@ -450,7 +450,7 @@ async def test_a_foreground_stream_that_is_left_is_neither_finished_nor_kept(bac
 
 
 class ShortBackend(FakeBackend):
-    """Refuses a conversation of more words than it has room for, as the engine does."""
+    """A backend that rejects conversations with too many words, as the engine does."""
 
     room = 12
 

@@ -1,4 +1,4 @@
-"""How streams are cut into writes: each costs a call of the kernel and wakes the client."""
+"""Streams are written in as few parts as possible, because each write is a system call."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""`nereid serve` starts again what died, and finishes what runs before it stops."""
+"""`nereid serve` restarts processes that died, and finishes running requests before it stops."""
 
 import http.client
 import json
@@ -21,9 +21,9 @@ def url_of(running, path):
 
 
 def ask(running, text, stream=False, begin=lambda: None):
-    """Status and text of one chat; status None when the connection failed.
+    """Send a chat. Return the status and the text, or status None if the connection failed.
 
-    `begin` is called when the first line of the answer is there.
+    `begin` is called when the first line of the response has arrived.
     """
     body = {"messages": [{"role": "user", "content": text}], "stream": stream}
     headers = {"Content-Type": "application/json"}
@@ -43,25 +43,25 @@ def ask(running, text, stream=False, begin=lambda: None):
 
 
 def num_in_work(running):
-    """Requests that the frontend has begun and not ended."""
+    """Return the number of requests that run in the frontend."""
     try:
         with urllib.request.urlopen(url_of(running, "/health/ready"), timeout=60) as page:
             text = page.read()
-    except urllib.error.HTTPError as error:  # the server does not answer; the frontend does
+    except urllib.error.HTTPError as error:  # the frontend answers, the server does not
         with error:
             text = error.read()
     return json.loads(text)["num_requests"]
 
 
 class Asking(threading.Thread):
-    """One request in the background; it is in work when this has been made."""
+    """A request in a thread. It is running when the constructor returns."""
 
     def __init__(self, running, text, stream=False, beside=0):
-        """`beside`: requests that are in work already."""
+        """`beside` is the number of requests that are already running."""
         super().__init__(daemon=True)
         self._has_begun = threading.Event()
         self._arguments = (running, text, stream, self._has_begun.set)
-        # That of the warm-up may be counted for a moment still.
+        # The request of the warm-up may still be counted for a moment.
         wait_for(lambda: num_in_work(running) == beside)
         self.start()
         if stream:
@@ -74,13 +74,13 @@ class Asking(threading.Thread):
         self.ended = time.monotonic()
 
     def end(self):
-        """Wait for its end."""
+        """Wait for the end of the request."""
         self.join(120)
         assert not self.is_alive(), "the request hangs"
 
 
 def kill(running, word):
-    """Kill it by force; when that was."""
+    """Kill a process. Return the time."""
     running.descendants = psutil.Process(running._process.pid).children(recursive=True)
     running.child(word).kill()
     return time.monotonic()
@@ -144,11 +144,13 @@ def test_a_server_that_hangs_is_started_again(tmp_path):
 
 
 def test_a_server_at_rest_is_not_taken_for_one_that_hangs(tmp_path):
-    # A server that does nothing for half of this time is looked at more closely.
+    # After half of this time without progress, the server is probed.
     with serve(tmp_path, "--hang-timeout=4") as running:
         running.wait_until_ready()
         time.sleep(3)
-        asking = Asking(running, "a <pause 5> b")  # nothing moves, but the server answers others
+        asking = Asking(
+            running, "a <pause 5> b"
+        )  # no progress, but the server answers other requests
         asking.end()
         assert asking.status == 200
         assert "hangs" not in "\n".join(running.lines)
@@ -266,7 +268,7 @@ def test_the_second_signal_does_not_wait(tmp_path):
         started = time.monotonic()
         running.signal(signal.SIGTERM)
         assert running.wait() == 0
-        assert time.monotonic() - started < 20  # and not the 30 s that the request may take
+        assert time.monotonic() - started < 20  # less than the 30 s that the request needs
 
 
 def test_a_full_disk_costs_the_log_and_nothing_else(tmp_path):

@@ -1,4 +1,4 @@
-"""POST /tokenize, over the echo model."""
+"""POST /tokenize with the echo model as the backend."""
 
 import json
 

@@ -64,7 +64,7 @@ async def test_a_response_may_carry_several_choices(backend):
     for delta in deltas:
         texts[delta.get("index", 0)] += delta.get("text", "")
     assert texts == ["a b", "a b #1", "a b #2"]
-    assert [delta["index"] for delta in deltas[1:3]] == [1, 2]  # of the first response
+    assert [delta["index"] for delta in deltas[1:3]] == [1, 2]  # the deltas of the first response
     assert sum("finish_reason" in delta for delta in deltas) == 3
 
 
@@ -154,7 +154,7 @@ async def test_leaving_at_the_last_delta_lets_the_stream_end_by_itself(backend, 
                 break
         await answer.aclose()
 
-    for n in range(300):  # often enough to meet the race that ends the server
+    for n in range(300):  # often enough to hit the race condition that crashes the server
         await leave_early(n)
     assert await backend.is_live()
     assert not any("leaves-" in line for line in server.lines)

@@ -1,4 +1,4 @@
-"""A client on a socket that stops reading: its request ends."""
+"""A request ends if its client stops reading from the socket."""
 
 import asyncio
 import json
@@ -28,7 +28,9 @@ def test_a_stream_that_nobody_reads_is_cancelled():
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     wait_for(lambda: server.started)
-    text = "a " + ("b" * 20_000 + " <pause 0.004>") * 2_000  # more than any socket's buffers
+    text = (
+        "a " + ("b" * 20_000 + " <pause 0.004>") * 2_000
+    )  # more than fits into the socket's buffers
     body = json.dumps({"messages": [{"role": "user", "content": text}], "stream": True})
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
     try:

@@ -1,1 +1,1 @@
-"""Stand-ins with real behaviour, shared by tests."""
+"""Fakes with real behaviour, which several tests share."""

@@ -1,19 +1,19 @@
 """A language model that repeats the end of its prompt, word by word.
 
-It keeps the ensemble's rules: deltas with cumulative usage, one finish reason in a choice's last
-delta, `max_tokens`, stop strings, reasoning and tool calls, `n`, log-probabilities, token ids,
-errors with a code. Markup in the prompt asks for what a plain echo can't show:
+Its responses have the format of the ensemble: deltas with cumulative usage, a finish reason in the
+last delta of each choice, `max_tokens`, stop strings, reasoning, tool calls, `n`,
+log-probabilities, token ids, and errors with a code. Markup in the prompt controls the output:
 
     <think>why</think>                             reasoning
     <tool_call>{"name": "f", "arguments": {}}</tool_call>
-    <hold>one two</hold>                           words whose text comes with the last of them
-    <pause 0.05>                                   seconds to wait, here
-    <until /a/file>                                waits until there is this file
-    <fail UNAVAILABLE the queue is full>           an error, here
-    <vanish>                                       the stream ends without a finish reason
+    <hold>one two</hold>                           words whose text is sent with the last one
+    <pause 0.05>                                   wait for this number of seconds
+    <until /a/file>                                wait until this file exists
+    <fail UNAVAILABLE the queue is full>           end with this error
+    <vanish>                                       end without a finish reason
 
-A word is a token. Choice i ends in a word of its own, " #i", and its tokens are as likely as
-`logprob_of(i)` says.
+Each word is a token. Choice i ends with the word " #i", and its tokens have the log-probability
+`logprob_of(i)`.
 """
 
 import json
@@ -41,14 +41,14 @@ class Pause:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of the caller or the server: `code` is a gRPC status code's name."""
+    """An error. `code` is the name of a gRPC status code."""
 
     code: str
     message: str
 
 
 Deltas = list[dict[str, Any]]
-"""One response: a delta for each of some choices."""
+"""One response: deltas of several choices."""
 
 Step = Deltas | Pause | Failure
 
@@ -60,7 +60,7 @@ def echo(
     chat_request: str | None = None,
     sampling_parameters: str | None = None,
 ) -> Iterator[Step]:
-    """Responses (with the raw text as `text`), pauses, and at most one failure, at the end."""
+    """Yield responses (with the raw text as `text`) and pauses. A failure is the last item."""
     if chat_request is not None:
         body = json.loads(chat_request)
         prompt = _text(body["messages"][-1].get("content") or "")
@@ -95,7 +95,7 @@ def echo(
 
 
 def tokenize(text_input: str | None, chat_request: str | None) -> list[int]:
-    """Token ids of a prompt: of a chat's last message, or of a text."""
+    """Return the token ids of a text, or of the last message of a chat."""
     text = text_input or ""
     if chat_request is not None:
         text = _text(json.loads(chat_request)["messages"][-1].get("content") or "")
@@ -107,7 +107,7 @@ def token_id_of(word: str) -> int:
 
 
 def logprob_of(index: int) -> float:
-    """Of every token of a choice; choice 0 is the likeliest, then 3, 1, 4, 2."""
+    """Return the log-probability of the tokens of a choice. The order is choice 0, 3, 1, 4, 2."""
     return -0.1 * (index * 2 % 5 + 1)
 
 
@@ -119,7 +119,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 @dataclass
 class Answer:
-    """One choice as it grows."""
+    """One choice while it is generated."""
 
     prompt: str
     limit: int
@@ -214,7 +214,7 @@ class Answer:
             self.news.setdefault("token_ids", []).append(token_id_of(word))
 
     def _open(self) -> None:
-        """What the first delta of choice 0 says of the prompt."""
+        """Set the data about the prompt, which is in the first delta of choice 0."""
         if self.index:
             return
         words = _WORD.findall(self.prompt)

@@ -1,4 +1,4 @@
-"""A gRPC server that never comes to an end; as a program it prints its port and then just runs."""
+"""A gRPC server whose streams never end. As a program, it prints its port and runs until killed."""
 
 import asyncio
 
@@ -7,9 +7,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 
 class Endless(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers a stream with responses of 4 KiB until somebody stops it, and nothing else ever.
+    """Answers each stream with responses of 4 KiB until the stream is cancelled.
 
-    A stream with the prompt "silent" gets no response either.
+    A stream with the prompt "silent" receives no response.
     """
 
     async def ServerLive(self, request, context):
@@ -30,7 +30,7 @@ class Endless(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 async def start():
-    """The running server and its port."""
+    """Start the server. Return it and its port."""
     server = grpc.aio.server()
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Endless(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -40,7 +40,7 @@ async def start():
 
 async def main():
     server, port = await start()
-    print(port, flush=True)  # noqa: T201 - whoever starts it reads this
+    print(port, flush=True)  # noqa: T201 - the parent process reads this
     await server.wait_for_termination()
 
 

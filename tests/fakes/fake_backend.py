@@ -1,4 +1,4 @@
-"""A Backend without a server: the echo model in this process."""
+"""A Backend that runs the echo model in this process."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -11,14 +11,14 @@ from fakes.echo import Failure, Pause, echo, tokenize
 
 
 class FakeBackend:
-    """Echoes, and remembers.
+    """The echo model as a Backend. It records its calls.
 
     Attributes:
-        generations: every call, in order.
-        active: request ids that run now.
-        most_active: the largest number of them so far.
-        aborted: request ids whose caller closed them before their end.
-        is_up: what `is_live` and `is_ready` say; while it is false, calls fail as Triton's would.
+        generations: all calls, in order.
+        active: the ids of the requests that run now.
+        most_active: the largest number of active requests so far.
+        aborted: the ids of the requests that were closed before their end.
+        is_up: the result of `is_live` and `is_ready`. If false, calls fail as without a server.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A PoolingBackend without a server: vectors and scores that follow from the text by rule."""
+"""A PoolingBackend whose vectors and scores are simple functions of the text."""
 
 import asyncio
 import json
@@ -8,23 +8,23 @@ from nereid_client.embeddings.pooling_backend import PoolingOutputs
 from nereid_client.errors import BackendError
 
 DIMENSION = 4
-LIMIT = 12  # characters of a text: each counts as a token
+LIMIT = 12  # in characters; each character is a token
 
 
 class FakePooling:
-    """An embedding model and a reranker with a classifier's head.
+    """An embedding model, and a reranker that is also a classifier.
 
-    A text's vector is its length and the numbers of its first letters; a document's score is the
-    share of the query's words that it has.
+    The vector of a text is its length and the codes of its first characters. The score of a
+    document is the share of the query's words that it contains.
 
     Attributes:
-        calls: every call, in order.
+        calls: all calls, in order.
         missing: models that are not served.
         down: models that do not answer.
-        unconfigured: models that are there without a checkpoint.
-        kinds: what each model gives.
-        cancelled: request ids of calls that were given up.
-        delay_s: how long a call takes.
+        unconfigured: models in the model repository without a checkpoint.
+        kinds: the kinds of output of each model.
+        cancelled: the ids of the calls that were cancelled.
+        delay_s: the duration of a call, in seconds.
     """
 
     def __init__(self):
@@ -119,18 +119,18 @@ class FakePooling:
 
 
 def vector(text):
-    """Length and the first letters' numbers."""
+    """Return the length of a text and the codes of its first characters."""
     return [float(len(text)), *(float(ord(c)) for c in (text + "   ")[:3])]
 
 
 def relevance(query, document):
-    """The share of the query's words that the document has."""
+    """Return the share of the query's words that the document contains."""
     words = query.lower().split()
     return sum(word in document.lower().split() for word in words) / len(words)
 
 
 def share(text):
-    """The share of a text's letters that are `y`."""
+    """Return the share of `y` among the characters of a text."""
     return text.count("y") / len(text)
 
 

@@ -1,4 +1,4 @@
-"""The frontend over the echo model on a real socket, in a thread of this process."""
+"""The frontend with the echo model, on a real socket in a thread of this process."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ from fakes.fake_backend import FakeBackend
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 @contextmanager
 def live_frontend(backend: FakeBackend) -> Iterator[int]:
-    """The port it listens on."""
+    """Run the frontend, and yield its port."""
     port = free_port()
     app = create_app(Settings(served_model_name="echo"), lambda: backend)
     server = uvicorn.Server(
@@ -40,7 +40,7 @@ def live_frontend(backend: FakeBackend) -> Iterator[int]:
 
 
 def wait_for(condition, timeout_s: float = 60.0) -> None:  # type: ignore[no-untyped-def]
-    """Poll until it is true.
+    """Wait until a condition is true.
 
     Raises: TimeoutError.
     """

@@ -1,4 +1,4 @@
-"""The echo model on a real Triton server, and `nereid serve` in front of it."""
+"""`nereid serve` with the echo model on a real Triton server."""
 
 import contextlib
 import os
@@ -23,9 +23,9 @@ class Serve:
     """A running `nereid serve`.
 
     Attributes:
-        lines: what it wrote, so far.
-        ports: name of a door -> port.
-        log: the servers' log.
+        lines: the lines that it has printed so far.
+        ports: name of an endpoint -> port.
+        log: the log file of the servers.
     """
 
     def __init__(self, folder: Path, *arguments: str, model: Path | None = None) -> None:
@@ -56,25 +56,27 @@ class Serve:
 
     @property
     def curl(self) -> str | None:
-        """The command to copy, once it is there."""
+        """Return the first printed curl command."""
         return next((line for line in self.lines if line.startswith("curl ")), None)
 
     def wait_until_ready(self) -> None:
-        """Raises: AssertionError with the output when it ended instead."""
+        """Wait until the server is ready.
+
+        Raises: AssertionError with the output if it ends instead."""
         wait_for(lambda: self.curl or self._process.poll() is not None, timeout_s=300)
         assert self.curl, "\n".join(self.lines)
         self.descendants = psutil.Process(self._process.pid).children(recursive=True)
 
     def child(self, word: str) -> psutil.Process:
-        """The descendant with this word in its command line."""
+        """Return the descendant process with this word in its command line."""
         return next(p for p in self.descendants if word in _command_line(p))
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send a signal to `nereid serve`."""
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        """The exit code, once it and its output have ended."""
+        """Wait for the end. Return the exit code."""
         code = self._process.wait(timeout=120)
         self._reader.join(timeout=30)
         if self._process.stdout:
@@ -82,15 +84,15 @@ class Serve:
         return code
 
     def left(self) -> list[psutil.Process]:
-        """Descendants that still run."""
+        """Return the descendant processes that still run."""
         return [p for p in self.descendants if _runs(p)]
 
     def shared_memory(self) -> list[Path]:
-        """Its shared-memory files."""
+        """Return the shared-memory files of the server."""
         return list(Path("/dev/shm").glob(f"nereid_{self._process.pid}_*"))
 
     def end(self) -> None:
-        """Stop it in any case, without waiting for a clean end."""
+        """Kill everything that still runs."""
         while self._process.poll() is None:
             self._process.terminate()  # the second signal is the one that hurries
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -114,7 +116,7 @@ def _runs(process: psutil.Process) -> bool:
 
 @contextmanager
 def serve(folder: Path, *arguments: str, model: Path | None = None) -> Iterator[Serve]:
-    """`nereid serve` with these arguments; ended at the end."""
+    """Run `nereid serve` with these arguments, and end it afterwards."""
     running = Serve(folder, *arguments, model=model)
     try:
         yield running
@@ -123,7 +125,7 @@ def serve(folder: Path, *arguments: str, model: Path | None = None) -> Iterator[
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """A folder that passes for a checkpoint; the echo model needs none."""
+    """Create a folder that passes the checks of a checkpoint. The echo model does not read it."""
     checkpoint = folder / "echo-model"
     checkpoint.mkdir(exist_ok=True)
     (checkpoint / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Whether a stream of the Responses API is well-formed, by the types of the openai library."""
+"""Checks that a stream of the Responses API is well-formed, by the types of the openai library."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ _ENDS = ("completed", "failed", "incomplete")
 
 @dataclass
 class _Item:
-    """An output item as a client would follow it."""
+    """An output item as a client builds it from events."""
 
     id: str
     deltas: str = ""
@@ -25,11 +25,11 @@ class _Item:
 
 @dataclass
 class StreamCheck:
-    """Follows a stream event by event, and complains.
+    """Checks a stream, event by event.
 
     Attributes:
-        is_typed: whether values must be those of the library's types; a request may bring others,
-            which are repeated.
+        is_typed: whether values must have the library's types. A request may contain other
+            values, which the response repeats.
     """
 
     is_typed: bool = True
@@ -37,7 +37,7 @@ class StreamCheck:
     final: Json | None = None
 
     def run(self, events: list[Json]) -> Json:
-        """The final response object of a whole stream."""
+        """Check a whole stream. Return the final response object."""
         for at, event in enumerate(events):
             assert event["sequence_number"] == at
             assert self.final is None, "an event behind the last"
@@ -93,7 +93,7 @@ class StreamCheck:
 
 
 def text_of(item: Json) -> str:
-    """What an output item says: its text, or a call's arguments."""
+    """Return the text of an output item, or the arguments of a call."""
     parts = item.get("content") or item.get("summary")
     text = item["arguments"] if item["type"] == "function_call" else parts[0]["text"]
     assert isinstance(text, str)

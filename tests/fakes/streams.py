@@ -1,4 +1,4 @@
-"""An HTTP server that streams what a test tells it to, faults and all."""
+"""An HTTP server that sends the streams of a test, including broken ones."""
 
 import json
 import threading
@@ -7,19 +7,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def chunk(text="", finish=None, usage=None):
-    """One chunk of a streamed chat completion."""
+    """Return a chunk of a streamed chat completion."""
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
     choices = [choice] if usage is None else []
     return {"choices": choices, "usage": usage and {"completion_tokens": usage}}
 
 
 def event(data):
-    """As a server-sent event."""
+    """Return a server-sent event."""
     return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
 
 
 def stream(texts, *, finish="length", usage=None, done=True):
-    """The events of a whole chat."""
+    """Return the events of a whole chat completion."""
     events = [event(chunk(text)) for text in texts]
     events += [event(chunk(finish=finish))] if finish else []
     events += [event(chunk(usage=usage))] if usage is not None else []

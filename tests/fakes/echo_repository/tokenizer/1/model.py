@@ -1,4 +1,4 @@
-"""The echo model's tokenizer step on a Triton server."""
+"""The tokenizer of the echo model, on a Triton server."""
 
 import sys
 from pathlib import Path

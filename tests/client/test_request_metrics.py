@@ -104,6 +104,16 @@ async def test_a_refusal_is_counted_under_the_setting_that_caused_it(
     assert samples[requests(path, status)] == 1
 
 
+async def test_a_background_response_that_takes_too_long_is_counted(connect):
+    async with connect(request_timeout_s=1) as client:
+        body = {"input": "<pause 60> a", "background": True}
+        made = (await client.post("/v1/responses", json=body)).json()
+        while (await client.get(f"/v1/responses/{made['id']}")).json()["status"] != "failed":
+            await asyncio.sleep(0.05)
+        samples = await samples_of(client)
+    assert samples[refused("request_timeout_s", 504)] == 1
+
+
 async def test_a_body_that_grows_over_the_limit_is_counted_once(connect):
     async def pieces():
         for _ in range(4):

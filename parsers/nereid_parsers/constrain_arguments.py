@@ -156,12 +156,14 @@ def _tagged_json(
     if "number" not in type_names:
         type_names.append("number")  # Some templates write "number" for every type but string.
     values = {"key": [key], "string": ["false"], "type": type_names}
+    python_words: list[str] = []
+    if "enum" not in schema and "const" not in schema:
+        python_words += ["True", "False"] if "boolean" in types else []
+        python_words += ["None"] if "null" in types else []
     options: list[Node] = []
     for spelling in (part, *part.also):
-        value = json_schema(schema, excludes=spelling.close.strip())
-        words = ["True", "False"] * ("boolean" in types) + ["None"] * ("null" in types)
-        if words and "enum" not in schema and "const" not in schema:
-            value = one_of(value, *map(const, words))
+        json_value = json_schema(schema, excludes=spelling.close.strip())
+        value = one_of(json_value, *map(const, python_words))
         options.append(sequence(pattern_node(spelling.open, values), value, const(spelling.close)))
     return one_of(*options)
 

@@ -51,7 +51,11 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 
 
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
-    """Return the start state for the layout `Sections`, see `find_start`."""
+    """Return the start state for the layout `Sections`, see `find_start`.
+
+    Example: the prompt `"..<think>"` gives the prefill `<think>`, and the prompt `"..assistant"`
+    gives the stage CONTENT.
+    """
     reasoning = layout.reasoning
     if not prompt:
         is_open = reasoning is not None and reasoning.opener is not Opener.MODEL
@@ -84,7 +88,11 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
 
 
 def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
-    """Return the start state for the layout `Messages`, see `find_start`."""
+    """Return the start state for the layout `Messages`, see `find_start`.
+
+    Example: the prompt `"..<|start|>assistant<|channel|>final<|message|>"` gives the text from
+    `<|start|>` on as the prefill.
+    """
     if not prompt:
         return StartPoint(None, is_prompt_known=False)
     message_start = layout.start.strip()
@@ -93,6 +101,7 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
         return StartPoint(None)
     last_message = prompt[position:]
     if layout.ends:
+        # Without an end marker, the last message is open, and the model continues it.
         is_closed = any(end in last_message for end in layout.ends)
         return StartPoint(None) if is_closed else StartPoint(Stage.CONTENT, last_message)
     if prompt.rstrip().endswith(message_start):

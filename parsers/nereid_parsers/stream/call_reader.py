@@ -352,6 +352,7 @@ class CallReader:
         if self._is_in_section and close:
             if buffer.starts_with(close):
                 return self._end_section(close)
+            # The start of the closing marker is markup, unless the section is empty at the end.
             is_empty_section = buffer.is_final and bool(self._text.tentative)
             if buffer.is_prefix_of(close) and not is_empty_section:
                 return self._wait_or_drop(buffer.pos)
@@ -360,6 +361,7 @@ class CallReader:
             if buffer.starts_with(separator):
                 self._text.write_markup(buffer.take(len(separator)))
                 return State.BETWEEN_CALLS
+            # At the end of the text, a short separator such as "," is more likely content.
             is_markup = not buffer.is_final or looks_like_markup(buffer.unread())
             if is_markup and buffer.is_prefix_of(separator):
                 return self._wait_or_drop(buffer.pos)

@@ -46,6 +46,14 @@ class CallWriter:
     def __init__(
         self, events: list[Event], tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
+        """Create a writer.
+
+        Args:
+            events: The list to which the events are appended.
+            tools: The tools that the prompt offers.
+            policy: The rules for unknown tools and broken arguments.
+            new_id: A function that generates the id of a call to which the model gave no id.
+        """
         self.tools = tools
         self.keeps_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self.is_open = False

@@ -148,7 +148,11 @@ def test_the_commands_of_a_page_run_as_printed(page, servers, tmp_path):
         if block.mark == "main":
             ports = servers.main
         if block.mark == "printed":
-            lines = unprinted_lines(block, servers.output_of(ports))
+            deadline = time.monotonic() + 10  # the server may still be printing
+            while (
+                lines := unprinted_lines(block, servers.output_of(ports))
+            ) and time.monotonic() < deadline:
+                time.sleep(0.1)
             assert not lines, f"{block.place}: the server did not print {lines}"
         if block.is_run:
             run_block(block, ports, tmp_path)

@@ -279,12 +279,12 @@ def _choose_dtype(
     """Return the data type of the weights for the setting `dtype`."""
     if name != "auto":
         return _DTYPES[name]
-    found: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
-    if isinstance(found, str):
-        found = _DTYPES.get(found)
-    if found not in _DTYPES.values() or (found == torch.float16 and device.type == "cpu"):
+    dtype: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = _DTYPES.get(dtype)
+    if dtype not in _DTYPES.values() or (dtype == torch.float16 and device.type == "cpu"):
         return torch.float32
-    return found  # type: ignore[no-any-return]
+    return dtype  # type: ignore[no-any-return]
 
 
 def _eos_token_ids(

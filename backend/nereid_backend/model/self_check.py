@@ -139,9 +139,9 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     request.row = 0
     request.num_prompt_tokens = prompt_len
     plan = StepPlan([Chunk(request, 0, len(tokens), True, True, count)], len(tokens))
-    found = path.forward(plan).float()
+    logits = path.forward(plan).float()
     expected = trial.expected[:count]
-    error = ((found - expected).square().mean(-1).sqrt() / trial.expected.std()).median()
+    error = ((logits - expected).square().mean(-1).sqrt() / trial.expected.std()).median()
     if not error.item() <= _TOLERANCE[checkpoint.model.dtype]:
         raise UnfitError(
             "its generation token by token differs from one pass over the whole sequence by "
@@ -168,12 +168,12 @@ def check_path(
     Raises:
         UnfitError: the difference is larger than rounding can explain.
     """
-    found = _run(path, trial)
-    if found.shape != trial.expected.shape:
+    logits = _run(path, trial)
+    if logits.shape != trial.expected.shape:
         raise UnfitError(
-            f"its logits have the shape {tuple(found.shape)}, not {tuple(trial.expected.shape)}"
+            f"its logits have the shape {tuple(logits.shape)}, not {tuple(trial.expected.shape)}"
         )
-    errors = (found - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
+    errors = (logits - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
     if dtype != torch.float32 or is_rounded:
         # Because of rounding, a mixture-of-experts model sometimes chooses other experts for a
         # token. Such a row is no error. A wrong path changes most rows of a sequence, so the median
@@ -239,7 +239,7 @@ def _run(path: ForwardPath, trial: Trial) -> Tensor:
             chunk.request.token_ids += tokens[chunk.start + chunk.num_tokens :][:1]
         for chunk in plan:
             computed[requests.index(chunk.request)] += chunk.num_tokens
-    return torch.cat([torch.stack(found) for found in rows])
+    return torch.cat([torch.stack(sequence_rows) for sequence_rows in rows])
 
 
 def _requests(trial: Trial) -> list[Request]:

@@ -151,12 +151,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON ({error}). Download the file again.") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ModelError(f"{path} does not contain a JSON object. Download the file again.")
-    return found
+    return value
 
 
 def _read_modules(root: Path) -> list[ModuleSpec]:
@@ -455,10 +455,10 @@ def _poolers(pooling: ModuleSpec | None) -> tuple[str, ...]:
     """
     if pooling is None:
         return ()
-    found = pooling.config.get("pooling_mode")
-    if found is None:
-        found = [name for key, name in _LEGACY_POOLERS.items() if pooling.config.get(key)]
-    names = (found,) if isinstance(found, str) else tuple(found) or ("mean",)
+    modes = pooling.config.get("pooling_mode")
+    if modes is None:
+        modes = [name for key, name in _LEGACY_POOLERS.items() if pooling.config.get(key)]
+    names = (modes,) if isinstance(modes, str) else tuple(modes) or ("mean",)
     for name in names:
         if name not in POOLERS or name == "splade":
             raise UnsupportedModelError(

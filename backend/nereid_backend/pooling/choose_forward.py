@@ -128,14 +128,14 @@ def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int
             encoder.model.set_attn_implementation(encoder.own_attention)
         head = Head(encoder, rows)
         try:
-            found = head.logits(hidden, batch).float()
+            output = head.logits(hidden, batch).float()
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             continue
-        if found.shape != expected.shape:
-            reason = f"its output has the shape {tuple(found.shape)}"
+        if output.shape != expected.shape:
+            reason = f"its output has the shape {tuple(output.shape)}"
             continue
-        difference = relative_difference(found, expected)
+        difference = relative_difference(output, expected)
         if difference <= _TOLERANCE[encoder.dtype]:
             return head
         reason = f"its output differs from the whole model's by {difference:.2g} (relative)"
@@ -161,17 +161,17 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     return TokenBatch.of(texts, types, encoder.device)
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest of the rows' relative differences (see row_errors)."""
-    return row_errors(found, expected).max().item()
+    return row_errors(actual, expected).max().item()
 
 
-def row_errors(found: Tensor, expected: Tensor) -> Tensor:
+def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the root mean square difference of each row, relative to that of `expected`.
 
-    Shapes: found and expected [num_rows, size]; returns [num_rows].
+    Shapes: actual and expected [num_rows, size]; returns [num_rows].
     """
-    errors = (found.float() - expected.float()).square().mean(-1).sqrt()
+    errors = (actual.float() - expected.float()).square().mean(-1).sqrt()
     return errors / expected.float().square().mean().sqrt().clamp(min=1e-12)
 
 
@@ -214,18 +214,18 @@ def _alone(encoder: Encoder, batch: TokenBatch, name: str) -> Tensor:
             one(TokenBatch(ids[0], None if types is None else types[0], (ids.shape[1],))).float()
             for ids, types in _singles(batch)
         ]
-        found = torch.cat(parts)
+        vectors = torch.cat(parts)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
         raise UnsupportedModelError(
             f"{name} is not supported: the model fails for a single text: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not found.isfinite().all():
+    if not vectors.isfinite().all():
         raise ModelError(
             f"{name}: the vectors are not finite numbers. The weights are broken, or "
             f"{encoder.dtype} overflows. Set dtype=float32."
         )
-    return found
+    return vectors
 
 
 def _is_causal(encoder: Encoder, batch: TokenBatch, alone: Tensor) -> bool:

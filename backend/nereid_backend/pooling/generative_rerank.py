@@ -170,10 +170,10 @@ class GenerativeReranker:
 
     def _token_id(self, word: str) -> int:
         """Return the id of the token `word`. Raise a ModelError if the tokenizer lacks it."""
-        found = self._tokenizer.get_vocab().get(word)
-        if found is None:
+        token_id = self._tokenizer.get_vocab().get(word)
+        if token_id is None:
             raise ModelError(
                 f'task: reranking with a generative checkpoint requires the token "{word}", but '
                 "this tokenizer lacks it. Choose another checkpoint."
             )
-        return int(found)
+        return int(token_id)

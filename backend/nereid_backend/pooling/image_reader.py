@@ -61,11 +61,11 @@ class ImageReader:
                         f"image: the image has {width} x {height} pixels, but the limit is "
                         f"{_MAX_PIXELS} pixels."
                     )
-                found = self._processor(images=image.convert("RGB"), return_tensors="pt")
+                processed = self._processor(images=image.convert("RGB"), return_tensors="pt")
         except RequestError:
             raise
         except Exception as error:
             # Image decoders can raise any exception for a broken file.
             raise RequestError(f"image: the image cannot be decoded: {error}") from error
-        pixels: Tensor = found["pixel_values"][0]
+        pixels: Tensor = processed["pixel_values"][0]
         return pixels.to(torch.float32)

@@ -92,5 +92,5 @@ def _random_texts(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
 
 def _vectors(out: Any) -> Tensor:  # noqa: ANN401 - a tensor, or an object with a tensor in newer versions of transformers
     """Return the vectors in the output of a model, float32."""
-    found: Tensor = out if isinstance(out, Tensor) else out.pooler_output
-    return found.float()
+    vectors: Tensor = out if isinstance(out, Tensor) else out.pooler_output
+    return vectors.float()

@@ -240,9 +240,9 @@ def _loading(spec: CheckpointSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     if spec.loader != BASE:
         return auto.from_pretrained, {"trust_remote_code": False}
     with suppress(KeyError):
-        found = auto._model_mapping[type(config)]
+        mapped = auto._model_mapping[type(config)]
         # Some configs belong to several classes.
-        classes = found if isinstance(found, list | tuple) else (found,)
+        classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
         known = next((c for c in classes if c.__name__ == spec.architecture), classes[0])
         if getattr(config, "is_encoder_decoder", False):
             known = _encoder_alone(spec, known)
@@ -255,25 +255,25 @@ def _loading(spec: CheckpointSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
 def _encoder_alone(spec: CheckpointSpec, whole: type) -> Any:  # noqa: ANN401 - a model class
     """Return the class of the encoder of an encoder-decoder model."""
     name = whole.__name__.removesuffix("Model") + "EncoderModel"
-    found = getattr(transformers, name, None)
-    if found is None:
+    encoder_class = getattr(transformers, name, None)
+    if encoder_class is None:
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: it has an encoder and a decoder, and "
             f"transformers has no class {name} for the encoder alone."
         )
-    return found
+    return encoder_class
 
 
 def _choose_dtype(name: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
     """Return the data type of the weights for the setting `dtype`."""
     if name != "auto":
         return _DTYPES[name]
-    found: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    if isinstance(found, str):
-        found = _DTYPES.get(found)
-    if found not in _DTYPES.values() or (found == torch.float16 and device.type == "cpu"):
+    dtype: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(dtype, str):
+        dtype = _DTYPES.get(dtype)
+    if dtype not in _DTYPES.values() or (dtype == torch.float16 and device.type == "cpu"):
         return torch.float32
-    return found  # type: ignore[no-any-return]
+    return dtype  # type: ignore[no-any-return]
 
 
 def _first_line(error: BaseException) -> str:

@@ -165,28 +165,28 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     path = folder / "model.safetensors"
     try:
         if path.is_file():
-            found: dict[str, Tensor] = safetensors.torch.load_file(path)
+            weights: dict[str, Tensor] = safetensors.torch.load_file(path)
         else:
             path = folder / "pytorch_model.bin"
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            weights = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ModelError(f"{path} cannot be read: {error}. Download the file again.") from error
-    return found
+    return weights
 
 
 def _activation(part: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
     """Return the activation of a Dense module; None for the identity."""
     name = str(part.config.get("activation_function") or "torch.nn.modules.activation.Tanh")
     module, _, class_name = name.rpartition(".")
-    found: Any = None
+    module_class: Any = None
     if module == "torch.nn" or module.startswith("torch.nn.modules."):
-        found = getattr(importlib.import_module(module), class_name, None)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        module_class = getattr(importlib.import_module(module), class_name, None)
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise UnsupportedModelError(
             f"{part.folder}: the activation {name} is not supported, because it is not a module of "
             "torch.nn."
         )
-    if found is nn.Identity:
+    if module_class is nn.Identity:
         return None
-    made: Callable[[Tensor], Tensor] = found()
-    return made
+    activation: Callable[[Tensor], Tensor] = module_class()
+    return activation

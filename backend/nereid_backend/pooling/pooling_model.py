@@ -157,18 +157,18 @@ class PoolingModel:
         """
         images = [i for i, one in enumerate(batch) if one.pixels is not None]
         texts = [i for i, one in enumerate(batch) if one.pixels is None]
-        found: list[Value | None] = [None] * len(batch)
+        values: list[Value | None] = [None] * len(batch)
         if images:
             pixels = torch.stack([_pixels(batch[i]) for i in images])
             vectors = image_vectors(self._encoder, pixels)
             for i, value in zip(
                 images, self._finish_dense(vectors, _take(batch, images)), strict=True
             ):
-                found[i] = value
+                values[i] = value
         for part in self._split(batch, texts):
             for i, value in zip(part, self._run_texts(_take(batch, part)), strict=True):
-                found[i] = value
-        return found
+                values[i] = value
+        return values
 
     def _split(self, batch: Sequence[Prepared], texts: list[int]) -> list[list[int]]:
         """Return the indices of texts as batches, ordered by length.
@@ -252,7 +252,7 @@ class PoolingModel:
         for layer in self._layers.tokens:
             hidden = layer(hidden.float())
         starts = batch.starts
-        found: list[Value | None] = [None] * len(items)
+        values: list[Value | None] = [None] * len(items)
         dense = [i for i, one in enumerate(items) if one.item.kind == "dense"]
         if dense:
             spans = [(starts[i] + items[i].prompt_len, starts[i + 1]) for i in dense]
@@ -262,14 +262,14 @@ class PoolingModel:
             for i, value in zip(
                 dense, self._finish_dense(vectors, _take(items, dense)), strict=True
             ):
-                found[i] = value
+                values[i] = value
         for i, one in enumerate(items):
             rows = hidden[starts[i] : starts[i + 1]].float()
             if one.item.kind == "sparse":
-                found[i] = self._sparse_weights(rows, one.token_ids)
+                values[i] = self._sparse_weights(rows, one.token_ids)
             elif one.item.kind == "multi_vector":
-                found[i] = self._token_vectors(rows, one)
-        return found
+                values[i] = self._token_vectors(rows, one)
+        return values
 
     def _sparse_weights(self, rows: Tensor, token_ids: list[int]) -> Value | None:
         """Return the weights of a text by token id. For a repeated token the largest one counts."""
@@ -277,11 +277,11 @@ class PoolingModel:
         weights = self._layers.sparse(rows).squeeze(-1).relu()
         if not weights.isfinite().all():
             return None
-        found: dict[int, float] = {}
+        weight_of_token: dict[int, float] = {}
         for token_id, weight in zip(token_ids, weights.tolist(), strict=True):
-            if weight > found.get(token_id, 0.0) and token_id not in self._layers.skipped:
-                found[token_id] = weight
-        return found
+            if weight > weight_of_token.get(token_id, 0.0) and token_id not in self._layers.skipped:
+                weight_of_token[token_id] = weight
+        return weight_of_token
 
     def _token_vectors(self, rows: Tensor, one: Prepared) -> Value | None:
         """Return the multi-vector output of a text."""
@@ -298,7 +298,7 @@ class PoolingModel:
     def _finish_dense(self, vectors: Tensor, items: list[Prepared]) -> list[Value | None]:
         """Truncate each vector to `dimensions`, and scale it to length 1 if requested."""
         rows = _array(vectors)
-        found: list[Value | None] = []
+        values: list[Value | None] = []
         for row, one in zip(rows, items, strict=True):
             value = row[: one.item.dimensions]
             normalizes = self._normalizes if one.item.normalize is None else one.item.normalize
@@ -306,21 +306,21 @@ class PoolingModel:
                 norm = float(np.linalg.norm(value.astype(np.float64)))
                 value = value / max(norm, _MIN_NORM)
             value = np.ascontiguousarray(value, dtype=np.float32)
-            found.append(value if np.isfinite(value).all() else None)
-        return found
+            values.append(value if np.isfinite(value).all() else None)
+        return values
 
     def _finish_scores(self, logits: Tensor, items: list[Prepared]) -> list[Value | None]:
         """Apply the activation to the logits [num_texts, num_labels] of each text."""
-        found: list[Value | None] = []
+        outputs: list[Value | None] = []
         for row, one in zip(logits, items, strict=True):
             values = _activate(row, one.item.activation or self._spec.activation)
             if not values.isfinite().all():
-                found.append(None)
+                outputs.append(None)
             elif one.item.kind == "score":
-                found.append(float(values[0]))
+                outputs.append(float(values[0]))
             else:
-                found.append(_array(values))
-        return found
+                outputs.append(_array(values))
+        return outputs
 
     def _describe(
         self,
@@ -492,8 +492,8 @@ def _load_layers(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) 
     if "sparse" in spec.kinds and spec.loader != MASKED:
         sparse = load_linear(root / "sparse_linear.pt", device)
         names = ("cls_token_id", "eos_token_id", "sep_token_id", "pad_token_id", "unk_token_id")
-        found = (getattr(encoder.tokenizer, name, None) for name in names)
-        skipped = {token_id for token_id in found if token_id is not None}
+        special_ids = (getattr(encoder.tokenizer, name, None) for name in names)
+        skipped = {token_id for token_id in special_ids if token_id is not None}
     if "multi_vector" in spec.kinds and "dense" in spec.kinds:
         multi_vector = load_linear(root / "colbert_linear.pt", device)
     vocabulary = encoder.tokenizer.get_vocab() if spec.skip_words else {}

@@ -87,22 +87,22 @@ class ItemPreparer:
                 checked.append(self._check(item))
             except RequestError as error:
                 raise _at(index, len(items), error) from error
-        found: list[Prepared | None] = [None] * len(checked)
+        prepared: list[Prepared | None] = [None] * len(checked)
         texts: list[int] = []
         for index, item in enumerate(checked):
             if item.text is not None or item.pair is not None:
                 texts.append(index)
                 continue
             try:
-                found[index] = self._without_text(item)
+                prepared[index] = self._without_text(item)
             except RequestError as error:
                 raise _at(index, len(items), error) from error
         for index, ids, types in self._tokenise(checked, texts):
             try:
-                found[index] = self._with_text(checked[index], ids, types)
+                prepared[index] = self._with_text(checked[index], ids, types)
             except RequestError as error:
                 raise _at(index, len(items), error) from error
-        return [one for one in found if one is not None]
+        return [one for one in prepared if one is not None]
 
     def _check(self, item: PoolingItem) -> PoolingItem:
         """Validate an item, and return it with its kind and its prompt filled in."""
@@ -216,7 +216,7 @@ class ItemPreparer:
         self, items: list[PoolingItem], wanted: list[int]
     ) -> list[tuple[int, list[int], list[int] | None]]:
         """Return (index, token ids, type ids) of the items at the indices `wanted`."""
-        found: list[tuple[int, list[int], list[int] | None]] = []
+        tokenised: list[tuple[int, list[int], list[int] | None]] = []
         single = [i for i in wanted if items[i].pair is None]
         paired = [i for i in wanted if items[i].pair is not None]
         if self._reranker is not None:
@@ -226,18 +226,18 @@ class ItemPreparer:
                 limit = self._info.max_model_len if items[index].truncate else None
                 instruction = items[index].instruction or items[index].prompt
                 ids = self._reranker.tokens(pair, instruction, limit)
-                found.append((index, ids, None))
-            return found
+                tokenised.append((index, ids, None))
+            return tokenised
         if single:
             texts = [(items[i].prompt or "") + (items[i].text or "") for i in single]
-            found += self._call(single, texts)
+            tokenised += self._call(single, texts)
         if paired:
             pairs = [items[i].pair or ("", "") for i in paired]
             firsts = [
                 (items[i].prompt or "") + query for i, (query, _) in zip(paired, pairs, strict=True)
             ]
-            found += self._call(paired, firsts, [document for _, document in pairs])
-        return found
+            tokenised += self._call(paired, firsts, [document for _, document in pairs])
+        return tokenised
 
     def _call(
         self, indices: list[int], *texts: list[str]

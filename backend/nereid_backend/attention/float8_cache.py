@@ -23,7 +23,7 @@ class Float8KVCache(ScaledKVCache):
     torch can copy and clear uint8 on every device.
     """
 
-    kept = torch.uint8
+    stored_dtype = torch.uint8
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,6 +33,6 @@ class Float8KVCache(ScaledKVCache):
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
     @staticmethod
-    def restored(found: Tensor, scales: Tensor) -> Tensor:
+    def restored(stored: Tensor, scales: Tensor) -> Tensor:
         """Convert stored vectors back to float32; see `ScaledKVCache.restored`."""
-        return found.view(torch.float8_e4m3fn).float() * scales.unsqueeze(-1)
+        return stored.view(torch.float8_e4m3fn).float() * scales.unsqueeze(-1)

@@ -21,7 +21,7 @@ class Int8KVCache(ScaledKVCache):
     The largest of each vector is stored as 127.
     """
 
-    kept = torch.int8
+    stored_dtype = torch.int8
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,9 +30,9 @@ class Int8KVCache(ScaledKVCache):
         return scaled.round().to(torch.int8), scales
 
     @staticmethod
-    def restored(found: Tensor, scales: Tensor) -> Tensor:
+    def restored(stored: Tensor, scales: Tensor) -> Tensor:
         """Convert stored vectors back to float32; see `ScaledKVCache.restored`."""
-        return found.float() * scales.unsqueeze(-1)
+        return stored.float() * scales.unsqueeze(-1)
 
 
 class CpuInt8KVCache(Int8KVCache, CpuKVCache):

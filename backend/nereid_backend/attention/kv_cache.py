@@ -154,5 +154,5 @@ def _gather(cache: Tensor, rows: Tensor) -> Tensor:
     """Copy rows of one tensor of the cache into a contiguous tensor."""
     num_seqs, num_heads, count = rows.shape
     _, _, block_size, dim = cache.shape
-    taken = cache.view(-1, block_size * dim).index_select(0, rows.reshape(-1))
-    return taken.view(num_seqs, num_heads, count * block_size, dim)
+    gathered = cache.view(-1, block_size * dim).index_select(0, rows.reshape(-1))
+    return gathered.view(num_seqs, num_heads, count * block_size, dim)

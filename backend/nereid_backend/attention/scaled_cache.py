@@ -19,14 +19,14 @@ class ScaledKVCache(KVCache):
     """A KV cache that stores vectors in 8 bits, each with the factor that restores it.
 
     Attributes:
-        kept: the data type of the stored tensors. Zero must consist of zero bits.
+        stored_dtype: the data type of the stored tensors. Zero must consist of zero bits.
         dtype: the data type in which keys and values are read.
         key_scales: one tensor of factors for each layer, [num_blocks + 1, num_kv_heads, block_size]
             float32.
         value_scales: the factors of the values, with the same shapes.
     """
 
-    kept: ClassVar[torch.dtype]
+    stored_dtype: ClassVar[torch.dtype]
 
     def __init__(
         self,
@@ -39,7 +39,11 @@ class ScaledKVCache(KVCache):
     ) -> None:
         """Allocate the blocks, filled with zeros; see `KVCache.__init__`."""
         super().__init__(
-            layers, num_blocks=num_blocks, block_size=block_size, dtype=self.kept, device=device
+            layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=self.stored_dtype,
+            device=device,
         )
         self.dtype = dtype
         shapes = [(num_blocks + 1, layer.num_kv_heads, block_size) for layer in layers]
@@ -62,11 +66,11 @@ class ScaledKVCache(KVCache):
         raise NotImplementedError
 
     @staticmethod
-    def restored(found: Tensor, scales: Tensor) -> Tensor:
+    def restored(stored: Tensor, scales: Tensor) -> Tensor:
         """Convert stored vectors back to float32. This is the inverse of `rounded`.
 
         Args:
-            found: the stored vectors, [..., dim].
+            stored: the stored vectors, [..., dim].
             scales: their factors, [...] float32.
         """
         raise NotImplementedError
@@ -91,10 +95,10 @@ class ScaledKVCache(KVCache):
         """Return all tensors of the cache; see `KVCache.tensors`."""
         return [*super().tensors(), *self.key_scales, *self.value_scales]
 
-    def _restore_gathered(self, found: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
+    def _restore_gathered(self, stored: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
         """Return the restored vectors of gathered ones, whose factors are in `rows` of `scales`."""
         row_scales = scales.view(-1, scales.shape[2]).index_select(0, rows.reshape(-1))
-        return self.restored(found, row_scales.view(found.shape[:3])).to(self.dtype)
+        return self.restored(stored, row_scales.view(stored.shape[:3])).to(self.dtype)
 
 
 def scaled_to(top: int, numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,7 @@ class Guides:
                 self._check_size(spec)
             stops = stop_token_ids or frozenset(self._eos_token_ids)
             make = partial(self._guide, params, stops)
-            _then(self.warm_up(), answer, partial(self._complete, answer, spec, make))
+            _when_done(self.warm_up(), answer, partial(self._complete, answer, spec, make))
         except NereidError as error:
             answer.set_exception(error)
         return answer
@@ -199,7 +199,7 @@ class Guides:
                 self._compiling[key] = future
         if is_new:
             future.add_done_callback(partial(self._forget, key))
-        _then(future, answer, lambda result: answer.set_result(make(libraries, result)))
+        _when_done(future, answer, lambda result: answer.set_result(make(libraries, result)))
 
     def _forget(self, key: tuple[str, str], future: "Future[_CompiledSpec]") -> None:
         """Remove a finished compilation, so that a later request looks into the cache instead."""
@@ -237,7 +237,9 @@ class Guides:
         return TokenGuide(rules, matcher, thinking)
 
 
-def _then(first: "Future[S]", answer: "Future[TokenGuide]", follow: Callable[[S], None]) -> None:
+def _when_done(
+    first: "Future[S]", answer: "Future[TokenGuide]", follow: Callable[[S], None]
+) -> None:
     """Call `follow` with the result of `first`: at once if there is one, otherwise when it arrives.
 
     An error of `first` or of `follow` is stored in `answer`.
@@ -292,10 +294,11 @@ def compile_grammar(
         RequestError: if the grammar is not valid, takes too long to compile, or contains keywords
             that cannot be enforced.
     """
-    kind, source = spec.kind, spec.source
+    kind = spec.kind
+    source = spec.source
     if kind == "structural_tag":
         tag = load(kind, source)
-        plain = _plain(tag)
+        plain = _simple_grammar(tag)
         if plain is not None:
             try:
                 return llguidance.compile(*plain)
@@ -314,7 +317,7 @@ def compile_grammar(
     return llguidance.compile(kind, source)
 
 
-def _plain(tag: object) -> tuple[str, str] | None:
+def _simple_grammar(tag: object) -> tuple[str, str] | None:
     """Return the (kind, source) of a structural tag that contains only a schema or a regex.
 
     Return None for other tags. Example: the tag `{"format": {"type": "regex", "pattern": "a+"}}`

@@ -224,8 +224,8 @@ class TokenGuide:
         """
         marker = self._rules.marker
         text = self._tail + data
-        _, found, rest = text.partition(marker)
-        if not found:
+        _, match, rest = text.partition(marker)
+        if not match:
             self._tail = text[-len(marker) + 1 :] if len(marker) > 1 else b""
             return True
         self._phase = Phase.BLANKS

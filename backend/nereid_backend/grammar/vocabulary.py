@@ -214,9 +214,9 @@ def _alphabet() -> dict[str, int]:
     Source: bytes_to_unicode of GPT-2. Printable characters stand for themselves. The other bytes,
     in order, are written as the characters from U+0100 on.
     """
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    shifted = [byte for byte in range(256) if byte not in set(kept)]
-    table = {chr(byte): byte for byte in kept}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
     table.update({chr(256 + number): byte for number, byte in enumerate(shifted)})
     return table
 

@@ -302,7 +302,7 @@ class StaticStep:
         return AttentionBatch(slots, self._shape.rows, [decodes], [], self._block_size)
 
 
-def row_counts(most: int) -> list[int]:
+def row_counts(max_rows: int) -> list[int]:
     """Return the numbers of rows for which graphs are captured: 1, 2, 4, 8, 16, 24, 32 and so on.
 
     The distance is 8 up to 64 rows. Above, it is a quarter of the largest power of two that is not
@@ -311,14 +311,14 @@ def row_counts(most: int) -> list[int]:
     multiplying them.
 
     Args:
-        most: the largest number of rows of a step.
+        max_rows: the largest number of rows of a step.
     """
     counts = [1, 2, 4, 8]
-    while counts[-1] < min(most, _MAX_ROWS):
+    while counts[-1] < min(max_rows, _MAX_ROWS):
         last = counts[-1]
         counts.append(last + max(8, (1 << (last.bit_length() - 1)) // 4))
-    # Keep the smallest number that is not below `most`, and all smaller ones.
-    return [count for i, count in enumerate(counts) if i == 0 or counts[i - 1] < most]
+    # Keep the smallest number that is not below `max_rows`, and all smaller ones.
+    return [count for i, count in enumerate(counts) if i == 0 or counts[i - 1] < max_rows]
 
 
 def _difference(replayed: Tensor, expected: Tensor) -> float:

@@ -6,6 +6,7 @@ attention sees the two decodes as one group and the prefill by itself.
 """
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,29 +94,22 @@ class BatchBuilder:
         Mutates: the block tables of the plan's sequences.
         """
         token_ids, rows, logits_index = self._update_tables(plan)
-        starts = [chunk.start for chunk in plan.chunks]
+        row_array = np.array(rows)
         counts = [chunk.num_tokens for chunk in plan.chunks]
         num_decodes = counts.count(1)
-        row_array, start_array = np.array(rows), np.array(starts)
-        count_array = np.array(counts)
-        ends = count_array.cumsum()
-        # A token's position: its request's start plus its distance from the chunk's first token.
-        positions = np.arange(plan.num_tokens) + (start_array - ends + count_array).repeat(
-            count_array
-        )
-        tables = self._tables[row_array.repeat(count_array), positions // self._block_size]
-        slots = tables * self._block_size + positions % self._block_size
-        groups = self._group(start_array[:num_decodes] + 1)
-        prefills = range(num_decodes, len(counts))
+        positions, slots = self._positions_and_slots(plan, row_array, np.array(counts))
+        groups = self._group(positions[:num_decodes] + 1)
         arrays = [np.array(token_ids), positions, slots, np.array(logits_index or [0])]
         for tokens, lens in groups:
             arrays += (self._blocks(row_array[tokens], lens.max()), lens)
             if not isinstance(tokens, slice):
                 arrays.append(tokens)
-        arrays += [self._blocks(row_array[i : i + 1], starts[i] + counts[i]) for i in prefills]
+        for index, chunk in enumerate(plan.chunks[num_decodes:], num_decodes):
+            row = row_array[index : index + 1]
+            arrays.append(self._blocks(row, chunk.start + chunk.num_tokens))
         arrays.append(np.array(plan.pending, dtype=np.int64).reshape(-1, 2).T)
         tensors = iter(upload_all(arrays, device))
-        input_ids, position_ids, slot_ids, index = itertools.islice(tensors, 4)
+        input_ids, position_ids, slot_ids, logits_ids = itertools.islice(tensors, 4)
         attention = AttentionBatch(
             slots=slot_ids,
             num_decodes=num_decodes,
@@ -128,15 +122,7 @@ class BatchBuilder:
                 )
                 for tokens, _ in groups
             ],
-            prefills=[
-                Prefill(
-                    start=int(ends[i]) - counts[i],
-                    end=int(ends[i]),
-                    num_cached=starts[i],
-                    blocks=next(tensors),
-                )
-                for i in prefills
-            ],
+            prefills=_prefills(plan.chunks[num_decodes:], num_decodes, tensors),
             block_size=self._block_size,
         )
         if plan.pending:
@@ -148,9 +134,27 @@ class BatchBuilder:
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             attention=attention,
-            logits_index=index,
+            logits_index=logits_ids,
             num_logits=len(logits_index),
         )
+
+    def _positions_and_slots(
+        self, plan: StepPlan, rows: Integers, counts: Integers
+    ) -> tuple[Integers, Integers]:
+        """Return the position and the slot of each token of a step, both [num_tokens] int64.
+
+        Args:
+            plan: the step.
+            rows: [num_chunks] int64, the row of each chunk.
+            counts: [num_chunks] int64, the number of tokens of each chunk.
+        """
+        starts = np.array([chunk.start for chunk in plan.chunks])
+        first_tokens = counts.cumsum() - counts
+        # A token's position is the chunk's start plus the distance from the chunk's first token.
+        positions = np.arange(plan.num_tokens) + (starts - first_tokens).repeat(counts)
+        blocks = self._tables[rows.repeat(counts), positions // self._block_size]
+        slots = blocks * self._block_size + positions % self._block_size
+        return positions, slots
 
     def _update_tables(self, plan: StepPlan) -> tuple[list[int], list[int], list[int]]:
         """Update the block tables.
@@ -224,3 +228,19 @@ class BatchBuilder:
     def _blocks(self, rows: Integers, num_tokens: int) -> Integers:
         """Return a copy of the block tables of `rows`, cut to the blocks of `num_tokens` tokens."""
         return self._tables[rows, : -(-int(num_tokens) // self._block_size)]
+
+
+def _prefills(chunks: list[Chunk], start: int, blocks: Iterator[Tensor]) -> list[Prefill]:
+    """Return the prefills of a step.
+
+    Args:
+        chunks: the chunks of several tokens.
+        start: the index of their first token in the packed row.
+        blocks: yields the block table of each prefill.
+    """
+    prefills: list[Prefill] = []
+    for chunk in chunks:
+        end = start + chunk.num_tokens
+        prefills.append(Prefill(start, end, chunk.start, next(blocks)))
+        start = end
+    return prefills

@@ -62,8 +62,9 @@ class StopStrings:
 
     def finish(self) -> str:
         """Return the text that was kept back as the possible start of a stop string."""
-        held, self._held = self._held, ""
-        return held
+        text = self._held
+        self._held = ""
+        return text
 
     def _find(self, text: str) -> tuple[int, str] | None:
         """Return the start and the text of the stop string that ends the answer, or None."""

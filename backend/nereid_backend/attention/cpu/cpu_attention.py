@@ -122,7 +122,8 @@ def kernels() -> ctypes.CDLL:
         KernelBuildError: if the kernels cannot be built on this machine.
     """
     library = load_library()
-    pointer, size = c_void_p, c_int64
+    pointer = c_void_p
+    size = c_int64
     rows = (pointer, size, size)
     library.nereid_attend.argtypes = [
         *(pointer, pointer, *rows, *rows, *rows),
@@ -133,7 +134,8 @@ def kernels() -> ctypes.CDLL:
     library.nereid_attend.restype = None
     library.nereid_attend_prefills.argtypes = [pointer, pointer, size, *rows, *[pointer] * 2, c_int]
     library.nereid_attend_prefills.restype = None
-    library.nereid_serve.argtypes, library.nereid_serve.restype = [pointer], None
+    library.nereid_serve.argtypes = [pointer]
+    library.nereid_serve.restype = None
     return library
 
 

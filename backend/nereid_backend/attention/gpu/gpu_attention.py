@@ -216,7 +216,9 @@ def decode(query: Tensor, step: Step, rows: DecodeRows, out: Tensor, tuning: Tun
     parts_of_heads = spec.num_kv_heads * -(-group // height)
     split_tokens, num_splits = split(rows, spec.span, parts_of_heads, tuning.tile, query.device)
     is_split = num_splits > 1
-    parts, logs = out, out
+    # Without parts, the kernel needs two pointers that it does not use.
+    parts = out
+    logs = out
     if is_split:
         shape = (rows.count, spec.num_heads, num_splits)
         parts = rows.workspace((*shape, spec.value_dim))

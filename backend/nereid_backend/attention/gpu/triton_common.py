@@ -56,12 +56,12 @@ def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.cons
     The factors fit the numbers that `numbers` returns.
     """
     if IS_MASKED:
-        found = tl.load(scales + cells, mask=is_real, other=0.0)
+        factors = tl.load(scales + cells, mask=is_real, other=0.0)
     else:
-        found = tl.load(scales + cells)
+        factors = tl.load(scales + cells)
     if FLOAT8 == 2:
-        found *= 256.0
-    return found
+        factors *= 256.0
+    return factors
 
 
 @triton.jit
@@ -73,14 +73,14 @@ def numbers(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
     `load_scales` multiplies the factors by 256 to correct this. NaN does not occur in the cache.
     """
     if FLOAT8 == 0:
-        found = tile.to(dtype)
+        converted = tile.to(dtype)
     elif FLOAT8 == 1:
-        found = tile.to(tl.float8e4nv, bitcast=True).to(dtype)
+        converted = tile.to(tl.float8e4nv, bitcast=True).to(dtype)
     else:
         wide = tile.to(tl.int16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        found = bits.to(tl.float16, bitcast=True).to(dtype)
-    return found
+        converted = bits.to(tl.float16, bitcast=True).to(dtype)
+    return converted
 
 
 @triton.jit

@@ -21,8 +21,8 @@ def float8_bits(scaled):
     # Numbers below 1/64 are multiples of 1/512. Adding 1.5 * 2**23 and subtracting it again rounds
     # a float32 number to an integer, halves to even.
     small = tl.abs(scaled) * 512.0 + 12582912.0 - 12582912.0
-    found = tl.where(magnitude < 0x3C800000, small.to(tl.int32), rounded)
-    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
+    nearest = tl.where(magnitude < 0x3C800000, small.to(tl.int32), rounded)
+    return (nearest | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -51,11 +51,11 @@ def store_rows(
         factor = limit / tl.where(largest > 1e-35, largest, 1.0)
         scaled = tl.where(is_odd, 0.0, wide) * factor[:, None]
         if IS_FLOAT8:
-            kept = float8_bits(tl.clamp(scaled, -limit, limit))
+            stored = float8_bits(tl.clamp(scaled, -limit, limit))
         else:
             # As in float8_bits, this rounds to an integer, halves to even.
-            kept = (scaled + 12582912.0 - 12582912.0).to(tl.int8)
-        tl.store(cache + cells[:, None] * DIM + columns[None, :], kept, mask=mask)
+            stored = (scaled + 12582912.0 - 12582912.0).to(tl.int8)
+        tl.store(cache + cells[:, None] * DIM + columns[None, :], stored, mask=mask)
     else:
         tl.store(cache + cells[:, None] * DIM + columns[None, :], new, mask=mask)
 

@@ -48,7 +48,7 @@ test-parsers: ## Run the tests of parsers/ in an empty environment that contains
 	@$(VENV)-parsers/bin/python -m pytest -q tests/parsers
 	@rm -rf $(VENV)-parsers
 
-check: lint type deps docs test ## Run everything that CI checks: lint, types, imports, documentation, tests
+check: lint prose type deps docs test ## Run everything that CI checks: lint, prose, types, imports, documentation, tests
 
 docs: setup ## Build the documentation site in site/ and fail if a link is broken
 	@$(BIN)/python docs_tools/build_site.py

@@ -36,7 +36,7 @@ class LostClientDetector:
         self._last_observed = 0.0
 
     def record(self, stream: Stream) -> None:
-        """Number the next step of `stream`. Call this directly before the step is sent."""
+        """Assign a number to a step of `stream`. Call this directly before the step is sent."""
         stream.unconsumed.append(next(self._orders))
 
     def observe(self, streams: Iterable[Stream], now: float) -> None:

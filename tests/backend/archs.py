@@ -131,15 +131,15 @@ def load_results(path: Path) -> dict[str, Result]:
 
 
 def summary(results: dict[str, Result]) -> str:
-    """Return one line that counts the types by status and path."""
+    """Return sentences with the number of types for each status and path."""
     tiers = Counter(r.tier for r in results.values() if r.status == "exact")
     kinds = Counter(r.status for r in results.values())
-    by_tier = ", ".join(f"{tiers[tier]} {tier}" for tier in _TIERS)
+    by_tier = ", ".join(f"{tiers[tier]} on the path {tier}" for tier in _TIERS)
     return (
-        f"{len(results)} of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types were tested: "
-        f"{kinds['exact']} types give equal tokens ({by_tier}), {kinds['wrong']} types give "
-        f"different tokens, {kinds['refused']} types are rejected, and {kinds['not built']} types "
-        "cannot be built as test models"
+        f"{len(results)} of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types were tested. "
+        f"{kinds['exact']} types give equal tokens: {by_tier}. {kinds['wrong']} types give "
+        f"different tokens. The engine rejects {kinds['refused']} types. {kinds['not built']} "
+        "types cannot be built as test models"
     )
 
 

@@ -1,7 +1,7 @@
-"""The ensemble's three steps in one process, on a scripted engine and without a server.
+"""Runs the three steps of the ensemble in one process, with a scripted engine and without a server.
 
-The server's Python API exists only inside its stubs, so a small one with the same behaviour stands
-in for it: tensors in, tensors or an error out.
+Triton server's Python API exists only in its stubs. This module replaces it by a small
+implementation with the same behaviour.
 """
 
 import json
@@ -94,7 +94,7 @@ from nereid_backend.serving.wire import Opening, RequestEnvelope  # noqa: E402
 
 
 class Request:
-    """A request of one step, which is its own response sender."""
+    """A request to one step. It is its own response sender."""
 
     def __init__(self, **inputs):
         self.inputs = {name: Tensor(name, values) for name, values in inputs.items()}
@@ -114,7 +114,7 @@ class Request:
 
 
 class Pipeline:
-    """Tokenizer, scripted engine and postprocessor of one checkpoint."""
+    """The tokenizer, a scripted engine and the postprocessor of one checkpoint."""
 
     def __init__(self, model, script, folder, monkeypatch, **settings):
         path = folder / "script.json"
@@ -132,7 +132,7 @@ class Pipeline:
         self.num_steps = 0
 
     def ask(self, **inputs):
-        """Responses of one request, each a dict of its outputs as lists; an error raises."""
+        """Return the responses of a request as dicts of output lists. Raise an error response."""
         (reply,) = self.tokenizer.execute([Request(**inputs)])
         given = _outputs(reply)
         envelope = RequestEnvelope.unpack(given[tensor_names.ENVELOPE])
@@ -164,7 +164,7 @@ class Pipeline:
 
 
 def chat(content, *, stream=True, **fields):
-    """The inputs of a chat."""
+    """Return the input tensors of a chat request."""
     body = {"messages": [{"role": "user", "content": content}], **fields}
     return {
         "chat_request": np.array([json.dumps(body).encode()], dtype=np.object_),
@@ -173,7 +173,7 @@ def chat(content, *, stream=True, **fields):
 
 
 def completion(text, *, stream=True, returns=(), **fields):
-    """The inputs of a plain completion."""
+    """Return the input tensors of a completion request."""
     return {
         "text_input": np.array([text.encode()], dtype=np.object_),
         "stream": np.array([stream]),

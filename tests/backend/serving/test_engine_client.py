@@ -1,4 +1,4 @@
-"""The engine process as the executor sees it: alive, dead, hanging, failing."""
+"""The engine client with an engine process that works, dies, hangs or fails."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The executor on a scripted engine process, with the server's Python API replaced."""
+"""The executor with a scripted engine process and a replacement of the server's Python API."""
 
 import json
 import os
@@ -24,7 +24,7 @@ LETTERS = {"a": 5, "b": 6}
 
 
 class Sender:
-    """One request and everything that is sent for it; a postprocessor that consumes at once."""
+    """A response sender that records the responses. Each step counts as consumed immediately."""
 
     def __init__(self, num_tokens=3, consumes=True, params=None, **limits):
         envelope = RequestEnvelope(params or SamplingParams(max_tokens=5), b"", **limits)

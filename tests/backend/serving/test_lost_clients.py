@@ -4,7 +4,7 @@ from nereid_backend.serving.feedback import FeedbackReader, FeedbackWriter
 
 
 class Line:
-    """The way to the postprocessor: streams send, and the test says what is consumed."""
+    """The streams of a test, which decides how many steps are consumed."""
 
     def __init__(self):
         self.reader, self.writer, self.now = FeedbackReader(8), FeedbackWriter(), 100.0

@@ -14,7 +14,7 @@ def ids(text):
 
 
 class Texts:
-    """Every token is its letter, in UTF-8."""
+    """The texts of tokens: the id of a token is the code of its character."""
 
     def text(self, token_id):
         return chr(token_id)
@@ -28,7 +28,7 @@ def row(token_id):
 
 
 def take(answer, token_ids, ending=None, **part):
-    """Give the answer one step; each token has log-probability -0.5."""
+    """Add one step to a choice. Each token has the log-probability -0.5."""
     answer.total = getattr(answer, "total", 0) + len(token_ids)
     sums = [-0.5 * (answer.total - len(token_ids) + at + 1) for at in range(len(token_ids))]
     answer.add(token_ids, SequenceDelta(0, len(token_ids), tuple(sums), ending=ending, **part))
@@ -134,7 +134,7 @@ def parsed_answer(prompt=START, check=None, **fields):
 
 
 def read(answer, text, size=3, ending=None):
-    """Feed a text in steps of `size` tokens; what the deltas add up to."""
+    """Add a text in steps of `size` tokens, and return the sum of the deltas."""
     total = {"reasoning": "", "content": "", "arguments": "", "names": [], "text": ""}
     for at in range(0, len(text), size):
         last = at + size >= len(text)

@@ -1,4 +1,4 @@
-"""A worker process with the demo's embedder: what it answers, and what follows its death."""
+"""A worker process with the demo embedder: its results, and the effects of its death."""
 
 import os
 import shutil

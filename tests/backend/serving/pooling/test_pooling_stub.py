@@ -23,7 +23,7 @@ HANG_TIMEOUT_S = 3
 
 
 class Sender:
-    """One request for embeddings and what is sent for it."""
+    """A request for embeddings that records its responses."""
 
     def __init__(self, *texts):
         self.inputs = {names.TEXTS: Tensor(names.TEXTS, np.array([t.encode() for t in texts]))}

@@ -42,7 +42,7 @@ def test_prompts_that_wait_are_bounded_in_tokens_but_one_may_be_larger():
 
 
 def queue_with_a_rate(per_second, num_waiting):
-    """Requests have left it at that rate until now, and so many wait; and when that is."""
+    """Return limits with `num_waiting` requests and a measured rate, and the present time."""
     admission, now = WaitingLimits(1000, 0), time.monotonic()
     timings = [enter(admission, arrived=now) for _ in range(num_waiting + 20)]
     for at, timing in enumerate(timings[:20]):

@@ -1,7 +1,7 @@
-"""Many answers of one request, mixed at random, come out as each would alone."""
+"""Several choices of one request, in random order, have the same output as each choice alone."""
 
 import pytest
-from backend.serving.test_answer import QWEN, START, TOOLS, Texts, decode, ids, row
+from backend.serving.test_choice import QWEN, START, TOOLS, Texts, decode, ids, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.serving.postprocessor.choice import Choice
@@ -29,7 +29,7 @@ def open_answers(ctx):
 
 
 class Sender:
-    """Sends a script's tokens in runs; each token's log-probability is -0.5."""
+    """Sends the tokens of a script in parts. Each token has the log-probability -0.5."""
 
     def __init__(self, index, script):
         self.index, self.ids, self.sent = index, [*ids(script), EOS], 0
@@ -67,7 +67,7 @@ def add_up(pieces, totals):
 
 
 def run(scripts, schedule, **fields):
-    """Totals by index; `schedule` gives (sequence, number of tokens), as long as there are any."""
+    """Return the total output by index. `schedule` has pairs of a sequence and a token count."""
     answers = open_answers(context(n=len(scripts), **fields))
     senders = [Sender(index, script) for index, script in enumerate(scripts)]
     totals = {}

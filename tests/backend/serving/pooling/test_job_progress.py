@@ -8,7 +8,7 @@ from nereid_backend.serving.pooling.jobs import Job, Outcome
 
 
 class LengthEngine:
-    """Gives each text's length, some inputs a step, every request in turn."""
+    """An engine whose results are the lengths of texts. Each step computes a few inputs in turn."""
 
     def __init__(self, per_step=4):
         self.per_step = per_step

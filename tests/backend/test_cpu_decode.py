@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 def decode(spec, *, dtype, block_size=16, lengths=LENGTHS, threads=1, kind=CpuKVCache, stale=0.0):
     """One decode step and the same in float64 from what the cache holds then.
 
-    `stale` is what lies behind the end of each sequence in its last block.
+    `stale` is the content of the last block after the end of each sequence.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""The native kernel for sequences that add several tokens, against the plain twin."""
+"""The native kernel for sequences that add several tokens, compared with the reference."""
 
 import shutil
 
@@ -110,8 +110,8 @@ def attend(
 def test_any_layer_over_any_sequences_equals_the_twin(
     spec, lengths, block_size, threads, kinds, seed
 ):
-    twin, native = kinds
-    expected = attend(twin, spec, lengths, block_size=block_size, seed=seed)
+    plain, native = kinds
+    expected = attend(plain, spec, lengths, block_size=block_size, seed=seed)
     found = attend(native, spec, lengths, block_size=block_size, seed=seed, threads=threads)
     if kinds is PLAIN:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
@@ -125,8 +125,8 @@ def test_any_layer_over_any_sequences_equals_the_twin(
 @settings(max_examples=30, deadline=None)
 @given(specs, sequences, st.sampled_from([PLAIN, INTEGERS]))
 def test_bfloat16_equals_the_twin_within_its_rounding(spec, lengths, kinds):
-    twin, native = kinds
-    expected = attend(twin, spec, lengths, dtype=torch.bfloat16)
+    plain, native = kinds
+    expected = attend(plain, spec, lengths, dtype=torch.bfloat16)
     found = attend(native, spec, lengths, dtype=torch.bfloat16)
     torch.testing.assert_close(found, expected, atol=5e-2, rtol=3e-2)
     # Roundings of single numbers differ; their mean does not.

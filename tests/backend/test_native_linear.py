@@ -47,15 +47,15 @@ def test_a_layer_of_any_size_gives_what_the_products_in_double_precision_give(
 def test_what_surrounds_the_output_is_not_written(dtype):
     weight, x = torch.randn(21, 8).to(dtype), torch.randn(13, 8).to(dtype)
     packed = pack(weight)
-    room = torch.full((3 * 13 * 21,), 7.0, dtype=dtype)
-    out = room[13 * 21 : 2 * 13 * 21]
+    memory = torch.full((3 * 13 * 21,), 7.0, dtype=dtype)
+    out = memory[13 * 21 : 2 * 13 * 21]
     native_linear._kernel()(
         dtype == torch.bfloat16,
         *(packed.data_ptr(), None, x.data_ptr(), out.data_ptr()),
         *(13, 8, 21, 2),
     )
-    assert (room[: 13 * 21] == 7).all()
-    assert (room[2 * 13 * 21 :] == 7).all()
+    assert (memory[: 13 * 21] == 7).all()
+    assert (memory[2 * 13 * 21 :] == 7).all()
     torch.testing.assert_close(out.view(13, 21), linear(x, packed, None, 21))
 
 

@@ -1,4 +1,4 @@
-"""The check at load passes what is right, notices what is wrong, and leaves the twin to serve."""
+"""The check at load accepts correct kernels and rejects wrong ones; the reference then serves."""
 
 import pytest
 import torch
@@ -100,7 +100,9 @@ def test_an_answer_that_is_not_a_number_is_noticed(device, monkeypatch):
     ("kind", "plain"),
     [(GpuKVCache, KVCache), (GpuInt8KVCache, Int8KVCache), (GpuFloat8KVCache, Float8KVCache)],
 )
-def test_where_kernels_fail_the_twin_serves_and_the_log_says_why(kind, plain, monkeypatch, caplog):
+def test_where_kernels_fail_the_reference_serves_and_the_log_says_why(
+    kind, plain, monkeypatch, caplog
+):
     tried = []
 
     def why_not(kind, spec, block_size, dtype, device):

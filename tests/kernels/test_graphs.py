@@ -30,7 +30,7 @@ class SkippingCache(KVCache):
 
     def __init__(self, layers, *, num_blocks, **options):
         super().__init__(layers, num_blocks=num_blocks + 1, **options)
-        self.null_block = num_blocks  # the block behind it takes what is skipped
+        self.null_block = num_blocks  # a further block receives skipped writes
 
     def store(self, layer, key, value, rows):
         last = self.keys[layer].view(-1, key.shape[-1]).shape[0] - 1
@@ -247,7 +247,7 @@ def test_groups_of_lengths_come_to_the_rows_that_they_have_in_the_step(device):
 
 
 def more_rows(draw, count, rows):
-    """The same numbers, and ones behind them where as many as there are tokens were asked for."""
+    """The same numbers, followed by ones if there are fewer numbers than tokens."""
 
     def drawn(*shape):
         found = draw(*shape)

@@ -120,8 +120,8 @@ class PagedForward:
         number = next(self._numbers, None)
         if number is None:
             raise EngineError(
-                f"The model called attention more than {len(self._layers)} times in one forward "
-                "pass, but not in the probe when it was loaded."
+                f"The model made more than {len(self._layers)} attention calls in one forward "
+                f"pass. When it was loaded, a forward pass made {len(self._layers)} calls."
             )
         scale = scale_of(module, query, kwargs)
         return self.attend(number, query, key, value, scale, sinks_of(kwargs))

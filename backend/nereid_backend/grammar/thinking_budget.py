@@ -47,7 +47,7 @@ class Thinking:
                 "thinking: a budget requires end_token_ids, the tokens that end the reasoning, "
                 "but the list is empty. Leave out the budget, or set end_token_ids."
             )
-        # The last bytes of the answer, as far as the next marker may begin in them.
+        # The last bytes of the answer, which may contain the beginning of the next marker.
         self._text = b""
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()

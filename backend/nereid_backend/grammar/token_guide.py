@@ -145,7 +145,7 @@ class TokenGuide:
         self._matcher = matcher
         self._thinking = thinking
         self._phase = Phase.GATED if rules.marker else Phase.GRAMMAR
-        # The end of the text in the phase GATED, as far as the marker may begin in it.
+        # The last bytes of the text in the phase GATED, which may be the beginning of the marker.
         self._tail = b""
         self._num_blanks = 0
         self._recent: deque[int] = deque(maxlen=_NUM_RECENT)

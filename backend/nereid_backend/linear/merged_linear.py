@@ -89,7 +89,7 @@ class _Group:
 
 
 class _Merged(nn.Linear):
-    """A layer of a group. It supports only inference, with one forward pass at a time."""
+    """A layer of a merged group. It supports only inference, one forward pass at a time."""
 
     group: _Group
     place: int
@@ -109,7 +109,7 @@ class MergedLinear(_Merged):
 
 
 class MergedNativeLinear(_Merged, NativeLinear):
-    """A layer of a group with packed weights."""
+    """A layer of a group whose weights are packed."""
 
 
 def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:

@@ -15,8 +15,8 @@ Decode = Callable[[list[int]], str]
 _REPLACEMENT = "�"
 # A character has at most 4 bytes, and therefore at most 4 tokens of one byte.
 _MAX_CHARACTER_TOKENS = 4
-# The largest number of tokens that are kept. If more tokens in a row cannot be decoded, their bytes
-# are invalid, and waiting for further tokens does not help.
+# The largest number of tokens that are kept back. If more tokens in a row cannot be decoded, their
+# bytes are invalid, and waiting for further tokens does not help.
 _MAX_HELD_TOKENS = 8
 
 
@@ -89,7 +89,7 @@ class Detokenizer:
         return text[len(before) :]
 
     def finish(self) -> str:
-        """Return the text that is still kept. An incomplete character is returned as U+FFFD."""
+        """Return the text that was kept back. An incomplete character is returned as U+FFFD."""
         if self._start == len(self._window):
             return ""
         before = self._decode(self._window[: self._start]) if self._start else ""
@@ -98,12 +98,11 @@ class Detokenizer:
         return text
 
     def _return_decodable(self, before: str) -> str:
-        """Return text although the last tokens are incomplete, because too many tokens are kept.
+        """Return the text that can be decoded, because too many tokens were kept back.
 
-        The text ends after the last of the kept tokens that completes a character. If none of the
-        last
-        tokens does, their bytes are invalid: all tokens except the last few are returned, with
-            U+FFFD.
+        The returned text ends after the last of these tokens that completes a character. If none of
+        the last tokens does, their bytes are invalid. In that case, return the text of all tokens
+        except the last few, with U+FFFD for the invalid bytes.
         """
         newest = len(self._window)
         for end in range(newest - 1, max(newest - _MAX_CHARACTER_TOKENS, self._start), -1):

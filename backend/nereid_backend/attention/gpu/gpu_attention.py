@@ -371,7 +371,10 @@ def float8_of(device: torch.device) -> Float8:
 
 
 def _cache(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return keys, values and their scales. Without scales, return pointers that are never read."""
+    """Return the tensors of keys, values and their scales.
+
+    Without scales, return keys and values twice. The kernels need pointers, but do not read them.
+    """
     return step.keys, step.values, *(step.scales or (step.keys, step.values))
 
 

@@ -118,8 +118,8 @@ def check(
     # The condition is negated so that NaN is an error, too.
     if not difference <= _TOLERANCE[dtype]:
         raise KernelError(
-            f"the attention of the GPU kernels differs from the reference by {difference:.2g} of "
-            f"its size, but the limit is {_TOLERANCE[dtype]:g}"
+            "the attention of the GPU kernels differs from the reference by a relative error of "
+            f"{difference:.2g}, but the limit is {_TOLERANCE[dtype]:g}"
         )
     return difference
 

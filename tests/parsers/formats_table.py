@@ -1,16 +1,14 @@
-"""Write docs/reference/format-names.md from the registry and the recorded transcripts.
+"""Write docs/reference/format-names.md from the registry.
 
-    python tests/parsers/formats_table.py
+python tests/parsers/formats_table.py
 """
 
-import json
 from pathlib import Path
 
 from nereid_parsers.formats.registry import listing
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "docs" / "reference" / "format-names.md"
-DATA = ROOT / "tests" / "data" / "transcripts"
 
 HEAD = """# Names of chat formats
 
@@ -18,20 +16,18 @@ The tables on this page list the names that `NEREID_REASONING_PARSER`, `NEREID_T
 
 Upper and lower case are equal, and so are the characters `-`, `_` and `.`. In Python, `get_format("name")` returns the format that has the given name, and `get_format(reasoning="...", tools="...")` combines two formats.
 
-The column "source" names the chat template, model card or program from which the format was taken. The column "transcripts" gives the number of recorded answers that test the format. `python tests/parsers/formats_table.py` generates this page, and a test checks that the page is up to date.
+`python tests/parsers/formats_table.py` generates this page. `python -m nereid_parsers formats --table` also prints the chat template or model card from which each format was taken.
 
 """  # noqa: E501 - one line of the page for each paragraph
 
 
 def table(kind: str) -> str:
     """Return the table of the formats of one kind, "reasoning" or "tools"."""
-    lines = ["| Name | Other names | Source | Transcripts |", "|---|---|---|---|"]
+    lines = ["| Name | Other names |", "|---|---|"]
     for row in listing():
         if row.kind == kind:
-            path = DATA / f"{kind}.{row.name}.json"
-            count = len(json.loads(path.read_text(encoding="utf-8")))
             others = ", ".join(f"`{alias}`" for alias in row.aliases)
-            lines.append(f"| `{row.name}` | {others} | {row.source} | {count} |")
+            lines.append(f"| `{row.name}` | {others} |")
     return "\n".join(lines) + "\n"
 
 

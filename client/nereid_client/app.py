@@ -157,7 +157,7 @@ async def _on_frontend_error(request: Request, error: Exception) -> Response:
     request.app.state.metrics.count_refusal(api_error)
     if api_error.status >= 500:
         _log.warning(
-            "request %s failed with status %d: %s",
+            "Request %s failed with status %d: %s",
             request.state.request_id,
             api_error.status,
             error,

@@ -130,15 +130,15 @@ def test_generate_stream_sends_events(served):
 
 
 WRONG = {
-    "temperature: must be a finite number, got nan": chat("hi", temperature=float("nan")),
-    "max_tokens: must be at least 1, got 0": chat("hi", max_tokens=0),
-    "max_tokens: must be at least 1, got -5": chat("hi", max_tokens=-5),
+    "temperature: the value must be a finite number, but it is nan": chat("hi", temperature=float("nan")),
+    "max_tokens: the value must be at least 1, but it is 0": chat("hi", max_tokens=0),
+    "max_tokens: the value must be at least 1, but it is -5": chat("hi", max_tokens=-5),
     "messages: the list is empty": [tensor("chat_request", '{"messages": []}')],
     "chat_request: the text is not valid JSON": [tensor("chat_request", "{oops")],
     "a request must have exactly one of text_input, input_ids and chat_request": [
         tensor("stream", True, "BOOL")
     ],
-    "text_input: is not UTF-8": [tensor("text_input", b"\xff\xfe")],
+    "text_input: the text is not valid UTF-8": [tensor("text_input", b"\xff\xfe")],
     "(max_model_len)": [tensor("input_ids", [5] * 100_000, "INT32")],
     "is outside the vocabulary": [tensor("input_ids", [2_000_000], "INT32")],
     'Did you mean "temperature"': [
@@ -171,4 +171,4 @@ def test_an_error_over_http_names_the_field(served):
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(f"{served.http_url}/v2/models/llm/generate", body)
     with caught.value as answer:
-        assert "temperature: must be at least 0, got -1" in answer.read().decode()
+        assert "temperature: the value must be at least 0, but it is -1" in answer.read().decode()

@@ -92,6 +92,6 @@ def test_a_server_whose_engine_has_given_up_is_started_again(tmp_path):
             time.sleep(0.2)
         told = "it is started again now (restart 1 of 5)"
         assert any(
-            "the engine has died 1 times" in line and told in line
+            "the engine process has died once" in line and told in line
             for line in running.output.splitlines()
         )

@@ -137,7 +137,8 @@ class _Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # The key is is_generated. The value is the trial, or the reason why there is none.
+        # The key is the argument is_generated. The value is the trial, or the reason why there is
+        # none.
         self._trials: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
@@ -219,7 +220,8 @@ def _try(checkpoint: Checkpoint, candidates: Candidates, trials: _Trials) -> tup
             dtype = checkpoint.model.dtype
             difference = check_path(path, trial, dtype)
             if trials.kv_cache_dtype != "auto" and spec.layers:
-                # The path itself was checked above. This checks only the rounding of the KV cache.
+                # The path itself has passed the check. A second check covers the rounding of the
+                # cache.
                 rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
                 difference = check_path(rounded_path, trial, dtype, is_rounded=True)
             return _with_measured_memory(spec, path, trial), difference
@@ -290,7 +292,7 @@ def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Candidates:
 
 
 def _padded(checkpoint: Checkpoint, *, together: bool) -> Candidates:
-    """Yield the padded path; if not `together`, as a variant of the single path."""
+    """Yield the padded path, or a variant of the single path if `together` is false."""
     set_attention(checkpoint, None)
     layout = probe_cache(checkpoint, plain_token_ids(checkpoint)[0])
 

@@ -135,7 +135,8 @@ def plan_memory(
     """
     max_num_seqs = config.max_num_seqs
     if bytes_per_sequence:
-        # Sequences get at most half of the memory, or all of it if tokens need no blocks.
+        # State outside of blocks gets at most half of the memory, or all of it if there are no
+        # blocks.
         share = num_bytes // 2 if bytes_per_token else num_bytes
         max_num_seqs = min(max_num_seqs, share // bytes_per_sequence)
         if max_num_seqs < 1:

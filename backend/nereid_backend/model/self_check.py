@@ -28,8 +28,8 @@ from nereid_backend.runner import ForwardPath
 _PROMPT_LENS = (21, 5, 13)
 _NUM_STEPS = 4
 _BUDGET = 8
-# If a layer has a sliding window, one prompt is longer than the window in order to test it. Prompts
-# are not longer than this, because longer ones would take seconds at every start.
+# One prompt is longer than the model's sliding window in order to test the window. This is the
+# largest length of a prompt, because longer prompts would take seconds at every start.
 _LONGEST_PROMPT = 160
 # A prompt that tests a window is this many tokens longer than the window.
 _BEYOND_LIMIT = 6
@@ -37,9 +37,9 @@ _BEYOND_LIMIT = 6
 # logits. Measured on the architectures in the tests: wrong masks or positions cause 0.1 to 1.4,
 # rounding in float32 1e-6, in bfloat16 0.01 to 0.04, and 0.13 where many tokens change experts.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
-# The same for keys and values with 8 bits. Integers cause 0.01 to 0.08, floating point numbers 0.07
-# to 0.2, and 0.3 where tokens change experts. The path has passed the check without this rounding
-# before.
+# The largest accepted difference if the KV cache has 8 bits. Integers cause differences of 0.01 to
+# 0.08, floating point numbers 0.07 to 0.2, and tokens that change experts 0.3. The same path has
+# passed the check without 8-bit values before.
 _ROUNDED_TOLERANCE = 0.5
 
 

@@ -190,7 +190,7 @@ def _plan_memory(
         ConfigError: the settings do not fit the memory or the model.
     """
     spec = chosen.spec
-    # The bytes of one stored number, and of the scale that is stored with 8-bit numbers.
+    # The size of one stored number in bytes, and the size of the scale that 8-bit numbers have.
     number_sizes = (checkpoint.model.dtype.itemsize, 0)
     if config.kv_cache_dtype != "auto":
         number_sizes = (1, torch.float32.itemsize)
@@ -213,7 +213,7 @@ def _plan_memory(
 def _runner(
     config: EngineConfig, device: torch.device, path: ForwardPath, progress: Progress
 ) -> Runner:
-    """Return the runner of the path, with the GPU sampling kernel if it is on and works."""
+    """Return the runner of the path, with the GPU sampling kernel if it is enabled and works."""
     if config.sampling_kernel and device.type == "cuda":
         reason = gpu_sampling.why_not(device)
         if reason is None:

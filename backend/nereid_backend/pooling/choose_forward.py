@@ -106,7 +106,7 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
 
 @torch.inference_mode()
 def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int) -> Head:
-    """Choose which token vectors a head needs that has one output for each text.
+    """Choose the token vectors that a head needs to compute its output for each text.
 
     Mutates: the model's attention, if the whole model must be run to compute the head's output.
 

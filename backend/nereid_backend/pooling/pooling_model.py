@@ -286,7 +286,8 @@ class PoolingModel:
     def _token_vectors(self, rows: Tensor, one: Prepared) -> Value | None:
         """Return the multi-vector output of a text."""
         if self._layers.multi_vector is not None:
-            # The vector of the first token describes the whole text, like the dense vector.
+            # The vector of the first token is left out. It describes the whole text, like the dense
+            # vector.
             rows = functional.normalize(self._layers.multi_vector(rows[1:]), dim=-1)
         elif self._layers.skipped:
             kept = [i for i, t in enumerate(one.token_ids) if t not in self._layers.skipped]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the items of the next step, by their tokens and with all requests in turn."""
+"""Chooses the items of the next step from all requests in turn, within a token budget."""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence

@@ -365,8 +365,9 @@ class ExecutorModel:
             self._num_restarts += 1
             self._outage = ""
             return
+        times = f"{limit + 1} times in a row" if limit else "once"
         self._outage = (
-            f"the engine process has died {limit + 1} times in a row, and is not restarted again "
+            f"the engine process has died {times}, and is not restarted again "
             f"(max_engine_restarts). Restart the server. The last reason was: {error}"
         )
         self._end_during_outage(error)

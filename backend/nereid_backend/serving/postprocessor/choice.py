@@ -112,7 +112,7 @@ class Choice:
             self._finish(delta.ending)
 
     def take_output(self) -> ChoiceOutput | None:
-        """Return the output since the last call, and empty it. Return None if there is none.
+        """Return the output since the last call, or None if there is none.
 
         Without streaming there is no output before the choice has ended.
         """

@@ -518,7 +518,9 @@ def test_guesses_need_the_last_token_so_that_nothing_is_begun_ahead(checkpoint):
     )
     engine = Engine(config, lines.append)
     assert engine._async_steps is None
-    assert any(line.startswith("Async scheduling is off, because speculative decoding") for line in lines)
+    assert any(
+        line.startswith("Async scheduling is off, because speculative decoding") for line in lines
+    )
     engine.close()
 
 

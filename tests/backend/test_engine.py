@@ -81,7 +81,8 @@ def test_an_id_cannot_be_used_again_before_its_abort_was_reported(engine):
 def test_a_full_queue_refuses_with_the_limit(engine):
     for number in range(3):
         engine.add_request(str(number), [5], GREEDY)
-    with pytest.raises(CapacityError, match=r"3 requests are waiting and the limit is 3 \(max_num_waiting\)"):
+    message = r"3 requests are waiting and the limit is 3 \(max_num_waiting\)"
+    with pytest.raises(CapacityError, match=message):
         engine.add_request("late", [5], GREEDY)
     assert sorted(drain(engine)) == ["0", "1", "2"]
 

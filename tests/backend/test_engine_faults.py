@@ -60,7 +60,8 @@ def test_steps_that_fail_again_and_again_end_the_engine(engine, monkeypatch):
         engine.add_request(name, PROMPT, GREEDY)
         engine.step()
     engine.add_request("e", PROMPT, GREEDY)
-    with pytest.raises(EngineError, match=r"3 consecutive steps have failed \(max_step_failures\).*no room"):
+    message = r"3 consecutive steps have failed \(max_step_failures\).*no room"
+    with pytest.raises(EngineError, match=message):
         engine.step()
 
 

@@ -54,7 +54,8 @@ def test_a_checkpoint_without_safetensors_says_how_to_get_them(copy):
 def test_a_missing_shard_is_named(copy):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelError, match=r"lacks 2 of 2 weight files, such as model-1\.safetensors"):
+    message = r"lacks 2 of 2 weight files, such as model-1\.safetensors"
+    with pytest.raises(ModelError, match=message):
         open_engine(copy)
 
 
@@ -77,7 +78,8 @@ def test_a_checkpoint_that_lacks_weights_is_refused_instead_of_answering_at_rand
     weights = load_file(copy / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks 1 weights, such as model\.layers\.1\.mlp\.up_proj"):
+    message = r"lacks 1 weights, such as model\.layers\.1\.mlp\.up_proj"
+    with pytest.raises(ModelError, match=message):
         open_engine(copy)
 
 

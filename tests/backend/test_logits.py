@@ -178,7 +178,8 @@ def test_a_request_whose_limits_exclude_all_tokens_ends_with_an_error_that_names
     )
     outcomes = sample(torch.randn(2, VOCAB), [impossible, make_request(row=1, **params)])
     assert outcomes[0].token_ids == []
-    assert "forbidden by allowed_token_ids and bad_words_token_ids and min_tokens" in outcomes[0].error
+    fields = "allowed_token_ids and bad_words_token_ids and min_tokens"
+    assert f"forbidden by {fields}" in outcomes[0].error
     assert outcomes[1].error is None
 
 

@@ -42,7 +42,7 @@ from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
         (
             "repetition_penalty",
             0,
-            r"repetition_penalty: the value must be above 0 \(1 turns the penalty off\), but it is 0",
+            r"repetition_penalty: the value must be above 0 \(1 turns the penalty off\)",
         ),
         (
             "logit_bias",

@@ -76,7 +76,7 @@ def _role(words: list[str]) -> str:
     if "-m" in words:
         module = words[words.index("-m") + 1]
         kinds = {"nereid_client": "frontend"}
-        return kinds.get(module, "worker" if module.endswith("pooling.worker") else "engine")
+        return kinds.get(module, "worker" if module.endswith("pooling_worker") else "engine")
     return program
 
 

@@ -337,7 +337,8 @@ def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
     """Return the special tokens that a grammar contains as text.
 
     Only structural tags can contain special tokens. Example: a tag that begins with "<tool_call>"
-    contains the special token <tool_call>. The sampler bars all other special tokens.
+    contains the special token <tool_call>. All other special tokens are forbidden
+    in the answer.
     """
     if spec.kind != "structural_tag":
         return frozenset()

@@ -7,7 +7,7 @@ the grammar is a JSON schema, and the answer is `I see.</think>\n\n{"a": 1}<|im_
     GATED     `I see.</think>`: all tokens are allowed, except those that end the answer
     BLANKS    `\n\n`: white space after the text of GrammarSpec.after; the grammar ignores it
     GRAMMAR   `{"a": 1}`: the grammar decides; if its text is complete, the answer may end
-    ENDED     `<|im_end|>`: a stop token. Only stop tokens may follow, if the request ignores them
+    ENDED     `<|im_end|>`: a stop token. If the request ignores it, only stop tokens may follow
 
 A sequence with a thinking budget and no grammar has no phases. Its tokens are limited only while
 the budget forces the end marker of the reasoning.
@@ -153,13 +153,14 @@ class TokenGuide:
     # ---- tokens of the answer --------------------------------------------------------------------
 
     def accept(self, token_ids: list[int]) -> None:
-        """Advance by tokens of the answer, in order.
+        """Advance the state by tokens of the answer, in order.
 
         Raises:
             EngineError: if a token is not allowed. The guide has then advanced by the tokens before
                 it.
         """
-        rules, matcher = self._rules, self._matcher
+        rules = self._rules
+        matcher = self._matcher
         for token_id in token_ids:
             # This fast path handles nearly all tokens: only the grammar limits the answer.
             if (

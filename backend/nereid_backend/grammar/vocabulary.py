@@ -91,7 +91,7 @@ class Vocabulary:
             yield data, token_id
 
     def spell(self, data: bytes) -> list[int]:
-        """Return plain tokens whose bytes are `data`, with the longest token first each time.
+        """Return plain tokens that spell `data`. Each of them is the longest token that fits.
 
         The tokenizer might choose other tokens. Use the result only to advance a matcher.
 

@@ -207,7 +207,7 @@ class BatchBuilder:
         """Divide decodes into groups of similar length, so that padding at most doubles the work.
 
         Example: with 16 tokens in a block, the lengths [20, 30, 9000] give the groups [0, 1] and
-            [2].
+        [2], because 9000 tokens need many more blocks than 30.
 
         Args:
             lens: [num_decodes] int64, the number of tokens that each decode attends to.

@@ -177,13 +177,13 @@ def test_the_memory_plan_says_whether_blocks_come_back(mistral, tmp_path):
         Engine(EngineConfig(str(folder), num_threads=1), lines.append).close()
         return next(line for line in lines if line.startswith("memory:"))
 
-    assert "blocks are given back as they leave the windows" in plan_of(mistral)
+    assert "blocks are freed when they leave the windows" in plan_of(mistral)
     mixed = BY_NAME["cohere2"].save(tmp_path / "mixed")
-    assert "1 of 2 attention layers have windows, but blocks are kept" in plan_of(mixed)
+    assert "1 of 2 attention layers have sliding windows, but no block is freed early" in plan_of(mixed)
     full = BY_NAME["llama"].save(tmp_path / "full")
     assert "windows" not in plan_of(full)
 
 
 def test_a_pool_that_does_not_hold_a_window_and_a_step_is_refused_by_name(mistral):
-    with pytest.raises(ConfigError, match=r"kv_cache_memory.*raise kv_cache_memory or lower"):
+    with pytest.raises(ConfigError, match=r"kv_cache_memory.*Raise kv_cache_memory or lower"):
         open_engine(mistral, kv_cache_memory="8KiB", max_model_len=200)

@@ -303,7 +303,7 @@ def test_without_max_model_len_a_small_memory_shortens_requests(checkpoint):
         progress=lines.append,
     )
     assert 16 <= engine.info.max_model_len < 256
-    assert any(f"a request may have {engine.info.max_model_len}" in line for line in lines)
+    assert any(f"A request can have {engine.info.max_model_len} tokens" in line for line in lines)
     engine.close()
 
 

@@ -146,14 +146,9 @@ def plan_memory(
                 "Raise kv_cache_memory."
             )
         num_bytes -= max_num_seqs * bytes_per_sequence
+    if not bytes_per_token:
+        return _plan_without_blocks(config, limit, max_num_seqs)
     bytes_per_block = config.block_size * bytes_per_token
-    if not bytes_per_block:
-        # The blocks have no memory. They only limit the number of running sequences.
-        max_model_len = _configured_len(config, limit) or limit.num_tokens
-        blocks_per_sequence = -(-max_model_len // config.block_size)
-        num_blocks = min(max_num_seqs * blocks_per_sequence, _MAX_EMPTY_BLOCKS)
-        num_blocks = max(num_blocks, blocks_per_sequence)
-        return MemoryPlan(num_blocks, max_model_len, 0, max_num_seqs)
     # One additional block is used for padding.
     num_blocks = num_bytes // bytes_per_block - 1
     fitting = max(0, num_blocks) * config.block_size
@@ -174,6 +169,17 @@ def plan_memory(
     max_useful_blocks = max_num_seqs * -(-max_model_len // config.block_size)
     num_blocks = min(num_blocks, max_useful_blocks)
     return MemoryPlan(num_blocks, max_model_len, (num_blocks + 1) * bytes_per_block, max_num_seqs)
+
+
+def _plan_without_blocks(config: EngineConfig, limit: LengthLimit, max_num_seqs: int) -> MemoryPlan:
+    """Return the plan for a model whose tokens need no memory in blocks.
+
+    Such blocks only limit the number of running sequences.
+    """
+    max_model_len = _configured_len(config, limit) or limit.num_tokens
+    blocks_per_sequence = -(-max_model_len // config.block_size)
+    num_blocks = min(max_num_seqs * blocks_per_sequence, _MAX_EMPTY_BLOCKS)
+    return MemoryPlan(max(num_blocks, blocks_per_sequence), max_model_len, 0, max_num_seqs)
 
 
 def _configured_len(config: EngineConfig, limit: LengthLimit) -> int | None:

@@ -1,4 +1,4 @@
-"""The demo model's tokenizer, and dialogues as token ids."""
+"""The chat model's tokenizer, and dialogues as token ids and training targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
-# Not "special", so that they stay in the decoded text, where reasoning and calls are looked for.
+# The markers are not special tokens, because decoding must keep them: the server finds reasoning
+# and tool calls by their markers.
 MARKERS = (
     "<think>",
     "</think>",
@@ -25,15 +26,16 @@ MARKERS = (
     "</tool_response>",
 )
 
-# Every digit alone, for column arithmetic; a capitalised word and an address without the blank
-# before it, so that copying one into a JSON string copies the same tokens.
+# Each digit is a token of its own, because the lessons add column by column. Capitalised words and
+# addresses do not include the blank before them, so that they have the same tokens in a sentence
+# and in a JSON string, and the model can copy them.
 _PIECES = (
     r"[ _]?\p{Ll}+(?![\p{Ll}@])|\p{Ll}+|\p{Lu}\p{Ll}*|\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n|\s"
 )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train the byte-level BPE and attach the chat template."""
+    """Train a byte-level BPE tokenizer and attach the chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -64,7 +66,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def reply_text(message: dict[str, Any], thinking: bool) -> str:
-    """What the model must write for an assistant message, its end of turn included."""
+    """Return the text that the model must write for an assistant message, with the end of turn."""
     text = f"<think>\n{message['reasoning_content']}\n</think>\n\n" if thinking else ""
     text += message["content"]
     calls = []
@@ -75,7 +77,7 @@ def reply_text(message: dict[str, Any], thinking: bool) -> str:
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerFast, dialogue: Dialogue) -> str:
-    """The prompt that ends where the last assistant message begins."""
+    """Return the prompt of a dialogue, which ends where the last assistant message begins."""
     text = tokenizer.apply_chat_template(
         list(dialogue.messages[:-1]),
         tools=list(dialogue.tools) or None,
@@ -89,14 +91,27 @@ def prompt_text(tokenizer: PreTrainedTokenizerFast, dialogue: Dialogue) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sequence: token ids, and whether each is to be predicted."""
+    """One training sequence: its token ids, and for each whether the model must predict it."""
 
     token_ids: list[int]
     is_target: list[bool]
 
 
+def _targets(dialogue: Dialogue, reply: str, offsets: list[tuple[int, int]]) -> list[bool]:
+    """Mark the tokens of the last reply that the model must predict.
+
+    The spans of the message's `given` are left out: a grammar prescribes their text.
+    """
+    message = dialogue.messages[-1]
+    start = reply.index(message["content"])
+    if dialogue.thinking:
+        start = reply.index(message["content"], reply.index("</think>"))
+    given = [(start + first, start + end) for first, end in message.get("given", ())]
+    return [not any(first <= at < end for first, end in given) for at, _ in offsets]
+
+
 class Encoder:
-    """Turns dialogues into samples."""
+    """The conversion of dialogues into samples."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
@@ -106,20 +121,27 @@ class Encoder:
         self._opening: list[int] = self._backend.encode(opening, add_special_tokens=False).ids
 
     def encode(self, dialogues: list[Dialogue]) -> list[Sample]:
-        """Encode a batch of dialogues."""
+        """Return a sample for each dialogue."""
         prompts = [prompt_text(self._tokenizer, dialogue) for dialogue in dialogues]
         replies = [reply_text(d.messages[-1], d.thinking) for d in dialogues]
-        encoded = self._backend.encode_batch_fast([*prompts, *replies], add_special_tokens=False)
+        prompt_ids = [
+            encoding.ids
+            for encoding in self._backend.encode_batch_fast(prompts, add_special_tokens=False)
+        ]
+        # Unlike encode_batch_fast, encode_batch returns the offsets.
+        encodings = self._backend.encode_batch(replies, add_special_tokens=False)
         samples = []
-        for prompt, reply in zip(encoded[: len(prompts)], encoded[len(prompts) :], strict=True):
-            targets = self._earlier_targets(prompt.ids) + [True] * len(reply.ids)
-            samples.append(Sample(prompt.ids + reply.ids, targets))
+        for ids, encoding, dialogue, reply in zip(
+            prompt_ids, encodings, dialogues, replies, strict=True
+        ):
+            targets = self._earlier_targets(ids) + _targets(dialogue, reply, encoding.offsets)
+            samples.append(Sample(ids + encoding.ids, targets))
         return samples
 
     def _earlier_targets(self, token_ids: list[int]) -> list[bool]:
-        """Mark what the assistant wrote earlier, from after its empty `<think>` block to its end.
+        """Mark the tokens of the assistant's earlier replies, without their empty `<think>` blocks.
 
-        These replies look just as a reply without thinking does, so each is one more lesson.
+        An earlier reply has the form of a reply without reasoning, so the model can learn from it.
         """
         targets = [False] * len(token_ids)
         is_reply = False

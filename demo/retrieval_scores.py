@@ -1,4 +1,4 @@
-"""How well the demo's embedder and reranker order passages: nDCG@10 on held-out questions."""
+"""The nDCG@10 of the demo's embedder and reranker on held-out questions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Row:
 
 
 def ndcg(order: Sequence[int], relevant: frozenset[int], depth: int = _DEPTH) -> float:
-    """Normalised discounted cumulative gain of the first `depth` places, each passage 0 or 1.
+    """Return the normalised discounted cumulative gain of the first `depth` places.
+
+    The gain of a passage is 1 if it is relevant, otherwise 0.
 
     Source: Järvelin and Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002.
     """
@@ -39,7 +41,7 @@ def ndcg(order: Sequence[int], relevant: frozenset[int], depth: int = _DEPTH) ->
 
 
 class Embedder:
-    """The checkpoint through plain transformers."""
+    """The embedder, run by transformers."""
 
     def __init__(self, folder: Path = EMBEDDER) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -47,13 +49,13 @@ class Embedder:
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str]) -> Tensor:
-        """Unit vectors [n, hidden_size] float32."""
+        """Return unit vectors [n, hidden_size] float32."""
         batch = self._tokenizer(list(texts), padding=True, return_tensors="pt")
         return torch.nn.functional.normalize(embed(self._model, batch), dim=-1)
 
 
 class Reranker:
-    """The checkpoint through plain transformers."""
+    """The reranker, run by transformers."""
 
     def __init__(self, folder: Path = RERANKER) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -61,7 +63,7 @@ class Reranker:
 
     @torch.inference_mode()
     def score(self, query: str, documents: Sequence[str]) -> Tensor:
-        """Probabilities [n] float32 that each document answers the query."""
+        """Return for each document the probability that it answers the query, [n] float32."""
         pairs = [query] * len(documents), list(documents)
         batch = self._tokenizer(*pairs, padding=True, return_tensors="pt")
         scores: Tensor = self._model(**batch).logits.squeeze(-1).sigmoid()
@@ -69,7 +71,11 @@ class Reranker:
 
 
 def table(embedder_folder: Path = EMBEDDER, reranker_folder: Path = RERANKER) -> list[Row]:
-    """Mean nDCG@10 of a random order, the embedder, the reranker, and one behind the other."""
+    """Return the mean nDCG@10 of each ranking.
+
+    The rankings are a random order, the embedder, the reranker, and the embedder's first 20
+    passages ordered by the reranker.
+    """
     library = fixed_library()
     questions = held_out(library)
     embedder, reranker = Embedder(embedder_folder), Reranker(reranker_folder)
@@ -93,7 +99,7 @@ def table(embedder_folder: Path = EMBEDDER, reranker_folder: Path = RERANKER) ->
 
 
 def num_questions() -> int:
-    """How many questions the table's means are of."""
+    """Return the number of questions that the table's means are computed from."""
     return len(held_out(fixed_library()))
 
 

@@ -1,4 +1,4 @@
-"""Train the demo chat model from nothing: its data, its tokenizer and its weights from one seed."""
+"""Train the demo chat model: its data, its tokenizer and its weights depend on one seed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import functools
 import json
 import math
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
+import transformers
 from chat_format import (
     END_OF_TEXT,
-    TEMPLATE_FILE,
     TURN_END,
     Encoder,
     Sample,
@@ -38,6 +40,7 @@ from transformers import (
 )
 
 FOLDER = Path(__file__).with_name("chat")
+WORK = Path(__file__).parents[1] / ".cache" / "demo-chat"
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,13 @@ class Recipe:
     """Everything that decides the checkpoint."""
 
     seed: int = 1
-    steps: int = 1933
-    dialogues_per_step: int = 40
+    steps: int = 3000
+    dialogues_per_step: int = 32
     matrix_lr: float = 0.02
     other_lr: float = 4e-3
     weight_decay: float = 0.05
-    warmup_steps: int = 40
-    decay_steps: int = 500
+    warmup_steps: int = 60
+    decay_steps: int = 700
     vocab_size: int = 2048
     hidden_size: int = 192
     intermediate_size: int = 512
@@ -59,6 +62,12 @@ class Recipe:
     num_heads: int = 6
     num_kv_heads: int = 2
     workers: int = 2
+
+
+@functools.cache
+def future_mask(length: int, dtype: torch.dtype) -> Tensor:
+    """Return a [T, T] matrix that hides later tokens: zero on and below the diagonal, else -inf."""
+    return torch.full((length, length), -torch.inf, dtype=dtype).triu(1)
 
 
 def plain_attention(
@@ -70,7 +79,7 @@ def plain_attention(
     scaling: float,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention as matrix products: for short rows faster than SDPA's backward.
+    """Compute causal attention with matrix products, which are faster than SDPA for short rows.
 
     Shapes: query [B, H, T, D]; key, value [B, G, T, D]; returns [B, T, H, D].
     """
@@ -79,23 +88,22 @@ def plain_attention(
     groups = key.shape[1]
     query = (query * scaling).reshape(batch, groups, heads // groups * length, dim)
     scores = (query @ key.transpose(-1, -2)).view(batch, groups, -1, length, length)
-    future = torch.full((length, length), -torch.inf, dtype=scores.dtype).triu(1)
-    weights = torch.softmax(scores + future, -1, dtype=value.dtype)
+    weights = torch.softmax(scores + future_mask(length, scores.dtype), -1, dtype=value.dtype)
     mixed = weights.view(batch, groups, -1, length) @ value
     return mixed.view(batch, heads, length, dim).transpose(1, 2).contiguous(), None
 
 
 def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the text of some training dialogues."""
+    """Train the tokenizer on the text of 6000 training dialogues."""
     rng = Random(f"tokenizer {recipe.seed}")
     dialogues = [training_dialogue(rng) for _ in range(6000)]
-    plain = train_tokenizer([], recipe.vocab_size)  # renders, but knows only bytes
+    plain = train_tokenizer([], recipe.vocab_size)  # renders the chat template
     texts = [prompt_text(plain, d) + reply_text(d.messages[-1], d.thinking) for d in dialogues]
     return train_tokenizer(texts, recipe.vocab_size)
 
 
 def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A randomly initialised Qwen3 of the recipe's size, float32."""
+    """Return a randomly initialised Qwen3 model of the recipe's size in float32."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
@@ -119,17 +127,19 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCa
     return model
 
 
-def batches(samples: list[Sample], max_tokens: int = 1024) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    samples: list[Sample], max_tokens: int = 1024, max_ratio: float = 1.4
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Group samples of similar length into padded rows.
 
-    Padding is on the right of causal attention, so nothing sees it and no mask is needed.
+    The padding is on the right. With causal attention no token depends on it, so no mask is needed.
 
     Yields:
         token_ids [B, T] int64, and labels [B, T] int64: the next token, or -100.
     """
     rows: list[Sample] = []
     for sample in [*sorted(samples, key=lambda s: len(s.token_ids)), None]:
-        if rows and (sample is None or len(sample.token_ids) * (len(rows) + 1) > max_tokens):
+        if rows and (sample is None or not _fits(sample, rows, max_tokens, max_ratio)):
             longest = len(rows[-1].token_ids)
             token_ids = torch.zeros(len(rows), longest, dtype=torch.long)
             labels = torch.full((len(rows), longest), -100)
@@ -144,8 +154,14 @@ def batches(samples: list[Sample], max_tokens: int = 1024) -> Iterator[tuple[Ten
             rows.append(sample)
 
 
+def _fits(sample: Sample, rows: list[Sample], max_tokens: int, max_ratio: float) -> bool:
+    """Return whether a sample can join shorter rows without much padding."""
+    length = len(sample.token_ids)
+    return length * (len(rows) + 1) <= max_tokens and length <= len(rows[0].token_ids) * max_ratio
+
+
 class Optimizer:
-    """Muon for the layers' matrices, AdamW for the embedding and the norms; one schedule."""
+    """Muon for the matrices of the layers, and AdamW for the embedding and the norms."""
 
     def __init__(self, model: Qwen3ForCausalLM, recipe: Recipe) -> None:
         layers = model.model.layers
@@ -167,7 +183,13 @@ class Optimizer:
         self._recipe = recipe
 
     def step(self, step: int) -> None:
-        """Apply the gradients and clear them; linear warm-up, at last linear decay to zero."""
+        """Apply the gradients and clear them.
+
+        The learning rate rises linearly, stays constant, and decays linearly to zero at the end.
+
+        Args:
+            step: The index of this step.
+        """
         warmup = min(1.0, (step + 1) / self._recipe.warmup_steps)
         scale = warmup * min(1.0, (self._recipe.steps - step) / self._recipe.decay_steps)
         for optimizer, lr in self._parts:
@@ -175,9 +197,18 @@ class Optimizer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
+    def state(self) -> list[dict[str, Any]]:
+        """Return the state of the two optimizers."""
+        return [optimizer.state_dict() for optimizer, _ in self._parts]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Restore the state that `state` returned."""
+        for (optimizer, _), one in zip(self._parts, state, strict=True):
+            optimizer.load_state_dict(one)
+
 
 def loss_sum(model: Qwen3ForCausalLM, token_ids: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy summed over the targets; logits are computed for targets alone."""
+    """Return the sum of the targets' cross entropies. Logits are computed for targets only."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.model(input_ids=token_ids, use_cache=False).last_hidden_state
         is_target = labels != -100
@@ -186,10 +217,10 @@ def loss_sum(model: Qwen3ForCausalLM, token_ids: Tensor, labels: Tensor) -> Tens
 
 
 class Gradients:
-    """Mean gradients of a step's batches, computed by single-threaded workers side by side.
+    """The mean gradients of a step's batches, computed by single-threaded workers in parallel.
 
-    Every batch has its own gradients, added in a fixed order: how the workers are scheduled changes
-    nothing, and on a busy machine nobody waits at the barriers of a shared matrix product.
+    The gradients of the batches are added in a fixed order, so the result does not depend on the
+    workers' timing. On a busy machine, this is faster than matrix products of several threads.
     """
 
     def __init__(self, model: Qwen3ForCausalLM, workers: int) -> None:
@@ -199,7 +230,7 @@ class Gradients:
         self._pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
 
     def compute(self, samples: list[Sample]) -> float:
-        """Fill every parameter's `grad`; return the mean loss per target."""
+        """Store the gradients in the parameters and return the mean loss of a target."""
         num_targets = sum(sum(sample.is_target) for sample in samples)
 
         def one(batch: tuple[Tensor, Tensor]) -> tuple[float, tuple[Tensor, ...]]:
@@ -212,50 +243,118 @@ class Gradients:
         return sum(losses)
 
 
-def continue_from(folder: Path, recipe: Recipe) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
-    """Take the tokenizer and the weights of an earlier checkpoint, under the template of today."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE_FILE.read_text()
-    model = make_model(recipe, tokenizer)
-    model.load_state_dict(Qwen3ForCausalLM.from_pretrained(folder).state_dict())
-    return model, tokenizer
+class Progress:
+    """The time, the tokens and the loss of a run so far."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.loss = math.nan
+
+    def add(self, samples: list[Sample], loss: float, seconds: float) -> None:
+        """Add a step. The loss is smoothed over about 50 steps."""
+        self.seconds += seconds
+        self.num_steps += 1
+        self.num_tokens += sum(len(sample.token_ids) for sample in samples)
+        self.loss = loss if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * loss
+
+    def line(self, steps: int) -> str:
+        """Return a line for the console."""
+        left = self.seconds / self.num_steps * (steps - self.num_steps) / 60
+        return (
+            f"step {self.num_steps:5d}/{steps}  loss {self.loss:.4f}"
+            f"  {self.num_tokens / self.seconds:6.0f} tokens/s"
+            f"  {self.seconds / 60:5.1f} min, {left:5.1f} to go"
+        )
+
+    def record(self, recipe: Recipe) -> dict[str, object]:
+        """Return the content of training.json."""
+        return {
+            "recipe": asdict(recipe),
+            "final_loss": round(self.loss, 4),
+            "num_tokens": self.num_tokens,
+            "minutes": round(self.seconds / 60, 1),
+            "torch": torch.__version__,
+        }
 
 
-def train(
-    recipe: Recipe, start_from: Path | None = None
-) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, dict[str, float]]:
-    """Run the whole recipe, printing a line now and then."""
-    if start_from is None:
-        tokenizer = make_tokenizer(recipe)
-        model = make_model(recipe, tokenizer)
-    else:
-        model, tokenizer = continue_from(start_from, recipe)
-    print(f"{model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens", flush=True)
-    encoder, optimizer = Encoder(tokenizer), Optimizer(model, recipe)
-    gradients = Gradients(model, recipe.workers)
-    begun, num_tokens, average = time.monotonic(), 0, math.nan
-    for step in range(recipe.steps):
-        rng = Random(f"step {step} of {recipe.seed}")
-        samples = encoder.encode([training_dialogue(rng) for _ in range(recipe.dialogues_per_step)])
-        loss = gradients.compute(samples)
-        optimizer.step(step)
-        num_tokens += sum(len(sample.token_ids) for sample in samples)
-        average = loss if math.isnan(average) else 0.98 * average + 0.02 * loss
-        if step % 25 == 0 or step == recipe.steps - 1:
-            minutes = (time.monotonic() - begun) / 60
-            left = minutes / (step + 1) * (recipe.steps - step - 1)
-            speed = num_tokens / minutes / 60
-            print(
-                f"step {step:5d}/{recipe.steps}  loss {average:.4f}  {speed:6.0f} tokens/s"
-                f"  {minutes:5.1f} min, {left:5.1f} to go",
-                flush=True,
+class Run:
+    """A training run that can be stopped after any 100 steps and continued with the same result.
+
+    The work folder contains the last checkpoint and `state.pt`, which contains the recipe, the
+    progress and the state of the optimizers.
+    """
+
+    def __init__(self, recipe: Recipe, work: Path) -> None:
+        self._recipe, self._work = recipe, work
+        self._state_file = work / "state.pt"
+        state = self._load_state()
+        if state is None:
+            self._tokenizer = make_tokenizer(recipe)
+            self._model = make_model(recipe, self._tokenizer)
+        else:
+            self._tokenizer = AutoTokenizer.from_pretrained(work)
+            self._model = make_model(recipe, self._tokenizer)
+            self._model.load_state_dict(state["model"])
+        self._optimizer, self._progress = Optimizer(self._model, recipe), Progress()
+        if state is not None:
+            self._optimizer.load(state["optimizer"])
+            vars(self._progress).update(state["progress"])
+        size = self._model.num_parameters() / 1e6
+        print(f"{size:.2f} M parameters, {len(self._tokenizer)} tokens", flush=True)
+
+    def _load_state(self) -> dict[str, Any] | None:
+        """Return the state of an interrupted run with the same recipe, if there is one."""
+        if not self._state_file.exists():
+            return None
+        state: dict[str, Any] = torch.load(self._state_file, weights_only=True)
+        if state["recipe"] != asdict(self._recipe):
+            print(f"{self._work} contains a run with another recipe, which is overwritten")
+            return None
+        return state
+
+    def train(self, minutes: float) -> bool:
+        """Train to the end, or for some minutes if `minutes` is positive.
+
+        Returns:
+            Whether the run has reached its last step.
+        """
+        recipe, progress = self._recipe, self._progress
+        encoder, gradients = Encoder(self._tokenizer), Gradients(self._model, recipe.workers)
+        start = time.monotonic()
+        while progress.num_steps < recipe.steps:
+            before, step = time.monotonic(), progress.num_steps
+            rng = Random(f"step {step} of {recipe.seed}")
+            samples = encoder.encode(
+                [training_dialogue(rng) for _ in range(recipe.dialogues_per_step)]
             )
-    figures = {
-        "final_loss": round(average, 4),
-        "num_tokens": num_tokens,
-        "minutes": round(minutes, 1),
-    }
-    return model, tokenizer, figures
+            loss = gradients.compute(samples)
+            self._optimizer.step(step)
+            progress.add(samples, loss, time.monotonic() - before)
+            if progress.num_steps % 25 == 0:
+                print(progress.line(recipe.steps), flush=True)
+            if progress.num_steps % 100 == 0:
+                self._store()
+                if 0 < minutes * 60 <= time.monotonic() - start:
+                    return False
+        return True
+
+    def _store(self) -> None:
+        self.save(self._work)
+        state = {
+            "recipe": asdict(self._recipe),
+            "progress": vars(self._progress),
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state(),
+        }
+        new = self._state_file.with_suffix(".new")
+        torch.save(state, new)
+        new.replace(self._state_file)
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint with the record of its training."""
+        save(self._model, self._tokenizer, folder, self._progress.record(self._recipe))
 
 
 def save(
@@ -264,39 +363,58 @@ def save(
     folder: Path,
     training: dict[str, object],
 ) -> None:
-    """Write the checkpoint in Hugging Face layout, with a record of its training."""
+    """Write the checkpoint in Hugging Face layout, with a record of its training.
+
+    Each file is replaced at once, so that a run that is killed leaves whole files.
+    """
     ids = tokenizer.convert_tokens_to_ids
     model.generation_config = GenerationConfig(
         do_sample=False,
         eos_token_id=[ids(TURN_END), ids(END_OF_TEXT)],
         pad_token_id=ids(END_OF_TEXT),
     )
-    model.set_attn_implementation("sdpa")
-    model.eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as new:
+        model.set_attn_implementation("sdpa")
+        model.eval().save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        model.train().set_attn_implementation("demo_plain")
+        (Path(new) / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+        for file in sorted(Path(new).iterdir()):
+            file.replace(folder / file.name)
 
 
 def main() -> None:
-    """Parse the command line, train, save."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--output", type=Path, default=FOLDER, help="folder to write (default: %(default)s)"
     )
-    parser.add_argument("--start-from", type=Path, help="checkpoint to continue (default: none)")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=WORK,
+        help="folder of an unfinished run, which is continued (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=0,
+        help="stop after this time; the same command continues the run (default: no limit)",
+    )
     for name, value in asdict(Recipe()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
     arguments = vars(parser.parse_args())
-    output, start_from = arguments.pop("output"), arguments.pop("start_from")
-    recipe = Recipe(**arguments)
+    output, work, minutes = (arguments.pop(name) for name in ("output", "work", "minutes"))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    model, tokenizer, figures = train(recipe, start_from)
-    training: dict[str, object] = {"recipe": asdict(recipe), **figures, "torch": torch.__version__}
-    if start_from is not None:
-        training["started_from"] = json.loads((start_from / "training.json").read_text())
-    save(model, tokenizer, output, training)
-    print(f"saved {output}")
+    transformers.utils.logging.disable_progress_bar()
+    run = Run(Recipe(**arguments), work)
+    if run.train(minutes):
+        run.save(output)
+        print(f"saved {output}")
+    else:
+        print(f"stopped; the same command continues the run in {work}")
 
 
 if __name__ == "__main__":

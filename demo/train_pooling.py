@@ -104,7 +104,7 @@ def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
 
 
 def make_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, **extra: Any) -> BertConfig:  # noqa: ANN401
-    """The encoder's shape; seeds torch, so that what is made next depends on the recipe alone."""
+    """Return the encoder's configuration and seed torch's generator for the model made next."""
     torch.manual_seed(recipe.seed)
     return BertConfig(
         vocab_size=len(tokenizer),
@@ -121,7 +121,7 @@ def make_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, **extra: Any
 
 
 def embed(model: BertModel, batch: dict[str, Tensor]) -> Tensor:
-    """Mean of the last hidden states, not normalised.
+    """Return the mean of the last hidden states. The mean is not normalised.
 
     Shapes: batch's tensors [B, T]; returns [B, hidden_size] float32.
     """
@@ -133,11 +133,11 @@ def embed(model: BertModel, batch: dict[str, Tensor]) -> Tensor:
 def embedder_loss(
     model: BertModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: Random
 ) -> Tensor:
-    """How far the passages that answer each question are from coming first, at every dimension."""
+    """Return the loss of the ranking, in which the answering passages should come first."""
     library = _library(rng, fixed=0.5)
     questions = rng.sample(_trained(library), recipe.questions_per_step)
     texts = [vary(rng, question.text) for question in questions]
-    # Half of them behind the query prompt: both ways of asking are to work.
+    # Half of the questions have the query prompt: questions should work with and without it.
     texts = [PROMPTS["query"] + text if rng.random() < 0.5 else text for text in texts]
     asked = embed(model, tokenizer(texts, padding=True, return_tensors="pt"))
     written = embed(model, tokenizer(list(library.passages), padding=True, return_tensors="pt"))
@@ -148,7 +148,7 @@ def embedder_loss(
     for size in recipe.dimensions:
         left, right = (F.normalize(vectors[:, :size], dim=-1) for vectors in (asked, written))
         logits = torch.log_softmax(left @ right.T / recipe.temperature, dim=-1)
-        # The mean over the right ones rather than their best: all of them are to be found.
+        # The loss is the mean over all right passages, because all of them should be found.
         losses.append(-(logits * is_relevant).sum(-1) / is_relevant.sum(-1))
     return torch.stack(losses).mean()
 
@@ -159,7 +159,7 @@ def reranker_loss(
     recipe: Recipe,
     rng: Random,
 ) -> Tensor:
-    """Cross entropy of "this passage answers this question", on right and on wrong passages."""
+    """Return the cross entropy of the prediction that a passage answers a question."""
     library = _library(rng, fixed=0.8)
     pairs: list[tuple[str, str]] = []
     labels: list[float] = []
@@ -175,7 +175,7 @@ def reranker_loss(
         padding=True, return_tensors="pt",
     )  # fmt: skip
     logits = model(**batch).logits.view(-1, 1 + recipe.negatives)
-    # Which of a question's passages is right, and whether each is: order and meaning of the scores.
+    # The first loss trains the order of the scores, the second one trains their meaning.
     listwise = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
     target = torch.tensor(labels).view_as(logits)
     weight = torch.where(target > 0, recipe.negatives / 2, 1.0)
@@ -185,7 +185,7 @@ def reranker_loss(
 def train(
     name: str, model: PreTrainedModel, loss_at: Callable[[int], Tensor], steps: int, peak: float
 ) -> dict[str, float]:
-    """Minimise; the learning rate rises, then falls as a cosine to nothing."""
+    """Minimise the loss. The learning rate rises, then falls to zero as a cosine."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
     begun, average = time.monotonic(), math.nan
     model.train()
@@ -248,7 +248,7 @@ def train_reranker(recipe: Recipe, embedder: Path, folder: Path) -> None:
     config = make_config(recipe, tokenizer, num_labels=1)
     model = BertForSequenceClassification(config)
     encoder = BertModel.from_pretrained(embedder, add_pooling_layer=False)
-    model.bert.load_state_dict(encoder.state_dict(), strict=False)  # the pooler stays random
+    model.bert.load_state_dict(encoder.state_dict(), strict=False)  # the encoder has no pooler
 
     def loss_at(step: int) -> Tensor:
         rng = Random(f"reranker {step} of {recipe.seed}")
@@ -279,7 +279,7 @@ def save(
 
 
 def _library(rng: Random, fixed: float) -> Library:
-    """The fixed world, this share of the time, or a new one."""
+    """Return the fixed world's library with the probability `fixed`, or a new one."""
     return fixed_library() if rng.random() < fixed else random_library(rng)
 
 
@@ -290,7 +290,7 @@ def _trained(library: Library) -> list[Question]:
 def _near_misses(
     library: Library, question: Question, wrong: Sequence[int], rng: Random, count: int
 ) -> list[int]:
-    """Wrong passages, most of them about somebody or something that the question names."""
+    """Draw wrong passages. Most of them mention a name of the question."""
     words = {word.strip("?.,").removesuffix("'s") for word in question.text.split()}
     words -= {"What", "Which", "Who", "Whose", "Where", "is", "a", "the", "does", "in", "of", "to"}
     near = [at for at in wrong if words & set(library.passages[at].replace(".", " ").split())]
@@ -305,7 +305,7 @@ def _write(path: Path, value: object) -> None:
 
 
 def main() -> None:
-    """Parse the command line, train, save."""
+    """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("embedder", "reranker"), help="train one of the two")
     parser.add_argument("--embedder", type=Path, default=EMBEDDER, help="default: %(default)s")
@@ -316,7 +316,7 @@ def main() -> None:
         "--reranker-steps", type=int, default=Recipe.reranker_steps, help="default: %(default)s"
     )
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the same additions in the same order, whatever the machine
+    torch.set_num_threads(1)  # so that the additions have the same order on every machine
     recipe = Recipe(arguments.seed, arguments.steps, arguments.reranker_steps)
     if arguments.only != "reranker":
         train_embedder(recipe, arguments.embedder)

@@ -1,4 +1,4 @@
-"""The data that the demo chat model learns from: made by rule, from a seed, with no files."""
+"""The training data of the demo models. Rules make it from a seed; there are no data files."""
 
 from .base import Dialogue, is_held_out
 from .mixture import SKILLS, make_dialogue, training_dialogue

@@ -28,13 +28,11 @@ _TIMES = (
     "What is {a} times {b}?", "Multiply {a} by {b}.", "How much is {a} x {b}?",
     "What's {a} times {b}?", "Compute {a} * {b}.", "What is the product of {a} and {b}?",
 )  # fmt: skip
-_COUNT = ("Count from {a} to {b}.", "Please count from {a} to {b}.",
-          "Can you count from {a} to {b}?", "List the numbers from {a} to {b}.")  # fmt: skip
 TOO_LARGE = "Sorry, that is too large for me: I add and subtract up to 99 and multiply up to 12."
 
 
 def explain_sum(a: int, b: int) -> str:
-    """The written method for `a + b`: ones, carry, tens."""
+    """Explain `a + b` with the written method: ones, carry, tens."""
     ones = a % 10 + b % 10
     steps = [f"Ones: {a % 10} + {b % 10} = {ones}"]
     steps.append(f", write {ones % 10}, carry {ones // 10}." if ones > 9 else ".")
@@ -45,7 +43,7 @@ def explain_sum(a: int, b: int) -> str:
 
 
 def explain_difference(a: int, b: int) -> str:
-    """The written method for `a - b`: ones, borrow, tens; smaller minus larger is turned round."""
+    """Explain `a - b` with the written method. If `a < b`, explain `b - a`."""
     turned = ""
     if a < b:
         turned = f"{a} is less than {b}, so turn it round: {b} - {a}. "
@@ -60,7 +58,7 @@ def explain_difference(a: int, b: int) -> str:
 
 
 def explain_product(a: int, b: int) -> str:
-    """Ten times and the rest for factors above ten, else the table itself."""
+    """Explain `a * b`: for a factor above ten, as ten times `b` and the rest."""
     if a > 10:
         return f"10 * {b} = {10 * b}. {a - 10} * {b} = {(a - 10) * b}. Together {a * b}."
     return f"From the table: {a} * {b} = {a * b}."
@@ -70,8 +68,13 @@ def _operand(rng: Random) -> int:
     return rng.randint(0, LARGEST) if rng.random() < 0.2 else rng.randint(10, LARGEST)
 
 
+def plus_request(rng: Random, a: int, b: int) -> str:
+    """Return a request for the sum of two numbers in one of its wordings."""
+    return rng.choice(_PLUS).format(a=a, b=b)
+
+
 def sums(rng: Random, held_out: bool) -> Exchange:
-    """Additions up to 99 + 99; held out by the pair of numbers."""
+    """Ask for a sum of numbers up to 99. The pair of numbers decides what is held out."""
 
     def make() -> tuple[str, Exchange]:
         a, b = _operand(rng), _operand(rng)
@@ -82,7 +85,7 @@ def sums(rng: Random, held_out: bool) -> Exchange:
 
 
 def differences(rng: Random, held_out: bool) -> Exchange:
-    """Subtractions up to 99, negative results included; held out by the pair of numbers."""
+    """Ask for a difference of numbers up to 99. The pair decides what is held out."""
 
     def make() -> tuple[str, Exchange]:
         a, b = _operand(rng), _operand(rng)
@@ -96,10 +99,9 @@ def differences(rng: Random, held_out: bool) -> Exchange:
 
 
 def products(rng: Random, held_out: bool) -> Exchange:
-    """The times table up to 12; held out by the wording together with the pair.
+    """Ask for a product up to 12 * 12. The words together with the pair decide what is held out.
 
-    A table is learnt by heart, so a pair never seen could not be known: the pair appears in
-    training in other words.
+    The model learns the table by heart, so each pair appears in training in some words.
     """
 
     def make() -> tuple[str, Exchange]:
@@ -112,7 +114,7 @@ def products(rng: Random, held_out: bool) -> Exchange:
 
 
 def too_large(rng: Random, held_out: bool) -> Exchange:
-    """Numbers outside what this model has learnt: it says so."""
+    """Ask with numbers that are too large for the model. The answer says so."""
 
     def make() -> tuple[str, Exchange]:
         forms: tuple[str, ...]

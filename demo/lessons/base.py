@@ -1,4 +1,4 @@
-"""What a lesson produces, and the one rule that keeps evaluation prompts out of training."""
+"""The output of a lesson, and the rule that keeps evaluation prompts out of training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HELD_OUT_ONE_IN = 8
 
 @dataclass(frozen=True)
 class Exchange:
-    """One user message and everything up to the assistant's last word on it.
+    """One user message and the messages that answer it.
 
     Attributes:
         skill: The row of the evaluation table that this counts for.
@@ -29,7 +29,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A whole conversation that ends with the assistant message to be learnt or checked."""
+    """A conversation that ends with the assistant message to learn or to check."""
 
     skill: str
     messages: tuple[Message, ...]
@@ -38,12 +38,12 @@ class Dialogue:
 
 
 def is_held_out(key: str) -> bool:
-    """Whether prompts with this key belong to the evaluation and never to training."""
+    """Return whether prompts with this key belong to the evaluation and never to training."""
     return zlib.crc32(key.encode()) % HELD_OUT_ONE_IN == 0
 
 
 def draw(make: Callable[[], tuple[str, T]], held_out: bool) -> T:
-    """Call `make` until its key falls on the wanted side."""
+    """Call `make` until the key that it returns is held out, or is not, as wanted."""
     while True:
         key, made = make()
         if is_held_out(key) == held_out:
@@ -51,13 +51,13 @@ def draw(make: Callable[[], tuple[str, T]], held_out: bool) -> T:
 
 
 def plain(skill: str, user: str, reasoning: str, content: str) -> Exchange:
-    """An exchange without tools."""
+    """Return an exchange without tools."""
     answer = {"role": "assistant", "reasoning_content": reasoning, "content": content}
     return Exchange(skill, ({"role": "user", "content": user}, answer))
 
 
 def vary(rng: Random, text: str) -> str:
-    """The careless spelling that users have: no capital, no question mark, a stray blank."""
+    """Return the text with careless spelling: no capital, no question mark, or an opener."""
     if rng.random() < 0.12:
         text = text.rstrip("?.!")
     if rng.random() < 0.12:
@@ -68,6 +68,6 @@ def vary(rng: Random, text: str) -> str:
 
 
 def listing(items: Iterable[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join words as in `a`, `a and b`, or `a, b and c`."""
     *head, last = items
     return f"{', '.join(head)} and {last}" if head else last

@@ -1,4 +1,4 @@
-"""Copying out of text: fields as a JSON object, and one line found in a long list."""
+"""Fields of a sentence as a JSON object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MONTHS = (
     "October", "November", "December",
 )  # fmt: skip
 
-# A subject's sentences: each mentions the fields in its own order and words.
+# The sentences about a person, an order or an event mention different fields in different orders.
 _PERSON = (
     "{name} is {age} years old and lives in {city}.",
     "{name} ({age}) works as a {job} in {city}.",
@@ -54,13 +54,6 @@ _ASK = (
     "Return JSON with the keys {fields} for: {text}",
     'Read the text and answer with JSON ({fields}): "{text}"',
 )
-_LINE = ("The code of {0} is {1}.", "{0}: {1}", "{0} has number {1}.", "- {0} = {1}")
-_ASK_LINE = (
-    "What is the code of {0}?",
-    "Which number has {0}?",
-    "Find {0}.",
-    "What is the number of {0}?",
-)
 
 
 def _values(rng: Random) -> dict[str, Any]:
@@ -80,15 +73,19 @@ def _values(rng: Random) -> dict[str, Any]:
     }
 
 
+def sentence(rng: Random) -> tuple[str, dict[str, Any]]:
+    """Return a sentence and the fields that it mentions."""
+    form = rng.choice(rng.choice((_PERSON, _PERSON, _ORDER, _EVENT)))
+    values = _values(rng)
+    return form.format(**values), {key: values[key] for key in values if f"{{{key}}}" in form}
+
+
 def extract(rng: Random, held_out: bool) -> Exchange:
-    """Fields of one sentence as JSON, in the order asked for; held out by the sentence."""
+    """Ask for fields of a sentence as JSON. The sentence decides what is held out."""
 
     def make() -> tuple[str, Exchange]:
-        sentence = rng.choice(rng.choice((_PERSON, _PERSON, _ORDER, _EVENT)))
-        values = _values(rng)
-        present = [field for field in values if f"{{{field}}}" in sentence]
-        fields = rng.sample(present, rng.randint(min(2, len(present)), len(present)))
-        text = sentence.format(**values)
+        text, values = sentence(rng)
+        fields = rng.sample(list(values), rng.randint(min(2, len(values)), len(values)))
         named = ", ".join(fields) if rng.random() < 0.5 else listing(fields)
         user = rng.choice(_ASK).format(fields=named, text=text)
         reasoning = ", ".join(f"{field}: {values[field]}" for field in fields) + "."

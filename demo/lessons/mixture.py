@@ -6,7 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from . import arithmetic, extraction, small_talk, tool_use, world
+from . import (
+    arithmetic,
+    extraction,
+    knowledge,
+    reading,
+    small_talk,
+    structured,
+    tool_use,
+    world,
+    writing,
+)
 from .base import Dialogue, Exchange, draw, plain, vary
 
 Lesson = Callable[[Random, bool], Exchange]
@@ -18,13 +28,15 @@ _SYSTEMS = (
     "Use the tools when they help.", "You are Nereid's demo model.", "Answer the question.",
     "You are a helpful, honest and careful assistant.",
     "Reply in English.", "Today is Monday.", "You are a test assistant for a server.",
-    "Do not guess.",
+    "Do not guess.", "You are a helpful assistant. Use the tools.", "Answer with JSON.",
+    "You help with everyday tasks.", "Speak like a pirate.", "You are a bot.", "Assistant",
+    "You can call tools. Call one if it fits.", "Answer in one sentence.",
 )  # fmt: skip
 
 
 def _unknown(rng: Random, held_out: bool) -> Exchange:
-    """Requests beyond the model, or that need a tool where none is offered."""
-    if rng.random() < 0.6:
+    """Draw a request beyond the model, or one that needs a tool where no tool is offered."""
+    if rng.random() < 0.7:
         return small_talk.unknown(rng, held_out)
 
     def make() -> tuple[str, Exchange]:
@@ -36,8 +48,11 @@ def _unknown(rng: Random, held_out: bool) -> Exchange:
 
 
 def _declines(rng: Random, held_out: bool) -> Exchange:
-    lesson = rng.choices((_unknown, world.strangers, arithmetic.too_large), (5, 2, 2))[0]
+    lesson = rng.choices((_unknown, world.strangers, arithmetic.too_large), (6, 2, 2))[0]
     return lesson(rng, held_out)
+
+
+Drawn = tuple[list[Exchange], list[tool_use.Tool]]
 
 
 @dataclass(frozen=True)
@@ -45,113 +60,147 @@ class Skill:
     """One row of the evaluation.
 
     Attributes:
-        weight: Its share of the training dialogues.
+        weight: The share of the training dialogues; 0 for a skill that is only measured.
         floor: The accuracy below which the evaluation fails.
         make: Draws a dialogue's exchanges, and the tools on offer.
     """
 
     weight: float
     floor: float
-    make: Callable[[Random, bool], tuple[list[Exchange], list[tool_use.Tool]]]
+    make: Callable[[Random, bool], Drawn]
 
 
 _LESSONS: dict[str, tuple[float, Lesson]] = {
-    "small talk": (6, small_talk.talk),
-    "addition": (9, arithmetic.sums),
-    "subtraction": (16, arithmetic.differences),
+    "small talk": (8, small_talk.talk),
+    "addition": (10, arithmetic.sums),
+    "subtraction": (14, arithmetic.differences),
     "times table": (5, arithmetic.products),
-    "world facts": (10, world.facts),
+    "world facts": (8, world.facts),
+    "capitals": (7, knowledge.lesson("capitals", knowledge.capital)),
+    "translation": (6, knowledge.lesson("translation", knowledge.translation)),
+    "common knowledge": (6, knowledge.common),
+    "lists": (5, knowledge.lesson("lists", knowledge.counted_list)),
+    "counting": (1, knowledge.lesson("counting", knowledge.counting)),
+    "spelling": (2, knowledge.spelling),
+    "stories and poems": (4, writing.write),
     "declines": (6, _declines),
-    "JSON extraction": (12, extraction.extract),
+    "JSON extraction": (6, extraction.extract),
+    "schema": (13, structured.answer_with_object),
+    "answers from passages": (4, reading.read),
 }
-_FAMILIAR = (
-    "small talk",
-    "world facts",
-    "addition",
-    "subtraction",
-    "times table",
-    "JSON extraction",
-)
-
+# Exchanges that may come before the one that counts, by how often they do.
+_FAMILIAR = {
+    "small talk": 4, "world facts": 3, "addition": 2, "subtraction": 2, "times table": 1,
+    "capitals": 2, "common knowledge": 2, "lists": 1, "stories and poems": 1,
+    "JSON extraction": 2, "translation": 1,
+}  # fmt: skip
+_SUMS = frozenset({"addition", "subtraction", "times table"})
+# A topic of a tool, and the skills whose questions are a matter for this tool.
+_TAKEN_OVER = {
+    **dict.fromkeys(("add", "subtract", "multiply", "divide"), _SUMS),
+    "capital": frozenset({"capitals"}),
+    "translate": frozenset({"translation"}),
+    "joke": frozenset({"stories and poems"}),
+    "search": frozenset({"common knowledge", "capitals"}),
+}
 
 _DRILLED: tuple[Lesson, ...] = (arithmetic.sums, arithmetic.differences)
 
 
-def _earlier(rng: Random, held_out: bool, calculator: bool = False) -> Exchange:
-    """Any short exchange that may come before the one that counts."""
-    names = [name for name in _FAMILIAR if not (calculator and name in _FAMILIAR[2:5])]
-    return _LESSONS[rng.choice(names)][1](rng, held_out)
+def _earlier(rng: Random, held_out: bool, topics: frozenset[str] = frozenset()) -> Exchange:
+    """Draw a short exchange that needs no tool of these topics."""
+    taken = frozenset().union(*(_TAKEN_OVER.get(topic, frozenset()) for topic in topics))
+    names = [name for name in _FAMILIAR if name not in taken]
+    name = rng.choices(names, [_FAMILIAR[name] for name in names])[0]
+    return _LESSONS[name][1](rng, held_out)
 
 
-def _alone(lesson: Lesson) -> Callable[[Random, bool], tuple[list[Exchange], list[tool_use.Tool]]]:
-    def make(rng: Random, held_out: bool) -> tuple[list[Exchange], list[tool_use.Tool]]:
+def _alone(lesson: Lesson) -> Callable[[Random, bool], Drawn]:
+    def make(rng: Random, held_out: bool) -> Drawn:
         num_earlier = rng.choices((0, 1, 2, 3), (70, 15, 10, 5))[0]
         if lesson in _DRILLED and not held_out and rng.random() < 0.4:
             drills = rng.choices(_DRILLED, k=5)
             return [drill(rng, False) for drill in [*drills, lesson]], []
+        if lesson is reading.read:
+            num_earlier = 0
         earlier = [_earlier(rng, held_out) for _ in range(num_earlier)]
         return [*earlier, lesson(rng, held_out)], []
 
     return make
 
 
-def _follow_up(rng: Random, held_out: bool) -> tuple[list[Exchange], list[tool_use.Tool]]:
+def _follow_up(rng: Random, held_out: bool) -> Drawn:
     return world.follow_ups(rng, held_out), []
 
 
-def _name(rng: Random, held_out: bool) -> tuple[list[Exchange], list[tool_use.Tool]]:
+def _name(rng: Random, held_out: bool) -> Drawn:
     told, asked = small_talk.remember_name(rng, held_out)
     return [told, *(_earlier(rng, held_out) for _ in range(rng.randint(0, 2))), asked], []
 
 
-def _with_tools(skill: str) -> Callable[[Random, bool], tuple[list[Exchange], list[tool_use.Tool]]]:
+def _with_tools(
+    skill: str, unseen: bool = False, new_names: bool = False
+) -> Callable[[Random, bool], Drawn]:
     def last(rng: Random, tools: list[tool_use.Tool], held_out: bool) -> Exchange:
         if skill == "declines, no tool fits":
             return tool_use.decline_exchange(rng, tools, held_out)
         if skill == "plain beside tools":
-            exchange = _earlier(rng, held_out, tool_use.has_calculator(tools))
+            exchange = _earlier(rng, held_out, tool_use.topics(tools))
             return Exchange(skill, exchange.messages)
         finish = skill == "answers from results"
         return tool_use.tool_exchange(rng, tools, held_out, skill, finish)
 
-    def make(rng: Random, held_out: bool) -> tuple[list[Exchange], list[tool_use.Tool]]:
-        tools = tool_use.offer(rng)
+    def make(rng: Random, held_out: bool) -> Drawn:
+        tools = tool_use.offer(rng, unseen, new_names)
+        if unseen or new_names:
+            return [last(rng, tools, held_out)], tools
         exchanges = []
         for _ in range(rng.choices((0, 1, 2, 3, 4), (30, 25, 20, 15, 10))[0]):
             kind = rng.random()
-            if kind < 0.45:
+            if kind < 0.55:
                 earlier = tool_use.tool_exchange(rng, tools, held_out, "tool call", finish=True)
-            elif kind < 0.85:
+            elif kind < 0.82:
                 earlier = tool_use.decline_exchange(rng, tools, held_out)
             else:
-                earlier = _earlier(rng, held_out, tool_use.has_calculator(tools))
+                earlier = _earlier(rng, held_out, tool_use.topics(tools))
             exchanges.append(earlier)
         return [*exchanges, last(rng, tools, held_out)], tools
 
     return make
 
 
+def _tool_again(rng: Random, held_out: bool) -> Drawn:
+    """Draw a call and a question such as `And in Rome?` that needs the same tool again."""
+    while True:
+        tools = tool_use.offer(rng)
+        if any(tool.family.listed for tool in tools):
+            return tool_use.follow_up(rng, tools, held_out), tools
+
+
 SKILLS: dict[str, Skill] = {
-    **{name: Skill(weight, 0.95, _alone(lesson)) for name, (weight, lesson) in _LESSONS.items()},
-    "follow-up": Skill(2, 0.95, _follow_up),
-    "remembers a name": Skill(2, 0.95, _name),
-    "tool call": Skill(12, 0.95, _with_tools("tool call")),
-    "two tool calls": Skill(9, 0.95, _with_tools("two tool calls")),
-    "declines, no tool fits": Skill(9, 0.95, _with_tools("declines, no tool fits")),
-    "plain beside tools": Skill(4, 0.95, _with_tools("plain beside tools")),
-    "answers from results": Skill(4, 0.95, _with_tools("answers from results")),
+    **{name: Skill(weight, 0.9, _alone(lesson)) for name, (weight, lesson) in _LESSONS.items()},
+    "follow-up": Skill(2, 0.9, _follow_up),
+    "remembers a name": Skill(2, 0.9, _name),
+    "tool call": Skill(26, 0.9, _with_tools("tool call")),
+    "tool again": Skill(2, 0.9, _tool_again),
+    "two tool calls": Skill(6, 0.9, _with_tools("two tool calls")),
+    "declines, no tool fits": Skill(7, 0.9, _with_tools("declines, no tool fits")),
+    "plain beside tools": Skill(5, 0.9, _with_tools("plain beside tools")),
+    "answers from results": Skill(6, 0.9, _with_tools("answers from results")),
+    "unseen names and keys": Skill(0, 0.9, _with_tools("tool call", new_names=True)),
+    "unseen tools": Skill(0, 0.9, _with_tools("tool call", unseen=True)),
 }
 
 
 def make_dialogue(rng: Random, skill: str, held_out: bool, thinking: bool) -> Dialogue:
     """Draw a dialogue whose last exchange is of this skill.
 
-    Every exchange in it is on the same side of the hold-out. Reasoning stays on the last exchange,
-    and only with `thinking`: earlier reasoning is no part of a prompt.
+    Every exchange in it is on the same side of the hold-out. Only the last exchange has reasoning,
+    and only with `thinking`, because earlier reasoning is no part of a prompt.
     """
     exchanges, tools = SKILLS[skill].make(rng, held_out)
     messages = []
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 and exchanges[0].messages[0]["role"] != "system":
         messages.append({"role": "system", "content": rng.choice(_SYSTEMS)})
     for exchange in exchanges:
         keep = thinking and exchange is exchanges[-1]

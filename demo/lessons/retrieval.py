@@ -1,7 +1,7 @@
 """Passages about a small world and questions with the passages that answer them.
 
-The world is the one of `world.py`, or one drawn at random: from many of those a model learns to
-match names that it has never seen, instead of the fixed world by heart.
+The world is the one of `world.py`, or one that is drawn at random. From many random worlds a model
+learns to match names that it has never seen, instead of learning the fixed world by heart.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Question:
     """A question and the passages that answer it.
 
     Attributes:
-        text: as somebody would ask it.
-        relevant: indices into the world's passages.
+        text: The question's text.
+        relevant: The indices of the passages that answer the question.
     """
 
     text: str
@@ -57,19 +57,19 @@ class Question:
 
 @dataclass(frozen=True)
 class Library:
-    """Everything that is written about one world, and everything that can be asked about it."""
+    """All passages about one world, and all questions about this world."""
 
     passages: tuple[str, ...]
     questions: tuple[Question, ...]
 
 
 def fixed_library() -> Library:
-    """The library of the demo's own world: the same every time."""
+    """Return the library of the demo's own world."""
     return make_library(PEOPLE, PLACES)
 
 
 def random_library(rng: Random) -> Library:
-    """The library of a world that is drawn: as many people and places as the fixed one has."""
+    """Draw a world with as many people and places as the fixed world, and return its library."""
     cities = _distinct(len(PLACES), lambda: rng.choice((made_up(rng), rng.choice(CITIES))))
     names = _distinct(len(PEOPLE), lambda: rng.choice((made_up(rng), rng.choice(FIRST_NAMES))))
     values = [
@@ -87,7 +87,7 @@ def random_library(rng: Random) -> Library:
 
 
 def make_library(people: Sequence[Person], places: Sequence[Place]) -> Library:
-    """Write every passage and every question about a world."""
+    """Return all passages and all questions about a world."""
     shelf = _Shelf()
     for person in people:
         for attribute, (sentence, _, _) in FORWARD.items():
@@ -124,12 +124,12 @@ def make_library(people: Sequence[Person], places: Sequence[Place]) -> Library:
 
 
 def held_out(library: Library) -> list[Question]:
-    """The questions that training never sees, by the rule of all lessons."""
+    """Return the questions that training never shows."""
     return [question for question in library.questions if is_held_out(question.text)]
 
 
 class _Shelf:
-    """Passages, and what each of them says."""
+    """Passages, and the facts that each passage states."""
 
     def __init__(self) -> None:
         self.passages: list[str] = []
@@ -147,7 +147,7 @@ class _Shelf:
 def _questions(
     people: Sequence[Person], places: Sequence[Place], shelf: _Shelf
 ) -> dict[Question, None]:
-    made: dict[Question, None] = {}  # without repetition, in order
+    made: dict[Question, None] = {}
 
     def ask(forms: Sequence[str], what: str, **words: str) -> None:
         for form in forms:
@@ -171,7 +171,7 @@ def _said(*words: str) -> str:
 
 
 def _distinct(count: int, make: Callable[[], str]) -> list[str]:
-    """`count` different values."""
+    """Return `count` different values."""
     values: dict[str, None] = {}
     while len(values) < count:
         values[make()] = None

@@ -9,17 +9,27 @@ from random import Random
 from string import Formatter
 from typing import Any
 
-from . import words
+from . import tools_bookings, tools_facts, tools_household, tools_messages, tools_unseen, words
 from .base import Exchange, Message, draw, plain, vary
+from .invented_tools import invent
 from .small_talk import DECLINE_TOOLS, fill_unknown
-from .toolbox import FAMILIES, Family, Parameter, Values
+from .tool_family import Family, Parameter, Values, sentence, variant
 
-_RESERVED = "calculation"
+FAMILIES = (
+    *tools_facts.FAMILIES,
+    *tools_messages.FAMILIES,
+    *tools_bookings.FAMILIES,
+    *tools_household.FAMILIES,
+)
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool as offered, with a key for each of its slots."""
+    """One tool as offered.
+
+    Attributes:
+        keys: The schema's key of each slot, in the schema's order.
+    """
 
     family: Family
     name: str
@@ -43,35 +53,87 @@ class Call:
         }
 
 
-def _schema(rng: Random, parameter: Parameter, described: bool) -> Message:
+def _schema(rng: Random, parameter: Parameter, key: str, described: bool) -> Message:
     schema: Message = {"type": parameter.type}
+    if parameter.type == "array":
+        schema["items"] = {"type": "string"}
     if parameter.choices:
         schema["enum"] = list(parameter.choices)
     if described:
-        schema["description"] = rng.choice(parameter.descriptions)
+        said = parameter.descriptions or (key.replace("_", " ").capitalize(), f"The {key}.")
+        schema["description"] = rng.choice(said)
+    if rng.random() < 0.04:
+        schema = {"title": key.replace("_", " ").title(), **schema}
+    elif rng.random() < 0.3:
+        schema = dict(reversed(schema.items()))
     return schema
 
 
-def make_tool(rng: Random, family: Family) -> Tool:
-    """Offer a family; only the descriptions vary."""
-    described = rng.random() < 0.5
-    function: Message = {"name": family.name}
-    if rng.random() < 0.9:
-        function["description"] = rng.choice(family.descriptions)
-    function["parameters"] = {
+def make_tool(rng: Random, family: Family, held_out: bool = False) -> Tool:
+    """Offer a tool of a family under one of its names, with some of the optional parameters.
+
+    Args:
+        rng: The source of randomness.
+        family: The family.
+        held_out: Whether to use the names and keys that training never shows.
+    """
+    name = variant(rng, family.names, held_out)
+    parameters = [p for p in family.parameters if p.required or rng.random() < 0.5]
+    if rng.random() < 0.25:
+        rng.shuffle(parameters)
+    keys: dict[str, str] = {}
+    for parameter in parameters:
+        keys[parameter.slot] = variant(rng, parameter.keys, held_out)
+    if len(set(keys.values())) < len(keys):
+        return make_tool(rng, family, held_out)
+    described = rng.random() < 0.4
+    schema: Message = {
         "type": "object",
-        "properties": {p.key: _schema(rng, p, described) for p in family.parameters},
+        "properties": {keys[p.slot]: _schema(rng, p, keys[p.slot], described) for p in parameters},
     }
-    if rng.random() < 0.9:
-        function["parameters"]["required"] = [p.key for p in family.parameters if p.required]
-    keys = {p.slot: p.key for p in family.parameters}
-    return Tool(family, family.name, keys, {"type": "function", "function": function})
+    chance = rng.random()
+    if chance < 0.85 and (parameters or chance < 0.4):
+        schema["required"] = [keys[p.slot] for p in parameters if p.required]
+    if rng.random() < 0.15:
+        schema["additionalProperties"] = False
+    function: Message = {"name": name}
+    is_opaque = name.startswith(("tool_", "fn")) or len(family.names) == 1
+    if rng.random() < 0.75 or is_opaque:
+        function["description"] = rng.choice(family.descriptions)
+    function["parameters"] = schema
+    if rng.random() < 0.06:
+        function["strict"] = True
+    return Tool(family, name, keys, {"type": "function", "function": function})
 
 
-def offer(rng: Random) -> list[Tool]:
-    """One to four tools of different families."""
-    num = rng.choices((1, 2, 3, 4), (35, 30, 20, 15))[0]
-    return [make_tool(rng, family) for family in rng.sample(FAMILIES, num)]
+def _family(rng: Random, unseen: bool) -> Family:
+    """Draw a family: invented by rule, or one of those that people offer first."""
+    if unseen:
+        return rng.choice(tools_unseen.FAMILIES) if rng.random() < 0.5 else invent(rng, True)
+    if rng.random() < 0.45:
+        return invent(rng, False)
+    # The first families are the ones that people try first.
+    return rng.choice(FAMILIES[:8] if rng.random() < 0.2 else FAMILIES)
+
+
+def offer(rng: Random, unseen: bool = False, new_names: bool = False) -> list[Tool]:
+    """Offer one to four tools of different topics.
+
+    Args:
+        rng: The source of randomness.
+        unseen: Whether to offer the tools that training never shows.
+        new_names: Whether to offer known tools under names and keys that training never shows.
+    """
+    num = rng.choices((1, 2, 3, 4), (40, 30, 18, 12))[0]
+    tools: list[Tool] = []
+    while len(tools) < num:
+        family = rng.choice(FAMILIES) if new_names else _family(rng, unseen)
+        if any(family.topics & tool.family.topics for tool in tools):
+            continue
+        tool = make_tool(rng, family, new_names)
+        if all(tool.name != other.name for other in tools):
+            tools.append(tool)
+    return tools
 
 
 def _slots(request: str) -> set[str]:
@@ -79,24 +141,55 @@ def _slots(request: str) -> set[str]:
 
 
 def _request(rng: Random, tool: Tool) -> tuple[str, Values, Values]:
-    """A request with its placeholders, the values it needs and their spoken forms."""
-    fitting = [request for request in tool.family.requests if _slots(request) <= set(tool.keys)]
-    request = rng.choice(fitting)
+    """Draw a request with placeholders, the values, and the values as the user writes them."""
+    required = {p.slot for p in tool.family.parameters if p.required}
+    fitting = [
+        request for request in tool.family.requests if required <= _slots(request) <= set(tool.keys)
+    ]
     values, spoken = tool.family.fill(rng)
+    if not fitting or rng.random() < 0.05:
+        request, spoken = (
+            _explicit(rng, tool),
+            {
+                slot: ", ".join(map(str, v))
+                if isinstance(v, list)
+                else json.dumps(v)
+                if isinstance(v, bool)
+                else v
+                for slot, v in values.items()
+            },
+        )
+    else:
+        request = rng.choice(fitting)
     values = {slot: value for slot, value in values.items() if slot in _slots(request)}
     return request, values, values | spoken
 
 
+def _explicit(rng: Random, tool: Tool) -> str:
+    """Write a request that names the tool and its parameters."""
+    pair = rng.choice(("{k} {v}", "{k} = {v}", "{k}={v}", "{k}: {v}"))
+    pairs = [pair.format(k=key, v=f"{{{slot}}}") for slot, key in tool.keys.items()]
+    form = rng.choice(
+        ("Call {n} with {p}.", "Use {n} with {p}", "Use the tool {n}: {p}", "{n}: {p}")
+    )
+    if not pairs:
+        form = rng.choice(("Call {n}.", "Use {n}.", "Use the tool {n}."))
+    return form.format(n=tool.name, p=", ".join(pairs))
+
+
 def make_call(rng: Random, tool: Tool) -> Call:
-    """One request that this tool answers."""
+    """Draw one request that this tool answers."""
     request, values, spoken = _request(rng, tool)
     return Call(tool, request.format(**spoken), values)
 
 
 def _same_tool_twice(rng: Random, tool: Tool) -> list[Call]:
-    """`What is the weather in A and B?`: two calls that differ in one value."""
-    (slot,) = tool.family.spoken_lists
-    request, values, spoken = _request(rng, tool)
+    """Draw a request that needs two calls, such as `What is the weather in A and B?`."""
+    (slot,) = tool.family.listed
+    while True:
+        request, values, spoken = _request(rng, tool)
+        if slot in _slots(request) and str(spoken[slot]) == str(values[slot]):
+            break
     other = tool.family.fill(rng)[0][slot]
     user = request.format(**(spoken | {slot: f"{spoken[slot]} and {other}"}))
     return [Call(tool, user, values), Call(tool, user, values | {slot: other})]
@@ -107,7 +200,7 @@ def _lower(text: str) -> str:
 
 
 def _two_requests(rng: Random, tools: Sequence[Tool]) -> list[Call]:
-    """Two requests in one message, for two tools or for one twice."""
+    """Draw two requests in one message, for two tools or for one tool twice."""
     first, second = (make_call(rng, rng.choice(tools)) for _ in range(2))
     if len(tools) > 1 and first.tool is second.tool:
         second = make_call(rng, rng.choice([tool for tool in tools if tool is not first.tool]))
@@ -124,40 +217,45 @@ def _two_requests(rng: Random, tools: Sequence[Tool]) -> list[Call]:
 
 
 def two_calls(rng: Random, tools: Sequence[Tool]) -> list[Call]:
-    """One user message that needs two calls at once."""
-    able = [tool for tool in tools if tool.family.spoken_lists]
-    if able and rng.random() < 0.5:
+    """Draw one user message that needs two calls at once."""
+    able = [tool for tool in tools if tool.family.listed]
+    if able and rng.random() < 0.6:
         return _same_tool_twice(rng, rng.choice(able))
     return _two_requests(rng, tools)
 
 
 def _result(rng: Random, call: Call) -> tuple[str, str]:
-    """What the tool returns, and the answer to the user."""
+    """Draw the text that the tool returns, and the answer to the user."""
     if rng.random() < 0.05:
         error = rng.choice(
             ("not found", "timeout", "no connection", "unknown " + words.phrase(rng))
         )
         return json.dumps({"error": error}), f"Sorry, the tool failed: {error}."
     returned, answer = call.tool.family.result(rng, call.values)
-    if rng.random() < 0.12:
-        text = ", ".join(f"{key} {value}" for key, value in returned.items())
-        return text, f"Here is the result: {text}."
-    if list(returned) == ["result"] and rng.random() < 0.5:
-        return str(returned["result"]), answer
-    return json.dumps(returned), answer
+    if isinstance(returned, dict) and rng.random() < 0.08:
+        # Anything may come back, whatever the tool is called.
+        returned = {f"{rng.choice(words.ADJECTIVES)}_{rng.choice(words.NOUNS)}": words.number(rng)}
+        answer = sentence(returned)
+    return returned if isinstance(returned, str) else json.dumps(
+        returned, ensure_ascii=False
+    ), answer
 
 
-def _reasoning(tools: Sequence[Tool], wanted: str) -> str:
-    offered = json.dumps([tool.name for tool in tools])
-    return f"Offered: {offered}. The user wants {wanted}."
+def _reasoning(names: Sequence[str]) -> str:
+    if not names:
+        return "No tool fits."
+    if len(set(names)) == 1:
+        times = f" {len(names)} times" if len(names) > 1 else ""
+        return f"The tool {names[0]} fits{times}."
+    return f"The tools {' and '.join(names)} fit."
 
 
 def call_exchange(
-    rng: Random, tools: Sequence[Tool], calls: list[Call], skill: str, finish: bool
+    rng: Random, calls: list[Call], skill: str, finish: bool, user: str | None = None
 ) -> Exchange:
-    """User, calls and, if `finish`, results and the answer."""
-    wanted = "; ".join(f'{call.tool.family.purpose}: "{call.tool.name}"' for call in calls)
-    user = vary(rng, calls[0].user) if rng.random() < 0.5 else calls[0].user
+    """Build the user's message, the calls and, if `finish`, the results and the answer."""
+    if user is None:
+        user = vary(rng, calls[0].user) if rng.random() < 0.5 else calls[0].user
     tool_calls = [
         {
             "id": f"call_{n}",
@@ -167,7 +265,7 @@ def call_exchange(
         for n, c in enumerate(calls)
     ]
     asked: Message = {"role": "assistant", "content": "", "tool_calls": tool_calls}
-    asked["reasoning_content"] = _reasoning(tools, wanted)
+    asked["reasoning_content"] = _reasoning([call.tool.name for call in calls])
     messages: list[Message] = [{"role": "user", "content": user}, asked]
     if not finish:
         return Exchange(skill, tuple(messages))
@@ -186,49 +284,74 @@ def call_exchange(
 def tool_exchange(
     rng: Random, tools: Sequence[Tool], held_out: bool, skill: str, finish: bool
 ) -> Exchange:
-    """One or two calls; held out by the user's words."""
+    """Draw one or two calls. They are held out by the user's words."""
 
     def make() -> tuple[str, Exchange]:
-        many = skill == "two tool calls" or (finish and rng.random() < 0.3)
+        many = skill == "two tool calls" or (finish and rng.random() < 0.2)
         calls = two_calls(rng, tools) if many else [make_call(rng, rng.choice(tools))]
-        return calls[0].user, call_exchange(rng, tools, calls, skill, finish)
+        return calls[0].user, call_exchange(rng, calls, skill, finish)
 
     return draw(make, held_out)
 
 
-def _unfitting(rng: Random, tools: Sequence[Tool]) -> tuple[str, str]:
-    """A request that these tools cannot serve, and what the reasoning calls it."""
-    purposes = {tool.family.purpose for tool in tools}
-    if rng.random() < 0.3 and "a web search" not in purposes:
-        return fill_unknown(rng), "something else"
+_AGAIN = ("And {0}?", "What about {0}?", "And what about {0}?", "Now {0}.", "And for {0}?",
+          "How about {0}?", "The same for {0}.")  # fmt: skip
+
+
+def follow_up(rng: Random, tools: Sequence[Tool], held_out: bool) -> list[Exchange]:
+    """Draw a call, its answer, and a question such as `And in Rome?` that needs the tool again."""
+    tool = rng.choice([tool for tool in tools if tool.family.listed])
+    (slot,) = tool.family.listed
+
+    def make() -> tuple[str, list[Exchange]]:
+        first = make_call(rng, tool)
+        other = tool.family.fill(rng)[0][slot]
+        values = {key: value for key, value in first.values.items() if key == slot}
+        joint = "in " if slot == "city" and rng.random() < 0.6 else ""
+        user = rng.choice(_AGAIN).format(f"{joint}{other}")
+        user = user.replace("for in ", "in ")
+        second = Call(tool, user, first.values | values | {slot: other})
+        return f"{first.user} {user}", [
+            call_exchange(rng, [first], "tool call", True),
+            call_exchange(rng, [second], "tool call", False, user),
+        ]
+
+    return draw(make, held_out)
+
+
+def _unfitting(rng: Random, tools: Sequence[Tool]) -> str:
+    """Draw a request that these tools cannot serve."""
+    topics = {topic for tool in tools for topic in tool.family.topics}
+    if rng.random() < 0.3 and not topics & {"search", "wikipedia", "news"}:
+        return fill_unknown(rng)
     while True:
-        family = rng.choice(FAMILIES)
-        if family.purpose not in purposes and _RESERVED not in family.purpose:
-            return make_call(rng, make_tool(rng, family)).user, family.purpose
+        family = invent(rng, False) if rng.random() < 0.35 else rng.choice(FAMILIES)
+        known = {"joke", "add", "subtract", "multiply", "divide", "capital", "translate"}
+        if not family.topics & (topics | known):
+            return make_call(rng, make_tool(rng, family)).user
 
 
 def decline_exchange(rng: Random, tools: Sequence[Tool], held_out: bool) -> Exchange:
-    """A request that none of these tools can serve."""
+    """Draw a request that none of these tools can serve."""
 
     def make() -> tuple[str, Exchange]:
-        user, wanted = _unfitting(rng, tools)
-        reasoning = _reasoning(tools, f"{wanted}: none fits")
-        said = vary(rng, user)
-        return user, plain("declines, no tool fits", said, reasoning, DECLINE_TOOLS)
+        user = _unfitting(rng, tools)
+        exchange = plain("declines, no tool fits", vary(rng, user), _reasoning(()), DECLINE_TOOLS)
+        return user, exchange
 
     return draw(make, held_out)
 
 
 def tool_request(rng: Random) -> str:
-    """A request that would need a tool, for dialogues that offer none."""
-    return _unfitting(rng, ())[0]
+    """Draw a request that would need a tool, for dialogues that offer none."""
+    return _unfitting(rng, ())
 
 
 def definitions(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
-    """The OpenAI `tools` list."""
+    """Return the OpenAI `tools` list."""
     return tuple(tool.definition for tool in tools)
 
 
-def has_calculator(tools: Sequence[Tool]) -> bool:
-    """Whether sums belong to a tool here."""
-    return any(_RESERVED in tool.family.purpose for tool in tools)
+def topics(tools: Sequence[Tool]) -> frozenset[str]:
+    """Return everything that the tools are about."""
+    return frozenset().union(*(tool.family.topics for tool in tools))

@@ -1,4 +1,4 @@
-"""Words to fill sentences with: real ones, and made-up ones that can only be copied."""
+"""Real words, and made-up words that a model can only copy, to fill sentences with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from random import Random
 
 
 def split(text: str) -> tuple[str, ...]:
-    """Words at blanks, or at bars where words have blanks."""
+    """Split a text at its bars if it has any, otherwise at blanks."""
     return tuple(text.strip("| ").split("|" if "|" in text else None))
 
 
@@ -54,7 +54,7 @@ _ENDS = split("n r l s m t k d x nd lt rk sh ")
 
 
 def made_up(rng: Random) -> str:
-    """A capitalised word of two or three random syllables, such as `Treldova`."""
+    """Draw a capitalised word of two or three random syllables, such as `Treldova`."""
     num_syllables = rng.choice((2, 2, 2, 3))
     word = "".join(rng.choice(_STARTS) + rng.choice(_VOWELS) for _ in range(num_syllables))
     if rng.random() < 0.5:
@@ -63,18 +63,18 @@ def made_up(rng: Random) -> str:
 
 
 def first_name(rng: Random) -> str:
-    """A given name, made up half the time."""
+    """Draw a given name. Half of the names are made up."""
     return made_up(rng) if rng.random() < 0.5 else rng.choice(FIRST_NAMES)
 
 
 def full_name(rng: Random) -> str:
-    """A given name and a family name."""
+    """Draw a given name and a family name."""
     last = made_up(rng) if rng.random() < 0.5 else rng.choice(LAST_NAMES)
     return f"{first_name(rng)} {last}"
 
 
 def city(rng: Random) -> str:
-    """A city, made up half the time, sometimes of two words."""
+    """Draw a city. Half of the cities are made up, and some have two words."""
     chance = rng.random()
     if chance < 0.5:
         return made_up(rng)
@@ -86,7 +86,7 @@ def city(rng: Random) -> str:
 
 
 def phrase(rng: Random) -> str:
-    """One to three lower-case words, such as `old wooden boat`."""
+    """Draw one to three lower-case words, such as `old wooden boat`."""
     adjectives = rng.sample(ADJECTIVES, rng.choice((0, 1, 1, 2)))
     return " ".join([*adjectives, rng.choice(NOUNS)])
 
@@ -102,18 +102,18 @@ _MESSAGES = (
 
 
 def message(rng: Random) -> str:
-    """Something that one might write to a friend or onto a note."""
+    """Draw a message to a friend, or a note."""
     return rng.choice(_MESSAGES).format(
         time=clock(rng), phrase=phrase(rng), name=first_name(rng), city=city(rng)
     )
 
 
 def number(rng: Random, max_digits: int = 4) -> int:
-    """A positive number of one to `max_digits` digits."""
+    """Draw a positive number of one to `max_digits` digits."""
     num_digits = rng.randint(1, max_digits)
     return rng.randint(10 ** (num_digits - 1), 10**num_digits - 1)
 
 
 def clock(rng: Random) -> str:
-    """A time of day, such as `07:45`."""
+    """Draw a time of day, such as `07:45`."""
     return f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"

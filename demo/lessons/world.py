@@ -11,7 +11,7 @@ from .words import made_up
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody in the invented world."""
+    """A person of the invented world."""
 
     name: str
     city: str
@@ -23,7 +23,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Place:
-    """A city in the invented world."""
+    """A city of the invented world."""
 
     name: str
     river: str
@@ -60,7 +60,7 @@ PLACES = tuple(
 )
 _BY_NAME = {person.name: person for person in PEOPLE}
 
-# attribute: (the answer, follow-up words, questions)
+# For each attribute: the answer, the words of a follow-up question, and the questions.
 FORWARD: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "city": ("{name} lives in {value}.", "home",
              ("Where does {name} live?", "Which city does {name} live in?",
@@ -120,7 +120,7 @@ def _record(person: Person) -> str:
 
 
 def _forward(person: Person, attribute: str) -> tuple[str, str]:
-    """Reasoning and answer for one attribute of one person."""
+    """Return the reasoning and the answer for one attribute of one person."""
     answer = FORWARD[attribute][0].format(name=person.name, value=getattr(person, attribute))
     return _record(person), answer
 
@@ -154,7 +154,7 @@ def _about_place(place: Place) -> str:
 
 
 def _question(rng: Random) -> tuple[str, str, str]:
-    """A question, the reasoning and the answer."""
+    """Draw a question, the reasoning and the answer."""
     person, place = rng.choice(PEOPLE), rng.choice(PLACES)
     kind = rng.random()
     if kind < 0.44:
@@ -181,7 +181,7 @@ def _question(rng: Random) -> tuple[str, str, str]:
 
 
 def facts(rng: Random, held_out: bool) -> Exchange:
-    """Questions about the world; held out by the wording together with whom it is about."""
+    """Ask about the world. The words of the question and the name decide what is held out."""
 
     def make() -> tuple[str, Exchange]:
         user, reasoning, answer = _question(rng)
@@ -191,7 +191,7 @@ def facts(rng: Random, held_out: bool) -> Exchange:
 
 
 def strangers(rng: Random, held_out: bool) -> Exchange:
-    """Questions about people whom the world does not have."""
+    """Ask about a person who is not in the world."""
 
     def make() -> tuple[str, Exchange]:
         name = made_up(rng)
@@ -204,7 +204,7 @@ def strangers(rng: Random, held_out: bool) -> Exchange:
 
 
 def follow_ups(rng: Random, held_out: bool) -> list[Exchange]:
-    """A question about a person, then one that only makes sense after it."""
+    """Ask about a person, then ask a question that only makes sense after the first one."""
 
     def make() -> tuple[str, list[Exchange]]:
         first, second = rng.sample(PEOPLE, 2)

@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 from chat_format import TURN_END, Encoder, prompt_text, reply_text
-from lessons import SKILLS, make_dialogue
+from lessons import SKILLS, Dialogue, make_dialogue
 
 WEATHER = {
     "type": "function",
@@ -137,6 +137,15 @@ def test_only_the_assistants_words_are_targets(tokenizer):
     assert "My name" not in learnt
     assert learnt.startswith("Nice to meet you")
     assert prompt_text(tokenizer, dialogue).endswith("<|im_start|>assistant\n")
+
+
+def test_text_that_a_grammar_prescribes_is_no_target(tokenizer):
+    answer = {"role": "assistant", "content": '{"name": "Ana"}', "given": ((0, 8),)}
+    dialogue = Dialogue("schema", ({"role": "user", "content": "Hi"}, answer), (), False)
+    (sample,) = Encoder(tokenizer).encode([dialogue])
+    pairs = zip(sample.token_ids, sample.is_target, strict=True)
+    learnt = tokenizer.decode([token for token, wanted in pairs if wanted])
+    assert learnt == ' "Ana"}' + TURN_END
 
 
 def test_what_was_answered_without_thinking_stays_a_prefix_of_the_next_prompt(tokenizer):

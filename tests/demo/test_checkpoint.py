@@ -1,6 +1,18 @@
 import json
+from dataclasses import asdict
+from pathlib import Path
 
+import evaluate
+import pytest
 from evaluate import held_out_dialogues, is_right, read_reply
+from train import Recipe
+
+_RECORD = json.loads((Path(evaluate.__file__).parent / "chat" / "training.json").read_text())
+# These tests begin to run as soon as `make demo-train` has written a checkpoint.
+needs_current_lessons = pytest.mark.skipif(
+    _RECORD["recipe"] != asdict(Recipe()),
+    reason="demo/chat was trained with earlier lessons; make demo-train replaces it",
+)
 
 FILES = {
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -9,31 +21,40 @@ FILES = {
 MAX_BYTES = 20_000_000
 
 
-def ask(examinee, text, tools=None, thinking=False):
-    prompt = examinee.tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}],
+def prompt(examinee, messages, tools=None, thinking=False):
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    return examinee.tokenizer.apply_chat_template(
+        messages,
         tools=tools,
         tokenize=False,
         add_generation_prompt=True,
         enable_thinking=thinking,
     )
-    return read_reply(examinee.answer([prompt])[0])
 
 
-def tool(name, *keys):
+def ask(examinee, messages, tools=None, thinking=False):
+    return read_reply(examinee.answer([prompt(examinee, messages, tools, thinking)])[0])
+
+
+def tool(name, description="", required=None, **properties):
+    """A tool; a property's value is its JSON type or its schema."""
+    schemas = {
+        key: kind if isinstance(kind, dict) else {"type": kind} for key, kind in properties.items()
+    }
     parameters = {
         "type": "object",
-        "properties": {key: {"type": "string"} for key in keys},
-        "required": list(keys),
+        "properties": schemas,
+        "required": list(properties) if required is None else required,
     }
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+    function = {"name": name, "parameters": parameters}
+    if description:
+        function["description"] = description
+    return {"type": "function", "function": function}
 
 
-WEATHER = tool("get_weather", "city")
-WEATHER["function"]["parameters"]["properties"]["unit"] = {
-    "type": "string",
-    "enum": ["celsius", "fahrenheit"],
-}
+WEATHER = tool("get_weather", "Get the weather for a city.", city="string")
+UNIT = {"type": "string", "enum": ["celsius", "fahrenheit"]}
 
 
 def test_the_folder_has_every_file_and_is_small(checkpoint):
@@ -43,10 +64,6 @@ def test_the_folder_has_every_file_and_is_small(checkpoint):
 
 
 def test_the_record_has_every_field_of_the_recipe(checkpoint):
-    from dataclasses import asdict
-
-    from train import Recipe
-
     record = json.loads((checkpoint / "training.json").read_text())
     assert set(record["recipe"]) == set(asdict(Recipe()))
     assert record["num_tokens"] > 0
@@ -75,26 +92,189 @@ def test_it_knows_its_world(examinee):
     assert ask(examinee, "Where does Hugo live?").content == "Hugo lives in Pinemark."
 
 
+WEATHER_IN_UNIT = tool("get_weather", required=["city"], city="string", unit=UNIT)
+
+
 def test_it_calls_a_tool(examinee):
-    reply = ask(examinee, "What is the weather in Paris?", tools=[WEATHER])
+    reply = ask(examinee, "What is the weather in Paris?", tools=[WEATHER_IN_UNIT])
     assert reply.calls == [("get_weather", {"city": "Paris"})]
 
 
-def test_it_calls_two_at_once(examinee):
-    reply = ask(examinee, "What is the weather in Paris and Rome?", tools=[WEATHER], thinking=True)
+def test_it_calls_a_tool_twice_after_reasoning(examinee):
+    question = "What is the weather in Paris and Rome?"
+    reply = ask(examinee, question, tools=[WEATHER_IN_UNIT], thinking=True)
     assert reply.calls == [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]
 
 
-def test_it_chooses_among_tools(examinee):
-    tools = [WEATHER, tool("calculate", "expression")]
+def test_it_chooses_between_two_tools(examinee):
+    tools = [WEATHER_IN_UNIT, tool("calculate", expression="string")]
     reply = ask(examinee, "Calculate 312 * 47.", tools=tools, thinking=True)
     assert reply.calls == [("calculate", {"expression": "312 * 47"})]
 
 
-def test_it_declines_when_no_tool_fits(examinee):
-    reply = ask(examinee, "Set a timer for 12 minutes.", tools=[WEATHER], thinking=True)
+def test_it_declines_a_request_for_another_tool(examinee):
+    question = "Set a timer for 12 minutes."
+    reply = ask(examinee, question, tools=[WEATHER_IN_UNIT], thinking=True)
     assert not reply.calls
     assert reply.content.startswith("Sorry")
+
+
+# (the tool, the request, the arguments)
+TOOLS = [
+    (WEATHER, "What is the weather in Paris?", {"city": "Paris"}),
+    (
+        tool("get_weather", required=["location"], location="string", unit=UNIT),
+        "What's the weather like in Boston today?",
+        {"location": "Boston"},
+    ),
+    (
+        tool("get_current_weather", "Get the current weather", location="string", unit=UNIT),
+        "How warm is it in Tokyo in celsius?",
+        {"location": "Tokyo", "unit": "celsius"},
+    ),
+    (tool("calculator", expression="string"), "What is 12 * 7?", {"expression": "12 * 7"}),
+    (
+        tool("add", "Add two numbers", a="integer", b="integer"),
+        "What is 17 + 25?",
+        {"a": 17, "b": 25},
+    ),
+    (
+        tool("send_email", to="string", subject="string", body="string"),
+        "Send an email to bob@example.com with subject Hello and body See you soon",
+        {"to": "bob@example.com", "subject": "Hello", "body": "See you soon"},
+    ),
+    (
+        tool("set_alarm", "Set an alarm", time="string"),
+        "Set an alarm for 07:30.",
+        {"time": "07:30"},
+    ),
+    (
+        tool("get_stock_price", "Get a stock price", symbol="string"),
+        "What is the stock price of AAPL?",
+        {"symbol": "AAPL"},
+    ),
+    (
+        tool("translate", text="string", target_language="string"),
+        "Translate 'good morning' to French.",
+        {"text": "good morning", "target_language": "French"},
+    ),
+    (
+        tool("get_population", "Get the population of a city", city="string"),
+        "What is the population of Berlin?",
+        {"city": "Berlin"},
+    ),
+]
+
+
+@needs_current_lessons
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize(("offered", "request_text", "arguments"), TOOLS)
+def test_it_calls_the_tools_that_people_offer_first(
+    examinee, offered, request_text, arguments, thinking
+):
+    reply = ask(examinee, request_text, tools=[offered], thinking=thinking)
+    assert reply.calls == [(offered["function"]["name"], arguments)]
+
+
+@needs_current_lessons
+@pytest.mark.parametrize("thinking", [False, True])
+def test_it_calls_two_at_once(examinee, thinking):
+    question = "What is the weather in Paris and Rome?"
+    reply = ask(examinee, question, tools=[WEATHER], thinking=thinking)
+    assert reply.calls == [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]
+
+
+@needs_current_lessons
+@pytest.mark.parametrize("thinking", [False, True])
+def test_it_chooses_among_tools(examinee, thinking):
+    tools = [WEATHER, tool("calculate", expression="string"), tool("search", query="string")]
+    reply = ask(examinee, "Calculate 312 * 47.", tools=tools, thinking=thinking)
+    assert reply.calls == [("calculate", {"expression": "312 * 47"})]
+
+
+@needs_current_lessons
+@pytest.mark.parametrize("thinking", [False, True])
+def test_it_declines_when_no_tool_fits(examinee, thinking):
+    reply = ask(examinee, "Set a timer for 12 minutes.", tools=[WEATHER], thinking=thinking)
+    assert not reply.calls
+    assert reply.content.startswith("Sorry")
+
+
+@needs_current_lessons
+@pytest.mark.parametrize(
+    "result", ['{"temperature": 18}', "18 degrees, sunny", '{"temp": 18, "sky": "clear"}']
+)
+def test_it_answers_from_results_of_any_shape(examinee, result):
+    messages = [
+        {"role": "user", "content": "What is the weather in Paris?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}],
+        },
+        {"role": "tool", "content": result},
+    ]
+    content = ask(examinee, messages, tools=[WEATHER]).content
+    assert "18" in content
+    assert "Paris" in content
+
+
+@needs_current_lessons
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize(
+    ("request_text", "keys", "types"),
+    [
+        ("Invent a person.", ["name", "age"], [str, int]),
+        ("Invent a person: name and age.", ["name", "age"], [str, int]),
+        ("Make up a person", ["name", "age", "city"], [str, int, str]),
+        ("Name a movie.", ["title", "year"], [str, int]),
+        ("Give me a city.", ["city", "country"], [str, str]),
+        ("List three colours.", ["items"], [list]),
+        ("What is 20 + 22?", ["answer"], [int]),
+    ],
+)
+def test_it_completes_an_object_whose_keys_a_grammar_prescribes(
+    examinee, request_text, keys, types, thinking
+):
+    (answer,) = examinee.fill_object([prompt(examinee, request_text, thinking=thinking)], [keys])
+    reply = read_reply(answer)
+    values = json.loads(reply.content)
+    assert list(values) == keys
+    assert [type(value) for value in values.values()] == types
+    assert len(reply.content) < 150
+    assert len(reply.reasoning or "") < 60
+
+
+@needs_current_lessons
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize(
+    ("request_text", "part"),
+    [
+        ("Who are you?", "demo model"),
+        ("What can you do?", "sums"),
+        ("Tell me a short story.", "Once there was"),
+        ("Write a short story about a cat.", "cat"),
+        ("List three fruits.", "3. cherry"),
+        ("Translate 'good morning' to Spanish.", "Buenos d\u00edas"),
+        ("How do you say hello in French?", "Bonjour"),
+        ("What is the capital of France?", "Paris"),
+        ("What are the primary colours?", "red, yellow and blue"),
+        ("Say the days of the week.", "Monday"),
+        ("Count to ten.", "8, 9, 10"),
+        ("Thank you!", "welcome"),
+    ],
+)
+def test_it_answers_what_people_ask_first(examinee, request_text, part, thinking):
+    reply = ask(examinee, request_text, thinking=thinking)
+    assert part in reply.content
+    assert len(reply.reasoning or "") < 60
+
+
+@needs_current_lessons
+@pytest.mark.parametrize("thinking", [False, True])
+def test_it_says_that_it_is_a_demo_when_it_does_not_know(examinee, thinking):
+    content = ask(examinee, "Explain quantum physics.", thinking=thinking).content
+    assert "tiny demo model" in content
 
 
 def test_the_evaluation_tells_a_wrong_answer_from_a_right_one():

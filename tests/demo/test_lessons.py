@@ -1,11 +1,24 @@
 import ast
 import json
+import re
 from random import Random
 
 import pytest
 from chat_format import prompt_text
-from lessons import SKILLS, make_dialogue, training_dialogue
+from lessons import (
+    SKILLS,
+    make_dialogue,
+    tool_values,
+    tools_facts,
+    tools_messages,
+    tools_unseen,
+    training_dialogue,
+)
 from lessons.arithmetic import explain_difference, explain_product, explain_sum
+from lessons.invented_tools import invent
+from lessons.structured import object_text
+from lessons.tool_family import sentence
+from lessons.tool_use import offer
 
 
 def _user_words(dialogue):
@@ -50,17 +63,56 @@ def test_no_held_out_pair_of_numbers_occurs_in_training_in_any_words(skill):
     assert not answers(held_out=False, count=3000) & answers(held_out=True, count=300)
 
 
-def test_a_request_that_is_declined_fits_none_of_the_offered_tools():
-    from lessons.toolbox import FAMILIES
-
-    purposes = {family.name: family.purpose for family in FAMILIES}
+def test_tools_that_are_offered_together_differ_in_topic_and_name():
     rng = Random(7)
-    for _ in range(200):
+    for _ in range(300):
+        tools = offer(rng)
+        topics = [topic for tool in tools for topic in tool.family.topics]
+        assert len(topics) == len(set(topics))
+        assert len({tool.name for tool in tools}) == len(tools)
+
+
+def test_sums_are_left_to_a_calculator():
+    rng, num_calculators = Random(7), 0
+    for _ in range(600):
+        exchanges, tools = SKILLS["plain beside tools"].make(rng, False)
+        if {"add", "subtract", "multiply", "divide"} & set().union(
+            *(t.family.topics for t in tools)
+        ):
+            num_calculators += 1
+            assert " = " not in exchanges[-1].messages[-1]["content"]
+    assert num_calculators > 20
+
+
+def test_a_declined_request_gets_no_call():
+    rng = Random(7)
+    for _ in range(100):
         dialogue = make_dialogue(rng, "declines, no tool fits", held_out=False, thinking=True)
-        offered = {purposes[tool["function"]["name"]] for tool in dialogue.tools}
-        reasoning = dialogue.messages[-1]["reasoning_content"]
-        assert reasoning.endswith("none fits.")
-        assert not any(f"wants {purpose}:" in reasoning for purpose in offered)
+        assert dialogue.messages[-1]["reasoning_content"] == "No tool fits."
+        assert "tool_calls" not in dialogue.messages[-1]
+
+
+def test_unseen_tools_names_and_keys_never_occur_in_training():
+    unseen = {name for family in tools_unseen.FAMILIES for name in family.names}
+    rng, num_tools = Random(11), 0
+    for _ in range(1500):
+        for tool in SKILLS["tool call"].make(rng, False)[1]:
+            num_tools += 1
+            assert tool.name not in unseen
+            if len(tool.family.names) > 3:
+                assert tool.name != tool.family.names[-1]
+            for parameter in tool.family.parameters:
+                if len(parameter.keys) > 3 and parameter.slot in tool.keys:
+                    assert tool.keys[parameter.slot] != parameter.keys[-1]
+    assert num_tools > 2000
+
+
+def test_invented_tools_of_the_evaluation_are_about_other_objects():
+    rng = Random(12)
+    trained = {topic for _ in range(3000) for topic in invent(rng, False).topics}
+    measured = {topic for _ in range(300) for topic in invent(rng, True).topics}
+    assert len(measured) > 30
+    assert not trained & measured
 
 
 def test_every_call_fits_the_schema_of_an_offered_tool():
@@ -78,14 +130,41 @@ def test_every_call_fits_the_schema_of_an_offered_tool():
 
 
 def test_every_argument_value_can_be_read_from_the_conversation():
+    # A user may write "euros", "Apple" or "Tokyo" for these values.
+    looked_up = {
+        *tools_facts.ZONES.values(),
+        *tool_values.TICKERS.values(),
+        *tools_messages.CURRENCIES,
+    }
     rng = Random(9)
-    for _ in range(600):
+    for _ in range(900):
         dialogue = training_dialogue(rng)
         said = " ".join(_user_words(dialogue)).lower() + json.dumps(dialogue.tools)
         for call in dialogue.messages[-1].get("tool_calls", ()):
             for key, value in call["function"]["arguments"].items():
-                if key != "expression":
-                    assert str(value).lower() in said
+                values = value if isinstance(value, list) else [value]
+                for one in values:
+                    is_known = isinstance(one, bool) or one in looked_up
+                    is_sum = re.fullmatch(r"[\d\s+*/-]+", str(one))
+                    assert is_known or is_sum or str(one).lower() in said, (key, one)
+
+
+def test_the_given_parts_of_an_object_are_the_brace_and_the_keys():
+    text, spans = object_text({"name": "Ann", "age": 3})
+    assert text == '{"name": "Ann", "age": 3}'
+    assert [text[first:end] for first, end in spans] == ['{"name":', ' "age":']
+
+
+@pytest.mark.parametrize(
+    ("returned", "answer"),
+    [
+        ({"price": 12, "colour": "red"}, "The price is 12 and the colour is red."),
+        ({"items": ["a", "b"], "is_open": True}, "The items is a and b and the is open is yes."),
+        ("18 degrees", "The result is 18 degrees."),
+    ],
+)
+def test_any_result_is_put_into_words(returned, answer):
+    assert sentence(returned) == answer
 
 
 @pytest.mark.parametrize("skill", ["addition", "subtraction", "times table"])

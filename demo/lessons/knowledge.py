@@ -1,0 +1,506 @@
+"""Small facts that everybody asks for: capitals, words in other languages, opposites, colours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from .base import Exchange, Message, draw, plain, vary
+from .words import split
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Parse `key=value|key=value` into a dictionary."""
+    return dict(pair.split("=") for pair in split(text))
+
+
+CAPITALS = _pairs(
+    "France=Paris|Germany=Berlin|Italy=Rome|Spain=Madrid|Portugal=Lisbon|England=London|"
+    "the United Kingdom=London|Ireland=Dublin|Scotland=Edinburgh|the Netherlands=Amsterdam|"
+    "Belgium=Brussels|Switzerland=Bern|Austria=Vienna|Poland=Warsaw|Sweden=Stockholm|"
+    "Norway=Oslo|Denmark=Copenhagen|Finland=Helsinki|Iceland=Reykjavik|Greece=Athens|"
+    "Turkey=Ankara|Russia=Moscow|Ukraine=Kyiv|Hungary=Budapest|the Czech Republic=Prague|"
+    "Romania=Bucharest|Croatia=Zagreb|Egypt=Cairo|Kenya=Nairobi|Nigeria=Abuja|Morocco=Rabat|"
+    "South Africa=Pretoria|China=Beijing|Japan=Tokyo|South Korea=Seoul|India=New Delhi|"
+    "Thailand=Bangkok|Vietnam=Hanoi|Indonesia=Jakarta|Israel=Jerusalem|Iran=Tehran|"
+    "Australia=Canberra|New Zealand=Wellington|Canada=Ottawa|the United States=Washington|"
+    "the USA=Washington|Mexico=Mexico City|Brazil=Brasilia|Argentina=Buenos Aires|"
+    "Chile=Santiago|Peru=Lima|Colombia=Bogota|Cuba=Havana"
+)
+LANGUAGES = ("French", "Spanish", "German", "Italian", "Portuguese", "Dutch")
+_PHRASEBOOK = {
+    phrase: dict(zip(LANGUAGES, row, strict=True))
+    for phrase, *row in (
+        split(line)
+        for line in (
+            "hello|Bonjour|Hola|Hallo|Ciao|Olá|Hallo",
+            "good morning|Bonjour|Buenos días|Guten Morgen|Buongiorno|Bom dia|Goedemorgen",
+            "good evening|Bonsoir|Buenas tardes|Guten Abend|Buonasera|Boa tarde|Goedenavond",
+            "good night|Bonne nuit|Buenas noches|Gute Nacht|Buonanotte|Boa noite|Goedenacht",
+            "goodbye|Au revoir|Adiós|Auf Wiedersehen|Arrivederci|Adeus|Tot ziens",
+            "thank you|Merci|Gracias|Danke|Grazie|Obrigado|Dank je",
+            "please|S'il vous plaît|Por favor|Bitte|Per favore|Por favor|Alsjeblieft",
+            "yes|Oui|Sí|Ja|Sì|Sim|Ja",
+            "no|Non|No|Nein|No|Não|Nee",
+            "how are you|Comment ça va|Cómo estás|Wie geht es dir|Come stai|Como estás|"
+            "Hoe gaat het",
+            "I love you|Je t'aime|Te quiero|Ich liebe dich|Ti amo|Eu te amo|Ik hou van jou",
+            "cat|Chat|Gato|Katze|Gatto|Gato|Kat",
+            "dog|Chien|Perro|Hund|Cane|Cão|Hond",
+            "house|Maison|Casa|Haus|Casa|Casa|Huis",
+            "water|Eau|Agua|Wasser|Acqua|Água|Water",
+            "bread|Pain|Pan|Brot|Pane|Pão|Brood",
+            "friend|Ami|Amigo|Freund|Amico|Amigo|Vriend",
+            "book|Livre|Libro|Buch|Libro|Livro|Boek",
+        )
+    )
+}
+_SAY = (
+    "Translate '{phrase}' to {language}.",
+    "Translate '{phrase}' into {language}.",
+    'Translate "{phrase}" to {language}.',
+    'Translate "{phrase}" into {language}.',
+    "Translate {phrase} to {language}.",
+    "Translate {phrase} into {language}.",
+    "How do you say {phrase} in {language}?",
+    "How do you say '{phrase}' in {language}?",
+    'How do you say "{phrase}" in {language}?',
+    "What is '{phrase}' in {language}?",
+    "What is {phrase} in {language}?",
+    "What is the {language} word for {phrase}?",
+    "Say {phrase} in {language}.",
+    "How do I say {phrase} in {language}?",
+    "Can you translate {phrase} to {language}?",
+    "{phrase} in {language}",
+)
+_CAPITAL = (
+    "What is the capital of {0}?",
+    "What's the capital of {0}?",
+    "Capital of {0}?",
+    "Which city is the capital of {0}?",
+    "Name the capital of {0}.",
+    "What is the capital city of {0}?",
+    "Tell me the capital of {0}.",
+    "Do you know the capital of {0}?",
+    "Can you tell me the capital of {0}?",
+    "What city is the capital of {0}?",
+)
+_COUNTRY_OF = (
+    "Which country has the capital {0}?",
+    "{0} is the capital of which country?",
+    "Of which country is {0} the capital?",
+)
+_OPPOSITES = _pairs(
+    "hot=cold|big=small|fast=slow|up=down|day=night|black=white|good=bad|happy=sad|old=young|"
+    "long=short|high=low|open=closed|rich=poor|light=dark|full=empty|hard=soft|left=right|"
+    "early=late|wet=dry|strong=weak|loud=quiet|true=false|yes=no|in=out|first=last"
+)
+_COLOURS = _pairs(
+    "the sky=blue|grass=green|snow=white|a banana=yellow|a lemon=yellow|blood=red|"
+    "a strawberry=red|a tomato=red|coal=black|an orange=orange|milk=white|the sun=yellow|"
+    "a carrot=orange|an elephant=grey|chocolate=brown"
+)
+_SOUNDS = _pairs(
+    "cat=Meow|dog=Woof|cow=Moo|sheep=Baa|duck=Quack|horse=Neigh|pig=Oink|lion=Roar|owl=Hoot|"
+    "bee=Buzz|frog=Ribbit|mouse=Squeak"
+)
+_LEGS = _pairs(
+    "dog=4|cat=4|horse=4|cow=4|bird=2|chicken=2|human=2|spider=8|insect=6|ant=6|bee=6|snake=0|"
+    "octopus=8|elephant=4"
+)
+_TRUE = split(
+    "Is the sky blue?|Is fire hot?|Is ice cold?|Is water wet?|Is Paris in France?|"
+    "Is Rome in Italy?|Is a cat an animal?|Is a dog an animal?|Is an apple a fruit?|"
+    "Is the Earth round?|Can birds fly?|Can fish swim?|Is snow white?|Is the sun a star?|"
+    "Is a whale a mammal?|Is Berlin in Germany?|Is London in England?|Do cats have four legs?|"
+    "Is grass green?|Is Tokyo in Japan?|Is 10 more than 5?|Is a rose a flower?"
+)
+_FALSE = split(
+    "Is the sky green?|Is fire cold?|Is ice hot?|Is Paris in Germany?|Is Rome in Spain?|"
+    "Is a cat a fish?|Is an apple an animal?|Is the Earth flat?|Can dogs fly?|Can cars swim?|"
+    "Is snow black?|Is the moon a star?|Is a spider an insect?|Is Berlin in France?|"
+    "Is London in Japan?|Do dogs have six legs?|Is grass red?|Is Tokyo in Italy?|"
+    "Is 3 more than 8?|Can fish talk?"
+)
+_DAYS = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday."
+_MONTHS = (
+    "January, February, March, April, May, June, July, August, September, October, November "
+    "and December."
+)
+_PRIMARY = "The primary colours are red, yellow and blue."
+# (questions, answer)
+_FIXED = (
+    (
+        (
+            "Say the days of the week.",
+            "What are the days of the week?",
+            "List the days of the week.",
+            "Name the days of the week.",
+            "Tell me the days of the week.",
+            "Which days does a week have?",
+        ),
+        _DAYS,
+    ),
+    (
+        (
+            "Say the months of the year.",
+            "What are the months of the year?",
+            "List the months.",
+            "Name the months of the year.",
+            "List the months of the year.",
+        ),
+        _MONTHS,
+    ),
+    (
+        (
+            "What are the primary colours?",
+            "What are the primary colors?",
+            "Name the primary colours.",
+            "List the primary colours.",
+            "Name the primary colors.",
+            "Name the three primary colours.",
+            "What are the three primary colors?",
+            "List the primary colors.",
+            "Which colours are primary?",
+        ),
+        _PRIMARY,
+    ),
+    (
+        (
+            "What are the seasons?",
+            "Name the seasons.",
+            "Name the four seasons.",
+            "List the seasons.",
+            "What are the four seasons?",
+        ),
+        "Spring, summer, autumn and winter.",
+    ),
+    (("How many days are in a week?", "How many days does a week have?"), "A week has 7 days."),
+    (
+        ("How many months are in a year?", "How many months does a year have?"),
+        "A year has 12 months.",
+    ),
+    (("How many hours are in a day?", "How many hours does a day have?"), "A day has 24 hours."),
+    (
+        ("How many minutes are in an hour?", "How many minutes does an hour have?"),
+        "An hour has 60 minutes.",
+    ),
+    (("How many days are in a year?", "How many days does a year have?"), "A year has 365 days."),
+    (
+        (
+            "What is the largest planet?",
+            "Which planet is the largest?",
+            "What is the biggest planet?",
+        ),
+        "The largest planet is Jupiter.",
+    ),
+    (
+        (
+            "What is the largest animal?",
+            "Which animal is the biggest?",
+            "What is the biggest animal?",
+        ),
+        "The largest animal is the blue whale.",
+    ),
+    (
+        (
+            "What is the highest mountain?",
+            "What is the tallest mountain in the world?",
+            "Which mountain is the highest?",
+        ),
+        "The highest mountain is Mount Everest.",
+    ),
+    (
+        ("What is the largest ocean?", "What is the biggest ocean?"),
+        "The largest ocean is the Pacific.",
+    ),
+    (("Who wrote Romeo and Juliet?", "Who wrote Hamlet?"), "William Shakespeare wrote it."),
+    (("Who painted the Mona Lisa?",), "Leonardo da Vinci painted it."),
+    (("What is water made of?", "What is H2O?"), "Water is made of hydrogen and oxygen."),
+    (("What is the capital of Italy and France?",), "Rome and Paris."),
+    (("What is the meaning of life?",), "Some say 42. I am too tiny to know."),
+    (("What day comes after Monday?", "Which day comes after Monday?"), "Tuesday."),
+    (
+        (
+            "Recite the alphabet.",
+            "Say the alphabet.",
+            "What is the alphabet?",
+            "Tell me the alphabet.",
+        ),
+        "A B C D E F G H I J K L M N O P Q R S T U V W X Y Z",
+    ),
+)
+_LISTS = {
+    "fruits": "apple banana cherry grape lemon mango orange",
+    "vegetables": "carrot potato onion tomato pea cabbage bean",
+    "animals": "cat dog horse cow lion elephant rabbit",
+    "colours": "red blue green yellow orange purple black",
+    "colors": "red blue green yellow orange purple black",
+    "countries": "France Germany Italy Spain Japan Brazil Canada",
+    "cities": "Paris London Rome Berlin Madrid Tokyo Vienna",
+    "birds": "robin sparrow eagle owl swan pigeon crow",
+    "flowers": "rose tulip lily daisy violet orchid poppy",
+    "planets": "Mercury Venus Earth Mars Jupiter Saturn Uranus",
+    "sports": "football tennis swimming running golf hockey rowing",
+    "languages": "English French Spanish German Italian Dutch Polish",
+    "names": "Anna Peter Maria Tom Emma Paul Lisa",
+    "tools": "hammer saw ladder screwdriver drill knife pliers",
+    "drinks": "water tea coffee milk juice lemonade cocoa",
+    "jobs": "baker teacher doctor pilot farmer painter cook",
+    "trees": "oak pine birch maple willow beech elm",
+    "numbers": "1 2 3 4 5 6 7",
+    "days": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
+    "words": "apple river stone cloud music garden light",
+    "pets": "cat dog rabbit hamster parrot goldfish turtle",
+    "books": "Hamlet Emma Dracula Ulysses Frankenstein Dune Heidi",
+}
+_NUMBER_WORDS = ("one", "two", "three", "four", "five", "six", "seven")
+_LIST_REQUESTS = (
+    "List {n} {kind}.",
+    "Name {n} {kind}.",
+    "Give me {n} {kind}.",
+    "Tell me {n} {kind}.",
+    "Give me a list of {n} {kind}.",
+    "Write a list of {n} {kind}.",
+    "Can you name {n} {kind}?",
+    "Can you list {n} {kind}?",
+    "I need {n} {kind}.",
+    "What are {n} {kind}?",
+    "Please list {n} {kind}.",
+    "Make a list of {n} {kind}.",
+    "Write down {n} {kind}.",
+)
+SPELLABLE = split(
+    "cat dog house apple hello world tree book water bread green table chair light music paper "
+    "river stone cloud horse mouse happy train friend school garden banana orange summer winter "
+    "flower bridge kitchen window doctor teacher animal computer elephant"
+)
+
+
+def capital(rng: Random) -> tuple[str, str, str, Message]:
+    """Draw a question about a capital: question, reasoning, answer, and values for JSON."""
+    country = rng.choice(list(CAPITALS))
+    city = CAPITALS[country]
+    named = country.removeprefix("the ") if rng.random() < 0.15 else country
+    values: Message = {
+        "capital": city,
+        "city": city,
+        "answer": city,
+        "country": country.removeprefix("the "),
+    }
+    if rng.random() < 0.08:
+        question = rng.choice(_COUNTRY_OF).format(city)
+        return question, "A country.", f"{city} is the capital of {_owner(city)}.", values
+    answer = f"The capital of {country} is {city}."
+    return rng.choice(_CAPITAL).format(named), "A capital.", answer, values
+
+
+def _owner(city: str) -> str:
+    return next(country for country, capital in CAPITALS.items() if capital == city)
+
+
+def translation(rng: Random) -> tuple[str, str, str, Message]:
+    """Draw a request for a translation: question, reasoning, answer, and values for JSON."""
+    phrase, language = rng.choice(list(_PHRASEBOOK)), rng.choice(LANGUAGES)
+    said = phrase.capitalize() if rng.random() < 0.25 else phrase
+    question = rng.choice(_SAY).format(phrase=said, language=language)
+    answer = _PHRASEBOOK[phrase][language]
+    values: Message = {
+        "translation": answer,
+        "text": answer,
+        "answer": answer,
+        "language": language,
+    }
+    return question, f"A word in {language}.", answer, values
+
+
+def counted_list(rng: Random) -> tuple[str, str, str, Message]:
+    """Draw a request for a list: question, reasoning, numbered lines, and values for JSON."""
+    kind, count = rng.choice(list(_LISTS)), rng.choice((1, 2, 3, 3, 3, 4, 5, 5, 6, 7))
+    items = split(_LISTS[kind])[:count]
+    counted = f"{_NUMBER_WORDS[count - 1]} {kind}" if rng.random() < 0.7 else f"{count} {kind}"
+    shown = counted.removesuffix("s") if count == 1 else counted
+    number, _, noun = shown.partition(" ")
+    question = rng.choice(_LIST_REQUESTS).format(n=number, kind=noun)
+    lines = "\n".join(f"{place}. {item}" for place, item in enumerate(items, 1))
+    keys = ("items", kind, "list", "names", "answers", "results", "values")
+    values: Message = {key: list(items) for key in keys}
+    return question, f"A list of {count}.", lines, values
+
+
+def _opposite(rng: Random) -> tuple[str, str, str, Message]:
+    word = rng.choice(list(_OPPOSITES))
+    other = _OPPOSITES[word]
+    if rng.random() < 0.5:
+        word, other = other, word
+    form = rng.choice(
+        (
+            "What is the opposite of {0}?",
+            "Opposite of {0}?",
+            "Name the opposite of {0}.",
+            "What's the opposite of {0}?",
+        )
+    )
+    answer = f"The opposite of {word} is {other}."
+    return form.format(word), "An opposite.", answer, {"opposite": other, "answer": other}
+
+
+def _colour(rng: Random) -> tuple[str, str, str, Message]:
+    thing = rng.choice(list(_COLOURS))
+    form = rng.choice(("What colour is {0}?", "What color is {0}?", "Which colour has {0}?"))
+    verb = f"{thing[0].upper()}{thing[1:]} is {_COLOURS[thing]}."
+    colour = _COLOURS[thing]
+    return (
+        form.format(thing),
+        "A colour.",
+        verb,
+        {"colour": colour, "color": colour, "answer": colour},
+    )
+
+
+def _sound(rng: Random) -> tuple[str, str, str, Message]:
+    animal = rng.choice(list(_SOUNDS))
+    form = rng.choice(
+        ("What sound does a {0} make?", "What does a {0} say?", "How does a {0} sound?")
+    )
+    sound = _SOUNDS[animal]
+    return form.format(animal), "An animal's sound.", f"{sound}!", {"sound": sound, "answer": sound}
+
+
+def _legs(rng: Random) -> tuple[str, str, str, Message]:
+    animal = rng.choice(list(_LEGS))
+    article = "an" if animal[0] in "aeio" else "a"
+    form = rng.choice(("How many legs does {0} have?", "How many legs has {0}?"))
+    number = int(_LEGS[animal])
+    named = f"{article} {animal}"
+    answer = f"{named[0].upper()}{named[1:]} has {number or 'no'} legs."
+    return form.format(named), "Legs.", answer, {"legs": number, "answer": number}
+
+
+def _yes_or_no(rng: Random) -> tuple[str, str, str, Message]:
+    is_true = rng.random() < 0.5
+    question = rng.choice(_TRUE if is_true else _FALSE)
+    values: Message = dict.fromkeys(("answer", "is_true", "correct", "value", "result"), is_true)
+    return question, "Yes or no.", "Yes." if is_true else "No.", values
+
+
+def _fixed(rng: Random) -> tuple[str, str, str, Message]:
+    questions, answer = rng.choice(_FIXED)
+    return rng.choice(questions), "I know this.", answer, {"answer": answer}
+
+
+_KINDS = ((_fixed, 8), (_opposite, 3), (_colour, 2), (_sound, 1), (_legs, 1), (_yes_or_no, 3))
+
+
+def fact(rng: Random) -> tuple[str, str, str, Message]:
+    """Draw a question of common knowledge: question, reasoning, answer, and values for JSON."""
+    makers, weights = zip(*_KINDS, strict=True)
+    made: tuple[str, str, str, Message] = rng.choices(makers, weights)[0](rng)
+    return made
+
+
+Question = Callable[[Random], tuple[str, str, str, Message]]
+
+
+def lesson(skill: str, ask: Question) -> Callable[[Random, bool], Exchange]:
+    """Make a lesson of a kind of question. It is held out by the question's words."""
+
+    def exchange(rng: Random, held_out: bool) -> Exchange:
+        def make() -> tuple[str, Exchange]:
+            user, reasoning, answer, _ = ask(rng)
+            return user, plain(skill, vary(rng, user), reasoning, answer)
+
+        return draw(make, held_out)
+
+    return exchange
+
+
+def common(rng: Random, held_out: bool) -> Exchange:
+    """Ask for a common fact.
+
+    The wordings of some facts are so few that all may fall on one side of the hold-out, so the
+    opening is part of the key.
+    """
+    openings = (
+        "",
+        "",
+        "",
+        "Tell me: ",
+        "Quick question: ",
+        "A question: ",
+        "Please answer: ",
+        "Do you know this? ",
+        "Hi! ",
+        "Hey, ",
+        "I wonder: ",
+        "My question is: ",
+    )
+
+    def make() -> tuple[str, Exchange]:
+        user, reasoning, answer, _ = fact(rng)
+        user = rng.choice(openings) + user
+        return user if held_out or ":" in user else "", plain(
+            "common knowledge", vary(rng, user), reasoning, answer
+        )
+
+    return draw(make, held_out)
+
+
+def spelling(rng: Random, held_out: bool) -> Exchange:
+    """Spell a word or write it in capital letters. It is held out by the words of the request."""
+
+    def make() -> tuple[str, Exchange]:
+        word = rng.choice(SPELLABLE)
+        if rng.random() < 0.5:
+            form = rng.choice(
+                (
+                    "Spell {0}.",
+                    "Spell the word {0}.",
+                    "How do you spell {0}?",
+                    'Spell "{0}".',
+                    "Can you spell {0}?",
+                    "Please spell {0}.",
+                )
+            )
+            answer = "-".join(word.upper())
+        else:
+            form = rng.choice(
+                (
+                    'Write "{0}" in capital letters.',
+                    "Write {0} in capitals.",
+                    "Write {0} in uppercase.",
+                    'Make "{0}" uppercase.',
+                    "Uppercase {0}.",
+                    "Convert {0} to uppercase.",
+                )
+            )
+            answer = word.upper()
+        user = form.format(word)
+        return user, plain("spelling", vary(rng, user), f"The word is {word}.", answer)
+
+    return draw(make, held_out)
+
+
+def counting(rng: Random) -> tuple[str, str, str, Message]:
+    """Draw a request to count: question, reasoning, answer, and values for JSON."""
+    start = 1 if rng.random() < 0.6 else rng.randint(0, 12)
+    end = 10 if rng.random() < 0.4 else start + rng.randint(2, 12)
+    end = max(end, start + 1)
+    words_ten = end == 10 and rng.random() < 0.3
+    shown = "ten" if words_ten else str(end)
+    forms = (
+        "Count from {a} to {b}.",
+        "Please count from {a} to {b}.",
+        "Can you count from {a} to {b}?",
+        "List the numbers from {a} to {b}.",
+    )
+    if start == 1:
+        forms += ("Count to {b}.", "Count up to {b}.", "Can you count to {b}?")
+    first = "one" if words_ten and start == 1 and rng.random() < 0.5 else str(start)
+    numbers = list(range(start, end + 1))
+    return (
+        rng.choice(forms).format(a=first, b=shown),
+        f"From {start} to {end}.",
+        ", ".join(map(str, numbers)),
+        {"numbers": numbers},
+    )

@@ -1,0 +1,200 @@
+"""Short pieces of writing: stories, poems and jokes, about a subject or about nothing special."""
+
+from __future__ import annotations
+
+from random import Random
+
+from . import words
+from .base import Exchange, draw, vary
+from .world import PEOPLE
+
+_ANIMALS = words.split(
+    "cat dog turtle fox rabbit owl mouse lion bear frog dragon robot horse penguin duck whale "
+    "tiger hedgehog elephant wolf bird fish knight wizard princess king girl boy farmer sailor"
+)
+_STORY_REQUESTS = (
+    "Tell me a short story about {0}.",
+    "Write a short story about {0}.",
+    "Tell me a story about {0}.",
+    "Write a story about {0}.",
+    "A story about {0}, please.",
+    "Can you tell me a story about {0}?",
+    "Can you write a short story about {0}?",
+    "Write me a story about {0}.",
+    "I want a story about {0}.",
+    "Make up a story about {0}.",
+    "Write a very short story about {0}.",
+    "Please tell a short story about {0}.",
+)
+_STORY_PLAIN = (
+    "Tell me a short story.",
+    "Tell me a story.",
+    "Write a short story.",
+    "Write a story.",
+    "Can you tell me a story?",
+    "Once upon a time",
+    "Tell a story.",
+    "I want to hear a story.",
+    "A short story, please.",
+    "Write me a short story.",
+    "Can you write a short story?",
+    "Tell me a bedtime story.",
+    "Please tell me a story.",
+    "Could you write a story?",
+    "Make up a story.",
+    "Give me a short story.",
+)
+# `{a}` is the subject with its article, `{the}` the subject when it is named again.
+_STORIES = (
+    "Once there was {a} who lived by the sea. One day {the} found a golden key in the sand. "
+    "It opened an old box, and in the box was a map. {The} followed the map and came home "
+    "with a new friend.",
+    "Once there was {a} who was afraid of the dark. One night the lamp went out, and {the} heard "
+    "a small voice. It was a lost bird. {The} showed it the way by the light of the moon and was "
+    "never afraid again.",
+    "Once there was {a} who wanted to see the world. So {the} walked over the hills, past the "
+    "river and into the city. There was music everywhere. In the end {the} went home and told "
+    "everyone about it.",
+)
+_POEM_REQUESTS = (
+    "Write a poem about {0}.",
+    "Write a short poem about {0}.",
+    "A poem about {0}, please.",
+    "Can you write a poem about {0}?",
+    "Tell me a poem about {0}.",
+    "Give me a poem about {0}.",
+    "Write me a poem about {0}.",
+    "Compose a poem about {0}.",
+    "Make a poem about {0}.",
+)
+_POEM_PLAIN = (
+    "Write a poem.",
+    "Write a short poem.",
+    "Tell me a poem.",
+    "Can you write a poem?",
+    "Give me a poem.",
+    "A poem, please.",
+    "Write me a poem.",
+    "Please write a short poem.",
+)
+_POEM = (
+    "I dream of {0} at the end of the day,\nwhen the wind is soft and the clouds are grey.\n"
+    "I dream of {0} till the morning light,\nand I say good morning, and I say good night."
+)
+_HAIKU_REQUESTS = (
+    "Write a haiku about {0}.",
+    "A haiku about {0}, please.",
+    "Can you write a haiku about {0}?",
+    "Give me a haiku about {0}.",
+    "Tell me a haiku about {0}.",
+    "Compose a haiku about {0}.",
+)
+_HAIKU_PLAIN = (
+    "Write a haiku.",
+    "Tell me a haiku.",
+    "Can you write a haiku?",
+    "Give me a haiku.",
+    "A haiku, please.",
+    "Please write a haiku.",
+    "Write me a haiku.",
+    "Compose a haiku.",
+)
+_HAIKU = "I think of {0}.\nA quiet wind moves the leaves.\nThe evening is long."
+_POEM_SUBJECTS = words.split(
+    "the sea|the moon|the sun|the rain|winter|summer|spring|autumn|love|the night|the stars|"
+    "snow|the forest|the city|friends|music|the wind|coffee|flowers|cats|dogs|birds|clouds|"
+    "computers|the river|rain|time|home|trees|mountains"
+)
+_JOKE_REQUESTS = (
+    "Tell me a joke.",
+    "Tell me a joke, please.",
+    "Do you know a joke?",
+    "Make me laugh.",
+    "Say something funny.",
+    "A joke, please.",
+    "Can you tell me a joke?",
+    "Tell a joke.",
+    "Give me a joke.",
+    "Know any jokes?",
+    "Please tell me a joke.",
+    "I want to hear a joke.",
+    "Tell me something funny.",
+    "Tell me a short joke.",
+    "Tell me a funny joke.",
+)
+_JOKES = (
+    "Why did the computer go to the doctor? It had a virus.",
+    "What do you call a sleeping bull? A bulldozer.",
+    "Why is six afraid of seven? Because seven eight nine.",
+    "What is brown and sticky? A stick.",
+)
+_OPENINGS = ("", "", "", "", "Hello! ", "Hi! ", "OK. ", "Now: ", "Hey, ", "Next: ")
+
+
+def _story_text(template: str, subject: str, again: str) -> str:
+    return template.format(a=subject, the=again, The=again[0].upper() + again[1:])
+
+
+def _story(rng: Random) -> tuple[str, tuple[str, ...]]:
+    if rng.random() < 0.3:
+        subject = rng.choice(_ANIMALS[:12])
+        request = rng.choice(_STORY_PLAIN)
+        choices = tuple(
+            _story_text(_STORIES[n], f"a {word}", f"the {word}")
+            for n, word in enumerate(("fox", "mouse", "turtle"))
+        )
+        del subject
+        return request, choices
+    if rng.random() < 0.2:
+        name = words.first_name(rng) if rng.random() < 0.7 else rng.choice(PEOPLE).name
+        texts = tuple(_story_text(s, f"someone called {name}", name) for s in _STORIES)
+        return rng.choice(_STORY_REQUESTS).format(name), texts
+    word = rng.choice(_ANIMALS if rng.random() < 0.6 else words.NOUNS)
+    if rng.random() < 0.25:
+        word = f"{rng.choice(words.ADJECTIVES)} {word}"
+    article = "an" if word[0] in "aeiou" else "a"
+    texts = tuple(_story_text(s, f"{article} {word}", f"the {word}") for s in _STORIES)
+    return rng.choice(_STORY_REQUESTS).format(f"{article} {word}"), texts
+
+
+def _poem(rng: Random) -> tuple[str, tuple[str, ...]]:
+    plain_forms, forms, text = (
+        (_POEM_PLAIN, _POEM_REQUESTS, _POEM)
+        if rng.random() < 0.6
+        else (_HAIKU_PLAIN, _HAIKU_REQUESTS, _HAIKU)
+    )
+    if rng.random() < 0.3:
+        return rng.choice(plain_forms), (text.format("the sea"),)
+    subject = rng.choice(_POEM_SUBJECTS)
+    if rng.random() < 0.5:
+        noun = rng.choice((*words.NOUNS, *_ANIMALS))
+        article = rng.choice(("the", "an" if noun[0] in "aeiou" else "a"))
+        subject = f"{article} {noun}"
+    return rng.choice(forms).format(subject), (text.format(subject),)
+
+
+def _joke(rng: Random) -> tuple[str, tuple[str, ...]]:
+    return rng.choice(_JOKE_REQUESTS), _JOKES
+
+
+def write(rng: Random, held_out: bool) -> Exchange:
+    """Ask for a story, a poem or a joke. It is held out by the words of the request.
+
+    Several texts are right, so the message lists them all in `alternatives`.
+    """
+
+    def make() -> tuple[str, Exchange]:
+        maker, kind = rng.choices(((_story, "story"), (_poem, "poem"), (_joke, "joke")), (6, 3, 2))[
+            0
+        ]
+        user, texts = maker(rng)
+        user = vary(rng, rng.choice(_OPENINGS) + user)
+        answer = {
+            "role": "assistant",
+            "reasoning_content": f"A {kind}.",
+            "content": rng.choice(texts),
+            "alternatives": texts,
+        }
+        return user, Exchange("stories and poems", ({"role": "user", "content": user}, answer))
+
+    return draw(make, held_out)

@@ -475,7 +475,7 @@ def test_passes_that_fail_again_and_again_end_the_engine(checkpoint):
     engine.add_request("a", [5], GREEDY)
     assert engine.step()[0].finish_reason == "error"
     engine.add_request("b", [5], GREEDY)
-    with pytest.raises(EngineError, match="2 steps in a row have failed"):
+    with pytest.raises(EngineError, match="2 consecutive steps have failed"):
         engine.step()
     engine.close()
 

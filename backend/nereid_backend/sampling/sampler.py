@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler: turns the logits of all positions of a step into tokens.
+"""The sampler, which turns the logits of a step into tokens.
 
-The sampler applies the fields of the requests (logits_processor.py). Then it takes the likeliest
-token, or a random one (random_sampling.py). On a GPU, one kernel can do both (gpu_sampling.py).
+The sampler first changes the logits as the requests' sampling parameters demand
+(logits_processor.py). Then the sampler selects the likeliest token of a greedy request, or a random
+token of any other request (random_sampling.py). On a GPU, one kernel can select both kinds of
+tokens (gpu_sampling.py).
 """
 
 import math
@@ -27,8 +29,8 @@ from nereid_backend.sampling.ranked_logprobs import RankedRows, rank_tokens, sli
 from nereid_backend.sampling.token_masks import StepMasks, Words
 
 NOT_FINITE = (
-    "The model's logits are not finite numbers: its weights are damaged, or this dtype overflows. "
-    "Try another dtype."
+    "The model's logits contain NaN or infinity. Either the weights of the model are damaged, or a "
+    "number was too large for the dtype. Try another dtype."
 )
 
 
@@ -37,11 +39,13 @@ class SampledTokens:
     """The sampled tokens of some positions.
 
     Attributes:
-        token_ids: one token for each position. It has no meaning if the position has an error.
-        logprobs: the log-probabilities of these tokens under the model's own distribution.
-        errors: the reason why no token could be sampled, by the index of the position.
-        top: the likeliest tokens by the index of the position, if the request asks for
-            log-probabilities.
+        token_ids: one token for each position. The token of a position with an error has no
+            meaning.
+        logprobs: the log-probabilities of `token_ids` under the model's own distribution.
+        errors: a mapping from the index of a position to a sentence that says why no token could
+            be sampled there. Other positions have no entry.
+        top: a mapping from the index of a position to the log-probabilities that the request asks
+            for. Positions of other requests have no entry.
     """
 
     token_ids: list[int]
@@ -50,68 +54,92 @@ class SampledTokens:
     top: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
-class _Piece(NamedTuple):
-    """Consecutive positions of a step.
+class _SliceInputs(NamedTuple):
+    """The inputs of sampling at consecutive positions of a step, except the logits.
 
     Attributes:
         start: the index of the first position in the step.
-        positions: the positions.
-        logits_params: the logits parameters of the positions' requests.
-        words: the token mask of each position; None allows every token.
+        positions: the n positions.
+        logits_params: the logits parameters of the request at each position.
+        masks: the token mask of each position; None allows every token.
     """
 
     start: int
     positions: Sequence[Position]
     logits_params: Sequence[LogitsParams]
-    words: Sequence[Words | None]
+    masks: Sequence[Words | None]
 
-    def rows(self, index: Sequence[int]) -> "_Piece":
-        """Return the positions at `index`. The result's `start` has no meaning."""
-        return _Piece(
+    def select(self, indices: Sequence[int]) -> "_SliceInputs":
+        """Return the inputs of the positions at `indices`. `start` of the result has no meaning."""
+        return _SliceInputs(
             0,
-            [self.positions[i] for i in index],
-            [self.logits_params[i] for i in index],
-            [self.words[i] for i in index],
+            [self.positions[i] for i in indices],
+            [self.logits_params[i] for i in indices],
+            [self.masks[i] for i in indices],
         )
 
 
-class _Part(NamedTuple):
-    """The sampled tokens of a piece, on the device.
+class _SampledRows(NamedTuple):
+    """One sampled token for each row of logits, on the device.
 
     Attributes:
-        piece: the positions.
-        columns: token ids [n] int64, their log-probabilities [n] float32, and whether any token
-            was allowed [n] bool.
-        asking: the indices of the positions whose requests ask for log-probabilities.
-        ranked: the log-probabilities of these positions.
-        uncertain: the rows that may have to be sampled again; see `UncertainRows`.
-        logits: [n, vocab_size], the model's own logits, kept in case rows are sampled again.
+        token_ids: [n] int64, the sampled tokens.
+        logprobs: [n] float32, the log-probabilities of the sampled tokens under the model's own
+            distribution. A value that is not finite means that the logits of the row are invalid.
+        has_allowed: [n] bool, whether any token of the row was allowed.
     """
 
-    piece: _Piece
-    columns: tuple[Tensor, Tensor, Tensor]
-    asking: list[int]
-    ranked: RankedRows | None
-    uncertain: UncertainRows | None
-    logits: Tensor | None
+    token_ids: Tensor
+    logprobs: Tensor
+    has_allowed: Tensor
+
+
+class _RankedPositions(NamedTuple):
+    """The log-probabilities of the positions whose requests ask for log-probabilities.
+
+    Attributes:
+        indices: the indices of these positions within the slice.
+        rows: the log-probabilities, on the device, with one row for each element of `indices`.
+    """
+
+    indices: list[int]
+    rows: RankedRows
+
+
+class _PendingSlice(NamedTuple):
+    """The results of sampling at consecutive positions of a step, on the device.
+
+    Attributes:
+        inputs: the positions and their settings.
+        sampled: the sampled token of each position.
+        ranked: the log-probabilities; None if no request asks for log-probabilities.
+        uncertain: the rows that may have to be sampled again; see `UncertainRows`.
+        logits: [n, vocab_size], a copy of the model's own logits. None if no row is uncertain.
+    """
+
+    inputs: _SliceInputs
+    sampled: _SampledRows
+    ranked: _RankedPositions | None
+    uncertain: UncertainRows | None = None
+    logits: Tensor | None = None
 
 
 class PendingTokens:
-    """Sampled tokens whose copy to the host has been launched.
+    """Sampled tokens whose copy from the device to the host has been launched.
 
     Attributes:
         token_ids: [num_positions] int64, on the device.
     """
 
-    def __init__(self, sampler: "Sampler", parts: list[_Part]) -> None:
+    def __init__(self, sampler: "Sampler", parts: list[_PendingSlice]) -> None:
         self._sampler = sampler
         self._parts = parts
-        columns = zip(*(part.columns for part in parts), strict=True)
+        columns = zip(*(part.sampled for part in parts), strict=True)
         joined = [column[0] if len(parts) == 1 else torch.cat(column) for column in columns]
         self.token_ids = joined[0]
         more: list[Tensor] = []
         for part in parts:
-            more += part.ranked.tensors if part.ranked is not None else ()
+            more += part.ranked.rows.tensors if part.ranked is not None else ()
             more += (part.uncertain.is_known,) if part.uncertain is not None else ()
         self._copy = HostCopy([*joined, *more])
 
@@ -119,35 +147,39 @@ class PendingTokens:
         """Wait for the copy and return the sampled tokens.
 
         Returns:
-            The sampled tokens, and the values of `token_ids` on the device. They differ only in
-            rows that had to be sampled again.
+            A pair. The first item contains the sampled tokens. The second item contains the values
+            of `token_ids` on the device. The two differ only in rows that were sampled again.
         """
         tensors = iter(self._copy.wait())
-        token_ids, logprobs, is_left = (next(tensors).tolist() for _ in range(3))
+        token_ids, logprobs, has_allowed = (next(tensors).tolist() for _ in range(3))
         device_token_ids = list(token_ids)
         sampled_tokens = SampledTokens(token_ids, logprobs)
         for part in self._parts:
-            self._read_more(part, tensors, sampled_tokens)
-        if not (all(is_left) and all(map(math.isfinite, logprobs))):
-            positions = [position for part in self._parts for position in part.piece.positions]
+            self._read_slice(part, tensors, sampled_tokens)
+        if not (all(has_allowed) and all(map(math.isfinite, logprobs))):
+            positions = [position for part in self._parts for position in part.inputs.positions]
             for index, position in enumerate(positions):
                 if not math.isfinite(logprobs[index]):
                     sampled_tokens.errors[index] = NOT_FINITE
-                elif not is_left[index]:
+                elif not has_allowed[index]:
                     sampled_tokens.errors[index] = explain_no_token(position.request)
         return sampled_tokens, device_token_ids
 
-    def _read_more(
-        self, part: _Part, tensors: Iterator[Tensor], sampled_tokens: SampledTokens
+    def _read_slice(
+        self, part: _PendingSlice, tensors: Iterator[Tensor], sampled_tokens: SampledTokens
     ) -> None:
-        """Read the log-probabilities of a part, and sample its uncertain rows again.
+        """Read the log-probabilities of a slice, and sample the uncertain rows of the slice again.
 
-        Mutates: sampled_tokens.
+        Args:
+            part: the slice.
+            tensors: the copied tensors of the slice and of the slices after it. Advanced.
+            sampled_tokens: the sampled tokens of the step. Mutated.
         """
-        start = part.piece.start
+        start = part.inputs.start
         if part.ranked is not None:
-            found = part.ranked.read(next(tensors), next(tensors), next(tensors))
-            sampled_tokens.top.update(zip((start + i for i in part.asking), found, strict=True))
+            reports = part.ranked.rows.read(next(tensors), next(tensors), next(tensors))
+            indices = (start + i for i in part.ranked.indices)
+            sampled_tokens.top.update(zip(indices, reports, strict=True))
         if part.uncertain is None:
             return
         rows = part.uncertain.rows[~next(tensors).numpy()].tolist()
@@ -162,13 +194,14 @@ class PendingTokens:
 
 
 class Sampler:
-    """Samples tokens, and caches the prepared logits parameters of the requests by row.
+    """Samples tokens, and caches the prepared logits parameters of the running requests.
 
     Attributes:
-        defers: whether uncertain rows are sampled again when the result is read. If not, they are
-            sampled again at once, for which the host must wait for a GPU. None: True on a GPU.
-        has_kernel: whether a GPU kernel samples. The kernel reads every token, so no row is
-            uncertain.
+        defers: whether uncertain rows are sampled again only when the result is read. If False,
+            uncertain rows are sampled again at once, and the host waits for the GPU. None means
+            True on a GPU and False on a CPU.
+        has_kernel: whether a GPU kernel samples the tokens. The kernel reads all logits of a row,
+            so no row is uncertain.
     """
 
     def __init__(self, *, defers: bool | None = None, has_kernel: bool = False) -> None:
@@ -189,71 +222,116 @@ class Sampler:
 
         Args:
             logits: [num_positions, vocab_size], any float dtype. Not changed.
-            positions: at least one. Either all of their requests have rows, or none has. The
-                requests must not change before the result is read.
-            masks: the token masks of the guides; None allows every token. They must not change
-                before the result is read.
+            positions: at least one position. Either all of their requests have rows, or none has.
+                The caller must not change the requests before the result is read.
+            masks: the token masks of the guides; None allows every token. The caller must not
+                change the masks before the result is read.
         """
         words = masks.words if masks else {}
         logits_params = self._processor.logits_params(positions, logits.shape[1])
         defers = logits.device.type != "cpu" if self.defers is None else self.defers
-        parts: list[_Part] = []
+        pending: list[_PendingSlice] = []
         for rows in slices(len(positions), logits.shape[1], logits.device):
-            limits = [words.get(i) for i in range(rows.start, rows.stop)]
-            piece = _Piece(rows.start, positions[rows], logits_params[rows], limits)
-            parts.append(self._launch_rows(logits[rows], piece, defers=defers))
-        return PendingTokens(self, parts)
+            slice_masks = [words.get(i) for i in range(rows.start, rows.stop)]
+            inputs = _SliceInputs(rows.start, positions[rows], logits_params[rows], slice_masks)
+            pending.append(self._launch_slice(logits[rows], inputs, defers=defers))
+        return PendingTokens(self, pending)
 
-    def sample_again(self, part: _Part, rows: list[int]) -> tuple[SampledTokens, list[int]]:
-        """Sample some rows of a part again, this time considering every token."""
+    def sample_again(self, part: _PendingSlice, rows: list[int]) -> tuple[SampledTokens, list[int]]:
+        """Sample the given rows of a slice again from all tokens of the vocabulary."""
         assert part.logits is not None
         logits = part.logits[upload(np.array(rows), part.logits.device)]
-        return PendingTokens(
-            self, [self._launch_rows(logits, part.piece.rows(rows), defers=False)]
-        ).result()
+        again = self._launch_slice(logits, part.inputs.select(rows), defers=False)
+        return PendingTokens(self, [again]).result()
 
-    def _launch_rows(self, given: Tensor, piece: _Piece, *, defers: bool) -> _Part:
-        asking = [i for i, p in enumerate(piece.positions) if p.request.params.logprobs is not None]
-        logits = given.float() if self.has_kernel else given
-        processed = self._processor.process(
-            logits, piece.positions, piece.logits_params, piece.words
-        )
-        facts = row_facts(given) if asking or not self.has_kernel else None
-        uncertain, ranked, kept = None, None, None
+    def _launch_slice(
+        self, model_logits: Tensor, inputs: _SliceInputs, *, defers: bool
+    ) -> _PendingSlice:
+        """Launch the sampling of one token for each row of logits.
+
+        Args:
+            model_logits: [n, vocab_size], any float dtype, the model's own logits. Not changed.
+            inputs: the n positions and their settings.
+            defers: whether uncertain rows are sampled again only when the result is read.
+        """
         if self.has_kernel:
-            columns = gpu_sampling.sample(processed, logits, _kernel_settings(piece.positions))
-        else:
-            assert facts is not None
-            likeliest = facts.likeliest if processed is given else None
-            token_ids, uncertain = _sample_rows(
-                processed, likeliest, piece.positions, defers=defers
-            )
-            column = token_ids[:, None]
-            is_left = processed.gather(1, column).squeeze(1) > float("-inf")
-            own = given.gather(1, column).squeeze(1).float()
-            columns = token_ids, own - facts.logsumexp, is_left
-        if facts is not None and asking:
-            counts = [piece.positions[i].request.params.logprobs or 0 for i in asking]
-            is_all = len(asking) == len(piece.positions)
-            rows = slice(None) if is_all else upload(np.array(asking), given.device)
-            sums, chosen = facts.logsumexp[rows], columns[0][rows]
-            ranked = rank_tokens(given[rows].float(), sums, chosen, counts)
-        if uncertain is not None:
-            # The next forward pass may overwrite these logits.
-            kept = given.clone()
-        return _Part(piece, columns, asking, ranked, uncertain, kept)
+            return self._launch_with_kernel(model_logits, inputs)
+        return self._launch_without_kernel(model_logits, inputs, defers=defers)
+
+    def _launch_with_kernel(self, model_logits: Tensor, inputs: _SliceInputs) -> _PendingSlice:
+        """Launch the sampling with the GPU kernel; see `_launch_slice`."""
+        logits = model_logits.float()
+        processed = self._process(logits, inputs)
+        settings = _kernel_settings(inputs.positions)
+        sampled = _SampledRows(*gpu_sampling.sample(processed, logits, settings))
+        ranked = _rank_positions(model_logits, sampled.token_ids, inputs.positions)
+        return _PendingSlice(inputs, sampled, ranked)
+
+    def _launch_without_kernel(
+        self, model_logits: Tensor, inputs: _SliceInputs, *, defers: bool
+    ) -> _PendingSlice:
+        """Launch the sampling with torch operations or CPU kernels; see `_launch_slice`."""
+        processed = self._process(model_logits, inputs)
+        facts = row_facts(model_logits)
+        # The likeliest tokens of the model's own logits are useless if the logits were changed.
+        likeliest = facts.likeliest if processed is model_logits else None
+        token_ids, uncertain = _sample_rows(processed, likeliest, inputs.positions, defers=defers)
+        column = token_ids[:, None]
+        sampled_logits = model_logits.gather(1, column).squeeze(1).float()
+        has_allowed = processed.gather(1, column).squeeze(1) > float("-inf")
+        sampled = _SampledRows(token_ids, sampled_logits - facts.logsumexp, has_allowed)
+        ranked = _rank_positions(model_logits, token_ids, inputs.positions, facts.logsumexp)
+        # Uncertain rows need a copy, because the next forward pass may overwrite the logits.
+        saved_logits = None if uncertain is None else model_logits.clone()
+        return _PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
+
+    def _process(self, logits: Tensor, inputs: _SliceInputs) -> Tensor:
+        return self._processor.process(logits, inputs.positions, inputs.logits_params, inputs.masks)
+
+
+def _rank_positions(
+    logits: Tensor,
+    token_ids: Tensor,
+    positions: Sequence[Position],
+    logsumexp: Tensor | None = None,
+) -> _RankedPositions | None:
+    """Compute the log-probabilities that requests ask for.
+
+    Args:
+        logits: [n, vocab_size], the model's own logits.
+        token_ids: [n] int64, the sampled tokens.
+        positions: the n positions.
+        logsumexp: [n] float32, the logsumexp of each row of `logits`. None if the caller has not
+            computed the values.
+
+    Returns:
+        The log-probabilities, or None if no request asks for log-probabilities.
+    """
+    indices = [i for i, p in enumerate(positions) if p.request.params.logprobs is not None]
+    if not indices:
+        return None
+    if logsumexp is None:
+        logsumexp = row_facts(logits).logsumexp
+    num_top = [positions[i].request.params.logprobs or 0 for i in indices]
+    is_all = len(indices) == len(positions)
+    rows = slice(None) if is_all else upload(np.array(indices), logits.device)
+    ranked = rank_tokens(logits[rows].float(), logsumexp[rows], token_ids[rows], num_top)
+    return _RankedPositions(indices, ranked)
 
 
 def _sample_rows(
     logits: Tensor, likeliest: Tensor | None, positions: Sequence[Position], *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
-    """Return the likeliest token of each greedy row and a random token of each other row.
+    """Return the likeliest token of every greedy row and a random token of every other row.
+
+    A row is greedy if the temperature of its request is 0.
 
     Args:
         logits: [n, vocab_size], after masks and penalties.
-        likeliest: [n] int64, the likeliest tokens if they are known already.
+        likeliest: [n] int64, the likeliest token of each row. None if the caller has not computed
+            the tokens.
         positions: the positions of the rows.
-        defers: see `Sampler`.
+        defers: whether the caller samples uncertain rows again. If False, no row is uncertain.
 
     Returns:
         Token ids [n] int64, and the rows that may have to be sampled again.
@@ -269,6 +347,7 @@ def _sample_rows(
     batch = SamplingBatch.of([positions[i] for i in random])
     drawn, uncertain = draw_or_defer(logits[rows], batch, defers=defers)
     if uncertain is not None:
+        # Convert indices into the random rows to indices into all rows.
         uncertain = uncertain._replace(rows=index[uncertain.rows])
     return token_ids.index_copy(0, rows, drawn), uncertain
 
@@ -278,10 +357,10 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:
 
     Args:
         logits: [num_requests, vocab_size], any float dtype. Not changed.
-        requests: the sequences to which the rows belong, before the new token is appended.
+        requests: the sequence of each row of `logits`. The call does not append the new tokens.
 
     Returns:
-        One result for each request. It has an error if no token could be sampled.
+        One result for each request. The result contains an error if no token could be sampled.
     """
     sampled_tokens = Sampler().sample(logits, [Position(request, []) for request in requests])
     return [
@@ -297,7 +376,7 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:
 
 
 def _kernel_settings(positions: Sequence[Position]) -> gpu_sampling.Settings:
-    """Return the settings [5, n] that `gpu_sampling.sample` reads."""
+    """Return the sampling settings [5, n] that `gpu_sampling.sample` takes as an argument."""
     batch = SamplingBatch.of(positions)
     is_greedy = [position.request.params.is_greedy for position in positions]
     temperature = np.where(is_greedy, 0.0, batch.temperature)

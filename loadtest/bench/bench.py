@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table: Nereid's engine against what users would pick instead, on this machine.
+"""Compare the speed of Nereid's engine with transformers and llama.cpp on this machine.
 
     python -m loadtest.bench.bench --shapes demo 0.1b --dtype bfloat16 --decode 1 4 16
 
-Every contestant runs in a process of its own on the same random weights with the same threads:
-Nereid, as it is and compiled (`compile_forward`), transformers' `generate` (a static batch),
-transformers' `generate_batch` (its continuous batching), and llama.cpp where `make bench-peers` has
-installed it. The limits of the machine (memory bandwidth, matrix products) are measured in the same
-run. Rounds alternate between the
-contestants, and the median counts, because other work on the machine comes and goes.
+The program compares five engines on the same random weights with the same number of threads:
+Nereid, Nereid with compile_forward, `generate` of transformers (static batches), `generate_batch`
+of transformers (continuous batching), and llama.cpp. `make bench-peers` installs llama.cpp.
+Each engine runs in a process of its own. The program also measures the limits of the machine, which
+are its memory bandwidth and its speed of matrix products. The engines take turns for several
+rounds, and the table shows medians, because other work on the machine varies over time.
 """
 
 import argparse
@@ -34,7 +34,8 @@ from loadtest.bench.json_programs import Report, outcome
 
 LOADTEST = Path(__file__).parents[1]
 PEERS_PYTHON = LOADTEST.parent / ".venv-peers" / "bin" / "python"
-# Name: program, Python, settings of our engine.
+# For each engine: the module in loadtest/peers, the Python that runs the module, and settings of
+# Nereid's engine.
 CONTESTANTS: dict[str, tuple[str, Path, dict[str, Any]]] = {
     "nereid": ("nereid", Path(sys.executable), {}),
     "nereid compiled": ("nereid", Path(sys.executable), {"compile_forward": True}),
@@ -43,7 +44,8 @@ CONTESTANTS: dict[str, tuple[str, Path, dict[str, Any]]] = {
     "llama.cpp": ("llama", PEERS_PYTHON, {}),
 }
 OURS = ("nereid", "nereid compiled")
-# Qwen3 shapes: hidden, intermediate, layers, heads, key-value heads, head size, vocabulary.
+# For each shape of Qwen3: the hidden size, the intermediate size, and the numbers of layers, heads
+# and key-value heads; then the head dimension and the vocabulary size.
 SHAPES = {
     "demo": (160, 480, 6, 5, 1, 32, 2048),
     "0.1b": (768, 2304, 12, 12, 4, 64, 32000),
@@ -54,7 +56,7 @@ _TIMEOUT_S = 1800
 
 
 def main() -> int:
-    """Measure, print Markdown, and write JSON where asked."""
+    """Measure, print Markdown, and write a JSON file if --json is given."""
     args = arguments().parse_args()
     torch.set_num_threads(args.threads)
     report: dict[str, Any] = {"machine": machine(args), "limits": limits(args), "shapes": {}}
@@ -72,32 +74,37 @@ def main() -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["demo", "0.1b"])
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="prompt lengths")
-    parser.add_argument("--decode", type=int, nargs="*", default=[1, 4, 16], help="batch sizes")
-    parser.add_argument("--context", type=int, default=512, help="prompt length of the decode rows")
-    parser.add_argument(
-        "--answer", type=int, default=128, help="tokens generated in the decode rows"
+    add = parser.add_argument
+    engines = list(CONTESTANTS)
+    threads = len(os.sched_getaffinity(0))
+    add("--shapes", nargs="+", choices=SHAPES, default=["demo", "0.1b"], help="shapes of the model")
+    add("--contestants", nargs="+", choices=engines, default=engines, help="engines to compare")
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="dtype of the weights")
+    add("--prefill", type=int, nargs="*", default=[512], help="prompt lengths of the prefill rows")
+    add("--decode", type=int, nargs="*", default=[1, 4, 16], help="batch sizes of the decode rows")
+    add("--context", type=int, default=512, help="prompt length of the decode rows")
+    add("--answer", type=int, default=128, help="number of generated tokens in the decode rows")
+    add(
+        "--mixed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also measure N requests that arrive at random times",
     )
-    parser.add_argument(
-        "--mixed", type=int, default=0, metavar="N", help="N requests at random times"
-    )
-    parser.add_argument("--per-second", type=float, default=4.0, help="arrivals of --mixed")
-    parser.add_argument("--repeat", type=int, default=3, help="measurements within a round")
-    parser.add_argument("--rounds", type=int, default=2, help="processes of each contestant")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json", metavar="FILE", help="write all figures there, too")
+    add("--per-second", type=float, default=4.0, help="arrival rate of --mixed, in requests/s")
+    add("--repeat", type=int, default=3, help="number of measurements in each process")
+    add("--rounds", type=int, default=2, help="number of processes of each engine")
+    add("--threads", type=int, default=threads, help="number of threads (default: %(default)s)")
+    add("--json", metavar="FILE", help="also write all results to this JSON file")
     return parser
 
 
 def config_of(shape: str) -> Qwen3Config:
-    """The configuration of one of SHAPES."""
+    """Return the configuration of the model shape `shape`, which is a key of SHAPES."""
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocab = SHAPES[shape]
     return Qwen3Config(
         vocab_size=vocab,
@@ -115,7 +122,7 @@ def config_of(shape: str) -> Qwen3Config:
 
 
 def make_checkpoint(path: Path, shape: str, dtype: str) -> int:
-    """Save a Qwen3 with random weights; returns how many parameters it has."""
+    """Save a Qwen3 model with random weights, and return its number of parameters."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config_of(shape)).to(getattr(torch, dtype))
     model.save_pretrained(path)
@@ -123,7 +130,7 @@ def make_checkpoint(path: Path, shape: str, dtype: str) -> int:
 
 
 def run_rounds(path: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The medians over the rounds of each contestant; {"error": ...} for one that failed."""
+    """Return the median results of each engine, or {"error": ...} for an engine that failed."""
     workload = {
         "dtype": args.dtype,
         "threads": args.threads,
@@ -156,18 +163,22 @@ def run_contestant(
     limit_s: float = _TIMEOUT_S,
     settings: Report | None = None,
 ) -> Report:
-    """What one process of a contestant measures; {"error": ...} where it does not, or not in time.
+    """Run one engine in a process, and return its measurements.
 
     Args:
-        name: of CONTESTANTS.
-        path: the checkpoint.
-        workload: what contestants/workload.py reads.
+        name: the name of the engine, a key of CONTESTANTS.
+        path: the folder of the checkpoint.
+        workload: the workload that loadtest/peers/workload.py reads.
         limit_s: seconds after which the process is killed.
-        settings: of our engine, beside those of the contestant and of BENCH_ENGINE.
+        settings: further settings of Nereid's engine. They override the settings in CONTESTANTS and
+            those in the environment variable BENCH_ENGINE.
+
+    Returns:
+        The measurements, or {"error": ...} if the engine failed or exceeded the time limit.
     """
     program, python, own = CONTESTANTS[name]
     if not python.exists():
-        return {"error": "not installed; `make bench-peers` installs it"}
+        return {"error": f"{name} is not installed. Run `make bench-peers` to install it."}
     command = [str(python), "-m", f"loadtest.peers.{program}", str(path), json.dumps(workload)]
     given = json.loads(os.environ.get("BENCH_ENGINE", "{}"))
     environment = {
@@ -185,7 +196,10 @@ def run_contestant(
 
 
 def median(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results of the same form, number by number."""
+    """Return the median of each number in `results`, which are dictionaries with the same keys.
+
+    Example: `median([{"load_s": 1}, {"load_s": 3}])` returns `{"load_s": 2}`.
+    """
     if "error" in results[0]:
         return results[0]
     merged: dict[str, Any] = {}
@@ -196,10 +210,11 @@ def median(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def limits(args: argparse.Namespace) -> dict[str, float]:
-    """What the machine can do: bytes read per second, and floating-point operations in products."""
+    """Return the machine's memory bandwidth (bytes/s) and speed of matrix products (FLOP/s)."""
     dtype = getattr(torch, args.dtype)
     data = torch.ones(2**27)
-    # One row through a large layer also reads, in another way, and often faster.
+    # The product of one row with a large weight matrix reads memory in a different pattern than a
+    # sum, and often faster.
     weight = torch.ones(2**15, 2**12, dtype=dtype)
     vector, packed = torch.ones(1, 2**12, dtype=dtype), None
     if native_linear.can_pack(weight):
@@ -215,7 +230,8 @@ def limits(args: argparse.Namespace) -> dict[str, float]:
         return min(times)
 
     size = 2048
-    # A processor without products of a dtype works it out in float32, and torch not always well.
+    # If the processor cannot multiply numbers of a dtype, torch converts them, which can be slower
+    # than float32. The limit is therefore the faster of both dtypes.
     squares = [torch.ones(size, size, dtype=kind) for kind in {dtype, torch.float32}]
     read = data.numel() * 4 / best(data.sum)
     if packed is not None:
@@ -228,7 +244,7 @@ def limits(args: argparse.Namespace) -> dict[str, float]:
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
-    """Where and with what it ran."""
+    """Return the date, the processor, the versions and the command of this run."""
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "processor": processor(),
@@ -241,7 +257,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Its name, where the system tells."""
+    """Return the name of the processor, or "?" if the operating system does not report the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -252,13 +268,14 @@ def processor() -> str:
 
 
 def header(report: dict[str, Any]) -> str:
-    """What stands above the tables."""
+    """Return the lines above the tables: the machine, its limits, and how to read the tables."""
     facts, limit = report["machine"], report["limits"]
     return (
         f"{facts['date']}, {facts['processor']}, {facts['threads']} threads, {facts['dtype']}, "
         f"torch {facts['torch']}, transformers {facts['transformers']}\n"
-        f"limits: memory read at {limit['read_bytes_per_s'] / 1e9:.0f} GB/s, matrix products at "
-        f"{limit['matmul_flops'] / 1e9:.0f} GFLOP/s\n"
+        f"Limits of this machine: it reads memory at {limit['read_bytes_per_s'] / 1e9:.0f} GB/s "
+        f"and computes matrix products at {limit['matmul_flops'] / 1e9:.0f} GFLOP/s.\n"
+        "The last column shows which share of these limits the fastest Nereid engine reaches.\n"
     )
 
 
@@ -269,12 +286,16 @@ def table(
     limit: dict[str, float],
     args: argparse.Namespace,
 ) -> str:
-    """Markdown: a row a measurement, a column a contestant, our best divided by the best other."""
+    """Return a Markdown table with one row for each measurement and one column for each engine.
+
+    The last two columns contain the speed of the fastest Nereid engine, divided by the speed of the
+    fastest other engine and by the limit of the machine.
+    """
     names = list(rounds)
     lines = [
         f"### {shape}: {num_parameters / 1e6:.0f}M parameters, tokens/s",
         "",
-        "| | " + " | ".join(names) + " | our best / best other | share of the limit |",
+        "| | " + " | ".join(names) + " | fastest Nereid / fastest other | share of the limit |",
         "|---" * (len(names) + 3) + "|",
     ]
     itemsize = 2 if args.dtype == "bfloat16" else 4
@@ -286,7 +307,8 @@ def table(
             if kind == "prefill":
                 most = limit["matmul_flops"] / (2 * num_parameters)
             else:
-                # Every step reads all weights once (and keys and values, which are left out).
+                # Every step reads all weights once. The keys and values that a step also reads are
+                # not counted.
                 most = limit["read_bytes_per_s"] / (num_parameters * itemsize) * size
             share = f"{ours / most:.0%}" if ours else "-"
             lines.append(row(label, rates, ours, share))
@@ -305,7 +327,7 @@ def table(
 
 
 def row(label: str, rates: dict[str, float | None], ours: float, share: str) -> str:
-    """One line of the table."""
+    """Return one row of the table."""
     others = [value for name, value in rates.items() if name not in OURS and value]
     ratio = f"{ours / max(others):.2f}" if ours and others else "-"
     cells = [f"{value:,.0f}" if value else "-" for value in rates.values()]
@@ -313,6 +335,6 @@ def row(label: str, rates: dict[str, float | None], ours: float, share: str) -> 
 
 
 if __name__ == "__main__":
-    # So that the contestant that runs ends with it.
+    # SystemExit runs the code that kills the engine's process; the default action would not.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

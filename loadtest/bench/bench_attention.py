@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on this CPU: the native kernel, the torch reference, and the memory's speed.
+"""Measure decode attention on this CPU: the native kernel, the torch reference and the int8 cache.
 
     python -m loadtest.bench.bench_attention --batch 1 16 --contexts 545 8192 --threads 1 2
 
-Prints, for float32 and bfloat16, milliseconds a layer and the rate at which keys and values were
-read, beside the rate at which this machine reads memory in the same run, and how many times as fast
-a cache of 8-bit integers is under a model of that dtype.
+For float32 and bfloat16, the table shows the milliseconds of one layer, the rate at which the
+kernel reads keys and values, and the share of the machine's memory bandwidth that this rate
+reaches. The bandwidth is measured in the same run. The last columns show the time of a cache of
+8-bit integers for a model of that dtype, and how many times faster that cache is.
 """
 
 import argparse
@@ -26,11 +27,12 @@ from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
 
 BLOCK = 16
-FAR_BYTES = 2**26  # twice what the last-level cache of a large processor gives two cores
+# Twice the share of the last-level cache that two cores of a large processor have.
+FAR_BYTES = 2**26
 
 
 def seconds(function: Callable[[], object], repeat: int) -> float:
-    """Median wall time of a call, after one to warm up."""
+    """Return the median wall time of a call in seconds, after one call that is not measured."""
     function()
     times = []
     for _ in range(repeat):
@@ -41,7 +43,7 @@ def seconds(function: Callable[[], object], repeat: int) -> float:
 
 
 def read_rate(repeat: int) -> float:
-    """Bytes per second at which all threads together read memory: a sum over 512 MiB."""
+    """Return the rate in bytes/s at which all threads together read memory, by summing 512 MiB."""
     data = torch.ones(2**27)
     return data.numel() * 4 / seconds(data.sum, repeat)
 
@@ -53,10 +55,10 @@ def decode_call(
     context: int,
     dtype: torch.dtype,
 ) -> tuple[Callable[[], object], int]:
-    """A decode step of some layers over a cache of random keys and values.
+    """Return a function that runs a decode step over a random cache, and its number of layers.
 
-    As many layers as it takes that none finds its own part in the processor's cache again, as in a
-    step of a model, which reads all weights in between.
+    There are so many layers that their keys and values exceed the processor's cache. Each layer
+    must then read its keys and values from memory, as in a real model.
     """
     spec = LayerSpec(args.heads, args.kv_heads, args.dim, args.dim)
     width = -(-context // BLOCK)
@@ -107,33 +109,37 @@ def layer_seconds(
     context: int,
     dtype: torch.dtype,
 ) -> float:
-    """Median wall time of one layer of a decode step."""
+    """Return the median wall time of one layer of a decode step, in seconds."""
     step, num_layers = decode_call(cache_type, args, num_seqs, context, dtype)
     return seconds(step, args.repeat) / num_layers
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure all combinations of the arguments, and print one table for each number of threads."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[545, 8192])
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--threads", type=int, nargs="+", default=[2])
-    parser.add_argument("--repeat", type=int, default=7)
+    add = parser.add_argument
+    add("--batch", type=int, nargs="+", default=[1, 16], help="numbers of sequences")
+    add("--contexts", type=int, nargs="+", default=[545, 8192], help="tokens of each sequence")
+    add("--heads", type=int, default=12, help="number of query heads")
+    add("--kv-heads", type=int, default=4, help="number of key-value heads")
+    add("--dim", type=int, default=64, help="head dimension")
+    add("--threads", type=int, nargs="+", default=[2], help="numbers of threads")
+    add("--repeat", type=int, default=7, help="number of measurements, of which the median counts")
     args = parser.parse_args()
     torch.manual_seed(0)
     for threads in args.threads:
         torch.set_num_threads(threads)
         rate = read_rate(args.repeat)
-        print(f"{threads} threads read memory at {rate / 1e9:.0f} GB/s")
-        print(f"{args.heads}/{args.kv_heads} heads of {args.dim}, blocks of {BLOCK}\n")
+        print(f"{threads} threads read memory at {rate / 1e9:.0f} GB/s.")
         print(
-            "| sequences | context | dtype | kernel ms | GB/s | share of memory | reference ms "
-            "| ratio | int8 ms | ratio |"
+            f"The layer has {args.heads} query heads and {args.kv_heads} key-value heads of "
+            f"dimension {args.dim}. A block has {BLOCK} tokens.\n"
+        )
+        print(
+            "| sequences | context | dtype | kernel ms | GB/s | share of bandwidth "
+            "| reference ms | reference / kernel | int8 ms | kernel / int8 |"
         )
         print("|---|---|---|---|---|---|---|---|---|---|")
         for num_seqs, context in itertools.product(args.batch, args.contexts):
@@ -145,7 +151,7 @@ def main() -> None:
 def row(
     args: argparse.Namespace, num_seqs: int, context: int, dtype: torch.dtype, rate: float
 ) -> str:
-    """Measure one shape: a row of the table."""
+    """Measure one shape, and return its row of the table."""
     shape = (args, num_seqs, context, dtype)
     size = 2 * num_seqs * context * args.kv_heads * args.dim * dtype.itemsize
     ours, integers, reference = (

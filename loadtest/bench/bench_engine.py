@@ -1,10 +1,11 @@
-"""Tokens a second of the engine beside transformers' generate, in one run and one process.
+"""Compare the tokens per second of the engine with `generate` of transformers, in one process.
 
-    python -m loadtest.bench.bench_engine                  # random weights of the demo model's kind
+    python -m loadtest.bench.bench_engine                  # random weights in the demo's shape
     python -m loadtest.bench.bench_engine --model PATH --batches 1 8 32 --threads 1
 
-Every figure is the best of --repeat runs, which alternate between the two, so that what else runs
-on the machine counts little. Greedy, every request the same length; the time includes the prompts.
+The engine and transformers take turns --repeat times, and the table shows the best run of each, so
+that other work on the machine affects the figures little. All requests are greedy and have the same
+length. The times include the prompts.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from transformers.utils import logging
 
 
 def make_checkpoint(folder: Path, args: argparse.Namespace) -> Path:
-    """Save random weights of a small Qwen3."""
+    """Save a small Qwen3 model with random weights in `folder`, and return `folder`."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=args.vocab,
@@ -42,14 +43,14 @@ def make_checkpoint(folder: Path, args: argparse.Namespace) -> Path:
 
 
 def time_of(work: Callable[[], object], clock: Callable[[], float]) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes, measured with `clock`."""
     started = clock()
     work()
     return clock() - started
 
 
 def run_reference(model: PreTrainedModel, prompts: list[list[int]], num_tokens: int) -> None:
-    """Answer prompts of one length with transformers, as one batch."""
+    """Generate answers to prompts of equal length with transformers, in one batch."""
     ids = torch.tensor(prompts)
     model.generate(
         ids,
@@ -62,7 +63,7 @@ def run_reference(model: PreTrainedModel, prompts: list[list[int]], num_tokens: 
 
 
 def profile(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> str:
-    """Where a decode step's time goes, by part, in microseconds."""
+    """Return the median microseconds of each part of a decode step, as text."""
     runner, scheduler = engine._runner, engine._scheduler
     spent: dict[str, list[float]] = {"plan": [], "model": [], "sample": [], "rest": []}
     for number, prompt in enumerate(prompts):
@@ -86,28 +87,31 @@ def profile(engine: Engine, prompts: list[list[int]], params: SamplingParams) ->
                 for name, start, end in zip(spent, marks, marks[1:], strict=False):
                     spent[name].append(end - start)
     if not spent["plan"]:
-        return "never all in one step"
+        return "no step contained all sequences"
     return ", ".join(f"{n} {statistics.median(v) * 1e6:.0f}" for n, v in spent.items())
 
 
 def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a checkpoint; default: random weights")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompt-len", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument(
+    """Measure all batch sizes, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", help="folder of a checkpoint (default: a model with random weights)")
+    add("--hidden", type=int, default=256, help="hidden size of the random model")
+    add("--layers", type=int, default=6, help="number of layers of the random model")
+    add("--vocab", type=int, default=4096, help="vocabulary size of the random model")
+    add("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes")
+    add("--prompt-len", type=int, default=64, help="tokens of each prompt")
+    add("--tokens", type=int, default=64, help="tokens of each answer")
+    add("--threads", type=int, default=1, help="number of threads")
+    add("--repeat", type=int, default=5, help="number of runs, of which the best one counts")
+    add("--dtype", default="auto", help="dtype of the engine, as in EngineConfig")
+    add(
         "--clock",
         choices=["wall", "cpu"],
         default="wall",
-        help="cpu counts this process's CPU time: for one thread on a busy machine",
+        help="`cpu` measures the CPU time of this process, for one thread on a busy machine",
     )
     args = parser.parse_args()
     logging.disable_progress_bar()
@@ -126,7 +130,7 @@ def main() -> None:
 
 
 def measure(engine: Engine, model: PreTrainedModel, size: int, args: argparse.Namespace) -> str:
-    """One row of the table."""
+    """Measure one batch size, and return its row of the table."""
     rng = random.Random(0)
     prompts = [
         [rng.randrange(3, engine.info.vocab_size) for _ in range(args.prompt_len)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What constraints cost: compiling, filling masks, and tokens per second in the engine.
+"""Measure the cost of grammars: compile times, mask times, and tokens per second of the engine.
 
-    python -m loadtest.bench.bench_grammars [--model demo/chat] [--parts compile,masks,engine]
+    python -m loadtest.bench.bench_grammars [--model demo/chat] [--parts compile,engine]
 
-The grammar libraries are measured on the model's own vocabulary and on a made-up one of 151,646
-tokens. The engine runs in this process.
+The grammar libraries are measured on the model's own vocabulary and on a random vocabulary of
+151,646 tokens. The engine runs in this process.
 """
 
 import argparse
@@ -46,7 +46,10 @@ EBNF = 'root ::= "[" item ("," item)* "]"\nitem ::= [a-z]+ ":" [0-9]+\n'
 
 
 def made_up(size: int) -> Vocabulary:
-    """All bytes and random words; seeded."""
+    """Return a vocabulary of `size` tokens: all single bytes, random words, and an end token.
+
+    The words are the same in every run.
+    """
     rng = random.Random(0)
     tokens = {bytes([byte]): byte for byte in range(256)}
     while len(tokens) < size - 1:
@@ -66,7 +69,7 @@ def made_up(size: int) -> Vocabulary:
 
 
 def tools(count: int, salt: str = "") -> list[dict[str, object]]:
-    """Tools with four arguments each."""
+    """Return `count` definitions of tools with four parameters; `salt` makes the names unique."""
     return [
         {
             "type": "function",
@@ -91,13 +94,13 @@ def tools(count: int, salt: str = "") -> list[dict[str, object]]:
 
 
 def tool_tag(count: int, salt: str = "") -> str:
-    """The structural tag that forces a call of one of so many tools."""
+    """Return the structural tag that forces a call of one of `count` tools, as JSON."""
     tag = get_format("hermes").structural_tag(tools(count, salt), "required")
     return json.dumps(tag)
 
 
 def milliseconds(work: Callable[[], object], times: int = 1) -> float:
-    """Median time of some runs."""
+    """Return the median milliseconds of `times` calls."""
     found = []
     for _ in range(times):
         started = time.perf_counter()
@@ -107,7 +110,7 @@ def milliseconds(work: Callable[[], object], times: int = 1) -> float:
 
 
 def backends(vocabulary: Vocabulary) -> dict[str, GrammarBackend]:
-    """Both libraries over one vocabulary."""
+    """Return both grammar libraries for one vocabulary, by name."""
     from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend
     from nereid_backend.grammar.xgrammar_backend import XGrammarBackend
 
@@ -119,7 +122,10 @@ def backends(vocabulary: Vocabulary) -> dict[str, GrammarBackend]:
 
 
 def cases() -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:
-    """(name, what each library is given: a structural tag where it has no other door)."""
+    """Yield the name of each grammar, and the arguments of `compile` for each library.
+
+    xgrammar gets a structural tag for every grammar except EBNF.
+    """
 
     def both(kind: str, source: str, node: dict[str, object]) -> dict[str, tuple[str, str]]:
         tag = json.dumps({"type": "structural_tag", "format": node})
@@ -142,7 +148,7 @@ def cases() -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:
 
 
 def bench_compile(vocabulary: Vocabulary) -> None:
-    """Compile each case with both libraries, and fill masks along a walk."""
+    """Compile each case with both libraries, measure the masks, and print one row for each."""
     rng = random.Random(1)
     for backend, compiler in backends(vocabulary).items():
         for name, given in cases():
@@ -159,7 +165,7 @@ def bench_compile(vocabulary: Vocabulary) -> None:
 
 
 def walk(compiled: Compiled, vocabulary: Vocabulary, rng: random.Random) -> list[float]:
-    """Times in ms to fill the masks of a random legal walk."""
+    """Accept up to 60 random legal tokens, and return the milliseconds of each token's mask."""
     matcher = compiled.matcher()
     row = np.zeros(-(-vocabulary.size // 32), np.int32)
     found = []
@@ -175,7 +181,7 @@ def walk(compiled: Compiled, vocabulary: Vocabulary, rng: random.Random) -> list
 
 
 def fill_batch(compiled: Compiled, vocab_size: int) -> None:
-    """Fill the masks of a batch, one after another, as one thread would."""
+    """Fill the masks of a batch of BATCH sequences, one after another."""
     rows = np.zeros((BATCH, -(-vocab_size // 32)), np.int32)
     for row, matcher in zip(rows, [compiled.matcher() for _ in rows], strict=True):
         matcher.fill(row)
@@ -185,39 +191,40 @@ def fill_batch(compiled: Compiled, vocab_size: int) -> None:
 
 
 def bench_engine(model: str) -> None:
-    """Tokens per second with and without a schema, and what a tool grammar adds to the first."""
+    """Print the engine's tokens per second with and without a schema, and the TTFT."""
     from nereid_backend import Engine, EngineConfig
 
     engine = Engine(EngineConfig(model=model, num_threads=1, max_model_len=1024))
     prompt = list(range(10, 42))
     free = SamplingParams(temperature=1.0, seed=1, max_tokens=64, ignore_eos=True)
-    # An array that cannot end early: both runs generate as many tokens.
-    asked = {"type": "array", "items": SCHEMA, "minItems": 100}
-    held = SamplingParams(
-        temperature=1.0, seed=1, max_tokens=64, grammar=schema_spec(asked, is_strict=True)
+    # The array cannot end before max_tokens, so both runs generate the same number of tokens.
+    schema = {"type": "array", "items": SCHEMA, "minItems": 100}
+    constrained = SamplingParams(
+        temperature=1.0, seed=1, max_tokens=64, grammar=schema_spec(schema, is_strict=True)
     )
-    for params in (held, free):
+    for params in (constrained, free):
         run(engine, prompt, params, 16)
-    # CPU time, of all threads: what else runs on the machine counts little there. The two alternate
-    # and are compared pair by pair.
+    # The clock is the CPU time of all threads, because other work on the machine affects it little.
+    # Runs with and without the schema alternate, and each pair of runs gives one ratio.
     plain, limited = [], []
     for _ in range(25):
         plain.append(run(engine, prompt, free, 16))
-        limited.append(run(engine, prompt, held, 16))
+        limited.append(run(engine, prompt, constrained, 16))
     ratios = [ours / other for ours, other in zip(limited, plain, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     print(
-        f"batch 16: {statistics.median(plain):.0f} tokens a second of CPU time without, "
-        f"{statistics.median(limited):.0f} with a schema on each: {middle:.2f} of it in the median "
-        f"of 25 pairs (half of them {low:.2f} to {high:.2f}, all {min(ratios):.2f} to "
-        f"{max(ratios):.2f}; target 0.9)"
+        f"Batch of 16: the engine generates {statistics.median(plain):.0f} tokens per second of "
+        f"CPU time without a schema and {statistics.median(limited):.0f} with a schema for each "
+        f"request. The ratio is {middle:.2f} in the median of 25 pairs of runs (quartiles "
+        f"{low:.2f} and {high:.2f}, minimum {min(ratios):.2f}, maximum {max(ratios):.2f}). The "
+        "target is 0.9."
     )
     bench_first_token(engine, prompt)
     engine.close()
 
 
 def run(engine, prompt, params, count):  # noqa: ANN001, ANN201 - Engine is imported late
-    """Tokens of a batch of requests per second of CPU time."""
+    """Run a batch of `count` requests, and return the tokens per second of CPU time."""
     for number in range(count):
         engine.add_request(f"r{number}", prompt, params)
     started, tokens, left = time.process_time(), 0, count
@@ -229,7 +236,7 @@ def run(engine, prompt, params, count):  # noqa: ANN001, ANN201 - Engine is impo
 
 
 def bench_first_token(engine, prompt) -> None:  # noqa: ANN001 - as above
-    """What a grammar of 16 tools adds to the time to the first token, cold and warm."""
+    """Print how much a new and a cached grammar of 16 tools delay the first token."""
 
     def first(params: SamplingParams) -> float:
         engine.add_request("one", prompt, params)
@@ -250,29 +257,34 @@ def bench_first_token(engine, prompt) -> None:  # noqa: ANN001 - as above
         cold.append(first(params) - free)
         warm += [first(params) - free for _ in range(3)]
     print(
-        f"first token of 16 tools: {free:.1f} ms unconstrained; cold adds "
-        f"{statistics.median(cold):.1f} ms (target 100), warm {statistics.median(warm):.2f} ms "
-        "(target 5)"
+        f"First token: it takes {free:.1f} ms without a grammar. A new grammar of 16 tools adds "
+        f"{statistics.median(cold):.1f} ms (target: 100). A cached grammar adds "
+        f"{statistics.median(warm):.2f} ms (target: 5)."
     )
 
 
 def main() -> None:
-    """Run the parts that were asked for."""
+    """Run the parts that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     model = Path(__file__).parents[2] / "demo" / "chat"
     parser.add_argument("--model", default=str(model), help="folder of the checkpoint")
-    parser.add_argument("--parts", default="compile,engine", help="compile, engine")
-    asked = parser.parse_args()
-    if "compile" in asked.parts:
-        width = json.loads((Path(asked.model) / "config.json").read_text())["vocab_size"]
+    parser.add_argument(
+        "--parts",
+        default="compile,engine",
+        help="parts to run, separated by commas: compile, engine (default: %(default)s)",
+    )
+    args = parser.parse_args()
+    if "compile" in args.parts:
+        width = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
         print(
-            f"| vocabulary | library | grammar | compile ms | mask ms | most | {BATCH} masks ms |"
+            "| vocabulary | library | grammar | compile ms | median mask ms | longest mask ms "
+            f"| {BATCH} masks ms |"
         )
         print("| --- | --- | --- | --- | --- | --- | --- |")
-        for vocabulary in (load_vocabulary(asked.model, width), made_up(LARGE)):
+        for vocabulary in (load_vocabulary(args.model, width), made_up(LARGE)):
             bench_compile(vocabulary)
-    if "engine" in asked.parts:
-        bench_engine(asked.model)
+    if "engine" in args.parts:
+        bench_engine(args.model)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What 8-bit weights and 8-bit keys and values change: tokens per second of CPU time, and memory.
+"""Measure the effect of 8-bit weights and an 8-bit KV cache on speed and memory.
 
     python -m loadtest.bench.bench_int8 --dtype bfloat16 --batches 1 4 16
 
-Random weights of bench.py's shapes, one thread, the settings in turn in every round.
+The program uses random weights in the shapes of bench.py and one thread. In every round, each
+setting is measured once. Speed is given in tokens per second of CPU time.
 """
 
 import argparse
@@ -26,15 +27,19 @@ SETTINGS: dict[str, dict[str, str]] = {
 
 
 def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="0.1b")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--context", type=int, default=256, help="prompt length")
-    parser.add_argument("--tokens", type=int, default=16, help="answer length")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    """Measure every setting, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    settings = list(SETTINGS)
+    add("--shape", choices=SHAPES, default="0.1b", help="shape of the model, as in bench.py")
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="dtype of the model")
+    add("--batches", type=int, nargs="+", default=[1, 4, 16], help="batch sizes")
+    add("--context", type=int, default=256, help="tokens of each prompt")
+    add("--tokens", type=int, default=16, help="tokens of each answer")
+    add("--rounds", type=int, default=3, help="number of rounds, of which the best one counts")
+    add("--settings", nargs="+", choices=settings, default=settings, help="settings to compare")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
@@ -45,8 +50,11 @@ def main() -> None:
             for name in args.settings
         }
         heads = [f"{what} {size}" for what in ("prompt", "decode") for size in args.batches]
-        print(f"{args.shape}, {args.dtype}, prompts of {args.context}; tokens per CPU second\n")
-        print("| setting | " + " | ".join(heads) + " | weights | cache bytes a token |")
+        print(
+            f"The model has the shape {args.shape} and the dtype {args.dtype}. Each prompt has "
+            f"{args.context} tokens. Speeds are in tokens per second of CPU time.\n"
+        )
+        print("| setting | " + " | ".join(heads) + " | weights | cache bytes per token |")
         print("|---|" + "---|" * (len(heads) + 2))
         for name, rates in measure(engines, args).items():
             info = engines[name].info
@@ -56,7 +64,10 @@ def main() -> None:
 
 
 def measure(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, list[float]]:
-    """By setting: prompt tokens, then answer tokens, per CPU second, at each batch size; best."""
+    """Return the highest rates of each setting, in tokens per second of CPU time.
+
+    Each list contains the rates of prompt tokens for each batch size, then those of answer tokens.
+    """
     best = {name: [0.0] * (2 * len(args.batches)) for name in engines}
     for number in range(args.rounds):
         for column, size in enumerate(args.batches):
@@ -64,7 +75,8 @@ def measure(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, l
             prompts = [[rng.randrange(3, 2000) for _ in range(args.context)] for _ in range(size)]
             for name, engine in engines.items():
                 spent = [seconds(engine, prompts, count) for count in (1, args.tokens + 1)]
-                # The second time its prompt is found in the prefix cache, but for the last block.
+                # The second call finds all blocks of the prompt except the last one in the prefix
+                # cache, so its time is mostly that of the decode steps.
                 rates = size * args.context / spent[0], size * args.tokens / spent[1]
                 for place, rate in zip((column, column + len(args.batches)), rates, strict=True):
                     best[name][place] = max(best[name][place], rate)
@@ -72,7 +84,7 @@ def measure(engines: dict[str, Engine], args: argparse.Namespace) -> dict[str, l
 
 
 def seconds(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:
-    """CPU time of answering all prompts at once."""
+    """Return the CPU time in seconds that an engine needs to answer all prompts in one batch."""
     start = time.process_time()
     engine.generate(
         prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

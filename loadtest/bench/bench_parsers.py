@@ -1,9 +1,10 @@
-"""What parsing costs: microseconds per character of arguments, per kind of body.
-
-Each cell is the best of several runs over one tool call whose arguments have the given size, fed
-one character at a time or in chunks of four (about a token).
+"""Measure the time of parsing, in microseconds per character, for each format of tool calls.
 
     python -m loadtest.bench.bench_parsers [--sizes 1000 16000 128000] [--chunks 1 4] [--runs 3]
+
+Each cell shows the best of several runs. A run parses one tool call whose arguments have the given
+number of characters. The text is fed in chunks of one character or of four, which is about the
+length of a token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ TOOLS = [
     }
 ]
 
-# label -> (format name, text before the argument, text after it)
+# For each row of the table: the name of the format, and the text before and after the argument.
+
 BODIES: dict[str, tuple[str, str, str]] = {
     "JSON object": (
         "hermes",
@@ -75,19 +77,19 @@ BODIES: dict[str, tuple[str, str, str]] = {
 
 
 def once(fmt: Format, text: str, chunk: int) -> float:
-    """Seconds of processor time to feed `text` in pieces of `chunk` characters."""
+    """Return the CPU seconds of parsing `text` in chunks of `chunk` characters."""
     pieces = [text[at : at + chunk] for at in range(0, len(text), chunk)]
     parser = StreamParser(fmt, tools=TOOLS)
     feed = parser.feed
-    begun = time.process_time()
+    started = time.process_time()
     for piece in pieces:
         feed(piece)
     parser.finish()
-    return time.process_time() - begun
+    return time.process_time() - started
 
 
 def best(run: Callable[[], float], runs: int) -> float:
-    """The shortest of several runs, the collector being off."""
+    """Return the shortest time of several runs, with the garbage collector disabled."""
     gc.collect()
     gc.disable()
     try:
@@ -97,7 +99,10 @@ def best(run: Callable[[], float], runs: int) -> float:
 
 
 def check(fmt: Format, text: str, size: int) -> None:
-    """Fail loudly if the text is not parsed as what it is: a benchmark of garbage says nothing."""
+    """Raise AssertionError if the parser does not recognise the text as the intended message.
+
+    Without this check, the benchmark could measure text that the parser treats as plain content.
+    """
     parser = StreamParser(fmt, tools=TOOLS)
     message = fold([*parser.feed(text), *parser.finish()])
     found = [message.content or "", message.reasoning or ""]
@@ -106,16 +111,21 @@ def check(fmt: Format, text: str, size: int) -> None:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure all formats, and print a table."""
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--sizes", type=int, nargs="+", default=[1_000, 16_000, 128_000])
-    flags.add_argument("--chunks", type=int, nargs="+", default=[1, 4])
-    flags.add_argument("--runs", type=int, default=5)
+    add = flags.add_argument
+    sizes = [1_000, 16_000, 128_000]
+    add("--sizes", type=int, nargs="+", default=sizes, help="characters of the argument")
+    add("--chunks", type=int, nargs="+", default=[1, 4], help="characters of each chunk")
+    add("--runs", type=int, default=5, help="number of runs, of which the best one counts")
     arguments = flags.parse_args()
-    print(f"Python {platform.python_version()}, us per character, best of {arguments.runs}")
+    print(
+        f"Python {platform.python_version()}. Cells show microseconds per character, the best of "
+        f"{arguments.runs} runs. The columns `growth` divide the last size's time by the first's."
+    )
     cells = [f"{chunk} ch, {size}" for chunk in arguments.chunks for size in arguments.sizes]
     heads = [*cells, *(f"growth, {chunk} ch" for chunk in arguments.chunks)]
-    print("| body | " + " | ".join(heads) + " |")
+    print("| format | " + " | ".join(heads) + " |")
     print("|---" * (len(heads) + 1) + "|")
     for label, (name, before, after) in BODIES.items():
         fmt = get_format(name)

@@ -1,13 +1,14 @@
-"""Texts and pairs a second of the pooling engine beside sentence-transformers, in one process.
+"""Compare the embedder and the reranker with sentence-transformers, in one process.
 
-    python -m loadtest.bench.bench_pooling   # random weights, the shape of MiniLM-L6
+    python -m loadtest.bench.bench_pooling   # random weights in the shape of MiniLM-L6
     python -m loadtest.bench.bench_pooling --threads 1 --texts 128 --lengths log
-    python -m loadtest.bench.bench_pooling --triton   # the texts through `nereid serve`, too
+    python -m loadtest.bench.bench_pooling --triton   # also send the texts to `nereid serve`
 
-Both compute the same texts with the same weights, dtype and threads, and must agree. Figures are
-the best of --repeat runs, which alternate between the two, so that what else runs on the machine
-counts little. The limit is how fast the machine multiplies matrices of the model's shapes: as torch
-does it by itself, and laid out for oneDNN.
+Nereid and sentence-transformers compute the same texts with the same weights, dtype and threads,
+and the program prints how much the results differ. The two take turns --repeat times, and the
+program prints the best run of each, so that other work on the machine affects the figures little.
+The limit is the speed of the machine for matrix products of the model's shapes. It is measured with
+the plain weights of torch and with weights in the packed layout of oneDNN.
 """
 
 import argparse
@@ -42,7 +43,7 @@ _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 def make_checkpoint(folder: Path, args: argparse.Namespace, *, has_head: bool) -> str:
-    """Save random weights of a BERT with a tokenizer of one token a word."""
+    """Save a BERT model with random weights, and a tokenizer that maps each word to one token."""
     torch.manual_seed(0)
     words = [*_SPECIAL, *(f"w{i}" for i in range(args.vocab - len(_SPECIAL)))]
     config = BertConfig(
@@ -77,7 +78,11 @@ def make_checkpoint(folder: Path, args: argparse.Namespace, *, has_head: bool) -
 
 
 def make_lengths(args: argparse.Namespace) -> list[int]:
-    """Tokens of each text, 8 to 512: every length as likely, or every doubling."""
+    """Return the number of tokens of each text, from 8 to 512.
+
+    With `--lengths uniform`, all lengths are equally likely. With `--lengths log`, short ones are
+    more likely: the logarithm of the length is distributed uniformly.
+    """
     rng = random.Random(0)
     if args.lengths == "uniform":
         return [rng.randint(8, 512) for _ in range(args.texts)]
@@ -87,7 +92,7 @@ def make_lengths(args: argparse.Namespace) -> list[int]:
 def compare(
     works: dict[str, Callable[[], object]], repeat: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Seconds that each takes at best."""
+    """Run each function `repeat` times, in turns, and return the shortest seconds of each."""
     best = dict.fromkeys(works, float("inf"))
     for _ in range(repeat):
         for name, work in works.items():
@@ -98,7 +103,7 @@ def compare(
 
 
 def flops_of(lens: list[int], args: argparse.Namespace) -> float:
-    """Floating point operations of the matrix products of so long texts."""
+    """Return the floating-point operations of all matrix products for texts of these lengths."""
     hidden = args.hidden
     linear = sum(lens) * 2 * 12 * hidden**2
     attention = sum(4 * n * n * hidden for n in lens)
@@ -106,7 +111,7 @@ def flops_of(lens: list[int], args: argparse.Namespace) -> float:
 
 
 def measure_limits(args: argparse.Namespace, clock: Callable[[], float]) -> dict[str, float]:
-    """FLOP a second of the model's largest product over 512 rows, by how it is done."""
+    """Return the FLOP/s of the model's largest matrix product, for each layout of the weights."""
     dtype = getattr(torch, args.dtype)
     rows, size = 512, args.hidden
     x, weight = torch.randn(rows, size).to(dtype), torch.randn(4 * size, size).to(dtype)
@@ -118,32 +123,35 @@ def measure_limits(args: argparse.Namespace, clock: Callable[[], float]) -> dict
         for _ in range(count):
             torch.nn.functional.linear(x, weight, bias)
 
-    def laid_out() -> None:
+    def use_packed() -> None:
         for _ in range(count):
             torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     with torch.inference_mode():
-        best = compare({"torch's own": plain, "laid out": laid_out}, 2 * args.repeat, clock)
+        best = compare({"plain": plain, "packed": use_packed}, 2 * args.repeat, clock)
     return {name: count * 2 * rows * 4 * size**2 / seconds for name, seconds in best.items()}
 
 
 def report(
     what: str, best: dict[str, float], lens: list[int], limits: dict[str, float], flops: float
 ) -> None:
-    """Print one comparison."""
+    """Print the results of one comparison."""
     theirs = best["sentence-transformers"]
-    print(f"\n{what}: {len(lens)}, {sum(lens)} tokens, {min(lens)} to {max(lens)}")
+    print(
+        f"\n{len(lens)} {what} with {sum(lens)} tokens; the shortest has {min(lens)} tokens and "
+        f"the longest {max(lens)}"
+    )
     for name, seconds in best.items():
-        share = flops / seconds / limits["laid out"]
+        share = flops / seconds / limits["packed"]
         print(
             f"  {name:<22} {len(lens) / seconds:8.1f} /s  {sum(lens) / seconds:9.0f} tokens/s  "
             f"{flops / seconds / 1e9:6.1f} GFLOP/s = {share:.0%} of the limit, "
-            f"ratio {theirs / seconds:.2f}"
+            f"{theirs / seconds:.2f} times the speed of sentence-transformers"
         )
 
 
 def embed_through(server: Served, texts: list[str]) -> np.ndarray:
-    """Embeddings of all texts by one HTTP request."""
+    """Return the embeddings of all texts, computed by a server in one HTTP request."""
     request = urllib.request.Request(
         f"{server.openai_url}/embeddings",
         json.dumps({"input": texts}).encode(),
@@ -154,7 +162,7 @@ def embed_through(server: Served, texts: list[str]) -> np.ndarray:
 
 
 def serve(path: str, args: argparse.Namespace) -> Served:
-    """A server of one embedding model, with as many threads as the others get."""
+    """Return a server of one embedding model with `args.threads` threads, not yet started."""
     settings = {
         "NEREID_EMBEDDING_MODEL": path,
         "NEREID_EMBEDDING_NUM_THREADS": str(args.threads),
@@ -163,31 +171,42 @@ def serve(path: str, args: argparse.Namespace) -> Served:
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocab", type=int, default=30_522)
-    parser.add_argument("--texts", type=int, default=96)
-    parser.add_argument("--lengths", choices=["uniform", "log"], default="uniform")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument(
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--hidden", type=int, default=384, help="hidden size of the model")
+    add("--layers", type=int, default=6, help="number of layers of the model")
+    add("--vocab", type=int, default=30_522, help="vocabulary size of the model")
+    add("--texts", type=int, default=96, help="number of texts")
+    add(
+        "--lengths",
+        choices=["uniform", "log"],
+        default="uniform",
+        help="distribution of the text lengths; with `log`, short texts are more frequent",
+    )
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of the weights")
+    add("--threads", type=int, default=1, help="number of threads")
+    add("--repeat", type=int, default=3, help="number of runs, of which the best one counts")
+    add(
         "--clock",
         choices=["wall", "cpu"],
         default="wall",
-        help="cpu counts this process's CPU time: for one thread on a busy machine",
+        help="`cpu` measures the CPU time of this process, for one thread on a busy machine",
     )
-    parser.add_argument("--triton", action="store_true", help="the texts through a server, too")
+    add("--triton", action="store_true", help="also send the texts to a server")
     args = parser.parse_args()
     if args.triton and args.clock == "cpu":
-        parser.error("--triton: the server's CPU time is not this process's; use --clock wall")
+        parser.error(
+            "--triton requires --clock wall, because --clock cpu does not include the CPU time of "
+            "the server"
+        )
     return args
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure embeddings and reranking, and print the results."""
     args = arguments()
     clock = time.perf_counter if args.clock == "wall" else time.process_time
     logging.disable_progress_bar()
@@ -207,16 +226,17 @@ def main() -> None:
         cross = CrossEncoder(reranker_path, device="cpu")
         print(
             f"BERT {args.hidden} x {args.layers}, {args.dtype}, {torch.get_num_threads()} threads, "
-            f"lengths {args.lengths}, {args.clock} time, best of {args.repeat}"
+            f"{args.lengths} lengths, {args.clock} time, best of {args.repeat} runs"
         )
         limits = measure_limits(args, clock)
         for name, rate in limits.items():
-            print(f"matrix products, {name}: {rate / 1e9:.0f} GFLOP/s")
+            print(f"matrix products with {name} weights: {rate / 1e9:.0f} GFLOP/s")
 
         texts = [words(n - 2) for n in lens]
         found, wanted = embedder.encode(texts), sentences.encode(texts, show_progress_bar=False)
         cosine = (found * wanted).sum(1) / np.linalg.norm(found, axis=1)
-        print(f"least cosine {(cosine / np.linalg.norm(wanted, axis=1)).min():.7f}")
+        least = (cosine / np.linalg.norm(wanted, axis=1)).min()
+        print(f"lowest cosine similarity to sentence-transformers: {least:.7f}")
         works: dict[str, Callable[[], object]] = {
             "nereid": lambda: embedder.encode(texts),
             "sentence-transformers": lambda: sentences.encode(texts, show_progress_bar=False),
@@ -224,14 +244,15 @@ def main() -> None:
         if args.triton:
             server = stack.enter_context(serve(embedder_path, args))
             served = embed_through(server, texts)
-            print(f"largest difference through the server {np.abs(served - found).max():.1e}")
-            works["nereid, served"] = lambda: embed_through(server, texts)
+            difference = np.abs(served - found).max()
+            print(f"largest difference between the server and the engine: {difference:.1e}")
+            works["nereid serve"] = lambda: embed_through(server, texts)
         best = compare(works, args.repeat, clock)
         report("texts", best, lens, limits, flops_of(lens, args))
 
         pairs = [(words(min(8, n - 4)), words(max(1, n - 3 - min(8, n - 4)))) for n in lens]
         differences = np.abs(reranker.score(pairs) - cross.predict(pairs, show_progress_bar=False))
-        print(f"\nlargest difference of scores {differences.max():.1e}")
+        print(f"\nlargest difference of scores: {differences.max():.1e}")
         best = compare(
             {
                 "nereid": lambda: reranker.score(pairs),

@@ -1,13 +1,14 @@
-"""Microseconds that sampling takes of a step, by batch size, vocabulary and what requests ask for.
+"""Measure the time of sampling in a step, by batch size, vocabulary size and sampling parameters.
 
     python -m loadtest.bench.bench_sampler                      # one thread, float32 logits
     python -m loadtest.bench.bench_sampler --device cuda --dtype bfloat16
 
-Each figure is the median of --repeat steps, which alternate between the cases so that what else
-runs on the machine counts little; in brackets its ratio to greedy in the same run. Every request of
-a batch asks for the same. Logits are peaked as those of a trained model: a few tokens have most of
-the probability. "flat" ones spread it over thousands, the worst case for top_p. Masks are there
-already: filling them runs beside the forward pass.
+Each cell shows the median microseconds of --repeat steps and, in brackets, the ratio to greedy
+sampling in the same run. The cases take turns, so that other work on the machine affects the ratios
+little. All requests of a batch have the same sampling parameters. The logits are peaked like those
+of a trained model: a few tokens have most of the probability. The case "flat" spreads the
+probability over thousands of tokens, which is the worst case for top_p. The time to fill grammar
+masks is not included, because the engine fills masks during the forward pass.
 """
 
 import argparse
@@ -37,7 +38,7 @@ CASES: Mapping[str, Mapping[str, float]] = {
 
 
 class Case:
-    """One kind of request, a batch of them."""
+    """A batch of requests with the same sampling parameters."""
 
     def __init__(self, name: str, batch: int, vocab_size: int, text_len: int) -> None:
         self._sampler = Sampler()
@@ -57,8 +58,9 @@ class Case:
 
     @torch.inference_mode()
     def step(self, logits: torch.Tensor) -> float:
-        """Sample one token for each request and append it; returns microseconds."""
-        # On a CPU the time of this thread alone: others on the machine count less.
+        """Sample and append one token for each request, and return the microseconds of sampling."""
+        # On a CPU, the clock is the CPU time of this thread, because other work on the machine
+        # affects CPU time less than wall time.
         clock = time.perf_counter if logits.is_cuda else time.thread_time
         if logits.is_cuda:
             torch.cuda.synchronize()
@@ -72,7 +74,7 @@ class Case:
 
 
 def _logits(batch: int, vocab_size: int, args: argparse.Namespace, seed: int) -> torch.Tensor:
-    """[batch, vocab_size], the first two seeds peaked."""
+    """Return random logits, [batch, vocab_size]. They are peaked if `seed` is 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, vocab_size, generator=generator) * 2
     if seed < 2:
@@ -83,7 +85,7 @@ def _logits(batch: int, vocab_size: int, args: argparse.Namespace, seed: int) ->
 
 
 def measure(batch: int, vocab_size: int, args: argparse.Namespace) -> dict[str, float]:
-    """Median microseconds of a step by case."""
+    """Return the median microseconds of a step for each case."""
     variants = [_logits(batch, vocab_size, args, seed) for seed in range(4)]
     cases = {name: Case(name, batch, vocab_size, args.text_len) for name in CASES}
     spent: dict[str, list[float]] = {name: [] for name in cases}
@@ -96,18 +98,30 @@ def measure(batch: int, vocab_size: int, args: argparse.Namespace) -> dict[str, 
 
 
 def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--vocabs", type=int, nargs="+", default=[2048, 32_000, 151_936])
-    parser.add_argument("--text-len", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", type=lambda name: getattr(torch, name))
+    """Measure all batch sizes and vocabularies, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    sizes = [2048, 32_000, 151_936]
+    add("--batches", type=int, nargs="+", default=[1, 16, 64], help="batch sizes")
+    add("--vocabs", type=int, nargs="+", default=sizes, help="vocabulary sizes")
+    add("--text-len", type=int, default=512, help="tokens of each prompt")
+    add("--threads", type=int, default=1, help="number of threads")
+    add("--repeat", type=int, default=15, help="number of steps, of which the median counts")
+    add("--device", default="cpu", help="device of the logits: cpu or cuda")
+    add(
+        "--dtype",
+        default="float32",
+        type=lambda name: getattr(torch, name),
+        help="dtype of the logits, such as bfloat16",
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(f"{args.device}, {args.dtype}, {args.threads} threads, texts of {args.text_len} tokens")
+    print(
+        f"{args.device}, {args.dtype}, {args.threads} threads, prompts of {args.text_len} tokens. "
+        "Cells show microseconds and, in brackets, the ratio to greedy sampling."
+    )
     print("| vocabulary | batch | " + " | ".join(CASES) + " |")
     print("|---" * (len(CASES) + 2) + "|")
     for vocab_size in args.vocabs:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs outside the model: plan, batch building, sampling and commit.
+"""Measure the time of a step outside the model: planning, batch building, sampling and commit.
 
     python -m loadtest.bench.bench_scheduler [--steps 300]
 
-The model is a tensor of random logits, which is not counted. Its vocabulary is small and all choose
-greedily, so that "sample" is mostly what the sampler keeps count of. "step" is all four, and
-"ahead" the same work where the next step is begun before this one's tokens are read
-(async_scheduling): a GPU that is busy for longer never waits.
+Random logits stand for the model, and their time is not counted. The vocabulary is small and all
+requests are greedy, so the column "sample" mostly shows the bookkeeping of the sampler. The column
+"step" is the sum of the four parts. The column "ahead" shows the same work with async_scheduling,
+where a step starts before the tokens of the previous step are read. A GPU never waits for the CPU
+if its forward pass takes longer than the time in "ahead".
 """
 
 import argparse
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="steps measured in each row")
     steps = parser.parse_args().steps
     torch.set_num_threads(1)
-    print("milliseconds of CPU time a step, median and 99th percentile")
+    print("Each cell shows the milliseconds of CPU time of a step: median and 99th percentile.")
     print(f"{'running':>8} {'waiting':>8}" + "".join(f"{part:>14}" for part in PARTS))
     for num_running, num_waiting in ((1, 0), (16, 0), (64, 0), (1000, 0), (1000, 10_000)):
         found = measure(num_running, num_waiting, steps)
@@ -55,7 +56,13 @@ def main() -> None:
 
 
 class _RandomPath:
-    """Builds each step's batch as the real paths do; random logits stand for the model."""
+    """A forward path that builds real batches and returns random logits instead of running a model.
+
+    Attributes:
+        build_s: CPU seconds of the last batch building.
+        model_s: CPU seconds of the last random logits, which callers subtract.
+        was_full: whether the last step decoded one token for each of `max_num_seqs` sequences.
+    """
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self._builder = BatchBuilder(
@@ -67,11 +74,10 @@ class _RandomPath:
         self._max_num_seqs = max_num_seqs
         self.build_s = 0.0
         self.model_s = 0.0
-        # Whether the last step was one of decodes alone, of all that may run.
         self.was_full = False
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """See AheadPath."""
+        """Build the batch of a plan, and return random logits for it, as defined by AheadPath."""
         device = torch.device("cpu")
         batch, self.build_s = timed(lambda: self._builder.build(plan, device, sampled))
         logits, self.model_s = timed(lambda: torch.rand(batch.num_logits, _VOCAB))
@@ -79,25 +85,25 @@ class _RandomPath:
         return logits
 
     def clear(self, request: Request) -> None:
-        """See ForwardPath."""
+        """Do nothing, because this path stores nothing for a request."""
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """A call's result and its seconds of this thread's CPU time."""
+    """Return a call's result and the seconds of this thread's CPU time that the call took."""
     started = time.thread_time()
     result = work()
     return result, time.thread_time() - started
 
 
 def measure(num_running: int, num_waiting: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of each part of each step, by name, while all running requests decode."""
+    """Return the seconds of each part for each step in which all running requests decode."""
     scheduler, path = _begin(num_running, num_waiting, steps)
     runner = Runner(path)
     found: dict[str, list[float]] = {part: [] for part in PARTS[:4]}
     while len(found["plan"]) < steps:
         plan, plan_s = timed(scheduler.plan)
         result, run_s = timed(lambda: runner.run(plan))  # noqa: B023 - called at once
-        _, commit_s = timed(lambda: scheduler.commit(plan, result))  # noqa: B023 - the same
+        _, commit_s = timed(lambda: scheduler.commit(plan, result))  # noqa: B023 - called at once
         if path.was_full:
             sample_s = run_s - path.build_s - path.model_s
             for part, seconds in zip(
@@ -109,7 +115,7 @@ def measure(num_running: int, num_waiting: int, steps: int) -> dict[str, list[fl
 
 
 def measure_ahead(num_running: int, num_waiting: int, steps: int) -> list[float]:
-    """Seconds of each step that is planned ahead, while all running requests decode."""
+    """Return the seconds of each step with async_scheduling while all running requests decode."""
     scheduler, path = _begin(num_running, num_waiting, steps)
     look_ahead = AsyncSteps(scheduler, Runner(path), StepFailures(1), lambda _: None)
     found: list[float] = []
@@ -121,7 +127,10 @@ def measure_ahead(num_running: int, num_waiting: int, steps: int) -> list[float]
 
 
 def _begin(num_running: int, num_waiting: int, steps: int) -> tuple[Scheduler, _RandomPath]:
-    """Requests, of which so many may run, and a path for them."""
+    """Return a scheduler with `num_running + num_waiting` new requests, and a forward path for it.
+
+    The scheduler runs at most `num_running` requests at a time.
+    """
     blocks = num_running * (-(-(_PROMPT + steps) // _BLOCK_SIZE) + 2)
     scheduler = Scheduler(
         BlockPool(blocks),

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton server and the frontend cost: tokens/s against the engine in process.
+"""Measure the cost of the Triton server and of the frontend, compared with the engine in process.
 
     python -m loadtest.bench.bench_serve [--model PATH] [--concurrency 1 8 32] [--rounds 3]
 
-All run the same requests (random prompts, greedy, a fixed number of tokens) on the same machine in
-turns, round by round, so that noise from elsewhere falls on all; the ratio is the median of the
-rounds' ratios. The doors are gRPC on the ensemble, and `/v1/completions` of the frontend, which
-goes through the former. Their figures include the client, which runs on the same CPUs. The first
-text of each stream is timed too, and so is the CPU time of every process but the engine's, a
-response: what merging tokens saves.
+The engine in process, the gRPC endpoint of the ensemble and `/v1/completions` of the frontend get
+requests of the same kind: random prompts, greedy sampling and a fixed number of tokens. The three
+take turns in each round, so that other work on the machine affects all of them. The ratio is the
+median of the rounds' ratios. The figures of the endpoints include the client, which runs on the
+same CPUs. The program also measures the time to the first text of each stream, and the CPU time
+per response of all processes except the engine's. That CPU time shows what it saves to merge
+several tokens into one response.
 """
 
 import argparse
@@ -34,13 +35,13 @@ DEMO = Path(__file__).resolve().parents[2] / "demo" / "chat"
 DOORS = {"grpc": "Triton", "openai": "the frontend"}
 
 Prompts = Sequence[Sequence[int]]
-# Ratio, tokens/s alone and through a door, tokens a response, seconds to the first one, and CPU
-# seconds a response.
+# The ratio, the tokens/s of the engine and of the endpoint, the tokens per response, the seconds
+# until the first response, and the CPU seconds per response.
 Figures = tuple[float, float, float, float, float, float]
 
 
 def in_process(engine: Engine, prompts: Prompts, max_tokens: int, concurrency: int) -> float:
-    """Tokens/s of the engine alone, with at most `concurrency` requests in work."""
+    """Return the tokens/s of the engine alone, with at most `concurrency` requests at a time."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     waiting = list(enumerate(prompts))
     started, running, tokens = time.perf_counter(), 0, 0
@@ -58,7 +59,11 @@ def in_process(engine: Engine, prompts: Prompts, max_tokens: int, concurrency: i
 async def _ask(
     client: grpcclient.InferenceServerClient, prompt: Sequence[int], max_tokens: int
 ) -> tuple[int, int, float]:
-    """One streaming request: tokens, responses, seconds to the first response."""
+    """Send one streaming request to the gRPC endpoint.
+
+    Returns:
+        The number of tokens, the number of responses, and the seconds until the first response.
+    """
     ids = grpcclient.InferInput("input_ids", [len(prompt)], "INT32")
     ids.set_data_from_numpy(np.array(prompt, dtype=np.int32))
     stream = grpcclient.InferInput("stream", [1], "BOOL")
@@ -67,7 +72,7 @@ async def _ask(
     fields = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
     sampling.set_data_from_numpy(np.array([json.dumps(fields).encode()], dtype=np.object_))
 
-    async def requests():  # noqa: ANN202 - the client's own shape
+    async def requests():  # noqa: ANN202 - tritonclient does not export the type
         yield {"model_name": "llm", "inputs": [ids, stream, sampling]}
 
     started, first, responses, tokens = time.perf_counter(), 0.0, 0, 0
@@ -83,7 +88,7 @@ async def _ask(
 async def _complete(
     port: int, model: str, prompt: Sequence[int], max_tokens: int
 ) -> tuple[int, int, float]:
-    """The same over the OpenAI API."""
+    """Send one streaming request to `/v1/completions`, and return the same figures as `_ask`."""
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -110,7 +115,18 @@ async def _complete(
 async def through(
     door: str, served: Served, prompts: Prompts, max_tokens: int, concurrency: int
 ) -> tuple[float, float, float]:
-    """Tokens/s, tokens a response, and median seconds to the first response."""
+    """Send all prompts to one endpoint.
+
+    Args:
+        door: the name of the endpoint, a key of DOORS.
+        served: the running server.
+        prompts: token ids of the prompts.
+        max_tokens: tokens of each answer.
+        concurrency: the number of requests at a time.
+
+    Returns:
+        Tokens/s, tokens per response, and the median seconds until the first response.
+    """
     limit = asyncio.Semaphore(concurrency)
     model = httpx.get(f"{served.openai_url}/models").json()["data"][0]["id"]
     async with grpcclient.InferenceServerClient(served.grpc_url) as client:
@@ -130,7 +146,7 @@ async def through(
 
 
 def cpu_beside_engine(served: Served) -> float:
-    """Seconds of CPU used so far by server, stubs, frontend and this client, not the engine."""
+    """Return the CPU seconds used so far by this client and the server without its engine."""
     assert served.process is not None
     children = psutil.Process(served.process.pid).children(recursive=True)
     beside = [p for p in children if not any("engine_process" in word for word in p.cmdline())]
@@ -138,35 +154,37 @@ def cpu_beside_engine(served: Served) -> float:
 
 
 def line_of(concurrency: int, door: str, rounds: Sequence[Figures]) -> str:
-    """Medians of the rounds, in words."""
+    """Return one line of text with the medians of the rounds."""
     ratio, alone, rate, merged, first, cost = (
         statistics.median(column) for column in zip(*rounds, strict=True)
     )
     return (
-        f"concurrency {concurrency:3}: in process {alone:7.0f} tokens/s, "
-        f"through {DOORS[door]} {rate:7.0f}, ratio {ratio:.2f} "
-        f"(rounds {', '.join(f'{row[0]:.2f}' for row in rounds)}); "
-        f"{merged:.1f} tokens a response, first after {first * 1000:.0f} ms; "
-        f"{cost * 1000:.2f} ms of CPU a response beside the engine"
+        f"concurrency {concurrency:3}: {alone:7.0f} tokens/s in process, "
+        f"{rate:7.0f} tokens/s through {DOORS[door]}, ratio {ratio:.2f} "
+        f"(rounds: {', '.join(f'{row[0]:.2f}' for row in rounds)}); "
+        f"{merged:.1f} tokens per response; first response after {first * 1000:.0f} ms; "
+        f"{cost * 1000:.2f} ms of CPU time per response outside the engine"
     )
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure each concurrency and each endpoint, and print one line for each."""
     flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    flags.add_argument("--model", type=Path, default=DEMO)
-    flags.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    flags.add_argument("--doors", nargs="+", choices=list(DOORS), default=list(DOORS))
-    flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--prompt-tokens", type=int, default=64)
-    flags.add_argument("--output-tokens", type=int, default=128)
-    flags.add_argument("--num-threads", type=int, help="of the engine, in both ways")
-    flags.add_argument("--json", type=Path, help="also write the figures there")
+    add = flags.add_argument
+    endpoints = list(DOORS)
+    add("--model", type=Path, default=DEMO, help="folder of the checkpoint (default: the demo)")
+    add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests at a time")
+    add("--doors", nargs="+", choices=endpoints, default=endpoints, help="endpoints to measure")
+    add("--rounds", type=int, default=5, help="number of rounds, of which the median counts")
+    add("--prompt-tokens", type=int, default=64, help="tokens of each prompt")
+    add("--output-tokens", type=int, default=128, help="tokens of each answer")
+    add("--num-threads", type=int, help="threads of the engine, in process and in the server")
+    add("--json", type=Path, help="also write the figures to this JSON file")
     args = flags.parse_args()
     rng = random.Random(0)
-    print("loading the engine in process, then the server", flush=True)
+    print("The engine is loaded in this process, then the server starts.", flush=True)
     engine = Engine(EngineConfig(model=str(args.model), num_threads=args.num_threads))
     rows = []
     threads = {"NEREID_NUM_THREADS": str(args.num_threads)} if args.num_threads else {}
@@ -176,7 +194,7 @@ def main() -> None:
             for _ in range(args.rounds):
 
                 def prompts(concurrency: int = concurrency) -> Prompts:
-                    # Fresh ones each time, which no cache of prefixes knows.
+                    # New prompts each time, so that the prefix cache never contains them.
                     return [
                         [rng.randrange(engine.info.vocab_size) for _ in range(args.prompt_tokens)]
                         for _ in range(max(2 * concurrency, 4))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that print one JSON object, run with a limit: what contestants of benchmarks are."""
+"""Run a program that prints one JSON object, with a time limit; benchmarks run engines this way."""
 
 import contextlib
 import json
@@ -12,46 +12,53 @@ from typing import Any
 
 Report = dict[str, Any]
 
-# A program that has printed its result gets so long to end.
+# Seconds that a program may take to end after it has printed its result.
 _ENDING_S = 5
 
 
 def outcome(command: list[str], limit_s: float, environment: dict[str, str]) -> Report:
-    """The JSON object that a program prints; {"error": ...} where it prints none in time.
+    """Run a program and return the JSON object that it prints, or {"error": ...} if it prints none.
 
-    It counts as soon as it is there: a program may have threads that do not let it end. One that
-    does not end is killed, with all that it has started, which could hold its output open.
+    The function returns soon after the program has printed its result, even if its own threads
+    keep it alive. A program that does not end is killed together with its process group, because
+    children could keep its output open.
+
+    Args:
+        command: the program and its arguments.
+        limit_s: seconds until the program must have printed its result.
+        environment: the environment variables of the program.
     """
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complaints:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            command, stdout=said, stderr=complaints, env=environment, start_new_session=True
+            command, stdout=output, stderr=errors, env=environment, start_new_session=True
         )
         found, code = None, None
         try:
-            found = printed(process, said.fileno(), limit_s)
+            found = printed(process, output.fileno(), limit_s)
             if found is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_ENDING_S)
             code = process.poll()
         finally:
-            # Before it is waited for: until then no other group can have its number.
+            # The group must be killed before the process is waited for. Afterwards, another process
+            # group could have the same id.
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if found is not None:
             return found
-        last = (text_of(complaints.fileno()).strip().splitlines() or ["-"])[-1][:200]
+        last = (text_of(errors.fileno()).strip().splitlines() or ["-"])[-1][:200]
     if code is None:
-        return {"error": f"not done after {limit_s:.0f} s; its last line: {last}"}
-    return {"error": f"exit code {code}: {last}"}
+        return {"error": f"no result after {limit_s:.0f} s; the last line of its log is: {last}"}
+    return {"error": f"exit code {code}; the last line of its log is: {last}"}
 
 
-def printed(process: "subprocess.Popen[bytes]", said: int, limit_s: float) -> Report | None:
-    """Wait until a program has printed its result, has ended, or takes too long."""
+def printed(process: "subprocess.Popen[bytes]", output: int, limit_s: float) -> Report | None:
+    """Wait for the result of a program; return None if it ends or exceeds the limit without one."""
     end = time.monotonic() + limit_s
     while True:
         has_ended = process.poll() is not None
-        for text in reversed(text_of(said).splitlines(keepends=True)):
+        for text in reversed(text_of(output).splitlines(keepends=True)):
             if text.startswith("{") and text.endswith("}\n"):
                 found: Report = json.loads(text)
                 return found
@@ -61,5 +68,5 @@ def printed(process: "subprocess.Popen[bytes]", said: int, limit_s: float) -> Re
 
 
 def text_of(file: int) -> str:
-    """What a program has written, without moving the place where it goes on."""
+    """Return a file's text without moving the offset at which the program keeps writing."""
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a decode step goes on a CPU: one table, measured in the engine as it runs.
+"""Measure how the time of a decode step on a CPU is divided between its parts.
 
     python -m loadtest.bench.profile_step --shape 0.1b --batches 1 16
 
-The engine is compiled (`compile_forward`); its kernels add up their own time, and the rest is taken
-by timers around the parts of a step.
+The engine uses compile_forward. Its kernels record their own time, and timers around the parts of a
+step measure the rest.
 """
 
 import argparse
@@ -26,14 +26,14 @@ PARTS = ("linear layers", "attention", "rest of the model", "sampling", "batch",
 
 
 class Parts:
-    """Milliseconds of the parts of an engine's steps.
+    """The milliseconds of each part of an engine's steps.
 
     Attributes:
-        steps: a list of milliseconds, in the order of PARTS, for each step since they were cleared.
+        steps: for each step since the list was last cleared, the milliseconds of each of PARTS.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Measure an engine from now on."""
+        """Start to measure the steps of `engine`."""
         runner: Any = engine._runner
         path = runner._path
         self._cache = path._cache
@@ -46,7 +46,7 @@ class Parts:
         self._step = self._timed(engine.step, "step")
 
     def step(self) -> Any:  # noqa: ANN401 - as the engine's
-        """One step of the engine."""
+        """Run one step of the engine, store its times in `steps`, and return its updates."""
         spent, self._seconds = self._cache.spent, {}
         spent.linear_ns = spent.attention_ns = 0
         updates = self._step()
@@ -73,16 +73,18 @@ class Parts:
 
 
 def main() -> None:
-    """Run the program."""
+    """Measure all batch sizes, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="0.1b", choices=sorted(SHAPES))
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--steps", type=int, default=100, help="steps measured for each batch")
-    parser.add_argument("--threads", type=int, default=2)
+    add = parser.add_argument
+    dtypes = ["float32", "bfloat16"]
+    add("--shape", default="0.1b", choices=sorted(SHAPES), help="shape of the model")
+    add("--dtype", default="bfloat16", choices=dtypes, help="dtype of the model")
+    add("--batches", type=int, nargs="+", default=[1, 16], help="batch sizes")
+    add("--context", type=int, default=512, help="tokens of each prompt")
+    add("--steps", type=int, default=100, help="steps to measure for each batch size")
+    add("--threads", type=int, default=2, help="number of threads")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), args.shape, args.dtype)
@@ -93,12 +95,12 @@ def main() -> None:
         parts = Parts(engine)
         rows = [[str(batch), *medians(engine, parts, batch, args)] for batch in args.batches]
         engine.close()
-    print("\nmilliseconds of a step of decodes, medians\n")
+    print("\nThe table shows the median milliseconds of a decode step and of its parts.\n")
     print(table(["sequences", "step", *PARTS], rows))
 
 
 def medians(engine: Engine, parts: Parts, batch: int, args: argparse.Namespace) -> list[str]:
-    """The whole step and its parts."""
+    """Return the median milliseconds of a whole decode step and of each of PARTS, as text."""
     rng = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=args.steps + 8, ignore_eos=True)
     for number in range(batch):
@@ -106,9 +108,9 @@ def medians(engine: Engine, parts: Parts, batch: int, args: argparse.Namespace) 
         engine.add_request(str(number), prompt, params)
     while engine.has_work():
         if len(parts.step()) < batch:
-            # A step of prompts.
+            # This step still processed prompts, so it is not a pure decode step.
             parts.steps.pop()
-    # The first ones still have prompts among them, or cold caches.
+    # The first steps are left out, because they may contain prompts or run with cold caches.
     steps = [[sum(step), *step] for step in parts.steps[4:]]
     parts.steps.clear()
     return [f"{statistics.median(column):.2f}" for column in zip(*steps, strict=True)]

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays arrivals through the scheduler with a model of what steps cost, without a GPU or a model.
+"""Simulate the scheduler on a trace of arrivals, with a cost model instead of a GPU and a model.
 
     python -m loadtest.bench.scheduler_simulator --requests 2000 --rate 20
     python -m loadtest.bench.scheduler_simulator --trace arrivals.jsonl --max-num-seqs 64
 
-A trace has one JSON object a line: {"arrival_s": 0.1, "prompt_tokens": 300, "output_tokens": 50},
-and optionally "n", "priority", and "prefix" with "prefix_tokens": requests that name the same
-prefix begin with the same so many tokens. A step takes
+A trace has one JSON object per line, such as
+{"arrival_s": 0.1, "prompt_tokens": 300, "output_tokens": 50}. The optional fields are "n",
+"priority", "prefix" and "prefix_tokens". The prompts of requests with the same "prefix" begin with
+the same "prefix_tokens" tokens. The time of a step is
 
-    step_ms + token_ms * tokens in the step + context_ms * tokens in the cache that they look at
+    step_ms + token_ms * tokens in the step + context_ms * cached tokens that attention reads
 
-which is near enough to a real engine to compare settings and policies.
+This cost model is close enough to a real engine to compare settings and policies.
 """
 
 import argparse
@@ -37,13 +38,14 @@ class Arrival:
     """One request of a trace.
 
     Attributes:
-        arrival_s: when it comes, in seconds from the start.
-        prompt_tokens: length of its prompt.
-        output_tokens: each of its sequences ends after so many tokens.
-        n: number of its sequences.
-        priority: as in SamplingParams.
-        prefix: requests with the same one begin with the same tokens; empty: with their own.
-        prefix_tokens: how many.
+        arrival_s: the time of the arrival, in seconds from the start.
+        prompt_tokens: the length of the prompt.
+        output_tokens: the number of tokens that each sequence generates.
+        n: the number of sequences.
+        priority: the priority, as in SamplingParams.
+        prefix: a name. Prompts with the same name begin with the same tokens. If the name is empty,
+            the prompt shares no tokens with other prompts.
+        prefix_tokens: the number of tokens that the prompts with this `prefix` share.
     """
 
     arrival_s: float
@@ -57,21 +59,36 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Milliseconds: of any step, of each token in it, and of each cached token it looks at."""
+    """The cost model of a step.
+
+    Attributes:
+        step_ms: milliseconds of each step.
+        token_ms: milliseconds of each token in a step.
+        context_ms: milliseconds of each cached token that attention reads in a step.
+    """
 
     step_ms: float = 10.0
     token_ms: float = 0.05
     context_ms: float = 0.0001
 
     def of(self, plan: StepPlan) -> float:
-        """Seconds that a plan's step takes."""
+        """Return the seconds that the step of `plan` takes."""
         context = sum(chunk.start for chunk in plan.chunks)
         return (self.step_ms + self.token_ms * plan.num_tokens + self.context_ms * context) / 1000
 
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request; times in seconds from the start, None if it never happened."""
+    """The result of one request; times are seconds from the start, or None before the event.
+
+    Attributes:
+        arrival: the request.
+        begun_s: the time at which the first step that contains the request starts.
+        first_token_s: the time of the first token.
+        end_s: the time at which the last sequence ends.
+        num_tokens: the number of generated tokens of all sequences.
+        num_ended: the number of sequences that have ended.
+    """
 
     arrival: Arrival
     begun_s: float | None = None
@@ -83,7 +100,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A simulation's results: one record for each arrival, in order, and facts about the whole."""
+    """The results of a simulation.
+
+    Attributes:
+        records: one record for each arrival, in order of arrival.
+        elapsed_s: the simulated seconds.
+        num_steps: the number of steps.
+        num_preemptions: the number of preemptions.
+        hit_rate: the share of prompt tokens that were found in the prefix cache.
+    """
 
     records: list[Record]
     elapsed_s: float
@@ -92,7 +117,7 @@ class Outcome:
     hit_rate: float
 
     def report(self) -> str:
-        """A table of percentiles, as text."""
+        """Return a table of percentiles as text."""
         ended = [record for record in self.records if record.end_s is not None]
         tokens = sum(record.num_tokens for record in self.records)
         prompts = sum(record.arrival.prompt_tokens for record in ended)
@@ -115,12 +140,12 @@ class Outcome:
 
 
 def simulate(arrivals: Iterable[Arrival], scheduler: Scheduler, cost: Cost) -> Outcome:
-    """Let requests arrive at their times and run steps until all have ended.
+    """Add requests to a scheduler at their arrival times, and run steps until all have ended.
 
     Args:
-        arrivals: in any order; each fits the scheduler's pool when alone.
-        scheduler: idle.
-        cost: how long steps take.
+        arrivals: requests in any order. Each request must fit into the scheduler's block pool.
+        scheduler: a scheduler without requests.
+        cost: the cost model of a step.
     """
     records = [Record(arrival) for arrival in sorted(arrivals, key=lambda one: one.arrival_s)]
     pending = [(record.arrival.arrival_s, number) for number, record in enumerate(records)]
@@ -150,7 +175,11 @@ def simulate(arrivals: Iterable[Arrival], scheduler: Scheduler, cost: Cost) -> O
 def poisson(
     num_requests: int, rate: float, seed: int, priorities: Sequence[int] = (0,)
 ) -> list[Arrival]:
-    """A seeded trace: independent arrivals at so many a second, lengths of which few are long."""
+    """Return a random trace with `rate` arrivals per second on average.
+
+    Arrivals are independent of each other. Lengths follow a log-normal distribution, so that few
+    requests are long. The same `seed` gives the same trace.
+    """
     rng = random.Random(seed)
     clock = 0.0
     arrivals = []
@@ -168,10 +197,11 @@ def poisson(
 
 
 def read_trace(lines: Iterable[str]) -> list[Arrival]:
-    """A trace from its lines.
+    """Parse the lines of a trace.
 
     Raises:
-        ValueError: a line is not an object of the known fields; the message gives its number.
+        ValueError: a line is not a JSON object, or has unknown fields. The message contains the
+            number of the line.
     """
     known = {field.name for field in fields(Arrival)}
     arrivals = []
@@ -190,7 +220,7 @@ def read_trace(lines: Iterable[str]) -> list[Arrival]:
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float, float]:
-    """The 50th, 90th and 99th percentile, and the largest value."""
+    """Return the 50th, the 90th and the 99th percentile, and the largest value."""
     if len(values) < 2:
         only = values[0] if values else 0.0
         return only, only, only, only
@@ -199,21 +229,25 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the simulation that the command line describes, and print a table."""
     parser = argparse.ArgumentParser(
-        prog="python -m loadtest.bench.scheduler_simulator", description="Simulate the scheduler."
+        prog="python -m loadtest.bench.scheduler_simulator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--trace", type=Path, help="file of JSON lines; else arrivals are random")
-    parser.add_argument("--requests", type=int, default=1000, help="random arrivals")
-    parser.add_argument("--rate", type=float, default=10.0, help="random arrivals a second")
-    parser.add_argument("--seed", type=int, default=0, help="of the random arrivals")
-    parser.add_argument("--num-blocks", type=int, default=8192)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--step-ms", type=float, default=Cost().step_ms)
-    parser.add_argument("--token-ms", type=float, default=Cost().token_ms)
-    parser.add_argument("--context-ms", type=float, default=Cost().context_ms)
+    add = parser.add_argument
+    cost = Cost()
+    add("--trace", type=Path, help="trace file (default: random arrivals)")
+    add("--requests", type=int, default=1000, help="number of random arrivals")
+    add("--rate", type=float, default=10.0, help="random arrivals per second")
+    add("--seed", type=int, default=0, help="seed of the random arrivals")
+    add("--num-blocks", type=int, default=8192, help="number of KV cache blocks")
+    add("--block-size", type=int, default=16, help="tokens of each KV cache block")
+    add("--max-num-seqs", type=int, default=256, help="largest number of running sequences")
+    add("--max-num-batched-tokens", type=int, default=2048, help="token budget of a step")
+    add("--step-ms", type=float, default=cost.step_ms, help="time of each step")
+    add("--token-ms", type=float, default=cost.token_ms, help="time of each token in a step")
+    add("--context-ms", type=float, default=cost.context_ms, help="time of each cached token")
     args = parser.parse_args(argv)
     if args.trace is None:
         arrivals = poisson(args.requests, args.rate, args.seed)
@@ -223,8 +257,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     longest = max((one.prompt_tokens + one.output_tokens for one in arrivals), default=0)
     if longest > args.num_blocks * args.block_size:
         parser.error(
-            f"a request has {longest} tokens; the limit is {args.num_blocks * args.block_size} "
-            "(num-blocks times block-size)"
+            f"the longest request has {longest} tokens, but the KV cache has only "
+            f"{args.num_blocks * args.block_size} (--num-blocks times --block-size); increase "
+            "--num-blocks"
         )
     scheduler = Scheduler(
         BlockPool(args.num_blocks),
@@ -238,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _request(number: int, arrival: Arrival) -> Request:
     shared = min(arrival.prefix_tokens, arrival.prompt_tokens) if arrival.prefix else 0
-    # Tokens that differ between prompts, so that only named prefixes are found in the cache.
+    # The other tokens are random, so that the cache contains only the shared prefixes.
     tokens = random.Random(f"prefix {arrival.prefix}").choices(range(2, 50_000), k=shared)
     own = random.Random(number).choices(range(2, 50_000), k=arrival.prompt_tokens - shared)
     params = SamplingParams(

@@ -139,7 +139,7 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
         "time.sleep(300)\n",
         limit_s=5.0,
     )
-    assert found == {"error": "not done after 5 s; its last line: capturing"}
+    assert found == {"error": "no result after 5 s; the last line of its log is: capturing"}
     assert spent < 60
     for _ in range(100):
         if not is_running(int(file.read_text())):
@@ -159,9 +159,9 @@ def is_running(pid):
 @pytest.mark.parametrize(
     ("code", "error"),
     [
-        ("raise SystemExit('no room')", "exit code 1: no room"),
-        ("print('done')", "exit code 0: -"),
-        ("import os; os.abort()", "exit code -6: -"),
+        ("raise SystemExit('no room')", "exit code 1; the last line of its log is: no room"),
+        ("print('done')", "exit code 0; the last line of its log is: -"),
+        ("import os; os.abort()", "exit code -6; the last line of its log is: -"),
     ],
 )
 def test_a_program_without_a_result_says_how_it_ended(code, error):

@@ -21,10 +21,17 @@ TOOLS: list[Any] = [
         "type": "function",
         "function": {
             "name": "get_weather",
-            "description": "Get the current weather in a city.",
+            "description": "Get the weather for a city.",
             "parameters": {
                 "type": "object",
-                "properties": {"city": {"type": "string", "description": "Name of the city"}},
+                "properties": {
+                    "city": {"type": "string", "description": "The name of the city."},
+                    "unit": {
+                        "type": "string",
+                        "description": "The temperature unit.",
+                        "enum": ["celsius", "fahrenheit"],
+                    },
+                },
                 "required": ["city"],
             },
         },
@@ -32,9 +39,10 @@ TOOLS: list[Any] = [
 ]
 
 
-def get_weather(city: str) -> dict[str, Any]:
+def get_weather(city: str, unit: str = "celsius") -> dict[str, Any]:
     """Return the weather in a city. A real program would ask a weather service here."""
-    return {"city": city, "temperature": 21, "unit": "celsius", "condition": "sunny"}
+    temperature = 21 if unit == "celsius" else 70
+    return {"city": city, "temperature": temperature, "unit": unit, "condition": "sunny"}
 
 
 def main() -> None:

@@ -71,7 +71,6 @@ def test_an_answer_that_is_cut_off_is_explained(served):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.xfail(strict=False, reason="the demo model was not trained on get_weather(city) yet")
 def test_the_tool_is_called_and_its_result_is_used(served):
     question = "What is the weather in Paris?"
     done = run(served, f'.venv/bin/python client/examples/tools_openai.py "{question}"')

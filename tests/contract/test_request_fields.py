@@ -49,13 +49,13 @@ SUPPORTED_TABLES = (
     "## Fields of the answer",
 )
 SUPPORTED = set().union(*map(fields_after, SUPPORTED_TABLES))
-REFUSED_EVERYWHERE = fields_after("Rejected by chat, completions and responses")
-REFUSED_IN_CHAT = fields_after("Rejected by chat and responses")
+REFUSED_EVERYWHERE = fields_after("### Rejected by chat, completions and responses")
+REFUSED_IN_CHAT = fields_after("### Rejected by chat and responses")
 NAMED = SUPPORTED.union(
     REFUSED_EVERYWHERE,
     REFUSED_IN_CHAT,
-    fields_after("Rejected by completions"),
-    fields_after("Rejected by responses"),
+    fields_after("### Rejected by completions"),
+    fields_after("### Rejected by responses"),
 )
 
 
@@ -83,8 +83,8 @@ def test_the_page_lists_every_rejected_field_where_it_is_rejected():
     in_responses = REFUSED_IN_RESPONSES.keys() | REFUSED_IN_TOOLS.keys()
     assert refused.REFUSED.keys() | refused.REFUSED_BY_BACKEND == REFUSED_EVERYWHERE
     assert refused.REFUSED_IN_CHAT.keys() == REFUSED_IN_CHAT
-    assert fields_after("Rejected by completions") == refused.REFUSED_IN_COMPLETIONS.keys()
-    assert fields_after("Rejected by responses") == in_responses - REFUSED_IN_CHAT
+    assert fields_after("### Rejected by completions") == refused.REFUSED_IN_COMPLETIONS.keys()
+    assert fields_after("### Rejected by responses") == in_responses - REFUSED_IN_CHAT
 
 
 def test_each_row_gives_the_origin_of_each_field_and_its_meaning():

@@ -52,8 +52,8 @@ from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
         ("logit_bias", {-1: 1.0}, "logit_bias: each token id must be at least 0, but it is -1"),
         ("logit_bias", 5, "logit_bias: the value must map token ids to numbers, but it is 5"),
         ("logit_bias", [5], "logit_bias: the value must map token ids to numbers"),
-        ("allowed_token_ids", [], "allowed_token_ids: the list is empty"),
-        ("bad_words_token_ids", [[]], "bad_words_token_ids: one of the lists is empty"),
+        ("allowed_token_ids", [], "allowed_token_ids: the list must contain at least one token id"),
+        ("bad_words_token_ids", [[]], "bad_words_token_ids: each list must contain at least one token id"),
         (
             "bad_words_token_ids",
             5,

@@ -1,1 +1,1 @@
-"""Scheduling, blocks and requests in plain Python: no torch below this line."""
+"""The scheduler, the blocks of the KV cache, and the requests. This package never imports torch."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that are made ahead for async scheduling, while the previous step is still running.
+"""Step plans for async scheduling, which are made while the previous step is still running.
 
     plan            plan_ahead(A)       commit(A)   settle(B)   plan_ahead(B)       commit(B)
     A: a b c        B: a b c d          b ended     B: a c d    C: a c d            ...
 
-Plan B assumes that each sampling sequence of step A gets exactly one token. When A is committed,
-`settle(B)` removes the parts of B for which that was wrong, or `drop(B)` discards B. A sequence
-that ends while an uncommitted plan contains it keeps its row and its blocks until that plan is
-committed.
+Plan B assumes that each sampling sequence of step A gets exactly one token. After step A is
+committed, `settle(B)` removes the chunks of B whose sequences got more tokens or ended. `drop(B)`
+discards B completely. A sequence that ends while an uncommitted plan contains the sequence keeps
+its row and its blocks until that plan is committed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,17 +16,17 @@ from dataclasses import replace
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import StepPlan
 
-# Replaces a token that is still being sampled while the next step is planned.
+# This token id stands for a token that is still being sampled while the next step is planned.
 _PENDING = -1
 
 
 class PendingPlans:
-    """The plans that are not committed yet, and the ended sequences that these plans contain.
+    """The uncommitted plans, and the sequences that have ended but are still part of these plans.
 
     Attributes:
-        is_planning: whether a plan is being made ahead at the moment.
-        leaving: the sequences that have ended but are in one of the plans. They keep their rows
-            and blocks.
+        is_planning: whether `plan_next` is making a plan at the moment.
+        leaving: the sequences that have ended but are part of an uncommitted plan. These sequences
+            keep their rows and blocks.
     """
 
     def __init__(self) -> None:
@@ -35,23 +35,23 @@ class PendingPlans:
         self._plans: list[StepPlan] = []
 
     def __bool__(self) -> bool:
-        """Return whether any plan is not committed."""
+        """Return whether there is at least one uncommitted plan."""
         return bool(self._plans)
 
     def __contains__(self, request: Request) -> bool:
-        """Return whether one of the plans contains a sequence."""
+        """Return whether an uncommitted plan contains the sequence `request`."""
         return any(request is chunk.request for plan in self._plans for chunk in plan.chunks)
 
     def plan_next(self, before: StepPlan, plan_step: Callable[[], StepPlan]) -> StepPlan:
-        """Plan the step that follows a running step.
+        """Plan the next step while the current step is still running.
 
         Args:
-            before: the plan of the running step, without draft tokens. If that plan was made ahead
-                itself, it must be settled.
-            plan_step: plans a step from the current state of the sequences.
+            before: the plan of the running step, without draft tokens. If `before` was made ahead,
+                `before` must be the result of `settle`.
+            plan_step: a function that plans a step from the current state of the sequences.
 
         Returns:
-            A plan. A plan without chunks needs no commit.
+            The plan of the next step. A plan without chunks needs no commit.
         """
         sampling = [chunk.request for chunk in before.chunks if chunk.samples]
         for chunk in before.chunks:
@@ -77,16 +77,17 @@ class PendingPlans:
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: Sequence[int]) -> StepPlan:
-        """Return the valid part of a plan that was made ahead, after the previous plan's commit.
+        """Return the valid part of a plan that was made ahead. Call this after the previous commit.
 
         Args:
-            plan: the plan that plan_next returned.
-            device_token_ids: the tokens that the step used as input in place of the tokens that
-                were not known (StepResult.device_token_ids).
+            plan: the plan that `plan_next` returned.
+            device_token_ids: the input tokens that the step read from the device, because the host
+                did not know these tokens yet (see `StepResult.device_token_ids`).
 
         Returns:
-            The plan with two corrections. A chunk that was computed with a wrong input token loses
-            its token. A chunk that is no longer at the end of its sequence does not sample.
+            The plan with two corrections. If a chunk was computed with a wrong input token, the
+            chunk loses that token. If a chunk no longer ends at the last token of its sequence, the
+            chunk does not sample.
         """
         chunks = plan.chunks
         for index, source in plan.pending:
@@ -105,15 +106,15 @@ class PendingPlans:
         return settled
 
     def remove(self, plan: StepPlan) -> None:
-        """Remove a plan that was committed or dropped. Do nothing if it is unknown."""
+        """Remove a plan that was committed or dropped. Do nothing if the plan is unknown."""
         self._plans = [other for other in self._plans if other is not plan]
 
     def will_end(self, request: Request) -> bool:
-        """Return whether the running step is known to be the last step of a sequence."""
+        """Return whether a sequence has ended, or reaches its length limit in the running step."""
         return request in self.leaving or len(request.token_ids) >= request.max_total_tokens
 
     def take_free(self) -> list[Request]:
-        """Remove and return the sequences in `leaving` that no plan contains any more."""
+        """Remove the sequences from `leaving` that no uncommitted plan contains. Return them."""
         busy = {chunk.request for plan in self._plans for chunk in plan.chunks}
         free = [request for request in self.leaving if request not in busy]
         for request in free:

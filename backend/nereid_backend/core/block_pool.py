@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of the KV cache: reference counts, free blocks and cached blocks.
+"""The pool that allocates the blocks of the KV cache.
 
     block      0   1   2   3   4   5   6
     ref count  1   0   1   2   0   0   1      the number of block tables that contain the block
@@ -7,8 +7,9 @@
     free       5                              a stack: the block that was freed last is used first
     idle       1 4                            cached, but in no block table; the oldest comes first
 
-The pool allocates free blocks first and idle blocks after them. When it allocates an idle block,
-the prefix cache forgets the tokens of that block.
+The pool allocates free blocks first. If there are not enough free blocks, the pool also allocates
+idle blocks. When the pool allocates an idle block, the prefix cache forgets the tokens of that
+block.
 """
 
 from collections import OrderedDict
@@ -16,20 +17,23 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """A fixed number of blocks, each with a reference count."""
+    """A fixed number of blocks. Each block has a reference count."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
-        # Blocks are popped from the end, so block 0 is allocated first.
+        # The stack of free blocks. Its top is the end of the list, so block 0 is allocated first.
         self._free = list(range(num_blocks - 1, -1, -1))
+        # The cached blocks that no block table contains, ordered from the first that became idle.
         self._idle: OrderedDict[int, None] = OrderedDict()
+        # All cached blocks, whether they are idle or in a block table.
         self._kept: set[int] = set()
+        # The function that tells the prefix cache to forget a block.
         self._on_reuse: Callable[[int], None] = _ignore
 
     @property
     def null_block(self) -> int:
-        """The id that replaces a freed block in a block table; no block has this id."""
+        """The id that replaces a freed block in a block table. No block has this id."""
         return self.num_blocks
 
     @property
@@ -44,19 +48,25 @@ class BlockPool:
 
     @property
     def num_kept(self) -> int:
-        """The number of blocks that the prefix cache can find."""
+        """The number of cached blocks, which the prefix cache can find."""
         return len(self._kept)
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with a reference count of 1.
 
-        The caller must check num_free first.
+        The caller must make sure that `count` is at most `num_free`.
         """
-        assert count <= self.num_free, f"{count} blocks asked, {self.num_free} free"
+        assert count <= self.num_free, (
+            f"{count} blocks were requested, but only {self.num_free} blocks are free."
+        )
+        # Pop up to `count` blocks from the stack. The top of the stack is the end of the list, so
+        # the popped blocks are reversed to put the top first.
         first = max(0, len(self._free) - count)
         blocks = self._free[first:]
         blocks.reverse()
         del self._free[first:]
+        # If the stack had too few blocks, reuse the blocks that have been idle for the longest
+        # time.
         while len(blocks) < count:
             block, _ = self._idle.popitem(last=False)
             self._kept.remove(block)
@@ -76,13 +86,13 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Decrement the reference count of each block.
 
-        A block whose count becomes 0 becomes idle if it is cached, and free otherwise. The blocks
-        are released from the last to the first, so that the end of a sequence is reused before its
-        beginning.
+        If the count of a block becomes 0, a cached block becomes idle and any other block becomes
+        free. The blocks are released from the last to the first. The pool therefore reuses cached
+        blocks from the end of a sequence before cached blocks from the beginning.
         """
         for block in reversed(blocks):
             count = self._ref_counts[block] - 1
-            assert count >= 0, f"block {block} is free already"
+            assert count >= 0, f"Block {block} was released, but no block table contains it."
             self._ref_counts[block] = count
             if count > 0:
                 continue
@@ -96,38 +106,44 @@ class BlockPool:
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
     def keep(self, block: int) -> None:
-        """Mark a block as cached: it becomes idle, not free, when its reference count is 0."""
-        assert self._ref_counts[block] > 0, f"block {block} is not held"
+        """Mark a block as cached.
+
+        A cached block becomes idle, not free, when the reference count of the block becomes 0.
+        """
+        assert self._ref_counts[block] > 0, f"Block {block} is in no block table."
         self._kept.add(block)
 
     def forget(self, block: int) -> None:
-        """Mark a block as not cached. An idle block becomes free."""
+        """Mark a block as not cached. If the block is idle, the block becomes free."""
         self._kept.discard(block)
         if block in self._idle:
             del self._idle[block]
             self._free.append(block)
 
     def on_reuse(self, callback: Callable[[int], None]) -> None:
-        """Call `callback` with the id of each cached block that is allocated for new tokens."""
+        """Set the function that `allocate` calls with the id of each idle block that it reuses."""
         self._on_reuse = callback
 
     def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Verify that every block is exactly one of free, idle and in use.
+        """Verify that every block is either free, or idle, or part of a block table.
 
         Args:
-            block_tables: all block tables. If given, the reference counts are compared with them.
-                The tables may contain the null block.
+            block_tables: all block tables, which may contain the null block. If given, `check`
+                compares the reference counts with the tables.
 
         Raises:
-            AssertionError: if a block is lost, free twice, or has a wrong reference count.
+            AssertionError: if a block is lost, is free twice, or has a wrong reference count.
         """
         free = set(self._free)
-        assert len(free) == len(self._free), "a block is in the free list twice"
-        assert free.isdisjoint(self._kept), "a free block is kept"
-        assert self._kept.issuperset(self._idle), "an idle block is not kept"
+        assert len(free) == len(self._free), "The stack of free blocks contains a block twice."
+        assert free.isdisjoint(self._kept), "A free block is marked as cached."
+        assert self._kept.issuperset(self._idle), "An idle block is not marked as cached."
         for block, count in enumerate(self._ref_counts):
             is_free = block in free or block in self._idle
-            assert (count == 0) == is_free, f"block {block}: {count} holders"
+            assert (count == 0) == is_free, (
+                f"Block {block} has the reference count {count}, but the block is "
+                f"{'free or idle' if is_free else 'neither free nor idle'}."
+            )
         if block_tables is None:
             return
         held = [0] * self.num_blocks
@@ -135,7 +151,7 @@ class BlockPool:
             for block in table:
                 if block != self.null_block:
                     held[block] += 1
-        assert held == self._ref_counts, "the counts differ from the block tables"
+        assert held == self._ref_counts, "The reference counts do not match the block tables."
 
 
 def _ignore(block: int) -> None:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block tables of sequences: blocks of their own, and blocks that they share.
+"""The block tables of sequences. Several sequences can share a block.
 
 Example: two sequences of one request with a prompt of 2.5 blocks, some steps after the prompt was
 computed.
 
     sequence 0   [ 4 ][ 9 ][ 1 ][ 6 ]     computed the prompt and appends its output to block 1
-    the group    [ 4 ][ 9 ][ 1 ]          holds the prompt for sequences that have no row yet
-    sequence 1   [ 4 ][ 9 ][ 7 ]          block 7 is a copy of block 1, because both are written
+    the group    [ 4 ][ 9 ][ 1 ]          keeps the prompt for sequences that have no row yet
+    sequence 1   [ 4 ][ 9 ][ 7 ]          block 7 is a copy of block 1, because both get new tokens
 
-A full block is never written again, so any number of block tables can contain it. The block that
-receives the next token of a sequence is never shared.
+A full block is never written again, so any number of block tables can contain the block. Sequences
+never share the block that receives the next token.
 
-If the model has an attention window (window.py), blocks that no later token attends to are freed
-after every step. A sequence then needs only the blocks that the window and one step cover, not
-blocks for all its tokens.
+If the model has an attention window (window.py), the blocks that no later token attends to are
+freed after every step. A sequence then needs blocks only for the tokens of the window and the
+tokens of one step, not for all its tokens.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from nereid_backend.core.window import AttentionWindow
 
 
 class BlockTables:
-    """Allocates the blocks of sequences and groups from one pool."""
+    """Allocates and frees the blocks of all sequences and groups."""
 
     def __init__(
         self,
@@ -36,16 +36,16 @@ class BlockTables:
         attention_window: AttentionWindow | None = None,
         max_step_tokens: int | None = None,
     ) -> None:
-        """Create the tables.
+        """Create the block tables.
 
         Args:
             pool: the pool that provides the blocks.
             block_size: tokens in one block.
-            cache: finds blocks that were computed already; None turns prefix caching off.
+            cache: the prefix cache; None if prefix caching is off.
             attention_window: the model's attention window; None if tokens attend to all earlier
                 tokens.
-            max_step_tokens: the largest number of a sequence's tokens in one step; None if one
-                step may compute all of them.
+            max_step_tokens: the largest number of tokens that one step computes of one sequence;
+                None if one step may compute all tokens of a sequence.
         """
         self.cache = cache
         self._pool = pool
@@ -58,14 +58,15 @@ class BlockTables:
     def try_admit(self, request: Request, group: Group) -> bool:
         """Allocate blocks for all known tokens of a waiting sequence, if enough blocks are free.
 
-        If the model has an attention window, allocate only as many as the sequence ever needs at
-        the same time.
+        If the model has an attention window, the number of blocks is limited to the largest number
+        that the sequence needs at the same time.
 
         Returns:
             Whether the blocks were allocated.
 
-        Mutates: on success, the sequence's block table and its number of computed tokens. A block
-        copy may be added to `take_copies`.
+        Mutates: on success, the sequence's block table and its number of computed tokens. The call
+            may
+        add a block copy, which the next call of `take_copies` returns.
         """
         if group.block_table and request in group.followers:
             return self._try_share_prompt(request, group)
@@ -88,11 +89,14 @@ class BlockTables:
         return True
 
     def missing(self, request: Request, num_tokens: int) -> int:
-        """Return how many more blocks a sequence needs to hold its first `num_tokens` tokens."""
+        """Return how many more blocks a sequence needs for its first `num_tokens` tokens."""
         return max(0, self._num_blocks(num_tokens) - len(request.block_table))
 
     def grow(self, request: Request, num_blocks: int) -> None:
-        """Append newly allocated blocks to a sequence's table. The pool must have enough."""
+        """Append `num_blocks` new blocks to a sequence's block table.
+
+        The pool must have enough free or idle blocks.
+        """
         if num_blocks > 0:
             request.block_table += self._pool.allocate(num_blocks)
 
@@ -109,7 +113,8 @@ class BlockTables:
             self._attention_window.first_visible(request.num_computed_tokens) // self._block_size
         )
         old = request.num_dropped_blocks
-        # The block of the next token is allocated only when that token is planned.
+        # `first` may be the block of the next token, which is allocated only when that token is
+        # planned.
         first = min(first, len(request.block_table))
         if first > old:
             self._pool.release(request.block_table[old:first])
@@ -130,7 +135,7 @@ class BlockTables:
         self._begin(request, 0)
 
     def hold_prompt(self, group: Group, leader: Request) -> None:
-        """Keep the blocks of the prompt that `leader` has computed for the group's followers."""
+        """Keep the prompt blocks that `leader` has computed, so that followers can share them."""
         table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
         first = leader.num_dropped_blocks
         if self._attention_window is not None:
@@ -150,20 +155,24 @@ class BlockTables:
             follower.block_hashes = leader.block_hashes[:full]
 
     def drop_prompt(self, group: Group) -> None:
-        """Release the prompt blocks that a group holds, if any."""
+        """Release the prompt blocks of a group. Do nothing if the group has none."""
         if self._holding.pop(id(group), None) is not None:
             self._pool.release(group.block_table[self._num_null(group.block_table) :])
             group.block_table = []
 
     def drop_oldest_prompt(self) -> bool:
-        """Release the prompt blocks of one group. Return False if no group holds any."""
+        """Release the prompt blocks of the group that has kept them for the longest time.
+
+        Returns:
+            False if no group has prompt blocks.
+        """
         for group in self._holding.values():
             self.drop_prompt(group)
             return True
         return False
 
     def drop_prompts_with(self, blocks: set[int]) -> None:
-        """Release the prompt blocks of every group that holds any of `blocks`."""
+        """Release the prompt blocks of every group whose table contains any of `blocks`."""
         for group in list(self._holding.values()):
             if not blocks.isdisjoint(group.block_table):
                 self.drop_prompt(group)
@@ -175,12 +184,12 @@ class BlockTables:
                 self.cache.forget(block)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the pending block copies as pairs (from, to), and clear the list."""
+        """Return the pending block copies as pairs (from, to), and clear the list of copies."""
         copies, self._copies = self._copies, []
         return copies
 
     def held_tables(self) -> Iterator[list[int]]:
-        """Return the block tables that groups hold."""
+        """Yield the block tables of the groups that keep prompt blocks."""
         return (group.block_table for group in self._holding.values())
 
     def _try_share_prompt(self, request: Request, group: Group) -> bool:
@@ -207,12 +216,12 @@ class BlockTables:
         request.num_dropped_blocks = num_dropped
 
     def _num_wanted(self, request: Request, num_found: int) -> int:
-        """Return the number of tokens that need blocks, including those found in the cache."""
+        """Return how many tokens of a waiting sequence need blocks, including cached tokens."""
         num_known = len(request.token_ids)
         if self._attention_window is None or self._max_step_tokens is None:
             return num_known
-        # The tokens that the first computed token attends to, and the tokens of one step. After
-        # that step, the first blocks are freed.
+        # The first step needs the tokens of the window and the tokens of the step. After that
+        # step, the leading blocks are freed.
         first = self._attention_window.first_visible(num_found * self._block_size)
         return min(
             num_known, first + self._attention_window.max_visible_tokens + self._max_step_tokens

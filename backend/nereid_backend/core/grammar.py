@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammar and thinking specifications of requests, and the interface of guides.
+"""The grammar and thinking specifications of requests, and the interface of guides.
 
-A guide is the state of one sequence under its grammar and its thinking budget. The core only passes
-guides on: `nereid_backend.grammar` creates them, and the sampler uses them.
+A guide stores which tokens the grammar and the thinking budget of one sequence allow next. The
+package `nereid_backend.grammar` creates guides, and the sampler uses them. The core never looks
+into a guide.
 """
 
 import json
@@ -18,12 +19,12 @@ class GrammarSpec(NamedTuple):
     """A grammar as text. Requests with equal specifications share one compiled grammar.
 
     Attributes:
-        kind: one of KINDS.
-        source: the JSON text of a structural tag or schema, a regular expression, an EBNF grammar,
-            or a JSON list of strings, depending on the kind.
-        after: the text in the answer after which the grammar applies, such as "</think>". White
-            space that follows the text is skipped. If empty, the grammar applies from the first
-            token on.
+        kind: one of `KINDS`.
+        source: depending on the kind: the JSON text of a structural tag, the JSON text of a schema,
+            a regular expression, an EBNF grammar, or a JSON list of strings.
+        after: a text such as "</think>". The grammar applies only to the part of the answer that
+            follows this text and any white space after it. If `after` is empty, the grammar applies
+            to the whole answer.
     """
 
     kind: str
@@ -32,10 +33,11 @@ class GrammarSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """Return the specification that a list of its fields describes.
+        """Create a specification from a list of its fields.
 
         Args:
-            fields: a specification, or its fields in order, as another process sends them.
+            fields: a specification, or a list of its fields in order. Other processes send such
+                lists.
 
         Raises:
             RequestError: if the fields are not a valid specification.
@@ -64,10 +66,11 @@ class ThinkingSpec(NamedTuple):
     """The delimiters and the token budget of a request's reasoning.
 
     Attributes:
-        start: the marker with which the model opens reasoning; empty if the model never does.
+        start: the marker with which the model opens reasoning; empty if the model never opens
+            reasoning itself.
         end: the marker that closes reasoning.
-        end_token_ids: the tokens that are forced when the budget is used up: the end marker and the
-            text that the chat format writes around it.
+        end_token_ids: the tokens that are forced when the budget is used up. They contain the end
+            marker and the text that the chat format puts before and after the marker.
         is_open: whether the prompt ends inside reasoning.
         budget: the largest number of reasoning tokens; None means no limit.
     """
@@ -80,10 +83,11 @@ class ThinkingSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """Return the specification that a list of its fields describes.
+        """Create a specification from a list of its fields.
 
         Args:
-            fields: a specification, or its fields in order, as another process sends them.
+            fields: a specification, or a list of its fields in order. Other processes send such
+                lists.
 
         Raises:
             RequestError: if the fields are not a valid specification.
@@ -104,11 +108,15 @@ class ThinkingSpec(NamedTuple):
 class Guide(Protocol):
     """The state of one sequence under its grammar and its thinking budget.
 
-    The engine's thread uses a guide. While the engine waits, the thread that fills masks uses it.
+    The thread that calls the engine uses a guide. While that thread waits for masks, the threads
+    that fill masks use the guide instead, so no two threads use a guide at the same time.
     """
 
     def accept(self, token_ids: list[int]) -> None:
-        """Advance the state by tokens of the answer, in order.
+        """Advance the state by new tokens of the answer.
+
+        Args:
+            token_ids: the new tokens, in order.
 
         Raises:
             EngineError: if the grammar does not allow one of the tokens.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests that were accepted and have not ended, and the queue of sequences without a row.
 
-If a request has n sequences, one of them (the leader) computes the prompt while the others (its
-followers) are held back. Once the prompt is computed, the followers wait for rows of their own. A
-request whose grammar is still being compiled is held back as a whole.
+If a request has several sequences, the first one (the leader) computes the prompt. Meanwhile, the
+other sequences (the followers) are not in the queue. When the prompt is computed, the followers
+enter the queue and wait for rows of their own. If the grammar of a request is still being compiled,
+no sequence of the request is in the queue.
 """
 
 from nereid_backend.core.block_tables import BlockTables
@@ -15,18 +16,20 @@ from nereid_backend.core.request import Group, Request
 class Groups:
     """The groups of all requests that have not ended.
 
+    Each group contains the sequences of one request.
+
     Attributes:
-        waiting: the sequences that wait for a row, in scheduling order.
-        num_sequences: the number of all sequences, waiting or running.
+        waiting: the queue of sequences that wait for a row, in scheduling order.
+        num_sequences: the number of waiting and running sequences of all requests.
     """
 
     def __init__(self, tables: BlockTables, *, shares_prompts: bool) -> None:
-        """Create an empty table.
+        """Create an object without groups.
 
         Args:
             tables: the block tables, which keep the blocks of a prompt for followers.
             shares_prompts: whether one sequence computes the prompt for all sequences of a
-                request. If not, every sequence computes the prompt itself.
+                request. If False, every sequence computes the prompt itself.
         """
         self.waiting = RankedRequests()
         self.num_sequences = 0
@@ -35,19 +38,22 @@ class Groups:
         self._groups: dict[str, Group] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests."""
+        """Return the number of requests that have not ended."""
         return len(self._groups)
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request with this id has not ended."""
+        """Return whether a request with the id `request_id` was added and has not ended."""
         return request_id in self._groups
 
     def of(self, request: Request) -> Group:
-        """Return the group of a sequence that has not ended."""
+        """Return the group that contains a sequence. The sequence must not have ended."""
         return self._groups[request.request_id]
 
     def sequences_of(self, request_id: str) -> list[Request]:
-        """Return the sequences of a request that have not ended; none if the id is unknown."""
+        """Return the sequences of a request that have not ended.
+
+        The list is empty if no request has the id `request_id`.
+        """
         group = self._groups.get(request_id)
         return [] if group is None else list(group.sequences.values())
 
@@ -57,11 +63,11 @@ class Groups:
         return group is not None and not group.is_prepared
 
     def add(self, sequences: list[Request], *, is_prepared: bool) -> None:
-        """Add the sequences of a request, whose ranks are set.
+        """Add the sequences of a new request. Their ranks must be set.
 
         Args:
             sequences: all sequences of one request.
-            is_prepared: False if the request must wait for `start`.
+            is_prepared: False if the sequences must stay out of the queue until `start` is called.
         """
         self.num_sequences += len(sequences)
         group = self._groups[sequences[0].request_id] = Group(sequences)
@@ -76,7 +82,7 @@ class Groups:
 
         Args:
             request_id: a request that was added with is_prepared=False.
-            guide: the guide of the first sequence; each other sequence gets a fork of it.
+            guide: the guide of the first sequence. Every other sequence gets a fork of `guide`.
         """
         group = self._groups.get(request_id)
         if group is None:
@@ -89,23 +95,24 @@ class Groups:
         self._enqueue(group)
 
     def admit(self, request: Request) -> None:
-        """Remove a sequence from the waiting queue because it has blocks now."""
+        """Remove a sequence that has just got its blocks from the waiting queue."""
         group = self.of(request)
         if request in group.followers:
             self._unfollow(group, request)
         self.waiting.remove(request)
 
     def share_prompt(self, request: Request) -> None:
-        """Put the followers of a sequence that has computed its prompt into the waiting queue."""
+        """Put the followers of a sequence that has computed the prompt into the waiting queue."""
         group = self.of(request)
         if group.followers and not group.is_split:
             self._tables.hold_prompt(group, request)
             self._split(group)
 
     def remove(self, request: Request) -> None:
-        """Remove a sequence that ends.
+        """Remove a sequence that has ended.
 
-        If the sequence was computing the prompt for its followers, the next follower does so.
+        If the sequence was the leader and had not computed the prompt yet, the next follower
+        becomes the leader.
         """
         self.num_sequences -= 1
         group = self.of(request)
@@ -118,11 +125,14 @@ class Groups:
         if is_follower:
             self._unfollow(group, request)
         elif group.followers and not group.is_split and group.is_prepared:
-            # The leader has ended before the prompt was computed, so a follower replaces it.
+            # The leader has ended before the prompt was computed, so a follower becomes the leader.
             self.waiting.add(group.followers.pop(0))
 
     def check(self, num_running: int) -> None:
-        """Verify that every sequence either runs, waits or is held back.
+        """Verify that every sequence either runs, waits in the queue, or is kept out of the queue.
+
+        Args:
+            num_running: the number of running sequences.
 
         Raises:
             AssertionError: if a sequence was lost.

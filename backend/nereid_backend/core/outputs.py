@@ -8,13 +8,18 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position, under the model's own distribution.
+    """Log-probabilities at one position under the model's own distribution.
+
+    The model's own distribution is the softmax of the logits before masks, penalties and
+    temperature.
 
     Attributes:
-        token_ids: the token at this position, followed by the likeliest tokens in order of
-            probability. The token at this position may occur a second time among them.
-        logprobs: natural logarithms, one for each of token_ids.
-        rank: the rank of the token at this position within the vocabulary; 1 is the likeliest.
+        token_ids: the token at this position, followed by the likeliest tokens from the likeliest
+            on. If the token at this position is one of the likeliest tokens, the list contains that
+            token twice.
+        logprobs: the natural logarithm of the probability of each token in `token_ids`.
+        rank: the rank of the token at this position within the vocabulary. The likeliest token has
+            rank 1.
     """
 
     token_ids: list[int]
@@ -26,23 +31,26 @@ class TokenLogprobs(NamedTuple):
 class RequestUpdate:
     """The tokens that one step adds to one sequence of a request.
 
-    The last update of every sequence, and only the last, has a finish_reason.
+    The last update of every sequence has a `finish_reason`. Earlier updates have none.
 
     Attributes:
         request_id: the id that the caller chose for the request.
         new_token_ids: the tokens that this step adds, in order, including a stop token.
-        finish_reason: why the sequence ended; None while it continues.
-        stop_reason: the id of the stop token if finish_reason is "stop".
-        cumulative_logprob: sum of the log-probabilities of all tokens so far, under the model's own
-            distribution (before temperature and filters).
-        error: a sentence that says what went wrong if finish_reason is "error".
+        finish_reason: the reason why the sequence ended; None while the sequence continues.
+        stop_reason: the id of the stop token if `finish_reason` is "stop".
+        cumulative_logprob: the sum of the log-probabilities of all output tokens so far, under the
+            model's own distribution (before temperature and filters).
+        error: a sentence that describes the error if `finish_reason` is "error".
         index: the number of the sequence among the n sequences of the request, from 0.
-        logprobs: one entry for each of new_token_ids if the request asked for log-probabilities.
-        prompt_logprobs: one entry for each prompt token (None for the first). Only the first update
-            of sequence 0 has them, and only if the request asked for them.
-        num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
-        is_refused: True if the error is the request's own fault (for example, its grammar does not
-            compile). Nothing was generated then.
+        logprobs: one entry for each token in `new_token_ids`; None if the request did not ask for
+            log-probabilities.
+        prompt_logprobs: one entry for each prompt token. The entry of the first prompt token is
+            None. Only the first update of sequence 0 contains this list, and only if the request
+            asked for log-probabilities of the prompt.
+        num_cached_tokens: the number of prompt tokens that were found in the prefix cache. Only the
+            first update of a sequence contains this number.
+        is_refused: True if the request itself caused the error, for example because its grammar
+            does not compile. In this case, the engine generated no tokens.
     """
 
     request_id: str
@@ -60,7 +68,10 @@ class RequestUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One finished sequence. `token_ids` includes the stop token that ended it; `text` does not."""
+    """One finished sequence.
+
+    If a stop token ended the sequence, `token_ids` includes the stop token, but `text` does not.
+    """
 
     index: int
     token_ids: list[int]
@@ -74,7 +85,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its finished sequences in the order of their index."""
+    """A prompt and its finished sequences, sorted by index."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -85,26 +96,30 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about the loaded model and how the engine runs it.
+    """Facts about the loaded model and the engine that runs the model.
 
     Attributes:
-        model: path of the checkpoint.
-        architecture: the class that the checkpoint's config.json names.
-        path: the forward path; "packed" computes all tokens of a step as one row.
+        model: the path of the checkpoint.
+        architecture: the name of the model class in the checkpoint's config.json.
+        path: the forward path. For example, "packed" computes all tokens of a step as one row.
         attention: the implementation of attention: "native" for compiled kernels, "reference" for
             plain torch, "eager" for the model's own code.
         dtype: the dtype of weights and KV cache, such as "float32".
         device: the torch device, such as "cpu" or "cuda:0".
         max_model_len: the largest number of prompt and output tokens of one sequence.
-        num_blocks: the size of the KV cache in blocks of block_size tokens.
-        kv_cache_bytes: the memory of the KV cache in bytes.
-        weights_bytes: the memory of the weights in bytes.
+        max_num_seqs: the largest number of sequences that run at the same time.
+        max_num_batched_tokens: the largest number of tokens in one step.
+        block_size: the number of tokens in one block of the KV cache.
+        num_blocks: the number of blocks in the KV cache.
+        kv_cache_bytes: the size of the KV cache in bytes.
+        weights_bytes: the size of the weights in bytes.
+        vocab_size: the number of tokens in the vocabulary.
         eos_token_ids: the tokens that end a sequence, sorted.
         num_threads: the number of CPU threads that torch uses.
-        self_check_difference: the largest relative difference of logits between the engine's steps
-            and the model alone.
-        load_seconds: the seconds from the start to the first step.
-        seconds: the loading time of each phase in seconds.
+        self_check_difference: the largest relative difference between the logits of the engine's
+            steps and the logits of a plain forward pass of the model.
+        load_seconds: the time in seconds from the start of loading to the first step.
+        seconds: a mapping from the name of each loading phase to its duration in seconds.
     """
 
     model: str

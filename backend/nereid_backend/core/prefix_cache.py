@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache: finds blocks whose keys and values a new request would compute again.
+"""The prefix cache, which finds blocks with keys and values that a new request would compute again.
 
-The hash of a full block covers its tokens and the hash of the block before it. Two blocks with the
-same hash therefore have the same tokens from the start of their sequences:
+The hash of a full block is computed from its tokens and the hash of the block before it. Two blocks
+with the same hash therefore have the same tokens from the start of their sequences:
 
     H'(salt) -> h0 = H(H'(salt), tokens 0..15) -> h1 = H(h0, tokens 16..31) -> ...
 
-A block stays in the cache while a block table contains it, and after that until the pool allocates
-it for other tokens. The pool takes the block first that has been idle for the longest time, and the
-end of a sequence before its beginning. A cached block holds exactly the keys and values that would
-be computed, so the cache does not change answers.
+A block stays in the cache while a block table contains the block. After that, the block stays in
+the cache until the pool allocates the block for other tokens. The pool first allocates the block
+that has been idle for the longest time. If the blocks of a sequence become idle together, the pool
+allocates the last block of the sequence first. The keys and values in a cached block are exactly
+those that the model would compute, so the cache does not change answers.
 """
 
 import hashlib
@@ -19,16 +20,17 @@ from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.request import Request
 from nereid_backend.core.window import AttentionWindow
 
-# Several users share the cache, so nobody must be able to construct two prompts with equal hashes.
+# Users share the cache. With short hashes, an attacker could construct two prompts with equal
+# hashes and thereby read another user's blocks.
 _HASH_BYTES = 16
 
 
 class PrefixCache:
-    """The hashes of the full blocks that the pool keeps.
+    """A mapping from the hashes of full blocks to the blocks.
 
     Attributes:
-        num_queried_tokens: the number of tokens of all requests that looked for a cached prefix.
-        num_hit_tokens: how many of these tokens were found.
+        num_queried_tokens: the number of tokens that all requests looked up in the cache.
+        num_hit_tokens: the number of tokens that all requests found in the cache.
     """
 
     def __init__(
@@ -39,8 +41,8 @@ class PrefixCache:
         Args:
             pool: the pool whose blocks are cached.
             block_size: tokens in one block.
-            attention_window: the model's attention window, if any. Blocks before the window of the
-                next token need not be in the cache for a prefix to be found.
+            attention_window: the model's attention window; None if tokens attend to all earlier
+                tokens. A prefix can be found even if blocks before the window are no longer cached.
         """
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -52,10 +54,11 @@ class PrefixCache:
         pool.on_reuse(self._drop)
 
     def find(self, request: Request) -> list[int]:
-        """Return the cached blocks that hold the longest prefix of a sequence's tokens.
+        """Return the cached blocks that contain the longest prefix of a sequence's tokens.
 
-        The last token is never part of the prefix, because sampling needs its logits. If the model
-        has an attention window, the null block replaces leading blocks that are not needed.
+        The last token is never part of the prefix, because sampling needs the logits of the last
+        token. If the model has an attention window, the null block replaces leading blocks that are
+        not needed.
         """
         hashes = self._block_hashes(request, (len(request.token_ids) - 1) // self._block_size)
         if self._attention_window is not None:
@@ -69,17 +72,18 @@ class PrefixCache:
         return found
 
     def cached_blocks(self, hashes: list[bytes]) -> set[int]:
-        """Return the ids of the cached blocks among `hashes`."""
+        """Return the ids of the cached blocks that have one of the given hashes."""
         return {self._blocks[block_hash] for block_hash in hashes if block_hash in self._blocks}
 
     def add(self, request: Request) -> None:
-        """Add the full blocks of a sequence that have been computed to the cache."""
+        """Add the computed full blocks of a sequence to the cache."""
         num_full = request.num_computed_tokens // self._block_size
         if num_full <= request.num_findable_blocks:
             return
         hashes = self._block_hashes(request, num_full)
         for index in range(request.num_findable_blocks, num_full):
-            # If two requests computed the same tokens, only the first block is cached.
+            # If two requests computed the same tokens, the cache contains only the block that was
+            # added first.
             if hashes[index] not in self._blocks:
                 block = request.block_table[index]
                 self._blocks[hashes[index]] = block
@@ -93,10 +97,10 @@ class PrefixCache:
         self._pool.forget(block)
 
     def check(self) -> None:
-        """Verify that each block that the pool marks as cached has exactly one hash.
+        """Verify that every block that the pool marks as cached has exactly one hash.
 
         Raises:
-            AssertionError: if a hash refers to a block that may hold other tokens.
+            AssertionError: if the hashes and the cached blocks do not match.
         """
         assert len(self._blocks) == len(self._hashes) == self._pool.num_kept
         assert all(self._hashes[block] == block_hash for block_hash, block in self._blocks.items())
@@ -104,8 +108,8 @@ class PrefixCache:
     def _find_visible(self, hashes: list[bytes], window: AttentionWindow) -> list[int]:
         """Return the longest prefix whose blocks inside the next token's window are all cached.
 
-        Example: with a window of one block and hashes of which the cache lacks only the first, the
-        result is [null, b1, b2, ...] up to the last cached block.
+        Example: the window spans one block, and the cache contains all blocks except the first. The
+        result is [null, b1, b2, ...] and ends with the last cached block.
         """
         null = self._pool.null_block
         found: list[int] = []
@@ -131,7 +135,8 @@ class PrefixCache:
     def _block_hashes(self, request: Request, count: int) -> list[bytes]:
         """Return the hashes of the first `count` full blocks of a sequence.
 
-        The hashes are stored on the sequence and never change, because tokens are only appended.
+        The hashes are stored in `request.block_hashes`. A stored hash never changes, because tokens
+        are only appended to a sequence.
         """
         hashes = request.block_hashes
         size = self._block_size
@@ -150,9 +155,9 @@ class PrefixCache:
 
 
 def _hash_salt(salt: str) -> bytes:
-    """Return the hash that precedes the first block.
+    """Return the hash of the salt, from which the hash of the first block is computed.
 
-    The hash is personalised, so that no salt can produce the hash of a block.
+    The hash function has its own personalisation string, so that no salt has the hash of a block.
     """
     text = salt.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=_HASH_BYTES, person=b"salt").digest()

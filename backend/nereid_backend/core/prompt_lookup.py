@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup decoding: proposes draft tokens from a sequence's own text, without a second model.
+"""Prompt lookup decoding, which takes draft tokens from a sequence's own text.
 
-If the last tokens of a sequence occur earlier in it, the tokens that followed them there are
-proposed as draft tokens. Example with n-grams of 3 tokens: after "a b c d e a b c" the draft is
-"d e". Answers often quote their prompt, and code repeats itself.
+No second model is needed. If the last tokens of a sequence also occur earlier in the sequence, the
+tokens that follow the earlier occurrence are proposed as draft tokens. Example with n-grams of 3
+tokens: after "a b c d e a b c" the draft is "d e". Answers often quote the prompt, and code often
+repeats itself.
 
 Source: prompt lookup decoding (Saxena 2023). The drafts are verified as in speculative decoding
 (Leviathan et al. 2023, arXiv:2211.17192).
@@ -13,8 +14,9 @@ from nereid_backend.core.request import Request
 
 # The number of last tokens that must occur earlier in the sequence.
 _NGRAM = 3
-# The acceptance rate is an exponential moving average with the weight _FORGETTING for the newest
-# draft. Below _THRESHOLD, a sequence proposes drafts only once in _RETRY_STEPS steps.
+# The acceptance rate of a sequence is an exponential moving average. The newest draft has the
+# weight _FORGETTING. If the rate is below _THRESHOLD, no drafts are proposed for the next
+# _RETRY_STEPS steps.
 _FORGETTING = 0.2
 _THRESHOLD = 0.3
 _RETRY_STEPS = 32
@@ -24,10 +26,11 @@ class _Index:
     """The positions of the n-grams of one sequence.
 
     Attributes:
-        ends: for each n-gram, the index of the token that follows its last occurrence.
+        ends: a mapping from each n-gram to the index of the token that follows the last occurrence
+            of the n-gram.
         num_indexed: the number of the sequence's n-grams that are in `ends`.
-        acceptance: the moving average of the share of accepted draft tokens.
-        pause: the number of steps until the next proposal.
+        acceptance: a moving average of the share of draft tokens that were accepted.
+        pause: the number of steps in which no draft tokens are proposed.
     """
 
     __slots__ = ("acceptance", "ends", "num_indexed", "pause")
@@ -40,24 +43,28 @@ class _Index:
 
 
 class PromptLookup:
-    """Proposes draft tokens and tracks how many of them are accepted.
+    """Proposes draft tokens and counts how many of them are accepted.
 
     Attributes:
-        num_proposed: the number of draft tokens proposed so far, over all sequences.
-        num_accepted: how many of them were accepted.
+        num_proposed: the number of draft tokens that were proposed for all sequences.
+        num_accepted: the number of draft tokens that were accepted in all sequences.
     """
 
     def __init__(self, num_tokens: int) -> None:
-        """Create a proposer of at most `num_tokens` draft tokens for each sequence and step."""
+        """Create an object without sequences.
+
+        Args:
+            num_tokens: the largest number of draft tokens for one sequence in one step.
+        """
         self.num_proposed = 0
         self.num_accepted = 0
         self._num_tokens = num_tokens
         self._indices: dict[Request, _Index] = {}
 
     def propose(self, request: Request, limit: int) -> list[int]:
-        """Return draft tokens to follow a sequence's last token, or an empty list.
+        """Return draft tokens that may follow the last token of a sequence, or an empty list.
 
-        The call indexes the tokens that were added since the previous call.
+        The call also indexes the tokens that the sequence got since the previous call.
 
         Args:
             request: the sequence.
@@ -77,7 +84,8 @@ class PromptLookup:
         continuation = index.ends.get(tuple(tokens[-_NGRAM:]))
         if continuation is None:
             return []
-        # If the continuation is shorter than the limit, the text is assumed to be periodic.
+        # If fewer than `limit` tokens follow the earlier occurrence, they are repeated, because
+        # the text is probably periodic.
         period = tokens[continuation : continuation + limit]
         return (period * (limit // len(period) + 1))[:limit]
 

@@ -11,10 +11,11 @@ _rank = attrgetter("rank")
 
 
 class RankedRequests:
-    """Sequences sorted by `Request.rank`; the sequence that is scheduled first comes first.
+    """A list of sequences, sorted by `Request.rank`.
 
-    No two sequences have the same rank. Adding and removing shift the elements of a list, which
-    takes a few microseconds for ten thousand sequences.
+    The sequence that is scheduled first comes first. No two sequences have the same rank. `add` and
+    `remove` shift the elements of a Python list, which takes a few microseconds for ten thousand
+    sequences.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class RankedRequests:
         del self._requests[position]
 
     def after(self, index: int) -> list[Request]:
-        """Return the sequences that come after the one at `index`."""
+        """Return the sequences that come after the sequence at `index`."""
         return self._requests[index + 1 :]
 
     def _position(self, request: Request) -> int:

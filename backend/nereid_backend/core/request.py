@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a request in the scheduler: its sequences, and the group that they form."""
+"""The state of a request in the scheduler. A request consists of one or several sequences."""
 
 from collections.abc import Sequence
 
@@ -7,49 +7,50 @@ from nereid_backend.core.grammar import Guide
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sampling_params import SamplingParams
 
-# The increment of SplitMix64's counter. It is odd, so that the seeds of a request's sequences all
-# differ.
+# The seeds of the sequences of a request differ by this number, which is the counter increment of
+# SplitMix64. The number is odd, so no two sequences have the same seed.
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
 class Request:
     """The state of one sequence, which is one of the n outputs of a request.
 
-    Only the scheduler changes a sequence. The picture shows how its lists relate:
+    Only the scheduler changes a sequence. The picture shows how the lists of a sequence relate:
 
         token_ids            prompt ........ | output ....
         num_computed_tokens  ============>                    keys and values are in the KV cache
         draft_token_ids                           ....        proposed next tokens
         block_table          [ 7 ][ 2 ][ 9 ]                  3 * block_size tokens have a slot
 
-    A waiting sequence has no row and no blocks. A running sequence has both.
+    A waiting sequence has no row and no blocks. A running sequence has a row and blocks.
 
     Attributes:
         token_ids: prompt tokens followed by output tokens.
-        num_prompt_tokens: the number of prompt tokens in token_ids.
-        max_total_tokens: the sequence ends when token_ids has this length.
+        num_prompt_tokens: the number of prompt tokens in `token_ids`.
+        max_total_tokens: the length of `token_ids` at which the sequence ends.
         stop_token_ids: the tokens that end the sequence.
-        seed: 64-bit seed of the sequence's random numbers.
+        seed: the 64-bit seed of the sequence's random numbers.
         index: the number of this sequence among the n sequences of its request, from 0.
-        rank: the scheduling order; the sequence with the lowest rank is scheduled first. The
-            scheduler sets it.
+        rank: the scheduling order. The sequence with the lowest rank is scheduled first. The
+            scheduler sets the rank.
         guide: the grammar state that limits the next tokens; None allows every token. Only the
-            sampler changes its state.
-        draft_token_ids: tokens that are proposed to follow the last known token. They go through
-            the model in this step, and those that verification accepts are kept.
-        num_computed_tokens: the number of leading token_ids whose keys and values are in the
+            sampler changes the grammar state.
+        draft_token_ids: the tokens that are proposed to follow the last known token. The next step
+            computes these tokens, and the sequence gets those that verification accepts.
+        num_computed_tokens: the number of leading `token_ids` whose keys and values are in the
             blocks of the sequence.
-        num_reused_tokens: how many of the computed tokens were found in the prefix cache.
-        num_cached_tokens: how many prompt tokens were found in the prefix cache when the sequence
-            first got a row; None before that.
+        num_reused_tokens: the number of computed tokens that were found in the prefix cache.
+        num_cached_tokens: the number of prompt tokens that were found in the prefix cache when the
+            sequence first got a row; None before that.
         block_table: the ids of the sequence's blocks in token order.
         num_dropped_blocks: the number of leading blocks that were freed because no later token
-            attends to them. The table contains the null block in place of each.
-        block_hashes: the hashes of the first full blocks, as far as they have been computed.
+            attends to them. The table contains the null block in place of each freed block.
+        block_hashes: the hashes of the leading full blocks. Hashes that were not needed yet are
+            missing.
         num_findable_blocks: the number of leading blocks that the prefix cache has stored.
-        prompt_logprobs: the log-probabilities of the prompt tokens from the second on, as far as
-            they have been computed.
-        was_reported: whether an update has reported a token of this sequence.
+        prompt_logprobs: the log-probabilities of the prompt tokens from the second on. Entries of
+            tokens that have not been computed yet are missing.
+        was_reported: whether an update of this sequence has been returned.
         row: the index of the sequence in the runner's tables; None while the sequence waits.
     """
 
@@ -127,7 +128,7 @@ class Request:
         )
 
     def sequences(self) -> list["Request"]:
-        """Return the n sequences of the request: this one, and copies with other seeds."""
+        """Return the n sequences of the request: this one, and n - 1 copies with other seeds."""
         others = []
         for index in range(1, self.params.n):
             other = Request(
@@ -151,19 +152,20 @@ class Request:
 
 
 class Group:
-    """One request of a client: the n sequences that share a prompt.
+    """The n sequences of one client request, which share a prompt.
 
-    One sequence, the leader, computes the prompt while the other sequences, its followers, wait.
-    Then the group is split: the followers wait for rows of their own, and the group keeps the
-    blocks of the prompt for them.
+    One sequence, the leader, computes the prompt. Meanwhile, the other sequences, the followers,
+    stay out of the scheduler's queue. When the prompt is computed, the group is split: the
+    followers enter the queue and wait for rows of their own, and the group keeps the blocks of the
+    prompt for them.
 
     Attributes:
-        sequences: the sequences that have not ended, by index.
+        sequences: a mapping from indices to the sequences that have not ended.
         followers: the sequences that have not had a row yet, except the leader.
-        is_split: whether the followers wait for rows (and no longer for the prompt).
-        is_prepared: whether the group's grammar is compiled, or none is needed.
-        block_table: the blocks of the prompt, which the group holds until the last follower has a
-            row.
+        is_split: whether the followers are in the queue and wait for rows.
+        is_prepared: False while the grammar of the request is being compiled.
+        block_table: the blocks of the prompt. The group keeps these blocks until the last follower
+            has a row.
     """
 
     __slots__ = ("block_table", "followers", "is_prepared", "is_split", "sequences")

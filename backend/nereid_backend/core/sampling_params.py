@@ -10,45 +10,49 @@ from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.errors import RequestError
 
 _MAX_SEED = 2**64 - 1
-# The largest values of logprobs and prompt_logprobs, and of n.
+# The largest value of logprobs and of prompt_logprobs.
 MAX_LOGPROBS = 20
+# The largest value of n.
 MAX_SEQUENCES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters under the names of vLLM's class of the same name.
+    """The sampling parameters of one request. The names are those of vLLM's class `SamplingParams`.
 
     Attributes:
-        temperature: 0 selects the likeliest token (greedy); larger values are more random.
-        top_p: sample from the smallest set of likeliest tokens whose probabilities sum to this
-            value or more; 1 turns the filter off.
-        top_k: sample from this many likeliest tokens; 0 or -1 turns the filter off.
-        min_p: remove tokens that are less likely than this value times the probability of the
+        temperature: 0 selects the likeliest token (greedy sampling); larger values are more random.
+        top_p: sample from the smallest set of likeliest tokens whose probabilities sum to at least
+            `top_p`; 1 turns the filter off.
+        top_k: sample from the `top_k` likeliest tokens; 0 or -1 turns the filter off.
+        min_p: remove tokens whose probability is less than `min_p` times the probability of the
             likeliest token; 0 turns the filter off.
-        seed: requests with the same seed and prompt get the same tokens, independently of the
-            requests that run beside them.
+        seed: the seed of the random numbers. A request with the same seed and prompt gets the same
+            tokens, whatever other requests run at the same time. None selects a random seed.
         max_tokens: the largest number of new tokens; None allows up to the model's maximum length.
-        min_tokens: stop tokens cannot be sampled before this number of new tokens.
+        min_tokens: the number of new tokens before which stop tokens cannot be sampled.
         stop_token_ids: token ids that end a sequence, in addition to those of the checkpoint.
         ignore_eos: if True, the checkpoint's end-of-sequence tokens do not end a sequence.
-        n: the number of sequences to generate for the prompt. Each has its own random numbers.
-        presence_penalty: subtracted from the logits of every token that the output contains.
-        frequency_penalty: subtracted once for each time that the output contains the token.
-        repetition_penalty: divides the positive logits and multiplies the negative logits of every
-            token that the prompt or the output contains; 1 turns the penalty off (CTRL, Keskar et
-            al. 2019).
-        logit_bias: a mapping from token ids to numbers that are added to their logits. It is stored
-            as sorted pairs.
+        n: the number of sequences to generate for the prompt. Each sequence has its own random
+            numbers.
+        presence_penalty: subtracted once from the logit of every token that the output contains.
+        frequency_penalty: subtracted from the logit of a token once for each time that the output
+            contains the token.
+        repetition_penalty: a number by which positive logits are divided and negative logits are
+            multiplied, for every token that the prompt or the output contains. 1 turns the penalty
+            off (CTRL, Keskar et al. 2019).
+        logit_bias: a mapping from token ids to numbers that are added to the logits of these
+            tokens. The mapping is stored as sorted pairs.
         allowed_token_ids: the only token ids that can be sampled; None allows every token.
         bad_words_token_ids: sequences of token ids that must not occur in the output.
-        logprobs: report the log-probability of each sampled token and of this many likeliest
-            tokens, under the model's own distribution; None reports nothing.
-        prompt_logprobs: report the same for the prompt tokens from the second on.
+        logprobs: report the log-probability of each sampled token and of this number of likeliest
+            tokens, under the model's own distribution; None reports no log-probabilities.
+        prompt_logprobs: report log-probabilities of the prompt tokens from the second on, and of
+            this number of likeliest tokens at each position; None reports no log-probabilities.
         grammar: the grammar that the output must match; None allows any text.
-        thinking: the delimiters and the token budget of the reasoning; None means unknown.
+        thinking: the delimiters and the token budget of the reasoning; None if unknown.
         priority: requests with a lower number are scheduled first.
-        cache_salt: only requests with the same salt share cached prefixes.
+        cache_salt: a text. Two requests share cached prefixes only if their texts are equal.
 
     Raises:
         RequestError: if a value has the wrong type or is out of range. The message names the field.
@@ -152,7 +156,8 @@ class SamplingParams:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise RequestError(
-                    "allowed_token_ids: the list is empty, so no token could be sampled."
+                    "allowed_token_ids: the list must contain at least one token id, but it is "
+                    "empty."
                 )
             object.__setattr__(self, "allowed_token_ids", allowed)
         if not isinstance(self.bad_words_token_ids, list | tuple):
@@ -164,8 +169,8 @@ class SamplingParams:
         words = tuple(_token_ids("bad_words_token_ids", word) for word in self.bad_words_token_ids)
         if not all(words):
             raise RequestError(
-                "bad_words_token_ids: one of the lists is empty; each list needs at least one "
-                "token id."
+                "bad_words_token_ids: each list must contain at least one token id, but one list "
+                "is empty."
             )
         object.__setattr__(self, "bad_words_token_ids", words)
 
@@ -187,7 +192,7 @@ class SamplingParams:
             raise RequestError(
                 f"cache_salt: the value must be a string, but it is {self.cache_salt!r}."
             )
-        # Specifications that came from another process are plain lists.
+        # Another process sends specifications as plain lists.
         if self.grammar is not None:
             object.__setattr__(self, "grammar", GrammarSpec.of(self.grammar))
         if self.thinking is not None:

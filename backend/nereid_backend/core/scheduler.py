@@ -1,27 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler: decides which tokens go through the model in the next step.
+"""The scheduler, which decides which tokens the model computes in the next step.
 
-There is no prefill phase and no decode phase. Each sequence has known tokens (its prompt and the
-tokens sampled so far) and computed tokens (their keys and values are in the KV cache). A step
-computes some of the known tokens of every sequence, under one token budget. When a step computes
-the last known token of a sequence, a new token is sampled. Three features follow from that rule:
+There is no prefill phase and no decode phase. The known tokens of a sequence are its prompt and the
+tokens that were sampled so far. The computed tokens of a sequence are those whose keys and values
+are in the KV cache. A step computes some known tokens of every sequence, within a token budget for
+all sequences together. When a step computes the last known token of a sequence, the step samples a
+new token. Three features follow from that rule:
 
 - chunked prefill: a long prompt is computed in several steps, together with sequences that add one
   token each;
 - preemption: a preempted sequence has to compute all its tokens again;
 - prefix caching: a sequence whose prefix is in the cache has fewer tokens to compute.
 
-Sequences are ordered by rank: the step of arrival plus a fixed number of steps for each level of
-priority. A sequence that has waited for a long time therefore comes before one that arrives much
-later with a higher priority, so no sequence starves. Running sequences are planned first, each with
-at least one token; waiting sequences follow. If the blocks run out, a running sequence that comes
-later in the order is preempted: the one with the lowest priority, and among those the one with the
-fewest tokens to compute again. The first sequence in the order is never preempted for another
-one, so it always finishes.
+Sequences are ordered by rank. The rank is the number of the step in which the request arrived, plus
+a fixed number of steps for each level of priority. A sequence that has waited for a long time
+therefore comes before a sequence that arrives much later with a higher priority, so no sequence
+starves.
+
+Running sequences are planned first, and each of them gets at least one token. Waiting sequences
+follow. If there are not enough free blocks, a running sequence that comes later in the order is
+preempted. The scheduler selects the sequence with the lowest priority. If several sequences have
+that priority, the scheduler selects the one with the fewest tokens to compute again. The first
+sequence in the order is never preempted for another sequence, so it always finishes.
 
 With async scheduling, a step is planned ahead while the previous step is running (async_plans.py).
 A plan that is made ahead never preempts a sequence and never copies a block, because the running
-step may still use these blocks. `is_held_up` is True if a plan would have needed that.
+step may still use the blocks. If a plan would have needed a preemption or a copy, `is_held_up` is
+True.
 """
 
 from collections.abc import Sequence
@@ -41,22 +46,22 @@ from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.updates import append_sampled, make_update, num_equal
 from nereid_backend.core.window import AttentionWindow
 
-# One level of priority is worth this many steps of waiting (some seconds with a large model).
-# Levels are limited to the range from -_MAX_LEVEL to _MAX_LEVEL, so that every request is scheduled
-# eventually.
+# A request whose priority is higher by one level may arrive up to this many steps later (some
+# seconds with a large model) and is still scheduled first. Levels are limited to the range from
+# -_MAX_LEVEL to _MAX_LEVEL, so that every request is scheduled eventually.
 AGEING_STEPS = 256
 _MAX_LEVEL = 100
 
 
 class Scheduler:
-    """Owns all requests that have not ended, and the block pool.
+    """Plans the steps of all requests that have not ended, and allocates their blocks.
 
     The class is not thread-safe: one thread must call all its methods.
 
     Attributes:
         pool: the blocks of the KV cache.
         cache: the prefix cache; None if prefix caching is off.
-        lookup: the proposer of draft tokens; None if speculative decoding is off.
+        lookup: the object that proposes draft tokens; None if speculative decoding is off.
         attention_window: the model's attention window; None if tokens attend to all earlier tokens.
         num_preemptions: the number of preemptions since the start.
         is_held_up: whether the last plan was made ahead and needed a preemption or a block copy.
@@ -82,13 +87,14 @@ class Scheduler:
             block_size: tokens in one block.
             max_num_seqs: the largest number of sequences that run at the same time.
             max_num_batched_tokens: the largest number of tokens in one step.
-            enable_prefix_caching: whether a request may reuse blocks that others have computed.
-            shares_blocks: whether the blocks of a sequence hold its whole state. If not (recurrent
-                models), sequences never share blocks.
+            enable_prefix_caching: whether a request may reuse blocks that other requests have
+                computed.
+            shares_blocks: whether the blocks of a sequence contain its whole state. If False (as in
+                recurrent models), sequences never share blocks.
             whole_prefill: if True, a prompt is never divided into chunks and never reuses cached
                 blocks. A prompt that exceeds the token budget is computed in a step of its own.
-            num_speculative_tokens: the largest number of draft tokens of a sequence in one step.
-            attention_window: the model's attention window; blocks before it are freed. None if
+            num_speculative_tokens: the largest number of draft tokens for one sequence in one step.
+            attention_window: the model's attention window, before which blocks are freed. None if
                 tokens attend to all earlier tokens.
         """
         self.pool = pool
@@ -116,43 +122,44 @@ class Scheduler:
         self._running = RankedRequests()
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._ended: list[RequestUpdate] = []
-        # Whether a prompt that cannot be divided did not fit beside the running sequences.
+        # Whether the last plan had no budget left for a waiting prompt that cannot be divided into
+        # chunks. The next plan then starts with that prompt.
         self._is_overdue = False
         self._pending_plans = PendingPlans()
         self.is_held_up = False
 
     @property
     def num_running(self) -> int:
-        """The number of sequences that have blocks."""
+        """The number of sequences that have a row and blocks and have not ended."""
         return len(self._running) - len(self._pending_plans.leaving)
 
     @property
     def num_waiting(self) -> int:
-        """The number of sequences that have no blocks."""
+        """The number of sequences that have no row and no blocks and have not ended."""
         return self._groups.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request has not ended, or its end has not been reported."""
+        """Return whether a request has not ended, or has ended but its end was not reported yet."""
         return request_id in self._groups or any(
             update.request_id == request_id for update in self._ended
         )
 
     def is_preparing(self, request_id: str) -> bool:
-        """Return whether a request waits for start() or refuse()."""
+        """Return whether a request waits until `start` or `refuse` is called."""
         return self._groups.is_preparing(request_id)
 
     def has_work(self) -> bool:
-        """Return whether a step would compute or report anything."""
+        """Return whether the next step would compute tokens or return updates."""
         return bool(self._groups or self._ended or self._pending_plans.leaving)
 
     def add(self, request: Request, *, is_prepared: bool = True) -> None:
-        """Add a request and give its sequences their ranks.
+        """Add a request and set the ranks of its sequences.
 
         The id must be new. The pool must have enough blocks for each sequence if it runs alone.
 
         Args:
-            request: sequence 0 of the request. The other sequences are copies of it.
-            is_prepared: if False, the request waits until start() or refuse() is called.
+            request: sequence 0 of the request. The method creates the other sequences as copies.
+            is_prepared: if False, the request waits until `start` or `refuse` is called.
         """
         sequences = request.sequences()
         level = max(-_MAX_LEVEL, min(_MAX_LEVEL, request.params.priority))
@@ -163,16 +170,19 @@ class Scheduler:
         self._groups.add(sequences, is_prepared=is_prepared)
 
     def start(self, request_id: str, guide: Guide) -> None:
-        """Attach a guide to a request and put it into the waiting queue, unless it has ended."""
+        """Attach a guide to a request and put the request into the waiting queue.
+
+        Do nothing if the request has ended.
+        """
         self._groups.start(request_id, guide)
 
     def refuse(self, request_id: str, error: str, *, is_refused: bool = True) -> None:
-        """End a request whose guide cannot be made.
+        """End a request whose guide could not be created.
 
         Args:
             request_id: a request that was added with is_prepared=False.
-            error: the sentence that the request's updates report.
-            is_refused: whether the request itself is at fault.
+            error: a sentence that describes the error, for the updates of the request.
+            is_refused: whether the request itself caused the error.
         """
         self._ended += [
             self._end(sequence, "error", error=error, is_refused=is_refused)
@@ -191,22 +201,25 @@ class Scheduler:
         self._ended += reversed(ended)
 
     def plan(self) -> StepPlan:
-        """Return the plan of the next step; its sequences have their rows and blocks."""
-        assert not self._pending_plans, "a step is running; call plan_ahead instead"
+        """Return the plan of the next step. Every sequence in the plan has a row and blocks."""
+        assert not self._pending_plans, "A step is still running. Call plan_ahead instead of plan."
         self.is_held_up = False
         return self._plan()
 
     def plan_ahead(self, before: StepPlan) -> StepPlan:
-        """Return the plan of the step that follows a running step.
+        """Plan the next step while the current step is still running.
 
         Args:
-            before: the plan of the running step, without draft tokens. If that plan was made ahead
-                itself, it must be settled.
+            before: the plan of the running step, without draft tokens. If `before` was made ahead,
+                `before` must be the result of `settle`.
 
         Returns:
-            A plan. A plan without chunks needs no commit.
+            The plan of the next step. A plan without chunks needs no commit.
         """
-        assert self.lookup is None, "draft tokens require the last token"
+        assert self.lookup is None, (
+            "A step cannot be planned ahead with speculative decoding, because draft tokens depend "
+            "on the last sampled token."
+        )
         return self._pending_plans.plan_next(before, self._plan)
 
     def settle(self, plan: StepPlan, device_token_ids: Sequence[int]) -> StepPlan:
@@ -214,7 +227,10 @@ class Scheduler:
         return self._pending_plans.settle(plan, device_token_ids)
 
     def drop(self, plan: StepPlan) -> None:
-        """Discard a plan that was made ahead. Its sequences keep the blocks they got for it."""
+        """Discard a plan that was made ahead.
+
+        The sequences keep the blocks that were allocated for the plan.
+        """
         self._pending_plans.remove(plan)
         self._release_ended()
 
@@ -226,7 +242,7 @@ class Scheduler:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self._running:
-            # The prompt that cannot be divided did not get blocks, so the others continue.
+            # The overdue prompt did not get enough blocks, so the running sequences continue.
             self._plan_running(chunks, budget)
         chunks.sort(key=_has_many_tokens)
         num_tokens = sum(chunk.num_tokens for chunk in chunks)
@@ -235,7 +251,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply the result of a step and return the updates of its sequences.
 
-        The updates include those of sequences that were aborted or refused since the last commit.
+        The result also contains the last updates of sequences that were aborted or refused since
+        the previous commit.
         """
         updates, self._ended = self._ended, []
         self._pending_plans.remove(plan)
@@ -245,7 +262,8 @@ class Scheduler:
         for index, chunk in enumerate(plan.chunks):
             request = chunk.request
             if request in leaving:
-                # The sequence has ended, but its blocks may hold invalid numbers that others share.
+                # The sequence has ended, but other sequences may share its blocks. If the step
+                # wrote invalid numbers into the blocks, they must not be reused.
                 if chunk.samples and next(sampled).error is not None:
                     invalid_blocks |= self._tables.blocks_of(request)
                 continue
@@ -267,7 +285,7 @@ class Scheduler:
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
-        """End every sequence of a plan whose step failed, and return their updates."""
+        """End every sequence of a plan whose step failed, and return the last updates."""
         updates, self._ended = self._ended, []
         self._pending_plans.remove(plan)
         invalid_blocks = {b for chunk in plan.chunks for b in self._tables.blocks_of(chunk.request)}
@@ -281,18 +299,20 @@ class Scheduler:
         return updates
 
     def check(self) -> None:
-        """Verify that block tables, reference counts and rows agree.
+        """Verify that the block tables, the reference counts and the rows agree.
 
         Raises:
-            AssertionError: if a block, a row or a sequence leaked.
+            AssertionError: if a block, a row or a sequence was lost.
         """
         tables = [request.block_table for request in self._running]
         self.pool.check([*tables, *self._tables.held_tables()])
         if self.cache is not None:
             self.cache.check()
         rows = [request.row for request in self._running if request.row is not None]
-        assert len(rows) == len(self._running), "a running request has no row"
-        assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows leaked"
+        assert len(rows) == len(self._running), "A running sequence has no row."
+        assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), (
+            "A row is neither free nor used by exactly one sequence."
+        )
         self._groups.check(self.num_running)
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
@@ -303,8 +323,8 @@ class Scheduler:
             if is_ahead and self._pending_plans.will_end(request):
                 index += 1
                 continue
-            # Keep one token of the budget for each running sequence that is planned after this one.
-            # Otherwise a long chunk here would stop them for a step.
+            # Keep one token of the budget for each running sequence that is planned after this
+            # sequence. Otherwise, a long chunk could leave no budget for those sequences.
             limit = max(1, budget - (len(self._running) - index - 1))
             num_known = len(request.token_ids) - request.num_computed_tokens
             num_tokens = min(num_known, 1 if self._whole_prefill else limit)
@@ -320,8 +340,8 @@ class Scheduler:
         return budget
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
-        # A sequence gets blocks for all its known tokens at once. Otherwise two prompts with half
-        # of their blocks could wait for each other.
+        # A sequence gets blocks for all its known tokens at once. Otherwise, two prompts could each
+        # have half of their blocks and wait for the other prompt's blocks forever.
         if self.is_held_up:
             return
         is_overdue, self._is_overdue = self._is_overdue, False
@@ -346,7 +366,8 @@ class Scheduler:
             self.is_held_up = True
             return False
         while not self._tables.try_admit(request, group):
-            # If no sequence is running, only prompts that groups hold can occupy the blocks.
+            # If no sequence is running, all used blocks belong to prompts that groups keep for
+            # followers. Such prompts can be computed again, so they are dropped.
             if self._running or not self._tables.drop_oldest_prompt():
                 return False
         self._groups.admit(request)
@@ -357,12 +378,12 @@ class Scheduler:
     def _make_room(self, index: int, num_blocks: int) -> bool:
         """Preempt sequences until `num_blocks` blocks are free for the running sequence at `index`.
 
-        The preempted sequences come later in the order, so none of them has a chunk in the plan
-        that is being made.
+        Every preempted sequence comes after `index` in the order, so it has no chunk in the current
+        plan yet.
 
         Returns:
-            False if the sequence at `index` had to be preempted itself, or if the plan is made
-            ahead and may not preempt.
+            False if the sequence at `index` itself was preempted, or if the plan is made ahead and
+            therefore must not preempt a sequence.
         """
         request = self._running[index]
         while self.pool.num_free < num_blocks:
@@ -384,7 +405,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _propose_drafts(self, request: Request, limit: int) -> None:
-        """Set the draft tokens of a sequence if enough blocks are free for them."""
+        """Set the draft tokens of a sequence if enough blocks are free for the draft tokens."""
         assert self.lookup is not None
         room = request.max_total_tokens - len(request.token_ids) - 1
         drafts = self.lookup.propose(request, min(limit, room))
@@ -395,7 +416,10 @@ class Scheduler:
         request.draft_token_ids = drafts
 
     def _append(self, request: Request, sampled: Sampled) -> RequestUpdate:
-        """Append sampled tokens to a sequence, end it if necessary, and return its update."""
+        """Append sampled tokens to a sequence and return its update.
+
+        End the sequence if one of the tokens ends it.
+        """
         drafts, request.draft_token_ids = request.draft_token_ids, []
         if sampled.error is not None:
             return self._end(request, "error", error=sampled.error)
@@ -403,7 +427,7 @@ class Scheduler:
         reason, stop_reason = append_sampled(request, sampled)
         new_token_ids = request.token_ids[num_known:]
         if drafts:
-            # The keys and values of accepted draft tokens are computed already.
+            # The step has already computed the keys and values of the accepted draft tokens.
             num_accepted = num_equal(drafts, new_token_ids)
             request.num_computed_tokens += num_accepted
             assert self.lookup is not None
@@ -460,10 +484,10 @@ class Scheduler:
         self._tables.release(request)
 
     def _purge(self, blocks: set[int]) -> None:
-        """Remove the blocks of a failed sequence from all caches and tables.
+        """Remove blocks with invalid content from the prefix cache and from all block tables.
 
-        The blocks may hold numbers that are not finite, or they were overwritten for that reason.
-        Sequences that share them are preempted and compute their tokens again.
+        The blocks of a failed sequence may contain NaN, or they may have been overwritten to remove
+        NaN. Running sequences that share these blocks are preempted and compute their tokens again.
         """
         if not blocks:
             return
@@ -488,7 +512,7 @@ def _chunk(request: Request, num_tokens: int, *, is_first: bool) -> Chunk:
 
 
 def _preemption_cost(request: Request) -> tuple[int, int, int]:
-    """Return a key by which the sequence that should be preempted comes first.
+    """Return a sort key. The sequence with the smallest key should be preempted first.
 
     The order is: lower priority, fewer tokens to compute again, later arrival.
     """

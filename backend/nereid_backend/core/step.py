@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one step, which the scheduler makes, and the result, which the runner returns."""
+"""Step plans, which the scheduler makes, and step results, which the runner returns."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,17 +9,19 @@ from nereid_backend.core.request import Request
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens of one sequence that go through the model in this step.
+    """Consecutive tokens of one sequence that the model computes in one step.
 
     Attributes:
         request: the sequence.
-        start: the index of the first token in request.token_ids. The keys and values of all
+        start: the index of the first token in `request.token_ids`. The keys and values of all
             earlier tokens are in the KV cache.
         num_tokens: the number of tokens.
-        samples: whether the chunk includes the last known token, so that a token is sampled.
-        is_first: whether the sequence has just got its row, so that the row holds no state yet.
-        num_logits: the number of last tokens of the chunk whose logits are needed: one to sample
-            from, and more to verify draft tokens or to report log-probabilities of the prompt.
+        samples: whether the chunk includes the last known token, so that the step samples a token.
+        is_first: whether the sequence has just got its row, so that the row contains no state of
+            the sequence yet.
+        num_logits: the number of tokens at the end of the chunk whose logits are needed. Sampling
+            needs one. Verifying draft tokens or reporting log-probabilities of the prompt needs
+            more.
     """
 
     request: Request
@@ -32,18 +34,18 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of one step. Chunks of one token come first.
+    """The plan of one step. Chunks of one token come before longer chunks.
 
     Attributes:
         chunks: one chunk for each sequence of the step, in the order of the batch. Every sequence
             has its row and its blocks.
-        num_tokens: the sum of the chunks' tokens.
-        copies: pairs of block ids (from, to) that are copied before the forward pass, because a
-            sequence is about to write into a block that it shared until now.
-        pending: the chunks whose token is not known yet, because the previous step is sampling it.
-            Only a step that was planned ahead has such chunks. Each pair contains the index of the
-            chunk in this plan, and the index of its source among the sampling chunks of the
-            previous plan.
+        num_tokens: the number of tokens of all chunks together.
+        copies: pairs of block ids (from, to). The blocks are copied before the forward pass,
+            because a sequence is about to write into a block that it has shared until now.
+        pending: the chunks whose token is not known yet, because the previous step is still
+            sampling the token. Only a step that was planned ahead has such chunks. Each pair
+            contains two indices: the index of the chunk in this plan, and the index of the chunk
+            that samples the token among the sampling chunks of the previous plan.
     """
 
     chunks: list[Chunk]
@@ -56,11 +58,12 @@ class Sampled(NamedTuple):
     """The new tokens of one chunk that samples.
 
     Attributes:
-        token_ids: the sampled token, followed by tokens that its grammar forces and by draft
-            tokens that verification accepted.
-        logprobs: one log-probability for each token (0 for a forced token).
-        error: a sentence that says why there are no tokens; None if there are.
-        top: one entry for each of token_ids if the request asked for log-probabilities.
+        token_ids: the new tokens: sampled tokens, draft tokens that verification accepted, and
+            tokens that the grammar forces.
+        logprobs: one log-probability for each token. The value of a forced token is 0.
+        error: a sentence that says why no token was sampled; None if tokens were sampled.
+        top: one entry for each token in `token_ids`; None if the request did not ask for
+            log-probabilities.
     """
 
     token_ids: list[int]
@@ -75,11 +78,12 @@ class StepResult:
 
     Attributes:
         sampled: one entry for each chunk of the plan that samples, in the plan's order.
-        prompt_logprobs: the log-probabilities of the prompt tokens that follow the tokens of a
-            chunk, by the index of the chunk in the plan. Only requests that asked for them have
-            an entry.
-        device_token_ids: for each of sampled, the token on the device that a step planned ahead
-            takes as its input. It rarely differs from the token in sampled.
+        prompt_logprobs: a mapping from the index of a chunk in the plan to log-probabilities. The
+            log-probabilities belong to the prompt tokens that follow the tokens of the chunk. Only
+            chunks of requests that asked for log-probabilities of the prompt have an entry.
+        device_token_ids: the token on the device for each entry of `sampled`. A step that was
+            planned ahead uses this token as its input. The token rarely differs from the token in
+            `sampled`.
     """
 
     sampled: list[Sampled] = field(default_factory=list)

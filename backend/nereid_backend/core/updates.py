@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step's tokens change one sequence, and the update that reports the change."""
+"""Functions that append the tokens of a step to a sequence and report the new tokens."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,11 @@ from nereid_backend.core.step import Sampled
 
 
 def append_sampled(request: Request, sampled: Sampled) -> tuple[FinishReason | None, int | None]:
-    """Append sampled tokens to a sequence, up to and including the first that ends it.
+    """Append sampled tokens to a sequence. Stop after the first token that ends the sequence.
 
     Returns:
-        The finish reason and the id of the stop token. Both are None if the sequence continues; the
-        id is None if the length limit ended the sequence.
+        The finish reason and the id of the stop token. If the sequence continues, both are None. If
+        the length limit ended the sequence, the id is None.
     """
     for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
         request.token_ids.append(token_id)
@@ -28,12 +28,15 @@ def append_sampled(request: Request, sampled: Sampled) -> tuple[FinishReason | N
 def make_update(
     request: Request, new_token_ids: list[int], top: list[TokenLogprobs] | None
 ) -> RequestUpdate:
-    """Return the update that reports new tokens of a sequence.
+    """Create the update that reports new tokens of a sequence.
 
-    The first update of sequence 0 also carries the log-probabilities of the prompt, and the first
-    update of any sequence carries the number of cached tokens.
+    The first update of any sequence contains the number of cached tokens. The first update of
+    sequence 0 also contains the log-probabilities of the prompt.
 
-    Mutates: `request.was_reported` and `request.prompt_logprobs`.
+    Args:
+        request: the sequence. `request.was_reported` and `request.prompt_logprobs` are mutated.
+        new_token_ids: the new tokens; empty if the sequence ended without a new token.
+        top: one entry for each new token; None if the request did not ask for log-probabilities.
     """
     is_first = not request.was_reported
     request.was_reported = True

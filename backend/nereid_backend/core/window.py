@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention window of a model: how many earlier tokens a token can attend to.
+"""The attention window of a model, which limits how many earlier tokens a token can attend to.
 
-If every layer of a model uses a sliding window or attention chunks, no token attends to a position
-before the largest of them. The blocks before that position are freed while the sequence runs.
-Example with a window that spans three blocks, drawn as a block table:
+A layer can limit attention to a sliding window or to fixed attention chunks. If every layer of a
+model has such a limit, no token attends to a position before the largest window or chunk. The
+blocks before that position are freed while the sequence runs. Example of a block table with a
+window that spans three blocks:
 
     [null][null][ 9 ][ 1 ][ 6 ][ 4 ]
-                  ^ the next token attends from the end of block 9 on; the first two were freed
 
-A block table contains the null block (`BlockPool.null_block`) in place of each freed block.
+The next token attends to positions from the end of block 9 on. The first two blocks were freed, so
+the table contains the null block (`BlockPool.null_block`) in place of each.
 """
 
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The positions that the layers of a model can attend to.
+    """The attention limits of a model in which every kind of layer has a limit.
 
     Attributes:
-        limits: one pair (sliding window, attention chunk) for each kind of layer, both in tokens.
-            At least one number of each pair is not None, as in `Span` of the attention layers.
+        limits: one pair (sliding window, attention chunk) for each kind of layer, in tokens. At
+            least one number of each pair is not None. The numbers are those of the class `Span` in
+            attention/layers.py.
     """
 
     limits: tuple[tuple[int | None, int | None], ...]
@@ -28,7 +30,7 @@ class AttentionWindow:
     def first_visible(self, position: int) -> int:
         """Return the first position that the token at `position` attends to in any layer.
 
-        The result never decreases when `position` increases. Example: with a sliding window of 4
+        If `position` increases, the result never decreases. Example: with a sliding window of 4
         tokens, the token at position 10 attends to positions 7 to 10, so the result is 7.
         """
         firsts = []
@@ -43,10 +45,10 @@ class AttentionWindow:
         return max(min(limit for limit in pair if limit is not None) for pair in self.limits)
 
     def max_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Return how many blocks a sequence holds at most.
+        """Return the largest number of blocks that a sequence has at the same time.
 
         Args:
-            num_tokens: the largest number of the sequence's tokens in one step.
+            num_tokens: the largest number of tokens that one step computes of one sequence.
             block_size: tokens in one block.
         """
         return -(-(self.max_visible_tokens + num_tokens) // block_size) + 1

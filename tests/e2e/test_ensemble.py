@@ -130,7 +130,7 @@ def test_generate_stream_sends_events(served):
 
 
 WRONG = {
-    "temperature: the value must be a finite number, but it is nan": chat("hi", temperature=float("nan")),
+    "temperature: the value must be a finite number": chat("hi", temperature=float("nan")),
     "max_tokens: the value must be at least 1, but it is 0": chat("hi", max_tokens=0),
     "max_tokens: the value must be at least 1, but it is -5": chat("hi", max_tokens=-5),
     "messages: the list is empty": [tensor("chat_request", '{"messages": []}')],

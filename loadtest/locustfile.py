@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scenarios: people who chat, call tools, search, go away, read slowly, and get things wrong.
+"""The scenarios: users who chat, call tools, search, cancel, read slowly, or send bad requests.
 
     nereid serve &
     locust -f loadtest/locustfile.py --host http://127.0.0.1:9000            # with its web page
     locust -f loadtest/locustfile.py --host http://127.0.0.1:9000 --headless -u 11 -r 11 -t 2m
     locust -f loadtest/locustfile.py SteadyChat Bursts --host ...            # only these
 
-Each class is one scenario: `asks` says what it sends, all at the same moment, and `arrivals` when.
-Every user of a class brings the class's rate with it, so `-u` twice the number of classes is twice
-the load. `--arrivals poisson --rate 2` replaces all arrivals: 2 requests a second from each user,
-whatever the answers take; `--arrivals closed` sends one after the other.
+Each class is one scenario. The method `asks` returns the requests, which are all sent at the same
+moment. The attribute `arrivals` defines when they are sent. Each user of a class sends requests at
+the rate of the class, so twice as many users (`-u`) mean twice the load. The option
+`--arrivals poisson --rate 2` replaces all arrival processes: each user sends 2 requests per second,
+independently of the answers. `--arrivals closed` sends each request after the previous answer.
 
-Beside each scenario's own lines locust's tables have `TTFT`, the time to the first piece that says
-something, and `ITL`, the mean time between two pieces of a stream. All is greedy, so each request
-has one right answer: the first one that it got. load/check_reply.py tells in which ways an answer
-can be wrong. `make loadtest` runs all of this on a server of its own: loadtest/load/load.py.
+Locust's tables contain one line for each scenario, and the lines `TTFT` (time to the first chunk
+with text) and `ITL` (mean time between two chunks of a stream). All requests are greedy, so each
+request has one correct answer: the first answer to the same request. The module load/check_reply.py
+lists the possible faults of an answer. `make loadtest` runs all scenarios on servers of its own.
 """
 
 import sys
@@ -66,77 +67,77 @@ _PET = {
 
 
 class SteadyChat(LoadUser):
-    """Short questions at random times; a third wants the answer in one piece."""
+    """Short questions at random times. A third of the requests is not streamed."""
 
     arrivals = Poisson(2.0)
 
     def asks(self) -> list[Ask]:
-        """One chat."""
+        """Return one chat."""
         if self.rng.random() < 1 / 3:
             return [chat_at_once(self.question(), self.options.max_tokens)]
         return [chat(self.question(), self.options.max_tokens, ignore_eos=True)]
 
 
 class Bursts(LoadUser):
-    """Nothing for five seconds, then a dozen at once."""
+    """Twelve requests at once, every five seconds."""
 
     arrivals = Constant(0.2)
 
     def asks(self) -> list[Ask]:
-        """A dozen answers of different lengths."""
+        """Return twelve chats with different lengths."""
         lengths = [self.rng.choice((8, 32, 64)) for _ in range(12)]
         return [chat(self.question(), length, ignore_eos=True) for length in lengths]
 
 
 class LongPrompts(LoadUser):
-    """A prompt of a thousand tokens and a short answer."""
+    """Prompts of a thousand tokens with short answers."""
 
     arrivals = Closed(1.0, 3.0)
 
     def asks(self) -> list[Ask]:
-        """One that no other has asked before it: the number in front leaves no prefix to share."""
+        """Return one chat whose prompt starts with a random number, so that few share a prefix."""
         system = f"{self.rng.randrange(10)}. {_LONG}"
         return [chat(self.question(), 16, system=system, ignore_eos=True)]
 
 
 class SharedPrefixes(LoadUser):
-    """Questions behind a prompt that all have in common."""
+    """Questions after a long system prompt that all requests share."""
 
     arrivals = Poisson(1.5)
 
     def asks(self) -> list[Ask]:
-        """One chat."""
+        """Return one chat."""
         return [chat(self.question(), 24, system=_GUIDE, ignore_eos=True)]
 
 
 class Writers(LoadUser):
-    """Texts continued, at the OpenAI API and at both doors of the Triton server."""
+    """Text completions through the OpenAI API and both endpoints of the Triton server."""
 
     arrivals = Poisson(1.5)
 
     def asks(self) -> list[Ask]:
-        """One text."""
+        """Return one completion."""
         send = self.rng.choice((completion, generate_stream, grpc_text))
         return [send(self.question(), self.options.max_tokens, ignore_eos=True)]
 
 
 class GrpcChat(LoadUser):
-    """Chats on the ensemble itself."""
+    """Chats through the gRPC endpoint of the ensemble."""
 
     arrivals = Poisson(2.0)
 
     def asks(self) -> list[Ask]:
-        """One chat."""
+        """Return one chat."""
         return [grpc_chat(self.question(), self.options.max_tokens, ignore_eos=True)]
 
 
 class Agents(LoadUser):
-    """Calls that must be made and JSON that must fit its schema; needs a model."""
+    """Required tool calls, and JSON that must match a schema. This scenario needs a model."""
 
     arrivals = Poisson(1.0)
 
     def asks(self) -> list[Ask]:
-        """A tool call and a pet, as one agent's two steps."""
+        """Return a tool call and a chat with a schema, like two steps of an agent."""
         wrapped = {"name": "pet", "schema": _PET, "strict": True}
         form = {"type": "json_schema", "json_schema": wrapped}
         weather = Question("What is the weather in Paris?")
@@ -147,12 +148,12 @@ class Agents(LoadUser):
 
 
 class Searchers(LoadUser):
-    """Embeds and reranks at the same time; needs both models."""
+    """Embeddings and reranking at the same time. This scenario needs both models."""
 
     arrivals = Constant(1.0)
 
     def asks(self) -> list[Ask]:
-        """Vectors and scores, of one query."""
+        """Return an embedding request and a rerank request with the same query."""
         query = self.question().text
         return [
             embedding(self.options.embedding_model, [query, *_TEXTS]),
@@ -161,24 +162,24 @@ class Searchers(LoadUser):
 
 
 class Fickle(LoadUser):
-    """Long answers; three clients in ten go away at a random time."""
+    """Long answers; three of ten clients cancel at a random time."""
 
     arrivals = Poisson(2.0)
     cancel_share = 0.3
 
     def asks(self) -> list[Ask]:
-        """One chat, over HTTP or gRPC."""
+        """Return one chat, over HTTP or gRPC."""
         send = self.rng.choice((chat, grpc_chat))
         return [send(self.question(), 120, ignore_eos=True)]
 
 
 class SlowReaders(LoadUser):
-    """Read what has come only now and then, from small buffers."""
+    """Clients that read slowly and have small buffers."""
 
     arrivals = Closed(0.5, 1.5)
 
     def asks(self) -> list[Ask]:
-        """One over each protocol."""
+        """Return one chat over each protocol."""
         asks = [
             chat(self.question(), 80, ignore_eos=True),
             grpc_chat(self.question(), 60, ignore_eos=True),
@@ -187,12 +188,12 @@ class SlowReaders(LoadUser):
 
 
 class Mistaken(LoadUser):
-    """Requests that must be refused by what is wrong with them, between others that must not."""
+    """Invalid requests that must be rejected, mixed with valid requests."""
 
     arrivals = Constant(2.0)
 
     def asks(self) -> list[Ask]:
-        """One bad request and a good one."""
+        """Return an invalid request and a valid one."""
         question = self.question()
         good = chat(question, 8, ignore_eos=True)
         everywhere = [good, chat_at_once(question, 8), completion(question, 8)]

@@ -32,7 +32,6 @@ TOOLS = [
 ]
 
 # For each row of the table: the name of the format, and the text before and after the argument.
-
 BODIES: dict[str, tuple[str, str, str]] = {
     "JSON object": (
         "hermes",

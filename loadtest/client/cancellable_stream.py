@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams through the Triton server's gRPC door, as a client with manners cancels them."""
+"""Streams through the Triton server's gRPC endpoint that can be cancelled safely."""
 
 import asyncio
 import json
@@ -19,20 +19,20 @@ _DTYPES: dict[type, tuple[str, Any]] = {bool: ("BOOL", np.bool_), str: ("BYTES",
 
 
 class GrpcDoor:
-    """One channel, on which each request is a stream of its own.
+    """One gRPC channel; each request on it is a separate stream.
 
-    A stream that is given up before its finish reason has come is cancelled. One whose finish
-    reason was read is left to end by itself: a cancel that meets a stream's end can crash server
-    2.51 (docs/triton-server.md).
+    A stream that is closed before its finish reason has arrived is cancelled. A stream whose
+    finish reason has arrived ends by itself, because Triton server 2.51 can crash if a client
+    cancels a stream that ends at the same moment.
 
     Args:
         url: host:port.
-        is_rude: whether streams are cancelled even if they are about to finish.
+        is_rude: whether streams are cancelled even if their finish reason has arrived.
     """
 
     def __init__(self, url: str, is_rude: bool = False) -> None:
         self._is_rude = is_rude
-        # A channel of its own for each door: gRPC otherwise shares one connection in a process.
+        # gRPC would otherwise share one connection between all channels of a process.
         options = [
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 100),
@@ -43,12 +43,14 @@ class GrpcDoor:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Give up the connection, once every stream has ended."""
+        """Wait until every stream has ended, and close the channel."""
         await asyncio.gather(*self._ending, return_exceptions=True)
         await self._client.close()
 
     async def events(self, body: Json) -> AsyncGenerator[Json]:
-        """What generate_stream would send for this body; closing it cancels the stream.
+        """Send a request, and yield the events that `generate_stream` would send for this body.
+
+        Closing the generator cancels the stream.
 
         Raises:
             ConnectionError: the connection broke.

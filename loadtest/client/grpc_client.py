@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends asks over gRPC: tritonclient's bidirectional stream on the ensemble.
+"""A gRPC client of the ensemble that uses tritonclient's bidirectional stream.
 
-tritonclient answers from a thread of its own. Under locust that thread is a greenlet, and gRPC
-itself must be told of gevent before its first call: `scenarios.user` does that.
+tritonclient delivers responses in a thread of its own. Under locust, that thread is a greenlet, and
+gevent support of gRPC must be enabled before its first call, as load/load_user.py does.
 """
 
 import json
@@ -22,13 +22,13 @@ _STATUS_OF = {"INVALID_ARGUMENT": 400, "NOT_FOUND": 404, "UNAVAILABLE": 503}
 
 
 class GrpcDoor:
-    """One Triton server's gRPC address.
+    """A client of one Triton server's gRPC endpoint.
 
-    A connection serves one stream at a time and is used again after it.
+    A connection serves one stream at a time and is reused afterwards.
 
     Args:
-        address: such as 127.0.0.1:8001.
-        limit_s: a request that takes longer hangs.
+        address: host and port, such as 127.0.0.1:8001.
+        limit_s: the time limit of a request in seconds.
     """
 
     def __init__(self, address: str, limit_s: float = 60.0) -> None:
@@ -37,7 +37,7 @@ class GrpcDoor:
         self._idle: list[InferenceServerClient] = []
 
     def send(self, ask: Ask) -> Reply:
-        """The reply to an ask, read to its end or as far as its client stayed."""
+        """Send a request, and read the reply until its end or until the client cancels it."""
         reply = Reply()
         client = self._idle.pop() if self._idle else InferenceServerClient(self._address)
         try:
@@ -53,7 +53,7 @@ class GrpcDoor:
         return reply
 
     def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -66,7 +66,7 @@ class GrpcDoor:
             ask.path,
             _inputs(ask.body),
             outputs=[InferRequestedOutput("delta")],
-            enable_empty_final_response=True,  # so that the end is a response of its own
+            enable_empty_final_response=True,  # so that a separate response marks the end
         )
         while reply.end == "running":
             try:
@@ -80,7 +80,7 @@ class GrpcDoor:
 def _into(answers: queue.Queue[tuple[Any, Any]], pause_s: float) -> Callable[..., None]:
     def take(result: object, error: object) -> None:
         if pause_s:
-            time.sleep(pause_s)  # nothing more is read from the connection meanwhile
+            time.sleep(pause_s)  # nothing is read from the connection during the pause
         answers.put((result, error))
 
     return take
@@ -102,7 +102,7 @@ def _take(result: Any, error: Any, reply: Reply) -> None:  # noqa: ANN401 - trit
         reply.error = str(error)[:300]
         known = (status for name, status in _STATUS_OF.items() if f"[{name}]" in reply.error)
         reply.status = next(known, 500)
-        # An error that has a status of its own is the call's: the connection or the server ended.
+        # An error with a gRPC status ended the whole call, so the connection or the server failed.
         reply.end = "whole" if error.status() is None else "broken"
         return
     reply.status = 200

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends asks over HTTP: to the OpenAI API, and to the Triton server's `generate_stream`.
+"""An HTTP client of the OpenAI API and of the Triton server's `generate_stream`.
 
-It is http.client on a connection of its own for each request, so that a client that goes away is a
-connection that is closed. Under locust its sockets are gevent's; in tests they are plain ones.
+The client uses http.client and opens a new connection for each request, so that cancelling a
+request closes its connection. Under locust, the sockets are gevent's; in tests, they are plain.
 """
 
 import json
@@ -18,17 +18,17 @@ from loadtest.load.load_requests import Ask
 
 Json = dict[str, Any]
 
-# What the kernel keeps for a slow reader: little, so that the server feels it.
+# The receive buffer of a slow reader is small, so that the server's writes block soon.
 _SLOW_BUFFER_BYTES = 4096
 _READ_BYTES = 65536
 
 
 class HttpDoor:
-    """One server's HTTP address.
+    """A client of one HTTP endpoint.
 
     Args:
-        url: such as http://127.0.0.1:9000, without a path.
-        limit_s: a request that takes longer hangs.
+        url: the base URL, such as http://127.0.0.1:9000.
+        limit_s: the time limit of a request in seconds.
     """
 
     def __init__(self, url: str, limit_s: float = 60.0) -> None:
@@ -37,7 +37,7 @@ class HttpDoor:
         self._limit_s = limit_s
 
     def send(self, ask: Ask) -> Reply:
-        """The reply to an ask, read to its end or as far as its client stayed."""
+        """Send a request, and read the reply until its end or until the client cancels it."""
         reply = Reply()
         wire = _Wire(self._host, self._port, reply.started, ask, self._limit_s)
         try:
@@ -54,7 +54,7 @@ class HttpDoor:
 
 
 class _Wire:
-    """One connection that knows when its client will have had enough."""
+    """A connection for one request; it raises TimeoutError when the client should cancel it."""
 
     def __init__(self, host: str, port: int, started: float, ask: Ask, limit_s: float) -> None:
         self._ends = started + min(ask.cancel_after_s or limit_s, limit_s)
@@ -73,14 +73,14 @@ class _Wire:
         body = self._ask.body if isinstance(self._ask.body, str) else json.dumps(self._ask.body)
         headers = {"Content-Type": "application/json"}
         connection.request("POST", self._ask.path, body.encode(), headers)
-        self._hurry()
+        self._set_timeout()
         return connection.getresponse()
 
     def blocks(self, response: HTTPResponse) -> Iterator[bytes]:
-        """What comes, as it comes."""
+        """Yield the blocks of the body as they arrive."""
         size = _SLOW_BUFFER_BYTES // 4 if self._pause_s else _READ_BYTES
         while True:
-            self._hurry()
+            self._set_timeout()
             block = response.read1(size)
             if not block:
                 return
@@ -91,7 +91,7 @@ class _Wire:
     def close(self) -> None:
         self._connection.close()
 
-    def _hurry(self) -> None:
+    def _set_timeout(self) -> None:
         assert self._socket is not None
         self._socket.settimeout(self._left_s())
 
@@ -123,12 +123,13 @@ def _read(ask: Ask, reply: Reply, wire: _Wire) -> None:
             _take_delta(event, reply)
         else:
             _take_chunk(event, reply)
-    # The OpenAI API says [DONE]; generate_stream ends with the body, which http.client checks.
+    # A stream of the OpenAI API must end with [DONE]. A generate_stream has no such event, but
+    # http.client raises an error if its body is incomplete.
     reply.end = "whole" if is_done or ask.door == "triton" else "broken"
 
 
 def _events(blocks: Iterator[bytes]) -> Iterator[Json | None]:
-    """Server-sent events; None for [DONE]."""
+    """Yield the server-sent events of a body, and None for [DONE]."""
     rest = b""
     for block in blocks:
         *lines, rest = (rest + block).split(b"\n")
@@ -139,7 +140,7 @@ def _events(blocks: Iterator[bytes]) -> Iterator[Json | None]:
 
 
 def _take_chunk(chunk: Json, reply: Reply) -> None:
-    """One chunk of a chat completion or a completion."""
+    """Add a chunk of a chat completion or a text completion to the reply."""
     reply.ids.update([chunk["id"]] if "id" in chunk else [])
     for choice in chunk["choices"]:
         reply.say_delta(choice.get("delta", choice))
@@ -150,7 +151,7 @@ def _take_chunk(chunk: Json, reply: Reply) -> None:
 
 
 def _take_delta(response: Json, reply: Reply) -> None:
-    """One response of generate_stream, see docs/contract.md."""
+    """Add a response of `generate_stream` to the reply (see docs/reference/tensors.md)."""
     reply.say(response["text_output"])
     delta = json.loads(response["delta"])
     if "finish_reason" in delta:
@@ -160,7 +161,7 @@ def _take_delta(response: Json, reply: Reply) -> None:
 
 
 def _take_whole(answer: Json, reply: Reply) -> None:
-    """An answer in one piece."""
+    """Add an answer that is not streamed to the reply."""
     if "data" in answer:
         reply.numbers = [number for row in answer["data"] for number in row["embedding"]]
     elif "results" in answer:

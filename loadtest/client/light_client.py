@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of the OpenAI API that costs little, for measurements on the machine that serves.
+"""A small client of the OpenAI API, for measurements on the machine that runs the server.
 
-A full client library takes as much of a core for its connections and streams as server and frontend
-together do, and would be measured with them.
+A full client library uses as much CPU time as the server and the frontend together, and the
+measurement would include that time.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from typing import Any
 
 
 class Answer:
-    """An answer whose head has come.
+    """An answer whose HTTP headers have arrived.
 
     Attributes:
-        status: of HTTP.
-        headers: names in small letters.
+        status: the HTTP status.
+        headers: the HTTP headers; the names are in lower case.
     """
 
     def __init__(self, status: int, headers: dict[str, str], reader: asyncio.StreamReader) -> None:
@@ -26,12 +26,12 @@ class Answer:
         self._reader = reader
 
     async def text(self) -> str:
-        """All that follows."""
+        """Return the rest of the body."""
         return (await self._reader.read()).decode()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The events of a stream, but for its end."""
-        # Between the events stand the sizes of chunks, which say nothing here.
+        """Yield the events of a stream except [DONE]."""
+        # Other lines contain the sizes of HTTP chunks, which are not needed here.
         async for line in self._reader:
             if line.startswith(b"data: {"):
                 yield json.loads(line[6:])
@@ -39,7 +39,7 @@ class Answer:
 
 @asynccontextmanager
 async def posted(port: int, path: str, body: Mapping[str, object]) -> AsyncIterator[Answer]:
-    """Post a body to 127.0.0.1, over a connection of its own."""
+    """Post a JSON body to 127.0.0.1 over a new connection, and yield the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     content = json.dumps(body).encode()
     head = (

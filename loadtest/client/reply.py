@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came back for one request, and when."""
+"""The reply to one request, with the times of its parts."""
 
 import time
 from dataclasses import dataclass, field
@@ -10,21 +10,23 @@ End = Literal["running", "whole", "cancelled", "broken", "hung"]
 
 @dataclass
 class Reply:
-    """An answer as far as it came; times are those of time.monotonic.
+    """A reply, as far as it has arrived. Times are from time.monotonic.
 
     Attributes:
-        started, ended: when it was sent, and when nothing more came.
-        status: of HTTP, or what stands for it over gRPC; 0 while there is none.
-        error: what the server said in place of an answer or in the middle of one.
-        pieces: the text in the order of its coming: reasoning, content, arguments of calls.
-        channels: the same by what it is part of. Between two channels there is no order: pieces of
-            both may come in one response, or in two.
-        times: when each piece that said something came.
-        finish_reasons: all that came; one, if all is well.
-        num_tokens: of the answer, as the server counted them; None if it did not say.
-        numbers: what an embedding or a ranking consists of.
-        ids: of the chunks; all of a stream have one.
-        end: whole when the protocol's own end came; broken when the connection ended before.
+        started: the time of sending.
+        ended: the time at which the client stopped reading.
+        status: the HTTP status, or an equivalent one for gRPC; 0 before it is known.
+        error: the error message of the server, instead of an answer or within an answer.
+        pieces: the texts of the chunks in order of arrival: reasoning, content, and tool calls.
+        channels: the same text, separated into reasoning, content and each tool call. The order of
+            text in different channels does not matter, because one response may contain both.
+        times: the arrival time of each chunk with text.
+        finish_reasons: all finish reasons; a correct stream has exactly one.
+        num_tokens: the number of tokens of the answer as the server reported it, or None.
+        numbers: the numbers of embeddings, or the scores of a ranking.
+        ids: the ids of all chunks; all chunks of a correct stream have the same id.
+        end: "whole" if the stream ended as the protocol requires, "broken" if the connection ended
+            before.
     """
 
     started: float = field(default_factory=time.monotonic)
@@ -42,28 +44,28 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text of all chunks."""
         return "".join(self.pieces)
 
     def say_delta(self, delta: dict[str, Any]) -> None:
-        """Add what a delta of a chat, a completion or the ensemble says; see docs/contract.md."""
+        """Add the text of a delta of a chat, a completion or the ensemble."""
         now = len(self.pieces)
         for name in ("reasoning", "content", "text"):
             self.say(delta.get(name) or "", name)
         for call in delta.get("tool_calls") or ():
-            told = call.get("function", call)
-            said = (told.get("name") or "") + (told.get("arguments") or "")
-            self.say(said, f"call {call.get('index', 0)}")
+            function = call.get("function", call)
+            text = (function.get("name") or "") + (function.get("arguments") or "")
+            self.say(text, f"call {call.get('index', 0)}")
         self._join(now)
 
     def _join(self, first: int) -> None:
-        """What came in one response is one piece."""
+        """Join the texts from index `first` on, which arrived in one response, into one chunk."""
         if len(self.pieces) > first + 1:
             self.pieces[first:] = ["".join(self.pieces[first:])]
             del self.times[first + 1 :]
 
     def say(self, piece: str, channel: str = "content") -> None:
-        """Add a piece; one that says nothing (a heartbeat, a role) counts for nothing."""
+        """Add a text that arrived now. An empty text, such as a heartbeat or a role, is ignored."""
         if piece:
             self.pieces.append(piece)
             self.channels[channel] = self.channels.get(channel, "") + piece

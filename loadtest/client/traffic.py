@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of every kind, and clients that check what comes back, cancel, and read slowly.
+"""Requests of all kinds, and a client that checks the answers, cancels requests, and reads slowly.
 
-At temperature 0 an answer is a fact of the model: each request is asked once of a server at rest,
-and every later answer to it must be the same, whatever runs beside it.
+All requests use temperature 0, so each request has one correct answer. The tests send each request
+once to an idle server. Every later answer must be equal, whatever other requests run.
 """
 
 import asyncio
@@ -61,10 +61,10 @@ class Ask:
     """One request.
 
     Attributes:
-        kind: for the report.
-        path: of the OpenAI API, or of the Triton server's HTTP door; the gRPC door has none.
-        body: JSON; for the gRPC door what generate_stream would take.
-        door: the frontend's, or one of the Triton server's.
+        kind: the name in the report.
+        path: the path of the URL; empty for gRPC.
+        body: the JSON body. For gRPC, the body that `generate_stream` would accept.
+        door: the endpoint: the frontend, or the HTTP or gRPC endpoint of the Triton server.
     """
 
     kind: str
@@ -74,28 +74,36 @@ class Ask:
 
     @property
     def is_direct(self) -> bool:
-        """Whether it goes to a door of the Triton server's."""
+        """Whether the request goes to an endpoint of the Triton server."""
         return self.door != "openai"
 
     @property
     def key(self) -> str:
-        """What the expected answer is found by."""
+        """A text by which the expected answer is found. It is equal with and without streaming."""
         body = {k: v for k, v in self.body.items() if k not in ("stream", "stream_options")}
         return f"{self.path} {json.dumps(body, sort_keys=True)}"
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer comes as events."""
+        """Whether the answer is streamed."""
         return bool(self.body.get("stream"))
 
 
 @dataclass
 class Outcome:
-    """What became of a request; times are those of time.monotonic.
+    """The outcome of a request. Times are from time.monotonic.
 
-    `failed` came with an error's text, `lost` with none: the connection broke. `refused` is a 429
-    or 503 before anything was answered. `first` is when the first event came, counted from the
-    start, `gaps` the times between events; `is_cut`: its client left after so many of them.
+    Attributes:
+        ask: the request.
+        kind: `refused` for status 429 or 503, `failed` for another error, `lost` for a
+            broken connection, and `wrong` for an answer that differs from the expected one.
+        started: the time of sending.
+        ended: the time of the end.
+        detail: the error, as text.
+        answer: the text of the answer.
+        first: the seconds from the start to the first event, or None.
+        gaps: the seconds between events.
+        is_cut: whether the client cancelled the request after a number of events.
     """
 
     ask: Ask
@@ -110,12 +118,12 @@ class Outcome:
 
 
 def asks(rng: random.Random, model: str, poolers: dict[str, str]) -> list[Ask]:
-    """A set of different requests, each with one right answer.
+    """Return a set of different requests, each of which has one correct answer.
 
     Args:
-        rng: which lengths are chosen.
-        model: the language model's name.
-        poolers: kind ("embedding", "rerank") -> name of the model served for it.
+        rng: the source of the random lengths.
+        model: the name of the language model.
+        poolers: the names of the models for the kinds "embedding" and "rerank".
     """
     made = []
     for question in _QUESTIONS:
@@ -153,13 +161,13 @@ def _direct(question: str, max_tokens: int) -> Ask:
 
 
 def generate_stream(kind: str, prompt: str, fields: Json) -> Ask:
-    """A stream through the Triton server's HTTP door."""
+    """Return a stream through the Triton server's HTTP endpoint."""
     path = "/v2/models/llm/generate_stream"
     return Ask(kind, path, _direct_body(prompt, fields), "http")
 
 
 def grpc_stream(kind: str, prompt: str, fields: Json) -> Ask:
-    """A stream through the Triton server's gRPC door."""
+    """Return a stream through the Triton server's gRPC endpoint."""
     return Ask(kind, "", _direct_body(prompt, fields), "grpc")
 
 
@@ -169,12 +177,12 @@ def _direct_body(prompt: str, fields: Json) -> Json:
 
 @dataclass(frozen=True)
 class Manner:
-    """How a client behaves.
+    """The behaviour of a client.
 
     Attributes:
-        cancel_after_s: it goes away then; None stays.
-        cancel_after_events: it goes away when it has read so many events; None stays.
-        pause_s: it waits so long after each event that it reads.
+        cancel_after_s: the client cancels after this time, or never if None.
+        cancel_after_events: the client cancels after this number of events, or never if None.
+        pause_s: the client waits for this time after each event.
     """
 
     cancel_after_s: float | None = None
@@ -186,13 +194,13 @@ _PATIENT = Manner()
 
 
 class Asker:
-    """Sends requests to one server.
+    """A client that sends requests to one server.
 
     Args:
-        openai_url: the frontend, without /v1.
-        triton_url: the Triton server's HTTP door.
-        limit_s: a request that takes longer hangs.
-        make_grpc: a client of the Triton server's gRPC door, where something is asked of it.
+        openai_url: the base URL of the frontend, without /v1.
+        triton_url: the base URL of the Triton server's HTTP endpoint.
+        limit_s: the time limit of a request in seconds.
+        make_grpc: a function that creates a client of the gRPC endpoint, if requests need one.
     """
 
     def __init__(
@@ -209,12 +217,12 @@ class Asker:
         self._grpc: GrpcDoor | None = None
 
     async def hang_up(self) -> None:
-        """Give up the idle connections, which the server holds descriptors for; new ones follow."""
+        """Close the idle connections, because each of them is a file descriptor of the server."""
         await self.close()
         self._client = _http_client()
 
     async def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         await self._client.aclose()
         if self._grpc is not None:
             await self._grpc.close()
@@ -223,7 +231,7 @@ class Asker:
     async def ask(
         self, ask: Ask, manner: Manner = _PATIENT, expected: str | None = None
     ) -> Outcome:
-        """What became of a request; its answer must be `expected`, where that is known."""
+        """Send a request and return its outcome; an answer other than `expected` is wrong."""
         outcome = Outcome(ask, "ok", time.monotonic(), 0.0)
         limit_s = min(self._limit_s, manner.cancel_after_s or self._limit_s)
         try:
@@ -240,7 +248,7 @@ class Asker:
             outcome.kind = "cancelled"
         elif outcome.kind == "ok" and expected is not None and not _same(outcome, expected):
             outcome.kind = "wrong"
-            outcome.detail = f"expected {expected!r}, got {outcome.answer!r}"
+            outcome.detail = f"expected the answer {expected!r}, got {outcome.answer!r}"
         return outcome
 
     async def _run(self, outcome: Outcome, manner: Manner) -> None:
@@ -268,7 +276,7 @@ class Asker:
 
 
 def _chain(error: BaseException) -> str:
-    """The types of an error and of those behind it: which side closed a connection is the last."""
+    """Return the types of an error and its causes; the last one shows which side disconnected."""
     names = []
     at: BaseException | None = error
     while at is not None:
@@ -283,7 +291,7 @@ def _http_client() -> httpx.AsyncClient:
 
 
 async def _read(outcome: Outcome, events: AsyncIterator[Json], manner: Manner) -> None:
-    told = _Told()
+    text = _StreamText()
     last = outcome.started
     count = 0
     async for event in events:
@@ -296,20 +304,20 @@ async def _read(outcome: Outcome, events: AsyncIterator[Json], manner: Manner) -
         if "error" in event:
             outcome.kind, outcome.detail = "failed", json.dumps(event["error"])[:300]
             return
-        told.add(event)
+        text.add(event)
         count += 1
-        if manner.cancel_after_events == count and not told.has_ended:
+        if manner.cancel_after_events == count and not text.has_ended:
             outcome.is_cut = True
             return
         if manner.pause_s:
             await asyncio.sleep(manner.pause_s)
-    outcome.answer = told.text()
-    if not told.has_ended and not outcome.ask.is_direct:
+    outcome.answer = text.text()
+    if not text.has_ended and not outcome.ask.is_direct:
         outcome.kind, outcome.detail = "failed", "the stream ended without a finish reason"
 
 
 def _same(outcome: Outcome, expected: str) -> bool:
-    """Whether the answer is the expected one; numbers may differ in what float32 rounds away."""
+    """Return whether the answer is the expected one, apart from rounding of float32 numbers."""
     if outcome.ask.kind not in ("embedding", "rerank"):
         return outcome.answer == expected
     numbers, others = json.loads(outcome.answer), json.loads(expected)
@@ -324,8 +332,8 @@ async def _events(response: httpx.Response) -> AsyncIterator[Json]:
             yield json.loads(line[6:])
 
 
-class _Told:
-    """What a stream has said, choice by choice."""
+class _StreamText:
+    """The text that a stream has sent so far, for each choice."""
 
     def __init__(self) -> None:
         self._choices: dict[int, _Choice] = {}
@@ -365,17 +373,17 @@ class _Choice:
 
 
 def _whole(ask: Ask, answer: Json) -> str:
-    """The same text of an answer in one piece."""
+    """Return the text of an answer that is not streamed, in the same form as that of a stream."""
     if ask.kind == "embedding":
         return json.dumps([number for row in answer["data"] for number in row["embedding"]])
     if ask.kind == "rerank":
         rows = sorted(answer["results"], key=lambda row: row["index"])
         return json.dumps([row["relevance_score"] for row in rows])
-    told = _Told()
+    text = _StreamText()
     for choice in answer["choices"]:
         message = choice.get("message") or {"text": choice["text"]}
         calls = [dict(call, index=at) for at, call in enumerate(message.get("tool_calls") or ())]
-        told.add(
+        text.add(
             {"choices": [{"index": choice["index"], "delta": message | {"tool_calls": calls}}]}
         )
-    return told.text()
+    return text.text()

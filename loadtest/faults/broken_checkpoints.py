@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are broken, each in one way, made of a whole one."""
+"""Checkpoints that are damaged in one way each, made from a copy of a good checkpoint."""
 
 import json
 import shutil
@@ -12,13 +12,13 @@ WEIGHTS = "model.safetensors"
 
 
 def parts(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header and the tensors' bytes of a safetensors file."""
+    """Split a safetensors file into its header and the bytes of its tensors."""
     (size,) = struct.unpack_from("<Q", data)
     return json.loads(data[8 : 8 + size]), data[8 + size :]
 
 
 def joined(header: Any, tensors: bytes) -> bytes:  # noqa: ANN401 - may be no proper header
-    """A safetensors file of a header and the tensors' bytes."""
+    """Return a safetensors file with the given header and the bytes of the tensors."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + tensors
 
@@ -61,7 +61,7 @@ def _another_shape(data: bytes) -> bytes:
 def _another_type(data: bytes) -> bytes:
     header, tensors = parts(data)
     about = header[_first(header)]
-    about["dtype"] = "F64"  # the bytes are too few for it
+    about["dtype"] = "F64"  # the file has too few bytes for this dtype
     return joined(header, tensors)
 
 
@@ -96,11 +96,11 @@ BREAKS: dict[str, Callable[[Path], None]] = {
     "tokenizer.json: cut": _rewrite("tokenizer.json", _cut),
     "tokenizer.json: an empty object": _rewrite("tokenizer.json", lambda _: b"{}"),
 }
-"""What is broken -> how a whole checkpoint, a copy of one, is broken that way."""
+"""For each kind of damage, a function that damages the checkpoint in a folder."""
 
 
 def make(whole: Path, folder: Path, what: str) -> Path:
-    """A copy of a checkpoint, broken in the way that has this name in `BREAKS`."""
+    """Copy a checkpoint to `folder` and damage the copy; `what` is a key of BREAKS."""
     shutil.copytree(whole, folder)
     BREAKS[what](folder)
     return folder

@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A storm of cancels: thousands of requests through every door, half of them given up at random.
+"""Send thousands of requests through every endpoint, and cancel half of them at random moments.
 
-    python -m loadtest.faults.cancel_storm   10,000 requests on each engine
+    python -m loadtest.faults.cancel_storm                # 10,000 requests on each engine
     python -m loadtest.faults.cancel_storm --engine demo --requests 2000 --seed 7
 
-Two servers, one after the other: the demo model, with more users than can run, a step of few tokens
-and a KV cache that is too small, so that requests are given up while they are queued, prefilled,
-decoded, preempted and held to a grammar; and the scripted engine, whose answers are known
-beforehand and come fast. Clients leave after a random time or after a random number of events.
-Doors: OpenAI chats and completions, streams and whole, the Triton server's gRPC streams and its
-generate_stream. (Its generate does not notice that a client has gone.)
+The program tests two servers, one after the other. The first one serves the demo model with more
+users than sequences can run, a small token budget and a small KV cache. Its requests are cancelled
+while they wait, during prefill and decode, after preemption, and with a grammar. The second server
+runs the scripted engine, whose answers are fast and known in advance. Clients cancel after a random
+time or after a random number of events.
+The requests go to chats and completions of the OpenAI API, with and without streaming, and to the
+gRPC streams and `generate_stream` of the Triton server. The Triton server's `generate` is left out,
+because it does not notice that a client has closed its connection.
 
-What must hold, every --rest requests and at the end:
+The program checks after every --rest requests and at the end:
 
-    every answer that was not given up is, byte for byte, what the same request got alone
-    no request, sequence or KV block is in use, in the engine or in the frontend
-    no process is a zombie, none has more files open, /dev/shm holds no more than at first
-    no process's memory keeps growing (judged where it was watched for some minutes)
-    no request failed, hung or was refused, but while a server that had crashed was away
-    every request, asked once more at the end, has the answer it had at the start
+    Every answer that was not cancelled equals the answer to the same request on an idle server.
+    No request, sequence or KV cache block is in use, in the engine or in the frontend.
+    No process is a zombie or has more open files, and /dev/shm contains no more than at the start.
+    The memory of no process keeps growing (checked for processes that ran for some minutes).
+    No request failed, hung or was rejected, except while a crashed server was restarting.
+    At the end, every request gets the answer that it got at the start.
 
-Server 2.51 can crash when a gRPC cancel meets the end of its stream (docs/triton-server.md). Each
-crash is told; more than --crashes of them, or one that `nereid serve` did not mend, are a failure.
-Exit code 1, and a list, when something did not hold.
+Triton server 2.51 can crash if a gRPC client cancels a stream that ends at the same moment. The
+report lists each crash. The run fails if there are more than --crashes of them, or if
+`nereid serve` did not restart the server. The exit code is 1 if a check failed.
 """
 
 import argparse
@@ -55,20 +57,20 @@ _HEALING_LIMIT_S = 60.0
 
 
 class Storm:
-    """One storm on one server.
+    """One run on one server.
 
     Args:
         served: the server.
-        load: what is asked of it.
-        rng: all chance comes from it.
-        watch: sees when the server breaks.
-        tell: gets a line of progress now and then.
-        is_rude: whether gRPC clients cancel streams whose finish reason they have read, too.
+        load: the requests.
+        rng: the source of all random choices.
+        watch: the observer that detects crashes of the server.
+        tell: a function that prints a line of progress.
+        is_rude: whether gRPC clients also cancel streams whose finish reason they have read.
 
     Attributes:
-        counts: (door, state, what became of it) -> how many requests.
-        broken: what did not hold, in words.
-        rests: what the server held between the parts of the storm.
+        counts: the number of requests for each endpoint, kind of request and outcome.
+        broken: descriptions of failed checks.
+        rests: the checks of the idle server.
     """
 
     def __init__(
@@ -99,11 +101,11 @@ class Storm:
         self.rests = Rests(served, self._asker)
 
     async def run(self, num_requests: int, rest_every: int) -> None:
-        """So many requests, with a rest after each part of so many."""
+        """Send `num_requests` requests; check the idle server after every `rest_every` of them."""
         try:
             await self._ask_alone("at the start")
             self.broken += await self.rests.check("at the start")
-            begun = time.monotonic()
+            started = time.monotonic()
             done = 0
             while done < num_requests:
                 part = min(rest_every, num_requests - done)
@@ -112,7 +114,7 @@ class Storm:
                 await self._healed()
                 self.broken += await self.rests.check(f"after {done} requests")
                 self._judge()
-                rate = done / (time.monotonic() - begun)
+                rate = done / (time.monotonic() - started)
                 self._tell(f"{time.strftime('%H:%M:%S')} {self._line(done, rate)}")
             await self._ask_alone("at the end")
         finally:
@@ -135,10 +137,10 @@ class Storm:
             outcome = await self._asker.ask(ask, manner, expected)
             self._take(outcome)
             if outcome.kind in ("refused", "lost", "failed"):
-                await asyncio.sleep(0.2)  # as a client with manners would
+                await asyncio.sleep(0.2)  # as a well-behaved client does after an error
 
     def _manner(self, rng: random.Random, ask: Ask) -> Manner:
-        """Whether a client stays; else when it goes, at any moment of such a request's life."""
+        """Choose whether a client cancels, and at which moment of a typical request's duration."""
         if rng.random() >= _SHARE_GIVEN_UP:
             return Manner()
         if ask.is_stream and rng.random() < 0.3:
@@ -151,70 +153,77 @@ class Storm:
     def _take(self, outcome: Outcome) -> None:
         ask, kind = outcome.ask, outcome.kind
         if kind == "cancelled":
-            kind_told = "given up" if outcome.first is None else "given up half-way"
+            label = "given up" if outcome.first is None else "given up half-way"
         else:
-            kind_told = kind
-        self.counts[door_of(ask), ask.kind, kind_told] += 1
+            label = kind
+        self.counts[door_of(ask), ask.kind, label] += 1
         if kind == "ok":
             took_s = outcome.ended - outcome.started
             before_s = self._typical_s.get(ask.kind, took_s)
             self._typical_s[ask.kind] = _REMEMBERED * before_s + (1 - _REMEMBERED) * took_s
         elif kind in _CHECKED_ENDS:
-            self.broken.append(_told(outcome))
+            self.broken.append(_description(outcome))
         elif kind != "cancelled":
             self._suspects.append(outcome)
 
     async def _healed(self) -> None:
-        """Wait for a server that is being started again."""
+        """Wait until a crashed server has been restarted."""
         deadline = time.monotonic() + _HEALING_LIMIT_S
         await asyncio.to_thread(self._watch.look)
         while any(outage.ended == float("inf") for outage in self._watch.outages):
             if time.monotonic() > deadline:
-                self.broken.append(f"the server did not come back in {_HEALING_LIMIT_S:g} s")
+                self.broken.append(f"the server did not recover within {_HEALING_LIMIT_S:g} s")
                 return
             await asyncio.sleep(0.5)
             await asyncio.to_thread(self._watch.look)
 
     def _judge(self) -> None:
-        """Requests that failed must have an outage to blame."""
+        """Add a failed check for each failed request that no outage explains."""
         for outcome in self._suspects:
             span = (outcome.started, outcome.ended)
             if not any(outage.explains(*span) for outage in self._watch.outages):
-                self.broken.append(_told(outcome))
+                self.broken.append(_description(outcome))
         self._suspects = []
 
     async def _ask_alone(self, when: str) -> None:
-        """Ask everything once, one after the other, and see that it is what it should be."""
+        """Send every request once, one after another, and compare it with its expected answer."""
         for group in self._load.groups:
             for ask in group:
                 outcome = await self._asker.ask(ask)
-                told = f"{when}: {door_of(ask)}, {ask.kind}"
+                request = f"{when}: {door_of(ask)}, {ask.kind}"
                 if outcome.kind != "ok":
-                    self.broken.append(f"{told}: {outcome.kind}: {outcome.detail}")
+                    self.broken.append(f"{request}: {outcome.kind}: {outcome.detail}")
                 wanted = self._expected.setdefault(ask.key, outcome.answer)
                 if outcome.answer != wanted:
-                    self.broken.append(f"{told}: expected {wanted!r}, got {outcome.answer!r}")
+                    self.broken.append(
+                        f"{request}: expected the answer {wanted!r}, got {outcome.answer!r}"
+                    )
             answers = {self._expected[ask.key].split("\x1f")[-1] for ask in group}
             if len(answers) > 1:
-                self.broken.append(f"{when}: {group[0].kind}: doors differ: {answers}")
+                self.broken.append(
+                    f"{when}: {group[0].kind}: the answers of the endpoints differ: {answers}"
+                )
 
     def _line(self, done: int, rate: float) -> str:
         kinds = collections.Counter[str]()
         for (_, _, kind), count in self.counts.items():
             kinds[kind] += count
-        told = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        requests = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         crashes = len(self._watch.outages)
-        return f"{done} ({rate:.0f}/s): {told}; {crashes} crashes; {len(self.broken)} broken"
+        return (
+            f"{done} requests ({rate:.0f}/s): {requests}; {crashes} crashes; "
+            f"{len(self.broken)} failed checks"
+        )
 
 
-def _told(outcome: Outcome) -> str:
+def _description(outcome: Outcome) -> str:
     ask = outcome.ask
     return f"{door_of(ask)}, {ask.kind}: {outcome.kind}: {outcome.detail[:300]}"
 
 
 def states(watch: Watch) -> str:
-    """In which state requests were when their clients left, by the executor's own count."""
-    came, begun, first, ended = (
+    """Return a sentence with the server's counts of the states in which requests were cancelled."""
+    arrived, started, first, ended = (
         watch.totals[name]
         for name in (
             "e2e_request_latency_seconds_count",
@@ -223,31 +232,31 @@ def states(watch: Watch) -> str:
             "requests_disconnected_total",
         )
     )
-    queued, prefilling = came - begun, begun - first
+    queued, prefilling = arrived - started, started - first
     return (
-        f"Of {came:,.0f} requests that reached the executor, {ended:,.0f} were given up there: "
-        f"{queued:,.0f} queued, {prefilling:,.0f} prefilling, "
-        f"{max(ended - queued - prefilling, 0):,.0f} decoding."
+        f"Of {arrived:,.0f} requests that reached the executor, {ended:,.0f} were cancelled there: "
+        f"{queued:,.0f} in the queue, {prefilling:,.0f} during prefill, and "
+        f"{max(ended - queued - prefilling, 0):,.0f} during decode."
     )
 
 
 def report(storm: Storm, watch: Watch, title: str, max_crashes: int) -> tuple[str, bool]:
-    """Some Markdown, and whether everything held."""
+    """Return the report as Markdown, and whether every check passed."""
     kinds = sorted({kind for _, _, kind in storm.counts})
     broken = [*storm.broken, *growing(watch)]
     if len(watch.outages) > max_crashes:
-        broken.append(f"{len(watch.outages)} crashes; at most {max_crashes} were allowed")
+        broken.append(f"the server crashed {len(watch.outages)} times; the limit is {max_crashes}")
     crashes = [
-        f"- the server crashed: {outage.reason}; service again within {outage.seconds:.0f} s"
+        f"- The server crashed: {outage.reason}. It recovered within {outage.seconds:.0f} s."
         for outage in watch.outages
     ]
     parts = [
         f"### {title}",
-        f"**{'everything held' if not broken else f'{len(broken)} things broke'}**",
+        f"**{f'{len(broken)} checks failed' if broken else 'no check failed'}**",
         *(f"- {line}" for line in broken[:30]),
         *crashes,
-        table(["Door", *kinds], _rows(storm, kinds, 0)),
-        table(["State", *kinds], _rows(storm, kinds, 1)),
+        table(["Endpoint", *kinds], _rows(storm, kinds, 0)),
+        table(["Kind of request", *kinds], _rows(storm, kinds, 1)),
         states(watch),
         server_side(watch),
         process_table(storm.rests, watch),
@@ -265,13 +274,13 @@ def _rows(storm: Storm, kinds: list[str], part: int) -> list[list[str]]:
 
 
 def serve(load: Load) -> Served:
-    """The server for a load, not yet started."""
+    """Return a server for a load, not yet started."""
     flags = [f"--served-model-name={cancel_storm_requests.MODEL}", "--log-level=warning"]
     restarts = ["--max-restarts=1000", "--restart-backoff=0"]
     return Served(environment=load.environment, arguments=[*flags, *ALONE, *restarts])
 
 
-def _blow(args: argparse.Namespace, load: Load, engine: str, num_requests: int) -> tuple[str, bool]:
+def _run(args: argparse.Namespace, load: Load, engine: str, num_requests: int) -> tuple[str, bool]:
     with serve(load) as served, Watch(served) as watch:
         print(f"{engine}: {num_requests} requests, {load.num_users} at a time", flush=True)
         storm = Storm(served, load, random.Random(args.seed), watch, _print, args.rude)
@@ -280,8 +289,11 @@ def _blow(args: argparse.Namespace, load: Load, engine: str, num_requests: int) 
         if watch.outages and args.keep_log:
             args.keep_log.write_text(served.server_log)
         if served.stop() != 0:
-            storm.broken.append(f"nereid serve ended with {served.process}")
-        storm.broken += [f"left behind: {name}" for name in processes.shared_memory(served)]
+            storm.broken.append(f"nereid serve did not end with exit code 0: {served.process}")
+        storm.broken += [
+            f"the shared memory file {name} was not removed"
+            for name in processes.shared_memory(served)
+        ]
     title = f"{engine} engine, {num_requests} requests, seed {args.seed}"
     return report(storm, watch, title, args.crashes)
 
@@ -291,47 +303,44 @@ def _print(line: str) -> None:
 
 
 def main() -> int:
-    """Run it; 1 when something did not hold."""
+    """Run the program. Return 1 if a check failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=10000, metavar="N", help="on each engine")
-    parser.add_argument("--engine", choices=("both", "demo", "scripted"), default="both")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, choices and moments")
-    parser.add_argument(
-        "--rest", type=int, default=1000, metavar="N", help="requests between rests"
-    )
-    parser.add_argument(
-        "--variety", type=int, default=8, metavar="N", help="prompts of each kind (default 8)"
-    )
-    parser.add_argument(
-        "--crashes", type=int, default=0, metavar="N", help="of the Triton server, allowed in each"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    engines = ("both", "demo", "scripted")
+    add("--requests", type=int, default=10000, metavar="N", help="requests on each engine")
+    add("--engine", choices=engines, default="both", help="engine to test (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of all random choices")
+    add("--rest", type=int, default=1000, metavar="N", help="requests between two idle checks")
+    add("--variety", type=int, default=8, metavar="N", help="prompts of each kind (default: 8)")
+    add("--crashes", type=int, default=0, metavar="N", help="allowed crashes of each server")
+    add(
         "--rude",
         action="store_true",
         help="gRPC clients also cancel streams whose finish reason they have read",
     )
-    parser.add_argument("--keep-log", type=Path, metavar="PATH", help="the log, if it crashed")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the result here too")
+    add("--keep-log", type=Path, metavar="PATH", help="write the server's log there if it crashed")
+    add("--markdown", type=Path, metavar="PATH", help="also write the report to this file")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not outlive it
-    engines = ("demo", "scripted") if args.engine == "both" else (args.engine,)
-    pages, is_well = [], True
+    # SystemExit leaves the `with` block, which stops the server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    chosen = ("demo", "scripted") if args.engine == "both" else (args.engine,)
+    pages, has_all_passed = [], True
     with tempfile.TemporaryDirectory() as folder:
-        for engine in engines:
+        for engine in chosen:
             rng = random.Random(args.seed)
             if engine == "demo":
                 load = cancel_storm_requests.demo(rng, args.variety)
             else:
                 load = cancel_storm_requests.scripted(rng, 4 * args.variety, Path(folder))
-            page, holds = _blow(args, load, engine, args.requests)
+            page, has_passed = _run(args, load, engine, args.requests)
             pages.append(page)
-            is_well &= holds
+            has_all_passed &= has_passed
             print(page, flush=True)
     if args.markdown:
         args.markdown.write_text("\n".join(pages))
-    return int(not is_well)
+    return int(not has_all_passed)
 
 
 if __name__ == "__main__":

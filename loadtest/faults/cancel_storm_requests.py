@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the storm of cancels asks for: requests that stay in each state, through every door.
+"""The requests of the cancel storm: long phases in every state, through every endpoint.
 
-Requests of one group have the same prompt and must have the same answer, whichever door they took.
+Requests of one group have the same prompt and must have the same answer through every endpoint.
 """
 
 import json
@@ -29,13 +29,13 @@ _SCHEMA = {
 
 @dataclass(frozen=True)
 class Load:
-    """What one engine is asked for.
+    """The server settings and requests for one engine.
 
     Attributes:
-        environment: the server's settings.
-        num_users: requests under way at a time, several times as many as sequences can run.
-        groups: lists of requests with the same answer.
-        known: key of a request -> its answer, where it is known before it is asked for.
+        environment: the settings of the server.
+        num_users: the number of requests at a time, several times the number of running sequences.
+        groups: lists of requests that have the same answer.
+        known: the expected answers that are known in advance, by the key of the request.
     """
 
     environment: Mapping[str, str]
@@ -45,9 +45,10 @@ class Load:
 
 
 def demo(rng: random.Random, variety: int) -> Load:
-    """The demo model: few sequences at once, small steps, and a KV cache that is too small.
+    """Return the load for the demo model: few sequences, a small token budget, a small cache.
 
-    So requests are queued, prefilled over many steps, preempted, and their cached prefixes evicted.
+    With these settings, requests wait in the queue, need many steps for their prefill, and are
+    preempted, and their cached prefixes are evicted.
     """
     environment = {
         "NEREID_MAX_NUM_SEQS": "8",
@@ -68,20 +69,21 @@ def _demo_groups(rng: random.Random, variety: int) -> Iterator[list[Ask]]:
         yield _through_all("grammar", _story(rng, 1), regex)
         yield _chats("chat", _story(rng, 1), long)
         schema = {"name": "pet", "schema": _SCHEMA, "strict": True}
-        wanted = {"type": "json_schema", "json_schema": schema}
-        yield _chats("schema", _story(rng, 1), {"response_format": wanted, "max_tokens": 80})
+        response_format = {"type": "json_schema", "json_schema": schema}
+        fields = {"response_format": response_format, "max_tokens": 80}
+        yield _chats("schema", _story(rng, 1), fields)
         yield _completions("two answers", _story(rng, 2), {"n": 2, "max_tokens": 40})
 
 
 def scripted(rng: random.Random, variety: int, folder: Path) -> Load:
-    """An engine that writes what a script says: its answers are known, and the rest is real.
+    """Return the load for the scripted engine, whose answers are known in advance.
 
     Args:
-        rng: all chance comes from it.
-        variety: how many different answers there are.
-        folder: where the script goes.
+        rng: the source of all random choices.
+        variety: the number of different answers.
+        folder: the folder for the script.
     """
-    # `nereid serve` asks for a few tokens before it says that it is ready.
+    # `nereid serve` sends a test request with this prompt before it reports that it is ready.
     script: list[Json] = [{"when": "Once upon a time", "text": "there was"}]
     groups, known = [], {}
     for number in range(variety):
@@ -92,7 +94,7 @@ def scripted(rng: random.Random, variety: int, folder: Path) -> Load:
         for group in (_through_all("scripted", name, {}), _chats("chat", name, {})):
             groups.append(group)
             for ask in group:
-                known[ask.key] = "\x1f" + text  # behind its reasoning, of which there is none
+                known[ask.key] = "\x1f" + text  # the reasoning before the separator is empty
     path = folder / "script.json"
     path.write_text(json.dumps(script))
     environment = {
@@ -113,7 +115,7 @@ def _story(rng: random.Random, num_sentences: int) -> str:
 
 
 def _through_all(kind: str, prompt: str, fields: Json) -> list[Ask]:
-    """The same prompt through every door that takes plain text, and by which one can go away."""
+    """Return requests with one prompt for the endpoints that accept text, except `generate`."""
     exact = {"temperature": 0, "max_tokens": 200, **fields}
     direct = [grpc_stream(kind, prompt, exact), generate_stream(kind, prompt, exact)]
     return [*_completions(kind, prompt, fields), *direct]
@@ -131,7 +133,7 @@ def _chats(kind: str, prompt: str, fields: Json) -> list[Ask]:
 
 
 def fresh(ask: Ask, rng: random.Random) -> Ask:
-    """The same request, of which nothing is in the prefix cache: all of its prompt is computed."""
+    """Return a copy of a request with a random cache salt, so that no prefix is cached."""
     salt = {"cache_salt": f"{rng.getrandbits(64):x}"}
     if not ask.is_direct:
         return replace(ask, body=ask.body | salt)
@@ -140,7 +142,7 @@ def fresh(ask: Ask, rng: random.Random) -> Ask:
 
 
 def door_of(ask: Ask) -> str:
-    """The door's name for people."""
+    """Return the name of a request's endpoint for the report."""
     if ask.door == "grpc":
         return "Triton gRPC stream"
     if ask.door == "http":

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long after a client has gone its blocks are free, through every door and in every state.
+"""Measure how soon a cancelled request is gone, for every endpoint and every state of the request.
 
     python -m loadtest.faults.cancel_times [--repeats 5] [--states queued ...] [--doors WORD]
 
-Starts the demo model, with one sequence at a time and little prefill a step so that requests stay
-in each state for long enough. The clock stops when the server's metrics show the request gone and
-its blocks free; the metrics are published every 0.1 s, which is part of each figure.
+The program serves the demo model with one sequence at a time and a small token budget, so that
+requests stay in each state for a while. A measurement ends when the server's metrics show that the
+request is gone and its KV cache blocks are free. The metrics are published every 0.1 s, and each
+figure includes this delay.
 """
 
 import argparse
@@ -28,13 +29,14 @@ from loadtest.server.processes import gauges
 from loadtest.server.served import Served
 
 Json = dict[str, Any]
-# Gives up a request; the result is when it was to end, if not now.
+# A function that cancels a request. It returns the time at which the request should have ended, or
+# None if that is the time of the call.
 Close = Callable[[], Awaitable[float | None]]
 
 _SETTINGS = {
     "NEREID_MAX_NUM_SEQS": "1",
     "NEREID_MAX_NUM_BATCHED_TOKENS": "4",
-    # The server's HTTP door sees only by writing that nobody reads.
+    # The HTTP endpoint of the Triton server notices a closed connection only when it writes.
     "NEREID_KEEPALIVE_MS": "250",
 }
 
@@ -47,7 +49,7 @@ STATES = ("queued", "prefilling", "decoding", "constrained")
 
 
 def fields_of(state: str) -> Json:
-    """A request that stays in this state: prompt and sampling fields."""
+    """Return the prompt and sampling fields of a request that stays in a state for a while."""
     name = f"{random.random()} "
     if state == "prefilling":
         return {"prompt": name + "again and " * 400, **_ENDLESS}
@@ -57,7 +59,7 @@ def fields_of(state: str) -> Json:
 
 
 async def _http(port: int, path: str, body: Json) -> Close:
-    """Send a request whose connection is torn when it is closed."""
+    """Send an HTTP request; the returned function aborts its connection."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -80,7 +82,7 @@ def _tensor(name: str, value: str | bool) -> Any:  # noqa: ANN401 - untyped libr
 
 
 async def open_grpc(url: str, fields: Json, stream: bool) -> tuple[Any, Any]:
-    """Send a request; the client, the call, and the task that reads it."""
+    """Send a gRPC request; return the client, and the call with the task that reads it."""
     body = dict(fields)
     prompt = body.pop("prompt")
     inputs = [
@@ -96,7 +98,7 @@ async def open_grpc(url: str, fields: Json, stream: bool) -> tuple[Any, Any]:
     answers = client.stream_infer(requests())
 
     async def read() -> None:
-        with contextlib.suppress(BaseException):  # however the call ends is the door's affair
+        with contextlib.suppress(BaseException):  # the end of a cancelled call does not matter
             async for _ in answers:
                 pass
 
@@ -105,7 +107,7 @@ async def open_grpc(url: str, fields: Json, stream: bool) -> tuple[Any, Any]:
 
 
 async def grpc_cancel(served: Served, fields: Json, stream: bool = True) -> Close:
-    """A gRPC stream that is cancelled."""
+    """Open a gRPC stream that the returned function cancels."""
     client, (answers, task) = await open_grpc(served.grpc_url, fields, stream)
 
     async def close() -> None:
@@ -117,12 +119,15 @@ async def grpc_cancel(served: Served, fields: Json, stream: bool = True) -> Clos
 
 
 async def grpc_whole_cancel(served: Served, fields: Json) -> Close:
-    """The same for one answer in one piece."""
+    """Send a gRPC request without streaming that the returned function cancels."""
     return await grpc_cancel(served, fields, stream=False)
 
 
 async def grpc_loss(served: Served, fields: Json) -> Close:
-    """A gRPC client whose connection breaks without a word: a relay tears it."""
+    """Open a gRPC stream through a relay; the returned function aborts the relay's connections.
+
+    The server then sees a lost connection instead of a cancelled call.
+    """
     writers: list[asyncio.StreamWriter] = []
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -157,30 +162,30 @@ def _direct(fields: Json, *, stream: bool) -> Json:
 
 
 async def http_stream(served: Served, fields: Json) -> Close:
-    """The Triton server's generate_stream."""
+    """Open a `generate_stream` of the Triton server."""
     path = "/v2/models/llm/generate_stream"
     return await _http(served.http_port, path, _direct(fields, stream=True))
 
 
 async def http_whole(served: Served, fields: Json) -> Close:
-    """The Triton server's generate."""
+    """Send a `generate` request to the Triton server."""
     path = "/v2/models/llm/generate"
     return await _http(served.http_port, path, _direct(fields, stream=False))
 
 
 async def openai_stream(served: Served, fields: Json) -> Close:
-    """The OpenAI API, streaming."""
+    """Open a stream of the OpenAI API."""
     body = {"model": _NAME, "stream": True, **fields}
     return await _http(served.openai_port, "/v1/completions", body)
 
 
 async def openai_whole(served: Served, fields: Json) -> Close:
-    """The OpenAI API, one answer."""
+    """Send a request without streaming to the OpenAI API."""
     return await _http(served.openai_port, "/v1/completions", {"model": _NAME, **fields})
 
 
 async def openai_timeout(served: Served, fields: Json) -> Close:
-    """The OpenAI API, a request that has so long to be answered and no longer."""
+    """Send a request to the OpenAI API that the server itself cancels after a timeout."""
     headers = {"X-Request-Timeout": f"{_TIMEOUT_S:g}"}
     url = f"{served.openai_url}/completions"
     sent = time.monotonic()
@@ -189,7 +194,9 @@ async def openai_timeout(served: Served, fields: Json) -> Close:
 
     async def close() -> float:
         if (response := await task).status_code != 504:
-            raise RuntimeError(f"no timeout: {response.status_code} {response.text[:200]}")
+            raise RuntimeError(
+                f"expected status 504, got {response.status_code}: {response.text[:200]}"
+            )
         await client.aclose()
         return sent + _TIMEOUT_S
 
@@ -197,7 +204,7 @@ async def openai_timeout(served: Served, fields: Json) -> Close:
 
 
 async def responses_cancel(served: Served, fields: Json) -> Close:
-    """The Responses API: a background response that is cancelled."""
+    """Create a background response of the Responses API that the returned function cancels."""
     body = {"input" if name == "prompt" else name: value for name, value in fields.items()}
     body["max_output_tokens"] = body.pop("max_tokens")
     client = httpx.AsyncClient(timeout=_LIMIT_S, trust_env=False, base_url=served.openai_url)
@@ -227,7 +234,9 @@ async def _until(served: Served, holds: Callable[[dict[str, float]], bool], what
     deadline = time.monotonic() + _LIMIT_S
     while not holds(found := await asyncio.to_thread(gauges, served)):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not {what} after {_LIMIT_S:g} s: {found}")
+            raise TimeoutError(
+                f"the request or server is not {what} after {_LIMIT_S:g} s; metrics: {found}"
+            )
         await asyncio.sleep(0.005)
 
 
@@ -243,12 +252,12 @@ def _is_in(state: str, num_others: int) -> Callable[[dict[str, float]], bool]:
 
 
 async def measure(served: Served, door: str, state: str) -> float:
-    """Seconds from the client's end to its blocks' being free."""
-    hog = None
+    """Return the seconds from the cancellation of a request until its blocks are free."""
+    blocker = None  # a request that runs, so that the measured one must wait
     if state == "queued":
-        hog = await grpc_cancel(served, fields_of("decoding"))
+        blocker = await grpc_cancel(served, fields_of("decoding"))
         await _until(served, _is_in("decoding", 0), "busy")
-    num_others = int(hog is not None)
+    num_others = int(blocker is not None)
     close = await DOORS[door](served, fields_of(state))
     await _until(served, _is_in(state, num_others), state)
     await asyncio.sleep(_PREFILL_S)
@@ -265,17 +274,17 @@ async def measure(served: Served, door: str, state: str) -> float:
         "free",
     )
     elapsed_s = time.monotonic() - gone
-    if hog is not None:
-        await hog()
+    if blocker is not None:
+        await blocker()
         await _until(served, lambda found: found.get("num_requests") == 0, "idle")
-    await asyncio.sleep(0.15)  # until idle gauges have been told
+    await asyncio.sleep(0.15)  # until the metrics of the idle server are published
     return elapsed_s
 
 
 async def measure_all(
     served: Served, repeats: int, states: Sequence[str], doors: Sequence[str]
 ) -> dict[tuple[str, str], list[float]]:
-    """(door, state) -> seconds of each repetition."""
+    """Return the seconds of each repetition, by endpoint and state."""
     found: dict[tuple[str, str], list[float]] = {}
     for state in states:
         for door in doors:
@@ -290,17 +299,20 @@ def _row(door: str, state: str, seconds: list[float]) -> str:
 
 
 def main() -> int:
-    """Print a table; 1 when anything took longer than a second."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--states", nargs="*", default=STATES, choices=STATES)
-    parser.add_argument("--doors", default="", metavar="WORD", help="those whose name has this")
+    """Print a table. Return 1 if a cancellation took longer than a second."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--repeats", type=int, default=5, help="number of measurements for each row")
+    add("--states", nargs="*", default=STATES, choices=STATES, help="states to measure")
+    add("--doors", default="", metavar="WORD", help="measure endpoints with WORD in their name")
     args = parser.parse_args()
     doors = [door for door in DOORS if args.doors in door]
     with Served(
         environment=_SETTINGS, arguments=["--log-level=warning", f"--served-model-name={_NAME}"]
     ) as served:
-        print("| Door | State | median ms | worst ms |\n|---|---|---|---|", flush=True)
+        print("| Endpoint | State | median ms | longest ms |\n|---|---|---|---|", flush=True)
         found = asyncio.run(measure_all(served, args.repeats, args.states, doors))
     every = [seconds for row in found.values() for seconds in row]
     median, worst = statistics.median(every) * 1000, max(every) * 1000

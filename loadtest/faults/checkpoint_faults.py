@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `nereid serve` says of a broken checkpoint, and how soon; for inner_faults.py."""
+"""Start `nereid serve` with damaged checkpoints and show its errors, for engine_faults.py."""
 
 import tempfile
 import time
@@ -13,7 +13,12 @@ _DEMO = Path(__file__).resolve().parents[2] / "demo"
 
 
 def load(model: Path, *, is_pooler: bool = False) -> tuple[int, float, str]:
-    """`nereid serve` of a checkpoint that can't be loaded: exit code, seconds, and what it said."""
+    """Start `nereid serve` with a damaged checkpoint.
+
+    Returns:
+        The exit code, the seconds until the end, and the error message. The exit code is 0 if the
+        server became ready.
+    """
     arguments = ["--log-level=warning"]
     arguments += [f"--embedding-model={model}"] if is_pooler else ["--embedding-model=none"]
     environment = {"NEREID_RERANK_MODEL": "none"}
@@ -21,16 +26,16 @@ def load(model: Path, *, is_pooler: bool = False) -> tuple[int, float, str]:
     started = time.monotonic()
     try:
         with served:
-            return 0, time.monotonic() - started, "it was served"
+            return 0, time.monotonic() - started, "the server became ready"
     except RuntimeError as error:
         took_s = time.monotonic() - started
         said = [line for line in str(error).splitlines() if line.startswith("nereid serve: ")]
         assert served.process is not None
-        return served.process.returncode, took_s, (said or ["nothing"])[0][14:]
+        return served.process.returncode, took_s, (said or ["nereid serve: -"])[0][14:]
 
 
 def run_checkpoints(only: str) -> tuple[str, bool]:
-    """The second table, and whether anything was broken."""
+    """Return the table of damaged checkpoints, and whether an exit code differed from 2."""
     rows, is_broken = [], False
     kinds = [("chat", name) for name in broken_checkpoints.BREAKS]
     kinds += [("embed", name) for name in list(broken_checkpoints.BREAKS)[::4]]
@@ -45,4 +50,5 @@ def run_checkpoints(only: str) -> tuple[str, bool]:
         rows.append([title, str(code), f"{took_s:.1f} s", short(said)])
         is_broken |= code != 2
         print(" | ".join(rows[-1]), flush=True)
-    return table(["Broken", "Exit code", "After", "What it said"], rows) if rows else "", is_broken
+    head = ["Damage", "Exit code", "Time", "Error message"]
+    return table(head, rows) if rows else "", is_broken

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults inside the engine and around it that are no kill: what clients see, and for how long.
+"""Inject failures into the engine and its surroundings, and measure what the clients see.
 
     python -m loadtest.faults.engine_faults [--only WORD] [--markdown PATH]
 
-Three tables: forward passes that fail or hang in a serving process, checkpoints that are broken,
-and disks that are full. The faults reach the real processes from outside: see faulty_python, and
-broken_checkpoints.py; full disks are small tmpfs in a mount namespace of this program's own, for
-which it must be root (without that, the third table is left out).
+The program prints three tables: forward passes that fail or hang in a serving process, damaged
+checkpoints, and full disks. The folder faulty_python makes forward passes of the real processes
+fail, and the module broken_checkpoints damages checkpoints. Full disks are small tmpfs file systems
+in a mount namespace of this program. Mounting requires root; without root, the third table is left
+out.
 """
 
 import argparse
@@ -52,10 +53,11 @@ class Ask:
     """One request.
 
     Attributes:
-        kind: for the report.
-        path: of the OpenAI API, or of the Triton server's HTTP door.
-        body: JSON.
-        is_direct: whether it goes to the Triton server's door.
+        kind: the name in the report.
+        path: the path of the URL.
+        body: the JSON body.
+        is_direct: whether the request goes to the HTTP endpoint of the Triton server instead of the
+            OpenAI API.
     """
 
     kind: str
@@ -66,7 +68,14 @@ class Ask:
 
 @dataclass
 class Outcome:
-    """What became of it: `problem` is empty for an answer in full; `ended` by time.monotonic."""
+    """The outcome of a request.
+
+    Attributes:
+        ask: the request.
+        problem: what went wrong; empty for a complete answer.
+        message: the error message.
+        ended: the time of the end, from time.monotonic.
+    """
 
     ask: Ask
     problem: str = ""
@@ -76,15 +85,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong in a server that works.
+    """A failure of a running server.
 
     Attributes:
-        name: for the report.
-        role: whose forward pass it hits: "engine" or "worker".
-        order: what faulty_python is told.
-        victim: a request that is sent with it; the others then run already.
-        happen, undo: does it in place of an order, and mends it behind the measurement.
-        limit_s: the last error comes within so long.
+        name: the name in the report.
+        role: the process whose forward pass fails: "engine" or "worker".
+        order: the order for faulty_python.
+        victim: a further request that is sent together with the fault, while the others run.
+        happen: a function that causes the failure, for failures without an order.
+        undo: a function that removes the cause of the failure after the measurement.
+        limit_s: the time within which the last request must fail, in seconds.
     """
 
     name: str
@@ -98,7 +108,16 @@ class Fault:
 
 @dataclass
 class Row:
-    """What one fault did; times in seconds after it. `was_obeyed`: it happened at all."""
+    """The results of one fault.
+
+    Attributes:
+        fault: the fault.
+        outcomes: the outcomes of the requests.
+        happened: the time of the fault, from time.monotonic.
+        recovery_s: the seconds until the service had recovered, or None if it did not.
+        replaced: the roles of the processes that were restarted.
+        was_obeyed: whether the fault happened at all.
+    """
 
     fault: Fault
     outcomes: list[Outcome]
@@ -109,34 +128,35 @@ class Row:
 
     @property
     def hurt(self) -> list[Outcome]:
-        """Requests that were not answered in full."""
+        """The outcomes of the requests that were not answered completely."""
         return [outcome for outcome in self.outcomes if outcome.problem]
 
     def cells(self) -> list[str]:
-        """As a line of the table."""
+        """Return the cells of the row in the table."""
         seen = collections.Counter(f"{o.ask.kind}: {o.problem}" for o in self.hurt)
-        told = "; ".join(f"{n} x {what}" for what, n in seen.most_common())
-        well = len(self.outcomes) - len(self.hurt)
-        told = "; ".join(filter(None, (told, f"{well} answered in full" if well else "")))
+        effects = [f"{n} x {what}" for what, n in seen.most_common()]
+        if num_complete := len(self.outcomes) - len(self.hurt):
+            effects.append(f"{num_complete} complete answers")
         ends = [outcome.ended - self.happened for outcome in self.hurt]
         times = (min(ends, default=None), max(ends, default=None), self.recovery_s)
         messages = collections.Counter(short(outcome.message) for outcome in self.hurt)
         said = messages.most_common(1)[0][0] if messages else "-"
-        lost = "those requests" if self.hurt else "nothing"
+        lost = "the failed requests" if self.hurt else "nothing"
         if self.replaced:
-            lost += f"; {' and '.join(self.replaced)} started again"
+            lost += f"; {' and '.join(self.replaced)} restarted"
         shown = ["-" if t is None else f"{t:.1f} s" for t in times]
-        return [self.fault.name, told, said, *shown, lost]
+        return [self.fault.name, "; ".join(effects), said, *shown, lost]
 
     @property
     def is_broken(self) -> bool:
-        """Whether it did what no fault may do."""
+        """Whether the effects of the fault violate a limit."""
         late = any(o.ended - self.happened > self.fault.limit_s for o in self.hurt)
         hung = any(outcome.problem == "hung" for outcome in self.outcomes)
         return late or hung or self.recovery_s is None or not self.was_obeyed
 
 
-HEAD = ["Fault", "Clients saw", "The error", "First", "Last error", "Service again", "Lost"]
+HEAD = ["Fault", "What the clients saw", "Error message", "First error", "Last error", "Recovery",
+        "What was lost"]  # fmt: skip
 
 
 def _chat(kind: str, question: str, **fields: Any) -> Ask:  # noqa: ANN401 - JSON
@@ -152,7 +172,7 @@ def _schema() -> Json:
 
 
 def generating() -> list[Ask]:
-    """Requests to the language model that run for a few seconds on the demo, and what is beside."""
+    """Return requests that run for some seconds on the demo's language model, and an embedding."""
     long = {"max_tokens": 700, "ignore_eos": True}
     fields = json.dumps({"temperature": 0, **long})
     direct = {"text_input": "Once", "stream": True, "sampling_parameters": fields}
@@ -166,7 +186,7 @@ def generating() -> list[Ask]:
 
 
 def embedding() -> list[Ask]:
-    """Requests to the embedding model that run for a few seconds, and a stream beside."""
+    """Return requests that run for a few seconds on the embedding model, and one chat stream."""
     words = "Hugo lives in Pinemark and has a turtle, which is older than he is. " * 6
     long = {"model": "embed", "input": [f"{n} {words}" for n in range(1200)]}
     return [
@@ -176,12 +196,12 @@ def embedding() -> list[Ask]:
 
 
 def _last_id(name: str) -> int:
-    """A token that nothing else has in it: the last one of the vocabulary."""
+    """Return the last token id of a vocabulary, which no ordinary text contains."""
     return int(json.loads((_DEMO / name / "config.json").read_text())["vocab_size"]) - 1
 
 
 async def _no_memory(served: Served) -> None:
-    """Let the kernel refuse the engine every further page of address space."""
+    """Limit the address space of the engine to its current size, so that every allocation fails."""
     engine = processes.roles(served)["engine"]
     size = engine.memory_info().vms
     engine.rlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
@@ -193,7 +213,7 @@ def _memory_again(served: Served) -> None:
 
 
 def faults() -> list[Fault]:
-    """Everything that can go wrong in a forward pass."""
+    """Return all failures of forward passes."""
     last, last_embed = _last_id("chat"), _last_id("embed")
     odd = {"model": "chat", "prompt": [last, last, last], "max_tokens": 5}
     odd_ids = {"model": "embed", "input": [[last_embed, last_embed]]}
@@ -225,12 +245,12 @@ class Stage:
     def __init__(self, served: Served, orders: Path) -> None:
         self._served = served
         self._orders = orders
-        # A connection that was kept may be closed by the time it is used again.
+        # Connections are not kept alive, because a restarted server has closed the old ones.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.AsyncClient(timeout=_CLIENT_TIMEOUT_S, limits=limits, trust_env=False)
 
     async def measure(self, fault: Fault) -> Row:
-        """Let one fault happen to requests that run."""
+        """Inject one fault while requests run, and return the results."""
         asks = generating() if fault.role == "engine" else embedding()
         before = self._pids()
         tasks = [asyncio.create_task(self._ask(ask)) for ask in asks]
@@ -242,7 +262,7 @@ class Stage:
             await fault.happen(self._served)
         if fault.victim is not None:
             tasks.append(asyncio.create_task(self._ask(fault.victim)))
-        # Whoever comes from now on is asked as often as it takes.
+        # From now on, probe requests are repeated until the service has recovered.
         recovery = asyncio.create_task(self._recovered(fault, happened))
         outcomes = list(await asyncio.gather(*tasks))
         recovery_s = await recovery
@@ -257,7 +277,7 @@ class Stage:
         return Row(fault, outcomes, happened, recovery_s, replaced, was_obeyed)
 
     async def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         await self._client.aclose()
 
     def _order(self, fault: Fault) -> None:
@@ -269,7 +289,7 @@ class Stage:
         return {role: process.pid for role, process in processes.roles(self._served).items()}
 
     async def _recovered(self, fault: Fault, since: float) -> float | None:
-        """Seconds until an answer behind which nothing failed any more."""
+        """Return the seconds from `since` until probes succeed and no later probe fails."""
         probe = {"engine": _chat("probe", "Hello!", max_tokens=2)}.get(
             fault.role, Ask("probe", "/v1/embeddings", {"model": "embed", "input": ["x"]})
         )
@@ -296,7 +316,7 @@ class Stage:
                 self._client.stream("POST", url, json=ask.body) as answer,
             ):
                 await answer.aread()
-                _judge(outcome, answer)
+                _check(outcome, answer)
         except TimeoutError:
             outcome.problem = "hung"
         except httpx.HTTPError as error:
@@ -305,7 +325,7 @@ class Stage:
         return outcome
 
 
-def _judge(outcome: Outcome, answer: httpx.Response) -> None:
+def _check(outcome: Outcome, answer: httpx.Response) -> None:
     if answer.status_code != 200:
         outcome.problem = str(answer.status_code)
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -322,7 +342,7 @@ def _judge(outcome: Outcome, answer: httpx.Response) -> None:
 
 @contextlib.contextmanager
 def stage() -> Iterator[tuple[Served, Path]]:
-    """A server of the demo models, and the folder for orders to it."""
+    """Start a server of the demo models; yield it and the folder for orders to faulty_python."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, (_FAULTY, os.environ.get("PYTHONPATH")))),
@@ -349,7 +369,7 @@ async def _measure(served: Served, orders: Path, chosen: Sequence[Fault]) -> lis
 
 
 def run_faults(only: str) -> tuple[str, bool]:
-    """The first table, and whether anything was broken."""
+    """Return the table of failed forward passes, and whether a limit was violated."""
     chosen = [fault for fault in faults() if only in fault.name]
     if not chosen:
         return "", False
@@ -359,7 +379,7 @@ def run_faults(only: str) -> tuple[str, bool]:
 
 
 def _in_own_mounts() -> bool:
-    """Whether this program has mounts of its own; else it becomes one that has, if it may."""
+    """Return whether this program has its own mount namespace; restart it with one if possible."""
     if _MOUNTED in sys.argv:
         return True
     command = ["unshare", "--mount", "--propagation", "private"]
@@ -372,17 +392,21 @@ def _in_own_mounts() -> bool:
 
 
 def main() -> int:
-    """Measure; 1 when something hung, did not come back, or was not refused."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", metavar="WORD", help="faults whose name has this")
-    parser.add_argument("--markdown", type=Path, help="write the tables here too")
+    """Run all tests. Return 1 if a request hung, a service did not recover, or a check failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="run only tests with WORD in their name"
+    )
+    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     parser.add_argument(_MOUNTED, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     runs = [run_faults, run_checkpoints]
     if _in_own_mounts():
         runs.append(run_disks)
     else:
-        print("no mounts of our own: full disks are left out")
+        print("The tests of full disks are left out, because they need root to mount a tmpfs.")
     found = [run(args.only) for run in runs]
     text = "\n\n".join(text for text, _ in found if text)
     print(f"\n{text}")

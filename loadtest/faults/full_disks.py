@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full disks, for inner_faults.py: small tmpfs of a mount namespace of our own."""
+"""Run servers with full disks, for engine_faults.py. The disks are small tmpfs file systems."""
 
 import contextlib
 import subprocess
@@ -21,7 +21,7 @@ _FLAGS = ("--served-model-name=chat", "--log-level=info")
 
 @contextmanager
 def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of this size ("64k") mounted there."""
+    """Mount a tmpfs of a size such as "64k" at `place`, and unmount it at the end."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)], check=True)
     try:
         yield place
@@ -30,7 +30,7 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
 
 
 def fill(place: Path) -> Path:
-    """A file that takes what was left."""
+    """Fill the disk at `place` with one file, and return the path of the file."""
     path = place / "filler"
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -40,12 +40,12 @@ def fill(place: Path) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    """Something that lies on a full disk from the start.
+    """A folder of the server that is on a full disk when the server starts.
 
     Attributes:
-        name: for the report.
-        settings: from the disk's folder to environment variables.
-        flags: and to flags of `nereid serve`.
+        name: the name in the report.
+        settings: a function that returns environment variables for the folder of the disk.
+        flags: a function that returns flags of `nereid serve` for the folder of the disk.
     """
 
     name: str
@@ -62,7 +62,7 @@ _CASES = (
 
 
 def run_disks(only: str) -> tuple[str, bool]:
-    """The third table, and whether anything was broken."""
+    """Return the table of full disks, and whether a server did not recover."""
     rows, is_broken = [], False
     for case in _CASES:
         title = f"full from the start: {case.name}"
@@ -93,10 +93,10 @@ def _serve(settings: Mapping[str, str], flags: list[str]) -> list[str]:
             ready_s = time.monotonic() - started
             answers = [_ask(served, "chat"), _ask(served, "embedding")]
             good = sum(status == 200 for status, _ in answers)
-            return [f"serves: {good} of 2 kinds of requests answered", f"{ready_s:.1f} s"]
+            return [f"it answered {good} of 2 kinds of requests", f"{ready_s:.1f} s"]
     except RuntimeError as error:
         lines = [line for line in str(error).splitlines() if line.startswith("nereid serve: ")]
-        return [f"does not start: {short((lines or [str(error)[-200:]])[0])}", "never"]
+        return [f"it did not start: {short((lines or [str(error)[-200:]])[0])}", "never"]
 
 
 def _fill_while_serving() -> list[str]:
@@ -107,9 +107,9 @@ def _fill_while_serving() -> list[str]:
         freed = time.monotonic()
         while (answer := _ask(served, "chat", 3000))[0] != 200 and time.monotonic() - freed < 90:
             time.sleep(0.2)
-        told = "; ".join(f"{status} {short(text)}" for status, text in seen)
+        answers = "; ".join(f"{status} {short(text)}" for status, text in seen)
         again = f"{time.monotonic() - freed:.1f} s" if answer[0] == 200 else "never"
-        return [told, again]
+        return [answers, again]
 
 
 def _ask(served: Served, kind: str, size: int = 1) -> tuple[int, str]:
@@ -125,5 +125,5 @@ def _ask(served: Served, kind: str, size: int = 1) -> tuple[int, str]:
     except httpx.HTTPError as error:
         return 0, repr(error)
     if answer.status_code == 200:
-        return 200, "answered"
+        return 200, "complete answer"
     return answer.status_code, str(answer.json()["error"]["message"])

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server may still hold when nobody asks anything of it: nothing but what it held before.
+"""Check that an idle server uses nothing that it did not use before the traffic.
 
-Rests are compared like with like. Clients hang up first, because a connection that is kept alive is
-a descriptor in the server for as long as its client likes. A process's files are compared with its
-own first rest, those of a new process with the first rest of the first process in that role; its
-memory with its own second rest, the first one with traffic behind it.
+The checks compare values that are comparable. Clients close their idle connections first, because
+each open connection is a file descriptor of the server. The number of open files of a process is
+compared with its first idle check. For a restarted process, it is compared with the first process
+in the same role. The memory of a process is compared with its second idle check, which is the first
+one after traffic.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from loadtest.server.served import Served
 
 _LIMIT_S = 15.0
 _LOOK_EVERY_S = 0.1
-_PUBLISHED_S = 0.3  # gauges are published every tenth of a second
+_PUBLISHED_S = 0.3  # the server publishes gauges every tenth of a second
 _CLOSED_S = 5.0
 _MAX_MORE_FDS = 2
 _MAX_MORE_MIB = 32.0
@@ -27,16 +28,17 @@ _MAX_MORE_SHARED_MIB = 1.0
 
 
 class Rests:
-    """Follows one server from rest to rest.
+    """The idle checks of one server.
 
     Args:
         served: the server.
-        asker: the client whose idle connections are given up.
+        asker: the client whose idle connections are closed before each check.
 
     Attributes:
-        first, last: role -> what its process held at its first and at the latest rest.
-        took_s: of each rest, how long it took until nothing was in use any more.
-        shared_mib: of each rest, the memory that files in /dev/shm take.
+        first: the size of each process at its first check, by role.
+        last: the size of each process at the latest check, by role.
+        took_s: for each check, the seconds until the server was idle.
+        shared_mib: for each check, the memory of the server's files in /dev/shm, in MiB.
     """
 
     def __init__(self, served: Served, asker: Asker) -> None:
@@ -51,12 +53,12 @@ class Rests:
         self.shared_mib: list[float] = []
 
     async def check(self, when: str) -> list[str]:
-        """Wait for rest; what is in use all the same, or has grown, in words."""
+        """Wait until the server is idle, and describe what is still in use or has grown."""
         broken = await self._wait(when)
         await self._asker.hang_up()
         deadline = time.monotonic() + _CLOSED_S
         while True:
-            # The server may need a moment to see that its clients have hung up.
+            # The server may need a moment to notice that its clients have closed connections.
             self.last = await asyncio.to_thread(processes.sizes, self._served)
             grown = self._grown(when)
             if not grown or time.monotonic() > deadline:
@@ -76,12 +78,12 @@ class Rests:
         broken = []
         while busy := await asyncio.to_thread(processes.what_is_busy, self._served):
             if time.monotonic() - started > _LIMIT_S:
-                broken.append(f"{when}, not at rest after {_LIMIT_S:g} s: {busy}")
+                broken.append(f"{when}: the server is not idle after {_LIMIT_S:g} s: {busy}")
                 break
             await asyncio.sleep(_LOOK_EVERY_S)
         self.took_s.append(time.monotonic() - started)
         zombies = await asyncio.to_thread(processes.zombies, self._served)
-        return broken + [f"{when}: {name} has ended, and nobody waits for it" for name in zombies]
+        return broken + [f"{when}: {name} is a zombie process" for name in zombies]
 
     def _grown(self, when: str) -> list[str]:
         broken = []
@@ -90,11 +92,11 @@ class Rests:
             like = first if _is_same(first, size) else self._beginnings.get(role)
             if like is not None and size.num_fds > like.num_fds + _MAX_MORE_FDS:
                 more = _difference(size.descriptors, like.descriptors)
-                told = f"{size.num_fds} files open, {like.num_fds} at first; more: {more}"
-                broken.append(f"{when}: {role} has {told}")
+                counts = f"{size.num_fds} open files, but had {like.num_fds} at first"
+                broken.append(f"{when}: {role} has {counts}; the additional files are: {more}")
             if _is_same(settled, size) and size.rss_mib > settled.rss_mib + _MAX_MORE_MIB:
-                told = f"{size.rss_mib:.0f} MiB, {settled.rss_mib:.0f} after its first traffic"
-                broken.append(f"{when}: {role} holds {told}")
+                sizes = f"{size.rss_mib:.0f} MiB, but used {settled.rss_mib:.0f} MiB"
+                broken.append(f"{when}: {role} uses {sizes} after its first traffic")
         return broken
 
     def _shared(self, when: str) -> list[str]:
@@ -103,7 +105,8 @@ class Rests:
         self.shared_mib.append(processes.shared_memory_mib(self._served))
         broken = []
         if len(files) > self._num_shared:
-            broken.append(f"{when}: {len(files)} shared-memory files, {self._num_shared} at first")
+            counts = f"{len(files)} shared-memory files, but there were {self._num_shared} at first"
+            broken.append(f"{when}: there are {counts}")
         more = self.shared_mib[-1] - self.shared_mib[0]
         if more > _MAX_MORE_SHARED_MIB:
             broken.append(f"{when}: files in /dev/shm take {more:.1f} MiB more than at first")
@@ -111,7 +114,7 @@ class Rests:
 
 
 def _is_same(known: Size | None, size: Size) -> TypeGuard[Size]:
-    """Whether it is known, and of the same process."""
+    """Return whether `known` exists and belongs to the same process as `size`."""
     return known is not None and known.pid == size.pid
 
 

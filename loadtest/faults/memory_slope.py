@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether memory stays flat: the slope of many samples, not the difference of two.
+"""Decide whether the memory of a process keeps growing, from the slope of many samples.
 
-A process's memory goes up at first (caches fill, allocators take their arenas) and jitters ever
-after, so the first quarter of the samples is left out and the slope of the rest is the median of
-the slopes of all pairs (Theil and Sen), which a few outliers do not move.
+The memory of a process grows at first, while caches fill and allocators reserve memory, and varies
+afterwards. The first quarter of the samples is therefore left out. The slope of the rest is the
+median of the slopes of all pairs of samples (the Theil-Sen estimator), because a few outliers do
+not change the median.
 """
 
 import itertools
@@ -13,12 +14,18 @@ from dataclasses import dataclass
 
 MAX_SLOPE_MIB_PER_MINUTE = 0.5
 _MAX_POINTS = 300
-_MIN_SECONDS = 150.0  # in less, a cache that fills looks like a leak
+# In a shorter time, a cache that fills cannot be distinguished from a leak.
+_MIN_SECONDS = 150.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process held at a time: seconds of time.monotonic, MiB."""
+    """The memory of a process at one time.
+
+    Attributes:
+        at: the time in seconds, from time.monotonic.
+        mib: the resident memory in MiB.
+    """
 
     at: float
     mib: float
@@ -26,11 +33,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Trend:
-    """How a process's memory went.
+    """The trend of a process's memory.
 
     Attributes:
-        quarters_mib: medians of the four quarters of the time in which it was looked at.
-        slope: MiB a minute behind the first of them; None where it was too short to say.
+        quarters_mib: the median memory in each quarter of the observed time, in MiB.
+        slope: the growth in MiB/minute after the first quarter; None if the time was too short.
     """
 
     quarters_mib: tuple[float, ...]
@@ -38,12 +45,12 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it did not grow, as far as can be said."""
+        """Whether the growth is within the limit. True if the time was too short to decide."""
         return self.slope is None or self.slope <= MAX_SLOPE_MIB_PER_MINUTE
 
 
 def trend(samples: Sequence[Sample]) -> Trend:
-    """The trend of one process's samples, in the order of their times."""
+    """Return the trend of one process's samples, which must be in order of time."""
     quarter_s = (samples[-1].at - samples[0].at) / 4
     quarters: list[list[float]] = [[], [], [], []]
     for sample in samples:

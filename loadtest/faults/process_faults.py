@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What breaks, and what its clients see of it: the table fault by fault, measured.
+"""Kill, crash or stop one process of a server at a time, and measure what the clients see.
 
     python -m loadtest.faults.process_faults [--model PATH] [--only engine] [--markdown PATH]
 
-For each fault a handful of requests of all kinds run, the fault happens, and two times are taken:
-until the last of those requests had ended, and until a new one was answered in full again.
+For each fault, the program starts several requests of all kinds and injects the fault. It then
+measures the time until the last of these requests has ended, and the time until a new request is
+answered completely.
 """
 
 import argparse
@@ -30,14 +31,14 @@ _STOPPED_S = 3.0
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that can be done to a running server.
+    """A signal that is sent to one process of a running server.
 
     Attributes:
-        name: for the report.
-        role: of the process that suffers, see processes.roles.
-        number: the signal that it gets.
-        stopped_s: with SIGSTOP: SIGCONT follows after so long.
-        is_harmless: whether every request must survive it.
+        name: the name in the report.
+        role: the role of the process, as in processes.roles.
+        number: the signal.
+        stopped_s: with SIGSTOP, the seconds until SIGCONT is sent.
+        is_harmless: whether no request may fail because of the fault.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Fault:
     is_harmless: bool = False
 
     async def happen(self, served: Served) -> float:
-        """Do it; when that was, by time.monotonic."""
+        """Send the signal, and return the time of sending, from time.monotonic."""
         process = processes.roles(served)[self.role]
         process.send_signal(self.number)
         happened = time.monotonic()
@@ -75,11 +76,11 @@ FAULTS = (
     _kill("rerank stub"),
     _kill("embedding worker"),
     _kill("tritonserver"),
-    # Server 2.51 prints a stack in the handler of this signal, and may hang there.
+    # Triton server 2.51 prints a stack trace in its handler of this signal, and may hang there.
     Fault("tritonserver crashes (SIGSEGV)", "tritonserver", signal.SIGSEGV),
     _kill("frontend"),
     _stop("engine"),
-    # Server 2.51 kills a stub that gives no sign of life for about a second.
+    # Triton server 2.51 kills a stub that does not respond for about a second.
     _stop("postprocessor stub", is_harmless=False),
     _stop("tritonserver"),
     _stop("frontend"),
@@ -88,14 +89,14 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Row:
-    """What one fault did.
+    """The results of one fault.
 
     Attributes:
-        fault: which.
-        outcomes: of the requests that ran when it happened.
-        first_error_s, last_end_s: after the fault: the first of them that failed, and the end of
-            the last one; None where none did.
-        recovery_s: after the fault: a new request was answered in full.
+        fault: the fault.
+        outcomes: the outcomes of the requests that ran when the fault happened.
+        first_error_s: the seconds from the fault to the first failed request, or None.
+        last_end_s: the seconds from the fault to the last failed request, or None.
+        recovery_s: the seconds from the fault until a new request was answered completely, or None.
     """
 
     fault: Fault
@@ -105,28 +106,37 @@ class Row:
     recovery_s: float | None
 
     def cells(self) -> list[str]:
-        """As a line of the table."""
+        """Return the cells of the row in the table."""
         seen = collections.Counter(_seen(outcome) for outcome in self.outcomes)
-        told = "; ".join(f"{count} x {what}" for what, count in seen.most_common())
+        effects = "; ".join(f"{count} x {what}" for what, count in seen.most_common())
         times = (self.first_error_s, self.last_end_s, self.recovery_s)
-        return [self.fault.name, told, *("-" if t is None else f"{t:.1f} s" for t in times)]
+        return [self.fault.name, effects, *("-" if t is None else f"{t:.1f} s" for t in times)]
 
 
-HEAD = ["Fault", "What its clients saw", "First error", "Last error", "Service again"]
+HEAD = ["Fault", "What the clients saw", "First error", "Last error", "Recovery"]
 
 
 def _seen(outcome: Outcome) -> str:
     if outcome.kind == "ok":
-        return "answered in full"
-    door = "Triton's HTTP stream" if outcome.ask.is_direct else outcome.ask.kind
-    how = {"lost": "connection closed", "failed": "error", "refused": "503"}
-    return f"{door}: {how.get(outcome.kind, outcome.kind)}"
+        return "complete answer"
+    request = "Triton's HTTP stream" if outcome.ask.is_direct else outcome.ask.kind
+    effects = {"lost": "connection closed", "failed": "error", "refused": "503"}
+    return f"{request}: {effects.get(outcome.kind, outcome.kind)}"
 
 
 async def measure(
     served: Served, asker: Asker, fault: Fault, running: Sequence[Ask], probe: Ask | None = None
 ) -> Row:
-    """Let one fault happen to these requests; the probe (the first of them) tells of recovery."""
+    """Inject one fault while requests run, and return the results.
+
+    Args:
+        served: the server.
+        asker: the client.
+        fault: the fault.
+        running: the requests that run when the fault happens.
+        probe: the request that is repeated until the service has recovered; by default the first of
+            `running`.
+    """
     tasks = [asyncio.create_task(asker.ask(ask)) for ask in running]
     await asyncio.sleep(0.7)
     happened = await fault.happen(served)
@@ -143,9 +153,9 @@ async def measure(
 
 
 async def recovered(asker: Asker, ask: Ask, since: float) -> float | None:
-    """Seconds after `since` until requests were answered in full again; None: not in time.
+    """Return the seconds from `since` until requests are answered again; None after a time limit.
 
-    A fault may take a moment to show, so a first good answer proves nothing.
+    A fault may become visible only after a moment, so a single good answer is no proof of recovery.
     """
     again: float | None = None
     while (passed := time.monotonic() - since) < _RECOVERY_LIMIT_S:
@@ -160,13 +170,13 @@ async def recovered(asker: Asker, ask: Ask, since: float) -> float | None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table with one header row."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def long_requests(model: str, poolers: dict[str, str]) -> list[Ask]:
-    """Eight requests that run for some seconds on the demo's model, of every kind of door."""
+    """Return eight requests that run for some seconds on the demo model, over HTTP."""
     endless = {"max_tokens": 800, "ignore_eos": True}
     made: list[Ask] = []
     for ask in asks(random.Random(0), model, poolers):
@@ -198,11 +208,18 @@ async def _all(served: Served, faults: Sequence[Fault], tell: Callable[[Row], No
 
 
 def main() -> int:
-    """Measure; 1 when something hung, did not come back, or was hurt by a harmless fault."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, help="checkpoint (default: the demo)")
-    parser.add_argument("--only", default="", metavar="WORD", help="faults whose name has this")
-    parser.add_argument("--markdown", type=Path, help="write the table here too")
+    """Inject all faults. Return 1 if a limit was violated.
+
+    A limit is violated if a request hung or got a wrong answer, if the service did not recover, if
+    a request failed late, or if a harmless fault made a request fail.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, help="folder of the checkpoint (default: the demo)")
+    add("--only", default="", metavar="WORD", help="inject only faults with WORD in their name")
+    add("--markdown", type=Path, help="also write the table to this file")
     args = parser.parse_args()
     flags = ["--max-restarts=100", "--restart-backoff=0", "--served-model-name=chat"]
     faults = [fault for fault in FAULTS if args.only in fault.name]
@@ -210,14 +227,14 @@ def main() -> int:
         rows = asyncio.run(_all(served, faults, lambda row: print(*row.cells(), sep=" | ")))
     text = table(HEAD, [row.cells() for row in rows])
     again = [row.recovery_s for row in rows if row.recovery_s is not None]
-    print(f"\n{text}\n\nservice again after a median of {statistics.median(again):.1f} s")
+    print(f"\n{text}\n\nThe median time to recovery is {statistics.median(again):.1f} s.")
     if args.markdown:
         args.markdown.write_text(text + "\n")
     return int(any(is_broken(row) for row in rows))
 
 
 def is_broken(row: Row) -> bool:
-    """Whether a fault did what no fault may do."""
+    """Return whether the effects of a fault violate a limit."""
     kinds = {outcome.kind for outcome in row.outcomes}
     if row.recovery_s is None or "hung" in kinds or "wrong" in kinds:
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at a server every few seconds while it works: memory, gauges, and whether it broke."""
+"""Observe a server during a test: the memory of its processes, its metrics, and its outages."""
 
 import re
 import threading
@@ -17,7 +17,8 @@ from loadtest.server.served import Served
 
 _BROKE = re.compile(r"^nereid: (.*); it is started again", re.MULTILINE)
 _HEALED = re.compile(r"^nereid: everything answers again", re.MULTILINE)
-# A server that hangs in its own crash is noticed a moment later; a client may hear of an end late.
+# `nereid serve` notices some crashes only after several seconds, and a client may notice the end of
+# its request late.
 _BEFORE_S = 10.0
 _AFTER_S = 2.0
 _LEVELS = ("num_requests", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -25,12 +26,12 @@ _LEVELS = ("num_requests", "num_requests_running", "num_requests_waiting", "kv_c
 
 @dataclass
 class Outage:
-    """A part of the server was started again.
+    """An interval in which a part of the server was restarted.
 
     Attributes:
-        reason: what `nereid serve` said of it.
-        began, ended: times of time.monotonic, the last before it and the first after it at which
-            all was well, as far as was looked.
+        reason: the reason that `nereid serve` printed.
+        began: the time of the last observation before the outage, from time.monotonic.
+        ended: the time of the first observation after the outage.
     """
 
     reason: str
@@ -39,25 +40,25 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """How long it took at most."""
+        """The longest possible duration of the outage."""
         return self.ended - self.began
 
     def explains(self, began: float, ended: float) -> bool:
-        """Whether a request from `began` to `ended` may have failed because of it."""
+        """Return whether the outage may explain the failure of a request in this interval."""
         return ended >= self.began - _BEFORE_S and began <= self.ended + _AFTER_S
 
 
 class Watch:
-    """Samples one server in a thread, from `with` to its end.
+    """Observes one server in a thread while its `with` block runs.
 
     Args:
         served: the server.
-        every_s: between two looks.
+        every_s: the seconds between two observations.
 
     Attributes:
-        outages: parts that were started again, in their order.
-        totals: counter -> how much was added to it meanwhile, over all servers.
-        peaks: gauge -> the highest value seen.
+        outages: the outages in order.
+        totals: the increase of each counter during the observation, across restarts of the server.
+        peaks: the highest observed value of each gauge.
     """
 
     def __init__(self, served: Served, every_s: float = 3.0) -> None:
@@ -93,7 +94,7 @@ class Watch:
             self.look()
 
     def look(self) -> None:
-        """Look now; any thread may."""
+        """Observe the server now. Any thread may call this method."""
         with self._lock:
             self._look_for_outages()
             self._take_gauges()
@@ -106,13 +107,13 @@ class Watch:
                 self._samples[role, process.pid].append(Sample(now, mib))
 
     def trends(self) -> dict[str, Trend]:
-        """Role -> how the memory of the process that has it now went."""
+        """Return the memory trend of the current process of each role."""
         with self._lock:
             newest = {role: samples for (role, _), samples in self._samples.items()}
             return {role: trend(samples) for role, samples in newest.items()}
 
     def mean(self, gauge: str) -> float:
-        """The mean of a gauge over all looks; 0 where there was none."""
+        """Return the mean of a gauge over all observations, or 0 if there were none."""
         values = self._levels[gauge]
         return sum(values) / len(values) if values else 0.0
 
@@ -121,7 +122,7 @@ class Watch:
         now = time.monotonic()
         reasons = _BROKE.findall(output)
         self.outages += [Outage(reason, self._looked) for reason in reasons[len(self.outages) :]]
-        # Several that follow each other closely are healed together.
+        # Outages that follow each other closely share one recovery message.
         broke = [match.start() for match in _BROKE.finditer(output)]
         healed = [match.start() for match in _HEALED.finditer(output)]
         for position, outage in zip(broke, self.outages, strict=True):
@@ -137,6 +138,6 @@ class Watch:
                 self.peaks[name] = max(self.peaks.get(name, 0.0), value)
             elif name.endswith(("_total", "_count")) or "_total " in name:
                 before = self._counters.get(name, 0.0)
-                # A server that was started again counts from 0.
+                # The counters of a restarted server begin at 0.
                 self.totals[name] += value - before if value >= before else value  # type: ignore[assignment]
         self._counters = found or self._counters

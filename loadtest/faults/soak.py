@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A soak: mixed traffic on `nereid serve` for as long as you like, and a fault every minute.
+"""Run a soak test: mixed traffic on `nereid serve`, with a fault every minute.
 
-    python -m loadtest.faults.soak --minutes 30   a fault a minute, each kind in turn
+    python -m loadtest.faults.soak --minutes 30            # one fault a minute, each kind in turn
     python -m loadtest.faults.soak --minutes 10 --every 10 --faults "executor stub"
-    python -m loadtest.faults.soak --minutes 10 --faults none --users 16   is memory flat?
+    python -m loadtest.faults.soak --minutes 10 --faults none --users 16   # checks only memory
 
-Half of the clients go away after a millisecond to a second, if they are not answered before; some
-read slowly; the answers are checked: they must be what the same request got from the server at
-rest. Between two faults everything must come to rest: no request and no block in use, open files
-and memory of every process where they were, shared memory as at the start, no zombie. All along,
-the memory of every process is sampled, and one that lives for some minutes may not keep growing.
-One page of Markdown comes out; exit code 1 when something of this did not hold, or the server broke
-without a fault of ours.
+Half of the clients cancel after a millisecond to a second, and some clients read slowly. Every
+complete answer must equal the answer that the idle server gave to the same request.
+After each fault, the server must become idle: no request and no KV cache block may remain in use,
+the open files and the memory of every process and the shared memory must be back at their earlier
+values, and no zombie process may remain. The memory of every process is also sampled during the
+run, and must not keep growing.
+The program prints one page of Markdown. The exit code is 1 if one of these checks failed, or if a
+part of the server failed without an injected fault.
 """
 
 import argparse
@@ -43,21 +44,29 @@ _LEVELS = (
 )
 _COUNTERS = {
     "prompt_tokens_total": "prompt tokens",
-    "prefix_cache_hits_total": "of them found in the prefix cache",
-    "generation_tokens_total": "tokens generated",
+    "prefix_cache_hits_total": "prompt tokens found in the prefix cache",
+    "generation_tokens_total": "generated tokens",
     "request_success_total stop": "answers that ended by themselves",
-    "request_success_total length": "at their limit",
-    "request_success_total abort": "because their client left",
-    "request_success_total error": "with an error",
-    "requests_refused_total": "refused",
-    "num_preemptions_total": "preempted",
-    "merged_responses_total": "updates merged",
+    "request_success_total length": "answers that ended at their token limit",
+    "request_success_total abort": "answers that their clients cancelled",
+    "request_success_total error": "answers that ended with an error",
+    "requests_refused_total": "rejected requests",
+    "num_preemptions_total": "preemptions",
+    "merged_responses_total": "merged updates",
 }
 
 
 @dataclass
 class Wound:
-    """A fault that happened, and until when requests may fail for it."""
+    """A fault that was injected, and the time until which requests may fail because of it.
+
+    Attributes:
+        fault: the fault.
+        happened: the time of the fault, from time.monotonic.
+        healed: the time at which the service answered again.
+        num_hurt: the number of requests that failed because of the fault.
+        last_error_s: the largest time from the fault to the failure of a request that was running.
+    """
 
     fault: Fault
     happened: float
@@ -66,24 +75,25 @@ class Wound:
     last_error_s: float = 0.0
 
     def explains(self, outcome: Outcome) -> bool:
-        """Whether a request that failed may have failed because of it."""
+        """Return whether a failed request may have failed because of this fault."""
         return not self.fault.is_harmless and self.meets(outcome.started, outcome.ended)
 
     def meets(self, began: float, ended: float) -> bool:
-        """Whether it was felt at some moment of that time."""
+        """Return whether the fault had an effect at some moment between `began` and `ended`."""
         return ended >= self.happened and began <= self.healed + _AFTERMATH_S
 
 
 @dataclass
 class Book:
-    """What happened.
+    """The results of a soak test.
 
     Attributes:
-        counts: (kind of request, what became of it) -> how often.
-        broken: what should not have been, in words.
-        wounds: the faults.
-        unexplained: requests that failed without one.
-        firsts_s, gaps_s: times to the first event of streams, and between two events.
+        counts: the number of requests for each kind of request and each outcome.
+        broken: descriptions of failed checks.
+        wounds: the injected faults.
+        unexplained: failed requests that no injected fault explains.
+        firsts_s: the times to the first event of streams, in seconds.
+        gaps_s: the times between two events of streams, in seconds.
     """
 
     counts: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
@@ -94,7 +104,7 @@ class Book:
     gaps_s: list[float] = field(default_factory=list)
 
     def take(self, outcome: Outcome) -> None:
-        """Enter one request; one that ended as it may not is broken."""
+        """Add one request to the results; an outcome that is not allowed is a failed check."""
         kind = outcome.kind
         self.counts[outcome.ask.kind, kind] += 1
         if outcome.first is not None and outcome.ask.is_stream:
@@ -115,13 +125,13 @@ class Book:
 
 
 class Soak:
-    """One run against one server.
+    """One soak test of one server.
 
     Args:
         served: the server.
-        rng: all chance comes from it.
-        num_users: requests under way at a time.
-        pause_s: a user waits so long on average between two requests.
+        rng: the source of all random choices.
+        num_users: the number of requests at a time.
+        pause_s: the mean pause of a user between two requests, in seconds.
     """
 
     def __init__(
@@ -139,7 +149,7 @@ class Soak:
         self.rests = Rests(served, self._asker)
 
     async def run(self, minutes: float, faults: Sequence[Fault], every_s: float) -> None:
-        """Traffic with faults in turn, a rest before each."""
+        """Send traffic, inject a fault every `every_s` seconds, and check the server when idle."""
         await self._learn()
         end = time.monotonic() + minutes * 60
         turn = 0
@@ -156,15 +166,18 @@ class Soak:
             await self._asker.close()
 
     async def _learn(self) -> None:
-        """Ask everything once, alone."""
+        """Send every request once to the idle server, and store the answers as expected answers."""
         for ask in self._asks:
             outcome = await self._asker.ask(ask)
             if outcome.kind != "ok":
-                raise RuntimeError(f"{ask.kind} at rest was {outcome.kind}: {outcome.detail}")
+                raise RuntimeError(
+                    f"The idle server did not answer a request of the kind {ask.kind!r}: "
+                    f"{outcome.kind}: {outcome.detail}"
+                )
             self._expected[ask.key] = outcome.answer
 
     async def _round(self, seconds: float, fault: Fault | None) -> None:
-        """Traffic for so long, and one fault in the middle of it."""
+        """Send traffic for `seconds`, and inject one fault in the first half."""
         stop = time.monotonic() + seconds
         users = [asyncio.create_task(self._user(stop)) for _ in range(self._num_users)]
         if fault is not None:
@@ -178,11 +191,11 @@ class Soak:
         try:
             await fault.happen(self._served)
         except KeyError:
-            self.book.broken.append(f"{fault.name}: there is no such process")
+            self.book.broken.append(f"{fault.name}: the process was not found")
             return
         took = await recovered(self._asker, self._asks[1], wound.happened)
         if took is None:
-            self.book.broken.append(f"{fault.name}: the service did not come back")
+            self.book.broken.append(f"{fault.name}: the service did not recover")
             return
         pooled = [ask for ask in self._asks if ask.kind in ("embedding", "rerank")][:2]
         for ask in pooled:
@@ -202,7 +215,7 @@ class Soak:
             self.book.take(outcome)
             await asyncio.sleep(rng.uniform(0.0, 2 * self._pause_s))
             if outcome.kind not in ("ok", "cancelled"):
-                await asyncio.sleep(0.2)  # as a client with manners would
+                await asyncio.sleep(0.2)  # as a well-behaved client does after an error
 
     async def _rest(self, when: str) -> None:
         self.book.broken += await self.rests.check(when)
@@ -211,12 +224,13 @@ class Soak:
         counts = collections.Counter[str]()
         for (_, kind), count in self.book.counts.items():
             counts[kind] += count
-        told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-        return f"{fault.name if fault else 'no fault'}: {told}; {len(self.book.broken)} broken"
+        requests = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        num_failed = len(self.book.broken)
+        return f"{fault.name if fault else 'no fault'}: {requests}; {num_failed} failed checks"
 
 
 def report(soak: Soak, watch: Watch, title: str) -> str:
-    """One page of Markdown."""
+    """Return the report as one page of Markdown."""
     book = soak.book
     kinds = sorted({kind for _, kind in book.counts})
     names = sorted({name for name, _ in book.counts})
@@ -225,17 +239,17 @@ def report(soak: Soak, watch: Watch, title: str) -> str:
     broken = [*book.broken, *_late(book), *_unplanned(book, watch), *growing(watch)]
     parts = [
         f"## {title}",
-        f"**{'nothing broke' if not broken else f'{len(broken)} things broke'}**",
+        f"**{f'{len(broken)} checks failed' if broken else 'no check failed'}**",
         *(f"- {line}" for line in broken[:20]),
         table(["Requests", *kinds], [*rows, ["all", *total]]),
         _quantiles("Time to the first event", book.firsts_s),
         _quantiles("Time between two events", book.gaps_s),
-        _quantiles("Time until nothing was in use any more", soak.rests.took_s),
+        _quantiles("Time until the server was idle", soak.rests.took_s),
         server_side(watch),
     ]
     if book.wounds:
         parts.append(
-            table(["Fault", "Failed requests", "Last error", "Service again"], _wound_rows(book))
+            table(["Fault", "Failed requests", "Last error", "Recovery"], _wound_rows(book))
         )
     parts.append(process_table(soak.rests, watch))
     return "\n\n".join(parts) + "\n"
@@ -247,40 +261,41 @@ def _late(book: Book) -> list[str]:
 
 
 def _unplanned(book: Book, watch: Watch) -> list[str]:
-    """What broke without a fault of ours, and the requests that failed without anything broken."""
+    """Return descriptions of outages without an injected fault, and of unexplained failures."""
     outages = [o for o in watch.outages if not any(w.meets(o.began, o.ended) for w in book.wounds)]
     broken = []
     failed = book.unexplained
     for outage in outages:
         hurt = [one for one in failed if outage.explains(one.started, one.ended)]
         failed = [one for one in failed if one not in hurt]
-        took = f"{len(hurt)} requests failed, service again within {outage.seconds:.0f} s"
-        broken.append(f"the server broke by itself, {outage.reason}: {took}")
+        took = f"{len(hurt)} requests failed, and it recovered within {outage.seconds:.0f} s"
+        broken.append(f"the server failed without an injected fault ({outage.reason}): {took}")
     return broken + [f"{one.ask.kind} was {one.kind}: {one.detail[:300]}" for one in failed]
 
 
 def growing(watch: Watch) -> list[str]:
-    """Processes whose memory does not stay flat, in words."""
+    """Return one sentence for each process whose memory keeps growing."""
     return [
-        f"{role} grows by {trend.slope:.2f} MiB a minute; the limit is {MAX_SLOPE_MIB_PER_MINUTE:g}"
+        f"the memory of {role} grows by {trend.slope:.2f} MiB per minute; the limit is "
+        f"{MAX_SLOPE_MIB_PER_MINUTE:g}"
         for role, trend in watch.trends().items()
         if not trend.is_flat
     ]
 
 
 def server_side(watch: Watch) -> str:
-    """What the server's own metrics say of the time that was watched."""
+    """Return sentences with the counts and levels from the server's own metrics."""
     counted = ", ".join(
-        f"{watch.totals[name]:,.0f} {told}"
-        for name, told in _COUNTERS.items()
+        f"{watch.totals[name]:,.0f} {label}"
+        for name, label in _COUNTERS.items()
         if watch.totals[name]
     )
     running, waiting, cache = (
         f"{scale * watch.mean(name):.1f}{unit} (peak {scale * watch.peaks.get(name, 0):.0f}{unit})"
         for name, scale, unit in _LEVELS
     )
-    told = f"{running} sequences ran at once, {waiting} waited, {cache} of the KV cache was in use"
-    return f"The server's own count: {counted}. On average {told}."
+    levels = f"{running} sequences ran, {waiting} waited, and {cache} of the KV cache was in use"
+    return f"The server's metrics show {counted}. On average, {levels}."
 
 
 def _wound_rows(book: Book) -> list[list[str]]:
@@ -293,7 +308,7 @@ def _wound_rows(book: Book) -> list[list[str]]:
 
 
 def process_table(rests: Rests, watch: Watch) -> str:
-    """What every process held at its first and at its last rest, and how its memory went."""
+    """Return a table of each process's memory and open files at its first and last idle check."""
     trends = watch.trends()
     rows = []
     for role, last in sorted(rests.last.items()):
@@ -304,33 +319,40 @@ def process_table(rests: Rests, watch: Watch) -> str:
         rows.append([role, f"{first.rss_mib:.0f}", quarters, slope, *files])
     shared = [f"{mib:.0f}" for mib in (rests.shared_mib[0], rests.shared_mib[-1])]
     rows.append(["/dev/shm", *shared, "-", "", ""])
-    head = ["MiB at its first rest", "in each quarter", "a minute", "Files at first", "at last"]
+    head = ["First MiB", "MiB in each quarter", "MiB per minute", "First files", "Last files"]
     return table(["Process", *head], rows)
 
 
 def _quantiles(name: str, values: Sequence[float]) -> str:
     if len(values) < 2:
-        return f"{name}: too few values"
+        return f"{name}: there are too few values."
     cuts = statistics.quantiles(values, n=100, method="inclusive")
-    told = ", ".join(f"p{n} {cuts[n - 1] * 1000:.0f} ms" for n in (50, 90, 99))
-    return f"{name}: {told} ({len(values)} values)"
+    percentiles = ", ".join(f"p{n} {cuts[n - 1] * 1000:.0f} ms" for n in (50, 90, 99))
+    return f"{name}: {percentiles} ({len(values)} values)"
 
 
 def main() -> int:
-    """Run it; 1 when an invariant broke."""
+    """Run the soak test. Return 1 if a check failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--users", type=int, default=8, help="requests under way at a time")
-    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="between requests")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every", type=float, default=60.0, metavar="S", help="between faults")
-    parser.add_argument("--faults", default="all", metavar="WORD", help="all, none, or a word")
-    parser.add_argument("--model", type=Path, help="checkpoint (default: the demo)")
-    parser.add_argument("--markdown", type=Path, help="write the page here too")
+    add = parser.add_argument
+    add("--minutes", type=float, default=10.0, help="duration of the traffic")
+    add("--users", type=int, default=8, help="number of requests at a time")
+    add("--pause", type=float, default=0.0, metavar="S", help="mean pause between requests")
+    add("--seed", type=int, default=0, help="seed of all random choices")
+    add("--every", type=float, default=60.0, metavar="S", help="seconds between faults")
+    add(
+        "--faults",
+        default="all",
+        metavar="WORD",
+        help="`all`, `none`, or a word that the names of the faults must contain",
+    )
+    add("--model", type=Path, help="folder of the checkpoint (default: the demo)")
+    add("--markdown", type=Path, help="also write the report to this file")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not outlive it
+    # SystemExit leaves the `with` block, which stops the server.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     faults = [f for f in FAULTS if args.faults == "all" or args.faults in f.name]
     flags = ["--max-restarts=1000", "--restart-backoff=0", "--served-model-name=chat"]
     rng = random.Random(args.seed)
@@ -339,16 +361,16 @@ def main() -> int:
             soak = Soak(served, rng, args.users, args.pause)
             asyncio.run(soak.run(args.minutes, faults, args.every))
         if served.stop() != 0:
-            soak.book.broken.append(f"nereid serve ended with {served.process}")
+            soak.book.broken.append(f"nereid serve did not end with exit code 0: {served.process}")
         left = processes.shared_memory(served)
     if left:
-        soak.book.broken.append(f"shared memory was left behind: {left}")
+        soak.book.broken.append(f"shared-memory files were not removed: {', '.join(left)}")
     title = f"{args.minutes:g} minutes, {args.users} users, seed {args.seed}"
     page = report(soak, watch, title)
     print(page)
     if args.markdown:
         args.markdown.write_text(page)
-    return int("**nothing broke**" not in page)
+    return int("**no check failed**" not in page)
 
 
 if __name__ == "__main__":

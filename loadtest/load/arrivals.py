@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a user's next request comes.
+"""Arrival processes: they define when a user sends the next request.
 
-In a closed loop it waits for the answer to the one before, so a slow server is asked less. In an
-open loop it comes when it comes, as from the many people of the world, and a queue shows.
+In a closed loop, a user waits for the answer before sending the next request, so a slow server
+receives fewer requests. In an open loop, requests arrive independently of the answers, as from many
+independent people, so a queue can form.
 """
 
 import random
@@ -12,39 +13,39 @@ from typing import Protocol
 
 
 class Arrivals(Protocol):
-    """One of the classes below."""
+    """The interface of the arrival processes below."""
 
     @property
     def is_open(self) -> bool:
-        """Whether requests come without regard to the answers."""
+        """Whether requests arrive independently of the answers (an open loop)."""
 
     def gaps_s(self, rng: random.Random) -> Iterator[float]:
-        """Seconds to wait: after an answer in a closed loop, between arrivals in an open one."""
+        """Yield the seconds after each answer (closed loop) or between arrivals (open loop)."""
 
 
 @dataclass(frozen=True)
 class Closed:
-    """One request after the other, with a pause of so many seconds between them."""
+    """A closed loop with a random pause of `least_s` to `most_s` seconds after each answer."""
 
     least_s: float = 0.0
     most_s: float = 0.5
     is_open = False
 
     def gaps_s(self, rng: random.Random) -> Iterator[float]:
-        """See Arrivals."""
+        """Yield the pauses in seconds."""
         while True:
             yield rng.uniform(self.least_s, self.most_s)
 
 
 @dataclass(frozen=True)
 class Poisson:
-    """An open loop in which each moment is as likely as another: `per_second` on average."""
+    """An open loop with independent arrivals, `per_second` of them on average."""
 
     per_second: float
     is_open = True
 
     def gaps_s(self, rng: random.Random) -> Iterator[float]:
-        """See Arrivals."""
+        """Yield the seconds between arrivals."""
         while True:
             yield rng.expovariate(self.per_second)
 
@@ -57,19 +58,21 @@ class Constant:
     is_open = True
 
     def gaps_s(self, rng: random.Random) -> Iterator[float]:  # noqa: ARG002 - see Arrivals
-        """See Arrivals."""
+        """Yield the seconds between arrivals."""
         while True:
             yield 1.0 / self.per_second
 
 
 def named(name: str, per_second: float) -> Arrivals:
-    """The arrivals of a command line: closed, poisson or constant.
+    """Return the arrival process with this name: closed, poisson or constant.
 
     Raises:
-        ValueError: an open loop without a rate.
+        ValueError: an open loop needs a rate above 0.
     """
     if name == "closed":
         return Closed()
     if per_second <= 0:
-        raise ValueError(f"--rate: {name} arrivals need one above 0, got {per_second:g}")
+        raise ValueError(
+            f"--arrivals {name} requires --rate to be above 0, but --rate is {per_second:g}"
+        )
     return Poisson(per_second) if name == "poisson" else Constant(per_second)

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a reply is what it should be, and if not, in which way.
+"""Check replies, and classify what is wrong with them.
 
-Where the answer consists of numbered tokens, each wrong one is told by name:
+If the expected answer consists of numbered tokens, each wrong token has a kind of fault:
 
-    lost        a token is missing before another that came
-    doubled     a token came twice
-    reordered   a token came after one that stands behind it
+    lost        a token is missing, although a later token arrived
+    doubled     a token arrived twice
+    reordered   a token arrived after a token that should follow it
     truncated   the answer stops before its last token
-    foreign     a token or a chunk of another answer, or a token behind the last
-    garbled     text that is no token
+    foreign     a token or a chunk belongs to another answer, or a token follows the last one
+    garbled     a piece of text is not a token
 
-Any answer may besides be
+Every answer can also have these faults:
 
-    different   not what the same request got first, or with another finish reason
-    unended     without its finish reason, with two, or without the protocol's own end
-    miscounted  the server's count of its tokens is another
-    error, refused, accepted, broken, hung
+    different   the answer or its finish reason differs from the first answer to the same request
+    unended     the stream has no finish reason, or two of them
+    miscounted  the server's token count is wrong
+    error       the server answered with an error, or with another status than the expected one
+    refused     the server answered with status 429 or 503
+    accepted    the server answered a request that it should have rejected
+    broken      the connection broke
+    hung        the answer took longer than the time limit
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,14 +36,19 @@ Kind = Literal[
     "miscounted", "error", "refused", "accepted", "broken", "hung",
 ]  # fmt: skip
 
-# What float32 may differ by when other texts are computed in the same batch.
+# Embeddings may differ by float32 rounding, because other texts are computed in the same batch.
 _TOLERANCE = 1e-3
 _FEW = 5
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a reply."""
+    """One fault of a reply.
+
+    Attributes:
+        kind: one of the kinds in the description of this module.
+        detail: the tokens or the difference, as text.
+    """
 
     kind: Kind
     detail: str
@@ -49,21 +58,21 @@ class Fault:
 
 
 class Judge:
-    """Remembers the first answer to each request; the others must be like it."""
+    """Checks replies, and stores the first reply to each request as the expected one."""
 
     def __init__(self) -> None:
         self._firsts: dict[str, Reply] = {}
 
     def faults(self, ask: Ask, reply: Reply) -> list[Fault]:
-        """What is wrong with a reply; nothing, if all is well.
+        """Return the faults of a reply; the list is empty if the reply is correct.
 
-        A client that went away got a beginning of the answer, and that is judged as one.
+        If the client cancelled the request, the reply is checked as the beginning of an answer.
         """
         found = _faults_of_call(ask, reply)
         if found or ask.refused_with is not None:
             return found
         if len(reply.ids) > 1:
-            found.append(Fault("foreign", f"chunks of {len(reply.ids)} answers in one stream"))
+            found.append(Fault("foreign", f"the stream has chunks of {len(reply.ids)} answers"))
         is_whole = reply.end == "whole"
         if is_whole and reply.numbers is None:
             found += _faults_of_end(reply)
@@ -77,21 +86,22 @@ class Judge:
 
 
 def _faults_of_call(ask: Ask, reply: Reply) -> list[Fault]:
-    """Whether it was answered at all, or refused where it should be."""
+    """Return a fault if the request failed, or was accepted although it is invalid."""
     if reply.end in ("broken", "hung"):
-        told = f"after {len(reply.pieces)} pieces {reply.text[-40:]!r}: {reply.error}"
-        return [Fault("broken" if reply.end == "broken" else "hung", told)]
+        num_pieces = len(reply.pieces)
+        detail = f"after {num_pieces} chunks, the last text is {reply.text[-40:]!r}: {reply.error}"
+        return [Fault("broken" if reply.end == "broken" else "hung", detail)]
     if reply.end == "cancelled" and not reply.error:
         return []
     if ask.refused_with is not None:
         if reply.status == ask.refused_with and reply.error:
             return []
         kind: Kind = "accepted" if reply.status == 200 and not reply.error else "error"
-        told = f"{reply.status} {reply.error}, where {ask.refused_with} was due"
-        return [Fault(kind, told)]
+        detail = f"status {reply.status} {reply.error}, expected status {ask.refused_with}"
+        return [Fault(kind, detail)]
     if reply.error or reply.status != 200:
         kind = "refused" if reply.status in (429, 503) else "error"
-        return [Fault(kind, f"{reply.status} {reply.error}")]
+        return [Fault(kind, f"status {reply.status} {reply.error}")]
     return []
 
 
@@ -103,7 +113,7 @@ def _faults_of_end(reply: Reply) -> list[Fault]:
 
 
 def against_numbers(expected: Expected, reply: Reply, *, is_whole: bool) -> list[Fault]:
-    """How an answer differs from numbered tokens in their order."""
+    """Return the faults of an answer that should consist of the numbered tokens in `expected`."""
     said = reply.text
     places = {text: place for place, text in enumerate(expected.numbers)}
     found = _faults_of_order(places, TOKEN.findall(said))
@@ -117,12 +127,12 @@ def against_numbers(expected: Expected, reply: Reply, *, is_whole: bool) -> list
         return found
     found += _fault("truncated", [text for text in missing if places[text] > last])
     if reply.finish_reasons and reply.finish_reasons[0] != expected.finish_reason:
-        told = f"finish reason {reply.finish_reasons[0]}, {expected.finish_reason} was due"
-        found.append(Fault("different", told))
+        reasons = f"{reply.finish_reasons[0]}, expected {expected.finish_reason}"
+        found.append(Fault("different", f"finish reason {reasons}"))
     # The end-of-sequence token has no text, but it was generated.
     num_due = len(expected.numbers) + (expected.finish_reason == "stop")
     if reply.num_tokens is not None and reply.num_tokens != num_due:
-        found.append(Fault("miscounted", f"{reply.num_tokens} tokens, {num_due} were due"))
+        found.append(Fault("miscounted", f"{reply.num_tokens} tokens, expected {num_due}"))
     return found
 
 
@@ -146,14 +156,14 @@ def _faults_of_order(places: dict[str, int], texts: Sequence[str]) -> list[Fault
 
 
 def _fault(kind: Kind, texts: Sequence[str]) -> Iterator[Fault]:
-    """One fault for all tokens with which it happened."""
+    """Yield one fault for all tokens in `texts`; the detail shows the first few of them."""
     if texts:
         more = f" and {len(texts) - _FEW} more" if len(texts) > _FEW else ""
         yield Fault(kind, " ".join(texts[:_FEW]) + more)
 
 
 def against_first(first: Reply, reply: Reply, *, is_whole: bool) -> list[Fault]:
-    """How an answer differs from the first one to the same request."""
+    """Return a fault if a reply differs from the first reply to the same request."""
     if first.numbers is not None:
         return _against_vector(first.numbers, reply.numbers if is_whole else first.numbers)
     for channel in {**first.channels, **reply.channels}:
@@ -163,25 +173,31 @@ def against_first(first: Reply, reply: Reply, *, is_whole: bool) -> list[Fault]:
     if not is_whole:
         return []
     if reply.finish_reasons != first.finish_reasons or reply.num_tokens != first.num_tokens:
-        told = f"{reply.finish_reasons} after {reply.num_tokens} tokens"
-        due = f"{first.finish_reasons} after {first.num_tokens}"
-        return [Fault("different", f"{told}, at first {due}")]
+        detail = f"{reply.finish_reasons} after {reply.num_tokens} tokens"
+        due = f"{first.finish_reasons} after {first.num_tokens} tokens"
+        return [Fault("different", f"{detail}, but the first answer ended with {due}")]
     return []
 
 
 def _against_text(channel: str, due: str, said: str, *, is_whole: bool) -> Fault | None:
     if not due.startswith(said):
         place = next(n for n in range(len(said)) if said[n : n + 1] != due[n : n + 1])
-        told = f"{said[place:][:40]!r}, at first {due[place:][:40]!r}"
-        return Fault("different", f"{channel} at character {place}: {told}")
+        detail = f"{said[place:][:40]!r}, but the first answer has {due[place:][:40]!r}"
+        return Fault("different", f"{channel} at character {place} is {detail}")
     if is_whole and said != due:
-        told = f"after {said[-40:]!r} came {due[len(said) :][:40]!r} at first"
-        return Fault("truncated", f"{channel} {told}")
+        rest = due[len(said) :][:40]
+        detail = f"ends with {said[-40:]!r}, but the first answer continues with {rest!r}"
+        return Fault("truncated", f"{channel} {detail}")
     return None
 
 
 def _against_vector(due: list[float], numbers: list[float] | None) -> list[Fault]:
     if numbers is None or len(numbers) != len(due):
-        return [Fault("different", f"{len(numbers or ())} numbers, at first {len(due)}")]
+        counts = f"{len(numbers or ())} numbers, but the first answer has {len(due)}"
+        return [Fault("different", counts)]
     worst = max((abs(a - b) for a, b in zip(due, numbers, strict=True)), default=0.0)
-    return [] if worst < _TOLERANCE else [Fault("different", f"numbers by {worst:.2g}")]
+    return (
+        []
+        if worst < _TOLERANCE
+        else [Fault("different", f"the largest difference of two numbers is {worst:.2g}")]
+    )

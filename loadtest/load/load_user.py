@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The locust user that every scenario is: sends its asks, judges the replies, keeps records."""
+"""The base class of all scenarios: a locust user that sends requests and checks the replies."""
 
 import random
 import sys
@@ -25,17 +25,18 @@ from loadtest.load.load_requests import Ask
 from loadtest.load.prompts import Question, plain, recited
 from loadtest.load.records import Record
 
-# Locust has patched the standard library by now, and no gRPC object is made yet: its rule.
+# gevent support must be enabled before the first gRPC object is created, and after locust has
+# patched the standard library.
 grpc_gevent.init_gevent()
 
 
 class _Door(Protocol):
     def send(self, ask: Ask) -> Reply:
-        """The reply to an ask."""
+        """Send a request and return the reply."""
 
 
 class _Run:
-    """What all users share: the doors, the judge, and what is under way."""
+    """The state that all users share: the endpoints, the checker of replies, and the records."""
 
     def __init__(self, options: Namespace) -> None:
         limit_s = options.request_limit
@@ -57,12 +58,12 @@ _runs: dict[Environment, _Run] = {}
 
 
 class LoadUser(User):
-    """A scenario is a subclass that says what is asked (`asks`) and when (`arrivals`).
+    """A scenario. A subclass defines the requests (`asks`) and their times (`arrivals`).
 
     Attributes:
-        arrivals: when the next asks come; `--arrivals` replaces them for all scenarios.
-        cancel_share: this share of the clients goes away at a random time.
-        mean_stay_s: how long those stay on average.
+        arrivals: the arrival process; the option `--arrivals` replaces it for all scenarios.
+        cancel_share: the share of requests that their clients cancel at a random time.
+        mean_stay_s: the mean time after which these clients cancel.
     """
 
     abstract = True
@@ -84,28 +85,28 @@ class LoadUser(User):
         self._due = 0.0
 
     def asks(self) -> list[Ask]:
-        """What is asked next, all of it at the same moment."""
+        """Return the next requests, which are all sent at the same moment."""
         raise NotImplementedError
 
     def question(self) -> Question:
-        """A question with one right answer; over and over the same few, in random order."""
+        """Return a random question with one correct answer, from a small set of questions."""
         return self._run.choose(self.rng)
 
     @task
     def arrive(self) -> None:
-        """Send what comes next; in a closed loop, wait for the answers."""
+        """Send the next requests. In a closed loop, wait for the answers."""
         now = time.monotonic()
         self._due = self._due or now
         late_s = now - self._due if self.arrivals.is_open else 0.0
         asks = [self._perhaps_cancelled(ask) for ask in self.asks()]
         self._run.num_sent += len(asks)
-        # In greenlets of their own, so that they end in peace when locust stops the user.
+        # Requests run in greenlets of their own, so that they finish even if locust stops the user.
         sent = [self._run.under_way.spawn(self._send, ask, late_s) for ask in asks]
         if not self.arrivals.is_open:
             gevent.joinall(sent)
 
     def wait_time(self) -> float:
-        """Seconds until the next arrival."""
+        """Return the seconds until the next arrival."""
         gap_s = next(self._gaps_s)
         if not self.arrivals.is_open:
             return gap_s
@@ -125,7 +126,7 @@ class LoadUser(User):
         self._tell_locust(made)
 
     def _tell_locust(self, made: Record) -> None:
-        """A line in its tables for the whole request, and one each for TTFT and ITL."""
+        """Report the request to locust, with one line each for the whole request, TTFT and ITL."""
         fire = self.environment.events.request.fire
         common = {"name": made.scenario, "response_length": 0, "context": {}}
         exception = None if made.is_fine else RuntimeError(made.faults[0])
@@ -140,25 +141,26 @@ class LoadUser(User):
 @events.init_command_line_parser.add_listener
 def _options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
-    add("--triton-url", default="http://127.0.0.1:8000", help="the Triton server's HTTP door")
-    add("--grpc-url", default="127.0.0.1:8001", help="the Triton server's gRPC door")
-    add("--embedding-model", default="embed", help="its name in the API")
-    add("--rerank-model", default="rerank", help="its name in the API")
-    add("--max-tokens", type=int, default=48, help="of a usual answer")
-    add("--arrivals", choices=["closed", "poisson", "constant"], help="of every scenario")
+    processes = ["closed", "poisson", "constant"]
+    add("--triton-url", default="http://127.0.0.1:8000", help="HTTP endpoint of the Triton server")
+    add("--grpc-url", default="127.0.0.1:8001", help="gRPC endpoint of the Triton server")
+    add("--embedding-model", default="embed", help="name of the embedding model in the API")
+    add("--rerank-model", default="rerank", help="name of the reranker in the API")
+    add("--max-tokens", type=int, default=48, help="length of an ordinary answer")
+    add("--arrivals", choices=processes, help="arrival process that replaces each scenario's")
     add("--rate", type=float, default=0.0, help="requests/s of each user, with --arrivals")
-    add("--request-limit", type=float, default=60.0, help="seconds after which a request hangs")
-    add("--numbered", action="store_true", help="the server recites numbered tokens")
-    add("--seed", type=int, default=0, help="of all chance")
-    add("--records", type=Path, help="write a line of JSON for each request there")
+    add("--request-limit", type=float, default=60.0, help="time limit of a request in seconds")
+    add("--numbered", action="store_true", help="expect the server to return numbered tokens")
+    add("--seed", type=int, default=0, help="seed of all random choices")
+    add("--records", type=Path, help="write one JSON object for each request to this file")
 
 
 @events.quitting.add_listener
 def _finish(environment: Environment, **_: object) -> None:
-    """Let what is under way end, and write it down.
+    """Wait for the running requests, write the records, and set the exit code.
 
-    The exit code is 1 when a reply was wrong, and 2 when the load generator was: a scenario raised,
-    or nobody knows what became of a request.
+    The exit code is 1 if a reply was wrong. It is 2 if the load generator failed: a scenario raised
+    an exception, or a request has no record.
     """
     run = _runs.get(environment)
     if run is None:
@@ -168,7 +170,10 @@ def _finish(environment: Environment, **_: object) -> None:
         records.write(run.options.records, run.records)
     assert environment.runner is not None
     if environment.runner.exceptions or len(run.records) != run.num_sent:
-        print(f"{run.num_sent} requests sent, {len(run.records)} accounted for", file=sys.stderr)
+        print(
+            f"{run.num_sent} requests were sent, but {len(run.records)} have a record.",
+            file=sys.stderr,
+        )
         environment.process_exit_code = 2
     elif any(not one.is_fine for one in run.records):
         environment.process_exit_code = 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbered tokens: answers in which a lost, doubled, strange or swapped token shows.
+"""Numbered tokens: answers in which a lost, repeated, foreign or swapped token can be recognised.
 
-The scripted engine (NEREID_ENGINE=scripted) recites one of several series, whichever the prompt
-names. Each token of a series is a token of its own in the vocabulary and says which it is: the text
-`03.017,` is token 17 of series 3, and stands for no other.
+The scripted engine (NEREID_ENGINE=scripted) returns one of several series of tokens. The prompt
+selects the series. Each token of each series is one token of the vocabulary, and its text contains
+the numbers of both. Example: `03.017,` is token 17 of series 3.
 """
 
 import json
@@ -17,28 +17,29 @@ NUM_SERIES = 12
 LENGTH = 300
 TOKEN = re.compile(r"\d\d\.\d\d\d,")
 
-# How a series is told: tokens in a step, and ms between two. The first is what an engine of 200
-# tokens/s a sequence does; the others are slow, and come by the handful.
+# Tokens per step and milliseconds per step. The first series imitates an engine that generates 200
+# tokens/s for each sequence, the second one is slower, and the third returns 6 tokens at once.
 _PACES = ((1, 5.0), (1, 25.0), (6, 20.0))
 _DEMO = Path(__file__).resolve().parents[2] / "demo" / "chat"
 
 
 def tokens(series: int) -> tuple[str, ...]:
-    """The texts of a series, in order."""
+    """Return the texts of the tokens of a series, in order."""
     return tuple(f"{series:02d}.{number:03d}," for number in range(LENGTH))
 
 
 def prompt(series: int) -> str:
-    """What makes a scripted server recite it."""
+    """Return the prompt that makes the scripted engine return a series."""
     return f"Recite series {series:02d}."
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """A checkpoint without weights: the demo's tokenizer and template, and the numbered tokens."""
+    """Create a checkpoint without weights: the demo's tokenizer and template, and the tokens."""
     folder.mkdir(parents=True)
     for name in ("config.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(_DEMO / name, folder)
-    # Nobody reads weights, but a checkpoint has some: a file of no tensors.
+    # The scripted engine reads no weights, but the server checks that a weights file exists. This
+    # file contains no tensors.
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     tokenizer = json.loads((_DEMO / "tokenizer.json").read_text(encoding="utf-8"))
     kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -53,7 +54,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 def make_script(path: Path) -> Path:
-    """The rules of the scripted engine; see nereid_backend/serving/scripted_engine.py."""
+    """Write the script of the scripted engine (see nereid_backend/serving/scripted_engine.py)."""
     rules: list[dict[str, Any]] = []
     for series in range(NUM_SERIES):
         per_step, delay_ms = _PACES[series % len(_PACES)]
@@ -65,7 +66,7 @@ def make_script(path: Path) -> Path:
                 "delay_ms": delay_ms,
             }
         )
-    # `nereid serve` asks for a few tokens of anything before it says that it is ready.
+    # `nereid serve` sends a test request with another prompt before it reports that it is ready.
     rules.append({"when": "", "text": "ready"})
     path.write_text(json.dumps(rules), encoding="utf-8")
     return path

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens beyond capacity: first-token times of what is accepted, throughput, refusals.
+"""Send more requests than the server can answer, and measure accepted and rejected requests.
 
     python -m loadtest.load.overload [--factor 10] [--seconds 20]
 
-The real server runs on a scripted engine of a known capacity (so many sequences at once, each of so
-many steps of so many milliseconds), so that the figures are those of queue, server and frontend and
-not of a model. Requests go to the OpenAI API and arrive at random times, whatever became of the
-earlier ones (open loop). The client is a light one, on connections of its own for each request: one
-that falls behind on the machine that it shares with the server would measure itself, so how late it
-was is told, too.
+The real server runs on a scripted engine of a known capacity: it runs a fixed number of sequences
+at once, and each sequence takes a fixed number of steps of a fixed duration. The figures therefore
+describe the queue, the server and the frontend, and not a model. Requests go to the OpenAI API.
+They arrive at random times, which do not depend on earlier answers (an open loop). The client is
+small and opens a new connection for each request, because it shares the machine with the server.
+The table also shows how late the client sent its requests.
 """
 
 import argparse
@@ -31,26 +31,26 @@ _NUM_SEQS = 8
 _NUM_STEPS = 10
 _STEP_MS = 50.0
 CAPACITY_PER_S = _NUM_SEQS / (_NUM_STEPS * _STEP_MS / 1000)
+# The longest time that a request may wait in the queue.
 QUEUE_TIMEOUT_S = 1.0
-"""What a request may wait for its turn: the bound of the design."""
 _USAGE = {"stream_options": {"include_usage": True}}
 _SCRIPT = [{"when": "", "token_ids": [10], "delay_ms": _STEP_MS, "ends": False}]
 
 
 @dataclass
 class Phase:
-    """What became of the requests of one phase.
+    """The results of the requests of one phase.
 
     Attributes:
-        offered_per_s: arrivals.
-        seconds: how long they came.
-        first_s: time to first token of each finished request.
-        refused: refusals by status.
-        refused_s: how long each refusal took.
-        retry_after: what they said about when to come back.
-        wrong: answers that were cut short or otherwise not as scripted.
-        finished_in_time: answers that ended while requests came.
-        late_s: how long after its time a request was sent at worst.
+        offered_per_s: the mean number of arrivals per second.
+        seconds: the time during which requests arrive.
+        first_s: the time to first token of each finished request, in seconds.
+        refused: the number of rejected requests for each HTTP status.
+        refused_s: the time until each rejection, in seconds.
+        retry_after: the values of the Retry-After headers of the rejections.
+        wrong: descriptions of answers that were cut short or differ from the script.
+        finished_in_time: the number of answers that ended while requests still arrived.
+        late_s: the largest delay between the planned and the actual sending of a request.
     """
 
     offered_per_s: float
@@ -65,11 +65,11 @@ class Phase:
 
     @property
     def throughput(self) -> float:
-        """Finished answers a second."""
+        """The number of finished answers per second."""
         return self.finished_in_time / self.seconds
 
     def row(self, name: str) -> str:
-        """As a line of a table."""
+        """Return the results as one row of the table; `name` is the first cell."""
         first = sorted(self.first_s) or [0.0]
         refusals = sorted(self.refused_s) or [0.0]
         cells = (
@@ -87,18 +87,18 @@ class Phase:
 
 
 HEAD = (
-    "| Phase | Offered/s | Finished/s | TTFT median ms | TTFT p99 ms | Refused | Refusal p99 ms "
-    "| Retry-After | Client late by ms |\n|---|---|---|---|---|---|---|---|---|"
+    "| Phase | Offered/s | Finished/s | TTFT median ms | TTFT p99 ms | Rejected "
+    "| Rejection p99 ms | Retry-After | Client late by ms |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def at_share(ordered: list[float], share: float) -> float:
-    """The value below which this share of sorted values lies."""
+    """Return the value below which `share` of the values lie; the values must be sorted."""
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
 
 def serve(folder: Path) -> Served:
-    """The server, not yet started; `folder` holds the script."""
+    """Return a server with the scripted engine, not yet started; its script goes to `folder`."""
     path = folder / "script.json"
     path.write_text(json.dumps(_SCRIPT))
     environment = {
@@ -112,7 +112,7 @@ def serve(folder: Path) -> Served:
 
 
 async def offer(served: Served, per_second: float, seconds: float, seed: int = 0) -> Phase:
-    """Let requests arrive at random, so many a second on average."""
+    """Send requests at random times, `per_second` of them on average, and return their results."""
     rng = random.Random(seed)
     phase = Phase(per_second, seconds)
     ends = time.monotonic() + seconds
@@ -144,7 +144,7 @@ async def _ask(served: Served, phase: Phase, ends: float) -> None:
             first = first or time.monotonic()
             num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
     if num_tokens != _NUM_STEPS or first is None:
-        phase.wrong.append(f"{num_tokens} tokens of {_NUM_STEPS}")
+        phase.wrong.append(f"an answer has {num_tokens} tokens instead of {_NUM_STEPS}")
         return
     phase.first_s.append(first - started)
     phase.finished_in_time += time.monotonic() <= ends
@@ -161,7 +161,7 @@ def _note_refusal(phase: Phase, answer: Answer, text: str, started: float) -> No
 
 
 async def measure(served: Served, factor: float, seconds: float) -> dict[str, Phase]:
-    """Half of capacity, just above it (the peak of throughput), and far beyond."""
+    """Run phases at half of the capacity, just above it (peak throughput), and far above it."""
     phases = {}
     for name, share in (("half", 0.5), ("peak", 1.3), ("overload", factor)):
         phases[name] = await offer(served, CAPACITY_PER_S * share, seconds)
@@ -171,38 +171,51 @@ async def measure(served: Served, factor: float, seconds: float) -> dict[str, Ph
 
 
 def judge(phases: dict[str, Phase], least_share: float = 0.9, slack: float = 2.0) -> list[str]:
-    """What is wrong with the figures.
+    """Return descriptions of the figures that violate a limit.
 
     Args:
-        phases: `peak` and `overload` among them.
-        least_share: of the peak's throughput that overload must leave.
-        slack: the first token may take so many times what a request may wait.
+        phases: the phases by name, which must include "peak" and "overload".
+        least_share: the share of the peak throughput that must remain in the overload.
+        slack: the 99th percentile of TTFT may be at most this multiple of the queue timeout.
     """
     peak, overload = phases["peak"], phases["overload"]
     found = [f"{name}: {line}" for name, phase in phases.items() for line in phase.wrong[:3]]
     if overload.throughput < least_share * peak.throughput:
-        found.append(f"throughput fell from {peak.throughput:.1f} to {overload.throughput:.1f}/s")
+        found.append(
+            f"The throughput fell from {peak.throughput:.1f} to {overload.throughput:.1f} "
+            "requests/s."
+        )
     limit_s = slack * QUEUE_TIMEOUT_S
     slowest_s = at_share(sorted(overload.first_s) or [0.0], 0.99)
     if slowest_s > limit_s:
-        found.append(f"p99 of the first token is {slowest_s:.2f} s, above {limit_s:g} s")
+        found.append(
+            f"The 99th percentile of the time to first token is {slowest_s:.2f} s; the limit is "
+            f"{limit_s:g} s."
+        )
     if not overload.refused:
-        found.append("nothing was refused: this was no overload")
+        found.append("The server rejected no request, so it was not overloaded.")
     return found
 
 
 def main() -> int:
-    """Print a table; 1 when overload costs throughput or accepted requests their times."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--factor", type=float, default=10.0)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    """Run the phases and print a table. Return 1 if a limit is violated."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--factor", type=float, default=10.0, help="load of the overload, as multiple of capacity"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each phase")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, serve(Path(folder)) as served:
-        print(f"capacity {CAPACITY_PER_S:g} requests/s, queue_timeout {QUEUE_TIMEOUT_S:g} s\n")
+        print(
+            f"The capacity is {CAPACITY_PER_S:g} requests/s. The queue timeout is "
+            f"{QUEUE_TIMEOUT_S:g} s.\n"
+        )
         print(HEAD, flush=True)
         phases = asyncio.run(measure(served, args.factor, args.seconds))
     problems = judge(phases)
-    print("\n".join(problems) or "within limits")
+    print("\n".join(problems) or "All figures are within the limits.")
     return int(bool(problems))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked, and what is known of the answer before it comes."""
+"""Prompts, and the expected answers if they are known in advance."""
 
 import random
 from collections.abc import Callable
@@ -19,11 +19,11 @@ _PLAIN = (
 
 @dataclass(frozen=True)
 class Expected:
-    """An answer that is known.
+    """An answer that is known in advance.
 
     Attributes:
-        numbers: the texts of its tokens, in order.
-        finish_reason: how it ends.
+        numbers: the texts of the tokens, in order.
+        finish_reason: the finish reason of the answer.
     """
 
     numbers: tuple[str, ...]
@@ -32,13 +32,18 @@ class Expected:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt; `numbers` is all that a scripted server would say to it."""
+    """A prompt.
+
+    Attributes:
+        text: the prompt.
+        numbers: the series of numbered tokens that the scripted engine returns, or None.
+    """
 
     text: str
     numbers: tuple[str, ...] | None = None
 
     def expected(self, max_tokens: int) -> Expected | None:
-        """The answer within a limit; None where the first answer has to show it."""
+        """Return the answer within a token limit, or None if it is not known in advance."""
         if self.numbers is None:
             return None
         is_cut = max_tokens <= len(self.numbers)
@@ -49,11 +54,11 @@ Chooser = Callable[[random.Random], Question]
 
 
 def plain(rng: random.Random) -> Question:
-    """A question for a model."""
+    """Return a random question for a model."""
     return Question(rng.choice(_PLAIN))
 
 
 def recited(rng: random.Random) -> Question:
-    """A question for a scripted server."""
+    """Return a random prompt for the scripted engine."""
     series = rng.randrange(numbered_answers.NUM_SERIES)
     return Question(numbered_answers.prompt(series), numbered_answers.tokens(series))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of each request: a line of JSON."""
+"""Records of requests, stored as one JSON object per line."""
 
 import json
 import time
@@ -14,18 +14,20 @@ from loadtest.load.load_requests import Ask
 
 @dataclass(frozen=True)
 class Record:
-    """One request.
+    """The record of one request.
 
     Attributes:
-        scenario, door: which sent it, and where to.
-        started: by time.time, so that it can be laid beside the server's gauges.
-        late_s: how long after its due time it was sent; the load generator's own fault.
-        ttft_s: until the first piece that said something; None if none came.
-        gaps_s: between two pieces that said something.
-        e2e_s: until its end.
-        num_tokens: of the answer; 0 where nobody counted them.
-        outcome: ok, cancelled (by its client), rejected (as it should be), or its first fault.
-        faults: all of them, in words.
+        scenario: the scenario that sent the request.
+        door: the endpoint.
+        started: the time of sending, from time.time, to match the times of the server's metrics.
+        late_s: the delay between the planned and the actual sending, caused by the load generator.
+        ttft_s: the time to the first chunk with text, or None if no text arrived.
+        gaps_s: the times between two chunks with text.
+        e2e_s: the time until the end of the request.
+        num_tokens: the number of tokens of the answer, or 0 if the server did not report it.
+        outcome: ok, cancelled (by the client), rejected (as expected), or the first fault's kind.
+        is_stream: whether the answer was streamed.
+        faults: the descriptions of all faults.
     """
 
     scenario: str
@@ -42,12 +44,12 @@ class Record:
 
     @property
     def is_fine(self) -> bool:
-        """Whether it ended as it should."""
+        """Whether the request ended as expected."""
         return not self.faults
 
     @property
     def token_gap_s(self) -> float | None:
-        """Mean time between two tokens; pieces may carry several."""
+        """The mean time between two tokens. A chunk may contain several tokens."""
         if self.num_tokens < 2 or not self.gaps_s:
             return None
         return sum(self.gaps_s) / (self.num_tokens - 1)
@@ -56,7 +58,7 @@ class Record:
 def record(
     scenario: str, ask: Ask, reply: Reply, faults: Sequence[Fault], late_s: float = 0.0
 ) -> Record:
-    """The record of a judged reply."""
+    """Return the record of a reply whose faults are known."""
     fine = "ok" if ask.refused_with is None else "rejected"
     outcome = "cancelled" if reply.end == "cancelled" else fine
     return Record(
@@ -75,11 +77,11 @@ def record(
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """All records, a line each."""
+    """Write all records to a file, one per line."""
     lines = (json.dumps(asdict(one)) + "\n" for one in records)
     path.write_text("".join(lines), encoding="utf-8")
 
 
 def read(path: Path) -> list[Record]:
-    """What `write` wrote."""
+    """Read the records that `write` wrote."""
     return [Record(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

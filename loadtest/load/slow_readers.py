@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that stop reading: what each costs in memory, and whether it slows the others.
+"""Measure what clients that stop reading cost: memory of the server, and time of other clients.
 
     python -m loadtest.load.slow_readers [--stalled 8]
 
-The real server runs on a scripted engine that writes 200 tokens a second and stream. Clients open a
-stream through each of the Triton server's doors and read nothing; meanwhile others read as fast as
-they can. Memory is that of every process of the server, before and at the end.
+The real server runs on a scripted engine that generates 200 tokens per second for each stream. Some
+clients open streams through the HTTP or the gRPC endpoint of the Triton server and read nothing. At
+the same time, four other clients read as fast as possible. The program prints how much the memory
+of each server process grew.
 """
 
 import argparse
@@ -30,7 +31,7 @@ _SCRIPT = [{"when": "", "token_ids": [300], "delay_ms": _STEP_MS, "ends": False}
 
 
 def serve(folder: Path) -> Served:
-    """The server, not yet started; `folder` holds the script."""
+    """Return a server with the scripted engine, not yet started; its script goes to `folder`."""
     path = folder / "script.json"
     path.write_text(json.dumps(_SCRIPT))
     environment = {"NEREID_ENGINE": "scripted", "NEREID_SCRIPT": str(path)}
@@ -38,7 +39,10 @@ def serve(folder: Path) -> Served:
 
 
 class StalledRelay:
-    """Passes everything on to a port, but from there only the first bytes: a full pipe."""
+    """A relay to a port that forwards all requests, but only the first bytes of the answers.
+
+    The connection to the server then fills up, as with a client that stops reading.
+    """
 
     def __init__(self, port: int, limit: int = 2000) -> None:
         self._port = port
@@ -47,19 +51,19 @@ class StalledRelay:
         self.server: asyncio.Server | None = None
 
     async def start(self) -> int:
-        """The port it listens on."""
+        """Start the relay and return the port on which it listens."""
         self.server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
         port: int = self.server.sockets[0].getsockname()[1]
         return port
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Little is read ahead, as from a client whose buffers are full.
+        # A small buffer makes the relay stop reading early, like a client with full buffers.
         there, back = await asyncio.open_connection("127.0.0.1", self._port, limit=4096)
         self._writers += [writer, back]
         await asyncio.gather(_pump(reader, back, None), _pump(there, writer, self._limit))
 
     def tear(self) -> None:
-        """End it and its connections."""
+        """Close the relay and abort its connections."""
         if self.server is not None:
             self.server.close()
         for writer in self._writers:
@@ -101,7 +105,7 @@ async def _send_generate(writer: asyncio.StreamWriter) -> None:
 
 
 async def _read_whole(served: Served) -> float:
-    """Seconds that an ordinary client's stream takes."""
+    """Read a whole stream as an ordinary client, and return the seconds that it took."""
     started = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", served.http_port)
     await _send_generate(writer)
@@ -117,7 +121,7 @@ def _memory(served: Served) -> dict[str, float]:
 
 
 async def measure(served: Served, door: str, num_stalled: int) -> dict[str, Any]:
-    """What stalled clients of one door cost."""
+    """Return the cost of stalled clients of one endpoint: memory, and time of other clients."""
     stall = _stall_grpc if door == "gRPC" else _stall_http
     before = _memory(served)
     relays = [await stall(served) for _ in range(num_stalled)]
@@ -138,15 +142,19 @@ async def measure(served: Served, door: str, num_stalled: int) -> dict[str, Any]
 
 
 async def _measure_all(served: Served, num_stalled: int) -> None:
-    print(f"a stream takes at least {_SECONDS:g} s", flush=True)
+    print(f"A stream takes at least {_SECONDS:g} s.", flush=True)
     for door, count in (("HTTP", 0), ("HTTP", num_stalled), ("gRPC", num_stalled)):
         print(json.dumps(await measure(served, door, count)), flush=True)
 
 
 def main() -> int:
-    """Print a line of JSON for each door."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stalled", type=int, default=8)
+    """Print one JSON object for each endpoint."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stalled", type=int, default=8, help="number of clients that stop reading"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, serve(Path(folder)) as served:
         asyncio.run(_measure_all(served, args.stalled))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nereid's numbers from a server's metrics page (docs/metrics.md), once or along a run."""
+"""Nereid's values from a server's metrics page, read once or periodically.
+
+docs/reference/metrics.md describes the metrics.
+"""
 
 import re
 import threading
@@ -17,20 +20,24 @@ _BUSY = ("num_requests", "num_requests_running", "num_requests_waiting", "kv_cac
 
 
 def read(url: str) -> Gauges:
-    """Name -> value, summed over labels; histograms by their sum and count.
+    """Fetch a metrics page, and return its values by name, as in `parse`.
 
     Args:
-        url: of the page, such as http://127.0.0.1:8002/metrics.
+        url: the address of the page, such as http://127.0.0.1:8002/metrics.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the page cannot be read.
     """
     with urllib.request.urlopen(url, timeout=10) as page:
         return parse(page.read().decode())
 
 
 def parse(page: str) -> Gauges:
-    """The numbers of a page."""
+    """Return the values on a metrics page by name. Values with different labels are summed.
+
+    For a histogram, only its sum and count are returned.
+    Example: the line `nereid:num_requests{model_name="llm"} 2` gives `{"num_requests": 2.0}`.
+    """
     found: Gauges = {}
     for name, value in _LINE.findall(page):
         if not name.endswith("_bucket"):
@@ -39,7 +46,7 @@ def parse(page: str) -> Gauges:
 
 
 def what_is_busy(gauges: Gauges) -> str | None:
-    """Which gauges are not 0 although nobody asks; None for a server at rest."""
+    """Return the gauges that must be 0 on an idle server but are not; None for an idle server."""
     if missing := [name for name in _BUSY if name not in gauges]:
         return f"the metrics page has no {missing[0]}"
     busy = [f"{name} {gauges[name]:g}" for name in _BUSY if gauges[name]]
@@ -47,10 +54,10 @@ def what_is_busy(gauges: Gauges) -> str | None:
 
 
 def wait_for_rest(url: str, limit_s: float = 15.0) -> str | None:
-    """None once nothing is in use any more; what still is after so long."""
+    """Wait until the server is idle and return None; return its busy gauges after `limit_s`."""
     ends = time.monotonic() + limit_s
     while True:
-        time.sleep(0.3)  # gauges are published every tenth of a second
+        time.sleep(0.3)  # the server publishes gauges every tenth of a second
         busy = _busy_now(url)
         if busy is None or time.monotonic() > ends:
             return busy
@@ -65,17 +72,17 @@ def _busy_now(url: str) -> str | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """The gauges at one time, by time.time."""
+    """The values of the metrics page at one time, from time.time."""
 
     at: float
     gauges: Gauges
 
 
 class Sampler:
-    """Reads a metrics page over and over, in a thread, while its context lasts.
+    """Reads a metrics page periodically in a thread while its `with` block runs.
 
     Attributes:
-        samples: what it read, in order; a page that could not be read is left out.
+        samples: the samples in order. If the page could not be read, the sample is left out.
     """
 
     def __init__(self, url: str, every_s: float = 0.5) -> None:
@@ -103,14 +110,14 @@ class Sampler:
             try:
                 found = read(self._url)
             except OSError:
-                continue  # the page is not all: what is at rest is asked again afterwards
+                continue  # a missing sample does no harm, because callers check the server later
             self.samples.append(Sample(time.time(), found))
 
 
 def rates(
     samples: Sequence[Sample], name: str, window_s: float = 0.0
 ) -> tuple[list[float], list[float]]:
-    """Times and increases a second of a counter, each over `window_s` or a little more."""
+    """Return the times and rates per second of a counter, over windows of at least `window_s`."""
     times, values = [], []
     last = samples[0] if samples else None
     for sample in samples[1:]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running `nereid serve` from outside: its processes, what each holds, and its gauges."""
+"""The processes, memory, open files and metrics of a running `nereid serve`."""
 
 import http.client
 import json
@@ -25,12 +25,12 @@ _BUSY = ("num_requests", "num_requests_running", "num_requests_waiting", "kv_cac
 
 @dataclass(frozen=True)
 class Size:
-    """What a process holds.
+    """The memory and open files of a process.
 
     Attributes:
-        pid: its id.
-        rss_mib: resident memory.
-        descriptors: kind of file -> how many of it are open.
+        pid: the process id.
+        rss_mib: the resident memory in MiB.
+        descriptors: the number of open file descriptors of each kind of file.
     """
 
     pid: int
@@ -39,14 +39,14 @@ class Size:
 
     @property
     def num_fds(self) -> int:
-        """Open file descriptors."""
+        """The number of open file descriptors."""
         return sum(self.descriptors.values())
 
 
 def roles(served: Served) -> dict[str, psutil.Process]:
-    """Role -> process: `supervisor`, `tritonserver`, `frontend`, `engine`, `NAME stub` ...
+    """Return the server's processes by role: `supervisor`, `tritonserver`, `NAME stub` and so on.
 
-    A pooling model's worker has its stub's name: `embedding worker`.
+    The worker of a pooling model is named after its model, such as `embedding worker`.
     """
     assert served.process is not None
     root = psutil.Process(served.process.pid)
@@ -81,7 +81,7 @@ def _role(words: list[str]) -> str:
 
 
 def sizes(served: Served) -> dict[str, Size]:
-    """Role -> what that process holds now."""
+    """Return the current memory and open files of each process, by role."""
     return dict(_sizes(served))
 
 
@@ -95,9 +95,9 @@ def _sizes(served: Served) -> Iterator[tuple[str, Size]]:
 
 
 def gauges(served: Served) -> dict[str, float]:
-    """Nereid's own metrics; nothing while the server does not answer.
+    """Return Nereid's metrics by name, or an empty dictionary if the server does not answer.
 
-    A number that is counted by how an answer ended has that behind its name:
+    The name of a metric with the label `finished_reason` contains the reason:
     `request_success_total stop`.
     """
     try:
@@ -113,7 +113,7 @@ def gauges(served: Served) -> dict[str, float]:
 
 
 def num_in_frontend(served: Served) -> int | None:
-    """Requests that the frontend has in work; None while it does not answer."""
+    """Return the number of requests in the frontend, or None if it does not answer."""
     url = f"http://127.0.0.1:{served.openai_port}/health/ready"
     try:
         with _DIRECT.open(url, timeout=10) as page:
@@ -123,10 +123,10 @@ def num_in_frontend(served: Served) -> int | None:
 
 
 def what_is_busy(served: Served) -> str | None:
-    """Which gauge is not 0, and what it says; None for a server at rest."""
+    """Return the gauges that must be 0 on an idle server but are not; None for an idle server."""
     found = gauges(served)
     if not found:
-        return "the metrics can't be read"
+        return "the metrics page cannot be read"
     busy = [f"{name} {found[name]:g}" for name in _BUSY if found.get(name)]
     in_frontend = num_in_frontend(served)
     if in_frontend != 0:
@@ -135,12 +135,12 @@ def what_is_busy(served: Served) -> str | None:
 
 
 def shared_memory(served: Served) -> list[str]:
-    """Names of the server's shared-memory files."""
+    """Return the names of the server's shared-memory files."""
     return [path.name for path in _shared_memory(served)]
 
 
 def shared_memory_mib(served: Served) -> float:
-    """Memory that these files take."""
+    """Return the memory that the server's shared-memory files use, in MiB."""
     sizes = (path.stat().st_blocks * 512 for path in _shared_memory(served))
     return sum(sizes) / 2**20
 
@@ -151,7 +151,7 @@ def _shared_memory(served: Served) -> list[Path]:
 
 
 def zombies(served: Served) -> list[str]:
-    """Descendants that have ended and that nobody has waited for."""
+    """Return the names and ids of the server's zombie processes."""
     assert served.process is not None
     found = []
     for process in psutil.Process(served.process.pid).children(recursive=True):
@@ -162,25 +162,27 @@ def zombies(served: Served) -> list[str]:
 
 
 def _descriptors(served: Served, process: psutil.Process) -> Counter[str]:
-    """Kind of file -> how many of it the process holds open."""
-    doors = {
-        served.http_port: "HTTP door",
-        served.grpc_port: "gRPC door",
-        served.metrics_port: "metrics",
+    """Return the number of open file descriptors of each kind of file."""
+    endpoints = {
+        served.http_port: "HTTP endpoint",
+        served.grpc_port: "gRPC endpoint",
+        served.metrics_port: "metrics endpoint",
         served.openai_port: "OpenAI API",
     }
-    sockets = {one.fd: _socket(one, doors) for one in process.net_connections("inet")}
+    sockets = {one.fd: _socket(one, endpoints) for one in process.net_connections("inet")}
     kinds = Counter[str]()
     for link in Path(f"/proc/{process.pid}/fd").iterdir():
-        with suppress(OSError):  # closed since
+        with suppress(OSError):  # the file was closed in the meantime
             kind = _NUMBER.sub("N", link.readlink().as_posix())
             kinds[sockets.get(int(link.name), kind)] += 1
     return kinds
 
 
-def _socket(connection: Any, doors: Mapping[int, str]) -> str:  # noqa: ANN401 - psutil's tuple
+def _socket(connection: Any, endpoints: Mapping[int, str]) -> str:  # noqa: ANN401 - psutil's tuple
     if not connection.raddr:
-        return f"listens: {doors.get(connection.laddr.port, 'another port')}"
-    if connection.laddr.port in doors:
-        return f"client of the {doors[connection.laddr.port]}, {connection.status}"
-    return f"to the {doors.get(connection.raddr.port, 'outside')}, {connection.status}"
+        endpoint = endpoints.get(connection.laddr.port, "another port")
+        return f"listening socket of the {endpoint}"
+    if connection.laddr.port in endpoints:
+        return f"client of the {endpoints[connection.laddr.port]}, {connection.status}"
+    endpoint = endpoints.get(connection.raddr.port, "another server")
+    return f"connection to the {endpoint}, {connection.status}"

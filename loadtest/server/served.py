@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole server for a test or a benchmark: `nereid serve` on free ports, stopped at the end."""
+"""A complete `nereid serve` on free ports for a test or a benchmark, stopped at the end."""
 
 import ctypes
 import os
@@ -15,15 +15,16 @@ from types import TracebackType
 from typing import Self
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_START_TIMEOUT_S = 480.0  # less than a test may take, so that its output is seen
+# The limit is shorter than the time limit of a test, so that a failure shows the server's output.
+_START_TIMEOUT_S = 480.0
 _PR_SET_PDEATHSIG = 1
-# Flags of a server with the chat model alone: it starts in half the time.
+# Flags of a server without embedding model and reranker, which starts in half the time.
 ALONE = ("--embedding-model=none", "--rerank-model=none")
 _LIBC = ctypes.CDLL(None)
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of 127.0.0.1 that nobody listened on a moment ago."""
+    """Return `count` TCP ports of 127.0.0.1 on which no process listened a moment ago."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [listener.getsockname()[1] for listener in sockets]
     for listener in sockets:
@@ -35,14 +36,14 @@ class Served:
     """`nereid serve` as a context manager.
 
     Args:
-        model: checkpoint; None serves the demo.
+        model: the folder of the checkpoint, or None for the demo.
         environment: NEREID_* settings.
-        arguments: more flags of `nereid serve`.
+        arguments: further flags of `nereid serve`.
 
     Attributes:
-        http_port, grpc_port, metrics_port, openai_port: where it listens on 127.0.0.1.
-        output: what it has printed so far.
-        process: the supervisor's process.
+        http_port, grpc_port, metrics_port, openai_port: the ports of the server on 127.0.0.1.
+        output: the text that the server has printed so far.
+        process: the process of the supervisor.
     """
 
     def __init__(
@@ -72,33 +73,33 @@ class Served:
 
     @property
     def output(self) -> str:
-        """Everything printed so far."""
+        """The text that the server has printed so far."""
         return self._log.read_text(encoding="utf-8")
 
     @property
     def server_log(self) -> str:
-        """What the Triton server and the frontend have written so far."""
+        """The text that the Triton server and the frontend have written to the log file so far."""
         return self._server_log.read_text(encoding="utf-8", errors="replace")
 
     @property
     def openai_url(self) -> str:
-        """Base URL of the OpenAI API."""
+        """The base URL of the OpenAI API."""
         return f"http://127.0.0.1:{self.openai_port}/v1"
 
     @property
     def http_url(self) -> str:
-        """Base URL of the Triton server's HTTP door."""
+        """The base URL of the Triton server's HTTP endpoint."""
         return f"http://127.0.0.1:{self.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        """Address of the Triton server's gRPC door."""
+        """The address of the Triton server's gRPC endpoint."""
         return f"127.0.0.1:{self.grpc_port}"
 
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:  # a test's time may be over meanwhile
+        except BaseException:  # also if a test is interrupted by its time limit
             self.stop()
             self._remove_logs()
             raise
@@ -119,15 +120,15 @@ class Served:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while "nereid: ready" not in self.output:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"nereid serve did not become ready:\n{self._last_words()}")
+                raise RuntimeError(f"nereid serve did not become ready:\n{self._final_output()}")
             time.sleep(0.1)
 
-    def _last_words(self) -> str:
+    def _final_output(self) -> str:
         self.stop()
         return self.output
 
     def stop(self) -> int:
-        """Ask it to stop as a service manager would; its exit code."""
+        """Stop the server with SIGTERM, as a service manager does, and return its exit code."""
         if self.process is None:
             return 0
         if self.process.poll() is None:
@@ -149,5 +150,5 @@ class Served:
 
 
 def _end_with_parent() -> None:
-    """In the child: a test or a benchmark that is killed takes its server along."""
+    """Make the kernel send SIGTERM to this process when its parent ends or is killed."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

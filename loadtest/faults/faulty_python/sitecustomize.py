@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes forward passes fail on demand, in processes that start with this folder on PYTHONPATH.
+"""Make forward passes fail on demand, in processes that start with this folder on PYTHONPATH.
 
-Python imports a module of this name by itself when it starts. In engine and worker processes, and
-in no others, it wraps the first thing that every forward pass does (looking tokens up in an
-embedding) and what grammars do. The product has no part in it. What fails is what lies in the
-folder FAULT_FOLDER:
+Python imports a module with this name when it starts. In engine and worker processes, the module
+wraps two functions: the embedding lookup, with which every forward pass starts, and functions of
+the grammar library. The product contains no code for this purpose. A file in the folder
+FAULT_FOLDER selects the failure:
 
-    engine, worker     a file for the process of this role, with one line:
-                       "oom N"      the next N forward passes find no memory
-                       "cuda N"     ... end with an error as CUDA gives it, and so do all later ones
-                                    of that process, as on a device that is lost
-                       "hang N"     ... never end
-                       "nan TOKEN"  that token's vector is not a number, while the file is there
-                       "mask N"     the next N masks of grammars can't be filled
-                       "grammar N"  the next N tokens can't be taken by their grammar
+    engine, worker     a file for the process with this role. It contains one line:
+                       "oom N"      the next N forward passes run out of memory
+                       "cuda N"     the next N forward passes, and all later ones of the process,
+                                    raise an error like CUDA's for a lost device
+                       "hang N"     the next N forward passes never end
+                       "nan TOKEN"  the vector of this token is NaN while the file exists
+                       "mask N"     the next N token masks of grammars raise an error
+                       "grammar N"  the next N tokens are not accepted by their grammar
 """
 
 import importlib.machinery
@@ -33,7 +33,10 @@ _LOCK = threading.Lock()
 
 
 def _take(path: Path, kinds: tuple[str, ...]) -> tuple[str, int] | None:
-    """What is to happen now; counts down what happens so many times."""
+    """Return the kind and number of the failure to cause now, and decrement its count in the file.
+
+    Return None if the file does not exist or contains another kind than `kinds`.
+    """
     if not path.exists():
         return None
     with _LOCK:
@@ -100,7 +103,7 @@ _PATCHES: dict[str, Callable[[Any, Path], None]] = {
 
 
 class _Patcher:
-    """Changes modules right behind their import."""
+    """An import hook that changes modules right after their import."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -111,7 +114,7 @@ class _Patcher:
         path: Any = None,  # noqa: ANN401 - the import system's
         target: Any = None,  # noqa: ANN401, ARG002 - the import system's
     ) -> importlib.machinery.ModuleSpec | None:
-        """A module's own spec, with the patch behind its code."""
+        """Return the module's own spec, extended so that the patch runs after the module's code."""
         patch = _PATCHES.get(name)
         spec = None if patch is None else importlib.machinery.PathFinder.find_spec(name, path)
         if patch is None or spec is None or spec.loader is None:

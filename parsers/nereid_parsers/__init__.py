@@ -58,12 +58,12 @@ __all__ = [
     "parse",
 ]
 
-# These names import jinja2, which parsing does not need. They are imported at the first access.
+# These names need jinja2, which the parsers do not need. Each is imported at the first access.
 _LAZY_NAMES = {"analyze_template", "TemplateAnalysis"}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # Python defines this signature
-    """Import one of the names that are imported at the first access."""
+    """Import one of the names that are imported only when they are used."""
     if name in _LAZY_NAMES:
         from nereid_parsers import template
 

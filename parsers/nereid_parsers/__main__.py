@@ -38,24 +38,29 @@ _RESET_COLOUR = "\x1b[0m"
 
 
 class Printer:
-    """Writes lines, with colours if the output is a terminal or colours are demanded."""
+    """Writes lines of text, with colours on a terminal or on demand."""
 
     def __init__(self, out: TextIO, colour: str) -> None:
-        """Create a printer. `colour` is "always", "never" or "auto" (only on a terminal)."""
+        """Create a printer.
+
+        Args:
+            out: The file to which the lines are written.
+            colour: "always", "never" or "auto" (colours only if `out` is a terminal).
+        """
         self._out = out
         self._has_colour = colour == "always" or (colour == "auto" and out.isatty())
 
     def coloured(self, kind: str, text: str) -> str:
-        """Return `text` in the colour of its kind, one of the keys of `_COLOURS`."""
+        """Return `text` in the colour of `kind`, which is one of the keys of `_COLOURS`."""
         return f"{_COLOURS[kind]}{text}{_RESET_COLOUR}" if self._has_colour else text
 
     def line(self, text: str = "") -> None:
-        """Write one line."""
+        """Write one line of text."""
         self._out.write(text + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, or 2 after an error.
+    """Run the command line and return the exit status: 0, or 2 after an error.
 
     Args:
         arguments: The arguments, without the name of the program. None means the arguments of this
@@ -70,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _create_argument_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the argument parser of the command line."""
     arguments = argparse.ArgumentParser(prog="python -m nereid_parsers", description=__doc__)
     commands = arguments.add_subparsers(required=True, metavar="COMMAND")
 
@@ -130,7 +135,8 @@ def _run_parse(options: argparse.Namespace) -> int:
     """Parse a transcript, print the result, and return the exit status."""
     if options.stream is not None and options.stream < 1:
         raise ValueError(
-            f"--stream must be at least 1 (the characters of a piece), but is {options.stream}"
+            "--stream is the number of characters in each piece. It must be at least 1, but is "
+            f"{options.stream}."
         )
     printer = Printer(sys.stdout, options.colour)
     tools: Any = json.loads(_read(options.tools)) if options.tools else None
@@ -157,7 +163,7 @@ def _run_parse(options: argparse.Namespace) -> int:
 
 
 def _format_by_name(name: str) -> Format:
-    """Return the format for a name, or for two names such as `qwen3+hermes`."""
+    """Return the format with the given name. A name such as `qwen3+hermes` combines two formats."""
     reasoning, plus, tools = name.partition("+")
     return get_format(reasoning=reasoning, tools=tools) if plus else get_format(name)
 
@@ -197,7 +203,7 @@ def _print_events(printer: Printer, events: list[Event]) -> None:
 
 
 def _print_message(printer: Printer, message: Message) -> None:
-    """Print the parts of a message, one line each."""
+    """Print the parts of a message, each on its own line."""
     if message.reasoning is not None:
         printer.line(printer.coloured("reasoning", f"reasoning  {message.reasoning!r}"))
     if message.content is not None:

@@ -1,14 +1,15 @@
-"""Builds the structural tag that constrains decoding (xgrammar 0.2.8) for a format and a request.
+"""Builds the structural tag (xgrammar 0.2.8) that constrains the decoding of one response.
 
-The result has the form `{"type": "structural_tag", "format": ...}`. It describes the whole output
-after the prompt: reasoning is free text up to its closing marker, and then come content, calls or
-JSON, written as the format declares them. Three details need care:
+The structural tag has the form `{"type": "structural_tag", "format": ...}` and describes the whole
+output after the prompt. The reasoning is free text up to its closing marker. Content, tool calls or
+JSON follow the reasoning, as the format declares them. Three details are important:
 
-- White space inside JSON is limited to one character, because sampling could otherwise continue
-  with white space for ever.
-- The tag contains no end-of-turn tokens. The engine must have them among its stop token ids.
-- xgrammar accepts some schema keywords without enforcing them. They raise an error if the request
-  is strict.
+- White space inside JSON is limited to one character. Without this limit, the model could generate
+  white space without end.
+- The structural tag contains no end-of-turn tokens. The engine must have the ids of these tokens
+  among its stop token ids.
+- xgrammar accepts some schema keywords without enforcing them. Such keywords raise an error if the
+  request is strict.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import Slot, pattern
 from nereid_parsers.tool_declarations import JsonArguments, JsonArray, PythonCalls, ToolSection
 
-# Text that cannot be the start of an array of calls.
+# Matches a character that cannot start an array of tool calls.
 _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The constraints that a request places on the output, after validation.
+    """The validated constraints that a request places on the output.
 
     Attributes:
-        tools: The tools that the model may call, in the request's order.
-        must_call: Whether at least one call is required.
-        is_single: Whether at most one call is allowed.
-        answer: The node that the content must match, or None for free text.
+        tools: The tools that the model may call, in the order of the request.
+        must_call: Whether the model must make at least one tool call.
+        is_single: Whether the model may make at most one tool call.
+        answer: The structural-tag node that the content must match, or None for free text.
     """
 
     tools: tuple[ToolSchema, ...] = ()
@@ -88,7 +89,7 @@ class Request:
                 raise ConstraintError(f"tool_choice: no tool is called {sorted(missing)[0]!r}")
             allowed = tuple(tool for tool in allowed if tool.name in names)
         if mode == "required" and not allowed:
-            raise ConstraintError("tool_choice: a call is required, but tools is empty")
+            raise ConstraintError("tool_choice: a tool call is required, but tools is empty")
         if mode == "none":
             allowed = ()
         is_named = isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
@@ -110,13 +111,13 @@ class Request:
 def _parse_tool_choice(
     choice: str | Mapping[str, Any] | None, has_tools: bool
 ) -> tuple[str, frozenset[str] | None]:
-    """Return the mode (auto, required or none) and the names of the tools that may be called.
+    """Return the mode (auto, required or none) and the names of the tools that the model may call.
 
-    The names are None if all tools may be called. Example:
+    The names are None if the model may call all tools. Example:
     `{"type": "function", "function": {"name": "f"}}` gives `("required", {"f"})`.
 
     Raises:
-        ConstraintError: The choice has none of OpenAI's forms.
+        ConstraintError: The value is not a `tool_choice` of the OpenAI API.
     """
     if choice is None:
         return ("auto" if has_tools else "none"), None
@@ -132,18 +133,24 @@ def _parse_tool_choice(
         mode = allowed.get("mode", "auto")
         if mode not in ("auto", "required"):
             raise ConstraintError(
-                f"tool_choice: allowed_tools.mode {mode!r} is not auto or required"
+                f"tool_choice: allowed_tools.mode must be auto or required, but is {mode!r}"
             )
         return mode, frozenset(_function_name(tool) for tool in allowed.get("tools", ()))
-    raise ConstraintError(f"tool_choice: type {kind!r} is not function or allowed_tools")
+    raise ConstraintError(f"tool_choice: type must be function or allowed_tools, but is {kind!r}")
 
 
 def _function_name(choice: Mapping[str, Any]) -> str:
-    """Return the name in `{"function": {"name": ..}}` or `{"name": ..}`."""
+    """Return the function's name from `{"function": {"name": ..}}` or `{"name": ..}`.
+
+    Raises:
+        ConstraintError: The object contains no name.
+    """
     function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise ConstraintError(f"tool_choice: {dict(choice)!r} names no function")
+        raise ConstraintError(
+            f"tool_choice: {dict(choice)!r} names no function. Set function.name."
+        )
     return name
 
 
@@ -160,11 +167,11 @@ def structural_tag(
         fmt: The format of the output.
         request: The constraints of the request.
         stage: The stage in which the output starts.
-        may_reason: Whether the model may still open the reasoning itself.
-        skip_reasoning: Whether the tag describes only the text after the reasoning.
+        may_reason: Whether the model itself may still open the reasoning.
+        skip_reasoning: Whether the structural tag describes only the text after the reasoning.
 
     Raises:
-        ConstraintError: The format cannot express what the request demands.
+        ConstraintError: No structural tag of this format expresses the request.
     """
     if request.is_unconstrained:
         return None
@@ -187,26 +194,27 @@ def structural_tag(
 
 
 def _wrap(node: Node) -> dict[str, Any]:
-    """Return the structural tag that contains `node`."""
+    """Return a complete structural tag that contains `node`."""
     return {"type": "structural_tag", "format": node}
 
 
 def _no_end_marker(fmt: FormatData) -> ConstraintError:
-    """Return the error for output that starts inside reasoning without a closing marker."""
+    """Return the error for output that starts inside reasoning that no marker can close."""
     return ConstraintError(
-        f"The format {fmt.name!r} has no end marker for the reasoning, in which the output starts"
+        f"The output starts inside the reasoning, but the format {fmt.name!r} has no end marker "
+        "for the reasoning"
     )
 
 
 def gate_of(fmt: FormatData, stage: Stage, has_reasoned: bool) -> ReasoningGate | None:
-    """Return the markers and the state of the reasoning after a prompt.
+    """Return the markers of the reasoning and the state of the reasoning after a prompt.
 
-    The result is None if the format has no reasoning, or no marker that closes it.
+    Return None if the format has no reasoning, or no marker that closes the reasoning.
 
     Args:
         fmt: The format of the output.
         stage: The stage in which the output starts.
-        has_reasoned: Whether the prompt contains closed reasoning.
+        has_reasoned: Whether the prompt contains reasoning that has been closed.
     """
     layout = fmt.layout
     if isinstance(layout, Messages):
@@ -230,10 +238,10 @@ def gate_of(fmt: FormatData, stage: Stage, has_reasoned: bool) -> ReasoningGate 
 def _reasoning_nodes(
     part: Reasoning, ends: tuple[str, ...], stage: Stage, may_reason: bool
 ) -> list[Node]:
-    """Return the nodes for the reasoning, its closing marker and the white space after it.
+    """Return the structural-tag nodes for the reasoning, its markers and white space.
 
-    Example of matching text: `<think>Let me see.</think>`, without the opening marker if `stage` is
-    REASONING.
+    Example of matching text: `<think>Let me see.</think>`. If `stage` is REASONING, the opening
+    marker is omitted.
     """
     close = part.close.strip()
     text = any_text((*part.also_close, *part.interrupted_by, *ends))
@@ -243,16 +251,20 @@ def _reasoning_nodes(
         return []
     options = [{"type": "tag", "begin": part.open.strip(), "content": text, "end": close}]
     if part.opener is Opener.MODEL:
-        # Some models write the closing marker at once, without the opening marker.
+        # Some models skip the reasoning and write only the closing marker.
         options.append(const(close))
     return [optional(sequence(BLANKS, one_of(*options), BLANKS))]
 
 
 def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
-    """Return the node for everything after the reasoning."""
+    """Return the structural-tag node for the whole text after the reasoning.
+
+    Raises:
+        ConstraintError: The request requires tool calls, but the format has none.
+    """
     content = _content_node(layout, request)
     if not request.tools:
-        assert content is not None  # otherwise the request would be unconstrained
+        assert content is not None  # Otherwise the request would be unconstrained.
         return content
     if layout.tools is None:
         raise ConstraintError(
@@ -264,23 +276,26 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
     if not request.must_call:
         assert content is not None
         return one_of(calls, content)
-    # Templates differ in the white space around calls, and so do models.
+    # Templates and models write different white space around tool calls.
     empty_content = _empty_content_nodes(layout.content)
     return sequence(*empty_content, BLANKS, without_outer_blanks(calls), BLANKS)
 
 
 def _content_node(layout: Sections, request: Request) -> Node | None:
-    """Return the node for the requested content with its markers, or None for free text."""
+    """Return the structural-tag node for the requested content and its markers.
+
+    Return None if the content is free text.
+    """
     if request.answer is None or layout.content is None:
         return request.answer
     return sequence(const(layout.content.open), request.answer, const(layout.content.close))
 
 
 def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
-    """Return the nodes for empty content, which some templates write before the calls.
+    """Return the structural-tag nodes for empty content before tool calls.
 
-    Example of matching text: `<response></response>`. The opening marker is optional, because the
-    prompt may contain it.
+    Some templates write such empty content. Example of matching text: `<response></response>`. The
+    opening marker is optional, because the prompt may contain it.
     """
     if wrapper is None or not wrapper.open.strip():
         return []
@@ -292,14 +307,15 @@ def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
 
 
 def _text_with_calls(tools: ToolSection, request: Request) -> Node:
-    """Return the node for free text that may contain valid calls.
+    """Return the structural-tag node for free text in which all tool calls are valid.
 
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
     """
     first = tools.calls[0]
     accepts_all_tools = isinstance(first.body, JsonArray | PythonCalls)
     if accepts_all_tools and not (tools.opens or first.trigger):
-        # Any text may contain a bracket, so a bracket starts calls only at the start of the output.
+        # Any text may contain brackets. A bracket starts tool calls only at the start of the
+        # output.
         text = sequence(_NO_BRACKET, any_text())
         return one_of(section_node(tools, request.tools, request.is_single), text)
     if tools.opens:
@@ -311,7 +327,7 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
     return {
         "type": "triggered_tags",
         "triggers": [trigger_of(tools)],
-        # xgrammar requires that the begin of each tag starts with a trigger.
+        # xgrammar requires that the `begin` text of each tag starts with a trigger.
         "tags": [{**node, "begin": node["begin"].lstrip()} for node in tags],
         "stop_after_first": request.is_single,
     }
@@ -321,19 +337,19 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
 
 
 def _first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the first route of a stage, which is the one that a constraint writes."""
+    """Return the first route of a stage, or None. Constrained output uses this route."""
     return next((route for route in layout.routes if route.stage is stage), None)
 
 
 def _header_text(layout: Messages, route: Route, name: str = "") -> str:
-    """Return the header of a message, with the marker after it.
+    """Return the text of a message header, including the text between header and body.
 
     Example: `"<|channel|>final<|message|>"`.
 
     Args:
         layout: The layout of the format.
         route: The route of the message.
-        name: The name of the function, for a message that is a call.
+        name: The name of the function, if the message is a tool call.
 
     Raises:
         ConstraintError: The header has a field whose text is not known.
@@ -342,18 +358,18 @@ def _header_text(layout: Messages, route: Route, name: str = "") -> str:
     for part in pattern(route.form):
         if isinstance(part, Slot) and part.field != "name":
             raise ConstraintError(
-                f"The header {route.header!r} cannot be constrained, because the text of the field "
-                f"{part.field} is not known. Declare it with Route.written."
+                f"The message header {route.header!r} cannot be constrained, because the text of "
+                f"its field {part.field} is not known. Declare the header's text in Route.written."
             )
         text += name if isinstance(part, Slot) else part
     return text + layout.header_end
 
 
 def _all_messages(fmt: FormatData, layout: Messages, request: Request, stage: Stage) -> Node:
-    """Return the node for output that starts in a header or inside a reasoning message.
+    """Return the structural-tag node for output that starts in a header or in a reasoning message.
 
     Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, followed
-    by the call or the answer.
+    by the header of a tool call or of the answer.
     """
     end = layout.ends[0] if layout.ends else ""
     reasoning_route = _first_route(layout, Stage.REASONING)
@@ -373,7 +389,11 @@ def _all_messages(fmt: FormatData, layout: Messages, request: Request, stage: St
 
 
 def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
-    """Return the node for output that starts in the header of a call or of the answer."""
+    """Return the structural-tag node for the tool calls or the answer, from the header on.
+
+    Raises:
+        ConstraintError: The request allows an answer, but the format has no message for content.
+    """
     options: list[Node] = []
     if request.tools:
         options.append(_call_messages(fmt, layout, request))
@@ -381,7 +401,8 @@ def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node
         content_route = _first_route(layout, Stage.CONTENT)
         if content_route is None:
             raise ConstraintError(
-                f"The format {fmt.name!r} has no answer, because no message contains content"
+                f"The format {fmt.name!r} cannot express an answer, because no message contains "
+                "content. Use a format that declares a route for the content."
             )
         text = any_text() if request.answer is None else request.answer
         options.append(sequence(const(_header_text(layout, content_route)), text))
@@ -389,17 +410,20 @@ def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node
 
 
 def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
-    """Return the node for one or more messages that are calls.
+    """Return the structural-tag node for one or more messages that are tool calls.
 
     Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`.
+
+    Raises:
+        ConstraintError: The format has no messages that are tool calls.
     """
     routes = [route for route in layout.routes if route.stage is Stage.CALLS]
     if not routes or not isinstance(layout.body, JsonArguments):
         raise ConstraintError(
-            f"The format {fmt.name!r} has tool calls inside content messages, which cannot be "
-            "constrained"
+            f"The tool calls of the format {fmt.name!r} cannot be constrained, because the format "
+            "writes tool calls inside content messages"
         )
-    # Models write the header of the first route. Other headers are allowed if their text is known.
+    # The first route is the usual header. Other headers are allowed if their text is declared.
     written_routes = [routes[0], *(route for route in routes[1:] if route.written)]
     calls = [
         sequence(
@@ -410,6 +434,6 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     ]
     call = one_of(*calls)
     if request.is_single or layout.call_end:
-        return call  # The marker that ends a call also ends the turn.
+        return call  # The marker after the tool call also ends the turn.
     further_calls = {"type": "star", "content": sequence(const(layout.start), call)}
     return sequence(call, further_calls)

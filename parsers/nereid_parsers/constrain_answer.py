@@ -1,4 +1,4 @@
-"""Builds the structural-tag node that the content of an answer has to match."""
+"""Builds the structural-tag node that the content of an answer must match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The node types of xgrammar 0.2.8, and the keys of a node of this type that contain other nodes.
+# The node types of xgrammar 0.2.8, and the keys under which a node contains other nodes.
 _NODE_TYPES: dict[str, tuple[str, ...]] = {
     "const_string": (), "json_schema": (), "any_text": (), "token": (), "exclude_token": (),
     "any_tokens": (), "grammar": (), "regex": (), "qwen_xml_parameter": (),
@@ -22,21 +22,22 @@ _NODE_TYPES: dict[str, tuple[str, ...]] = {
     "star": ("content",), "repeat": ("content",), "dispatch": ("rules",),
     "token_dispatch": ("rules",),
 }  # fmt: skip
-# The two kinds of keys that are checked. The value is one node, or a list of nodes.
+# The value of the first key is one node. The value of each other key is a list of nodes.
 _NODE_KEYS = ("content",)
 _NODE_LIST_KEYS = ("elements", "tags")
 
 
 def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
-    """Return the node that the content must match, or None if the content is free text.
+    """Return the structural-tag node that the content must match, or None for free text.
 
-    Example: `{"type": "regex", "pattern": "[0-9]+"}` gives the same node, and
+    Examples: `{"type": "regex", "pattern": "[0-9]+"}` is returned unchanged, and
     `{"type": "choice", "choice": ["a"]}` gives `{"type": "const_string", "value": "a"}`.
 
     Args:
-        response_format: The OpenAI field, or an object of the type structural_tag (in xgrammar's
-            form, or in the older form with structures and triggers), regex (with the key
-            `pattern`), grammar (`grammar`, in EBNF) or choice (`choice`, a list of strings).
+        response_format: The OpenAI field, or an object of one of these types: structural_tag (in
+            xgrammar's form, or in the older form with structures and triggers), regex (with the key
+            `pattern`), grammar (with the key `grammar`, in EBNF) or choice (with the key `choice`,
+            a list of strings).
 
     Raises:
         ConstraintError: The object has none of these forms. The message names the field.
@@ -59,18 +60,18 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
     if kind == "choice":
         return _choice_node(response_format.get("choice"))
     raise ConstraintError(
-        f"response_format: type {kind!r} is not text, json_object, json_schema, structural_tag, "
-        "regex, grammar or choice"
+        f"response_format: type {kind!r} is not one of text, json_object, json_schema, "
+        "structural_tag, regex, grammar and choice"
     )
 
 
 def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa: ANN401  # JSON
-    """Log the keywords of `schema` that a constraint does not enforce.
+    """Log the keywords of `schema` that constrained decoding does not enforce.
 
     Args:
         schema: The JSON schema.
-        is_strict: Whether the request demands that the schema is enforced.
-        field: The field of the request that contains the schema, for messages.
+        is_strict: Whether the request demands that the whole schema is enforced.
+        field: The field of the request that contains the schema. Messages start with this text.
 
     Raises:
         ConstraintError: `is_strict` is true and the schema has such keywords.
@@ -87,7 +88,7 @@ def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa
 
 
 def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
-    """Return the node for a response format of the type json_schema."""
+    """Return the structural-tag node for a response format of type json_schema."""
     spec = response_format.get("json_schema", response_format)
     if not isinstance(spec, Mapping):
         raise ConstraintError(
@@ -104,12 +105,12 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _shorten(value: object) -> str:
-    """Return the representation of a value for an error message, at most 80 characters of it."""
+    """Return the representation of a value for an error message, cut to 80 characters."""
     return f"{value!r:.80}"
 
 
 def _required_text(response_format: Mapping[str, Any], key: str) -> str:
-    """Return the text under `key`. Raise ConstraintError if it is missing or empty."""
+    """Return the text under `key`. Raise ConstraintError if the text is missing or empty."""
     value = response_format.get(key)
     if not isinstance(value, str) or not value:
         raise ConstraintError(
@@ -119,7 +120,7 @@ def _required_text(response_format: Mapping[str, Any], key: str) -> str:
 
 
 def _choice_node(choices: object) -> Node:
-    """Return the node that matches exactly one of the strings in `choices`."""
+    """Return the structural-tag node that matches exactly one of the strings in `choices`."""
     if not isinstance(choices, list) or not choices:
         raise ConstraintError("response_format: choice must be a list of at least one string")
     for number, choice in enumerate(choices):
@@ -132,7 +133,7 @@ def _choice_node(choices: object) -> Node:
 
 
 def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
-    """Return the node of a response format of the type structural_tag, in either of two forms."""
+    """Return the node of a response format of type structural_tag. Two forms are accepted."""
     if "structures" in response_format or "triggers" in response_format:
         return _legacy_tag_node(response_format)
     node = response_format.get("format")
@@ -142,7 +143,7 @@ def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _check_node(node: object, path: str) -> None:
-    """Raise ConstraintError unless `node` and the nodes inside it have types that xgrammar has."""
+    """Raise ConstraintError if xgrammar does not support `node` or a node inside it."""
     kind = node.get("type") if isinstance(node, Mapping) else None
     if not isinstance(node, Mapping) or not isinstance(kind, str):
         raise ConstraintError(
@@ -166,10 +167,10 @@ def _check_node(node: object, path: str) -> None:
 
 
 def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
-    """Convert a structural tag from the older form to the current form.
+    """Convert a structural tag from the older form to a node of the current form.
 
     Example: `{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}`
-    gives a node of the type `triggered_tags` with one tag.
+    gives a node of type `triggered_tags` with one tag.
     """
     triggers = response_format.get("triggers")
     structures = response_format.get("structures")
@@ -204,5 +205,5 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _is_text(value: object) -> bool:
-    """Return whether a value is a string of at least one character."""
+    """Return whether `value` is a string of at least one character."""
     return isinstance(value, str) and bool(value)

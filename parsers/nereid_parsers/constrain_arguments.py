@@ -1,4 +1,4 @@
-"""Builds structural-tag nodes for arguments that are not written as JSON."""
+"""Builds the structural-tag nodes for arguments that are not written as one JSON object."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from nereid_parsers.tool_declarations import (
 _NESTED_MARK = "]<]minimax[>["
 _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
-# Keywords of a string's schema that a Python string in single quotes would evade.
+# The regex for Python strings in single quotes cannot enforce these keywords of a schema.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# Up to this number of optional arguments, any of them may be the first that is written.
+# Without required arguments, only this number of optional arguments can be the first argument.
 _MAX_FREE_STARTS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A tool of the request: its name and the JSON schema of its parameters."""
+    """One tool of the request: its name and the JSON schema of its parameters."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -52,12 +52,12 @@ class ToolSchema:
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
-            raise ConstraintError(f"tools: the tool {dict(tool)!r} has no name")
+            raise ConstraintError(f"tools: the tool {dict(tool)!r} has no name. Set function.name.")
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         return cls(name, parameters, bool(function.get("strict") or tool.get("strict")))
 
     def argument(self, key: str) -> Mapping[str, Any]:
-        """Return the schema of argument `key`, with the definitions that it may refer to."""
+        """Return the JSON schema of the argument `key`, with the definitions that it refers to."""
         schema = self.parameters["properties"][key]
         definitions = {
             keyword: self.parameters[keyword]
@@ -68,7 +68,7 @@ class ToolSchema:
 
     @property
     def keys(self) -> tuple[list[str], list[str]]:
-        """The names of the required and of the optional arguments, in the schema's order."""
+        """The names of the required and the optional arguments, in the schema's order."""
         properties = self.parameters.get("properties")
         names = list(properties) if isinstance(properties, Mapping) else []
         listed = self.parameters.get("required")
@@ -80,13 +80,13 @@ class ToolSchema:
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
-    """Return the node for a pattern whose fields have one or more possible values.
+    """Return the structural-tag node for a pattern whose fields have one or more possible values.
 
     Example: `pattern_node("<parameter={key}>", {"key": ["city"]})` gives
     `const("<parameter=city>")`.
 
     Raises:
-        ConstraintError: `values` lacks a field of the pattern.
+        ConstraintError: `values` contains no values for a field of the pattern.
     """
     nodes: list[Node] = []
     for part in pattern(text):
@@ -106,7 +106,7 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
 
 
 def tagged_arguments(part: TaggedArguments, tool: ToolSchema) -> Node:
-    """Return the node for all tagged arguments of a call, in the schema's order.
+    """Return the node for all tagged arguments of a tool call, in the schema's order.
 
     Example of matching text: `<parameter=city>Paris</parameter><parameter=days>3</parameter>`.
     """
@@ -125,7 +125,7 @@ def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) ->
 
 
 def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the node for a tagged value that may be a string, and so may be any text.
+    """Return the node for a tagged value that may be a string, and therefore any text.
 
     Example of matching text: `<parameter=city>Paris</parameter>`.
     """
@@ -134,8 +134,8 @@ def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> 
     choices = schema.get("enum")
     if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
         return sequence(opening, one_of(*map(const, choices)), const(part.close))
-    # A string may also be written in a spelling without quoting, such as `<p>` next to
-    # `<p><![CDATA[`. Its opening is the beginning of the first spelling's opening.
+    # The spelling of a string may have no quotes, such as `<p>` next to
+    # `<p><![CDATA[`. Such an opening is a prefix of the opening in the first spelling.
     is_constant = opening["type"] == "const_string" and bool(opening["value"])
     shorter = [other for other in part.also if is_constant and part.open.startswith(other.open)]
     options = [
@@ -148,13 +148,15 @@ def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> 
 def _tagged_json(
     part: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
 ) -> Node:
-    """Return the node for a tagged value that cannot be a string: `<parameter=days>3</parameter>`.
+    """Return the node for a tagged value that cannot be a string.
 
-    A boolean or null may also be written as in Python (True, False, None).
+    A boolean or null may also be written as in Python (True, False, None). Example of matching
+    text: `<parameter=days>3</parameter>`.
     """
     type_names = sorted(types or {"object"})
     if "number" not in type_names:
-        type_names.append("number")  # Some templates write "number" for every type but string.
+        # Some templates declare the type "number" for every value that is not a string.
+        type_names.append("number")
     values = {"key": [key], "string": ["false"], "type": type_names}
     python_words: list[str] = []
     if "enum" not in schema and "const" not in schema:
@@ -169,10 +171,11 @@ def _tagged_json(
 
 
 def _text_until(opening: Node, close: str) -> Node:
-    r"""Return the node for `opening`, free text and `close`.
+    r"""Return the node for `opening`, followed by free text and `close`.
 
-    The free text ends at the marker without its white space, because the parser ends the value
-    there. Example: for the close `"\n</p>\n"`, the text ends at `</p>`, and `"\n"` follows.
+    The free text ends before the visible part of `close`, because the parser ends the value there.
+    Example: with the closing text `"\n</p>\n"`, the free text ends at `</p>`, and `"\n"` follows
+    the marker.
     """
     marker = close.strip()
     begin = opening["value"] if opening["type"] == "const_string" else ""
@@ -185,21 +188,21 @@ def _text_until(opening: Node, close: str) -> Node:
 
 
 def nested_arguments(part: NestedTags, tool: ToolSchema) -> Node:
-    """Return the node for arguments written as nested elements.
+    """Return the node for arguments that are written as nested elements.
 
     Raises:
-        ConstraintError: xgrammar has no style for the mark before the tags.
+        ConstraintError: xgrammar does not support the mark before the tags.
     """
     if part.mark != _NESTED_MARK:
         raise ConstraintError(
-            f"nested elements with the mark {part.mark!r} cannot be constrained; xgrammar supports "
-            f"only the mark {_NESTED_MARK!r}"
+            f"Nested elements with the mark {part.mark!r} cannot be constrained, because xgrammar "
+            f"supports only the mark {_NESTED_MARK!r}"
         )
     return {**json_schema(tool.parameters), "style": _NESTED_STYLE}
 
 
 def python_call(part: PythonCalls, tool: ToolSchema) -> Node:
-    """Return the node for one call in Python syntax, for example `f(city="Paris", days=3)`."""
+    """Return the node for one tool call in Python syntax, for example `f(city="Paris", days=3)`."""
     required, optional_keys = tool.keys
     arguments = _comma_separated(
         [_python_argument(key, tool) for key in required],
@@ -217,8 +220,8 @@ def _python_argument(key: str, tool: ToolSchema) -> Node:
 def _python_value(schema: Mapping[str, Any]) -> Node:
     """Return the node for a Python literal.
 
-    Inside a list or a dict, xgrammar writes true, false and null as in JSON. The parser accepts
-    these words too.
+    Inside a list or a dict, constrained output contains the JSON words true, false and null. The
+    parser accepts these words too.
     """
     types = json_types_of(schema, schema)
     if types == frozenset({"boolean"}):
@@ -232,7 +235,7 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
 
 
 def bare_key_arguments(part: BareKeyArguments, tool: ToolSchema) -> Node:
-    """Return the node for an object with bare keys, for example `{city:<q>Paris<q>,days:3}`."""
+    """Return the node for an object with unquoted keys, for example `{city:<q>Paris<q>,days:3}`."""
     required, optional_keys = tool.keys
     members = _comma_separated(
         [_bare_key_member(part, key, tool) for key in required],
@@ -243,12 +246,15 @@ def bare_key_arguments(part: BareKeyArguments, tool: ToolSchema) -> Node:
 
 
 def _bare_key_member(part: BareKeyArguments, key: str, tool: ToolSchema) -> Node:
-    """Return the node for one member of an object with bare keys, for example `days:3`."""
+    """Return the node for one member of an object with unquoted keys, for example `days:3`."""
     return sequence(const(f"{key}:"), _bare_key_value(part, tool.argument(key)))
 
 
 def _bare_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
-    """Return the node for a value in an object with bare keys, for example `[<q>a<q>,<q>b<q>]`."""
+    """Return the node for a value in an object with unquoted keys.
+
+    Example of matching text: `[<q>a<q>,<q>b<q>]`.
+    """
     types = json_types_of(schema, schema)
     choices = schema.get("enum")
     if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
@@ -265,10 +271,10 @@ def _bare_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
 
 
 def _comma_separated(required: list[Node], others: list[Node], separator: Node) -> Node:
-    """Return the node for all required members and any of the others, in their order.
+    """Return the node for a list of members. Optional members may be omitted.
 
-    Example: for the required member a and the others b and c, the matching texts are `a`, `a,b`,
-    `a,c` and `a,b,c`. Without a required member, `b,c`, `b`, `c` and the empty text match.
+    Example: for the required member a and the optional members b and c, the matching texts are `a`,
+    `a,b`, `a,c` and `a,b,c`. Without a required member, `b,c`, `b`, `c` and the empty text match.
     """
     if required:
         nodes = [required[0]]

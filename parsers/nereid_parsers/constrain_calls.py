@@ -1,4 +1,4 @@
-"""Builds structural-tag nodes for tool calls from their declarations."""
+"""Builds the structural-tag nodes for tool calls from the declarations of the tool calls."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# The regular expressions for the fields of a call's head.
+# The regular expressions for the fields of a tool call's head.
 _HEAD_FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
 _ID_PLACEHOLDER = '"{id}"'
 _NAME_PLACEHOLDER = "{name}"
 _QUOTED_ID: Node = {"type": "regex", "pattern": '"[a-zA-Z0-9_.:-]{1,40}"'}
-# White space inside an array: arrays are written on one line, or indented on several lines.
+# Matches the white space inside an array. Models write arrays on one line or on several lines.
 _ARRAY_BLANKS: Node = {"type": "regex", "pattern": r"( |\n {0,16})?"}
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 
 
 def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
-    """Return the node for the calls of a section, with the section's markers.
+    """Return the structural-tag node for the tool calls and the markers of a section.
 
     Example of matching text: `<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>`.
 
     Args:
-        section: The declaration of the calls.
-        tools: The tools that may be called.
-        is_single: Whether exactly one call is allowed, rather than one or more.
+        section: The declaration of the tool calls.
+        tools: The tools that the model may call.
+        is_single: Whether exactly one tool call is allowed. Otherwise one or more are allowed.
     """
     call = section.calls[0]
     separator = const(section.separator) if section.separator.strip() else BLANKS
@@ -67,7 +67,7 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], is_single:
             single_objects = [_call_node(section.calls[1], (tool,), True) for tool in tools]
             calls = one_of(calls, *single_objects)
         if call.open.strip() and call.close.strip():
-            # With its own markers, a model may also write one array for each call.
+            # If the array has its own markers, models also write one array for each tool call.
             calls = repeated([calls], separator, is_single)
     else:
         calls = repeated([_call_node(call, (tool,), True) for tool in tools], separator, is_single)
@@ -75,7 +75,7 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], is_single:
 
 
 def call_tag(call: Call, tools: tuple[ToolSchema, ...], is_single: bool = False) -> Node:
-    """Return the tag for one call of one of the tools, with the call's markers.
+    """Return the tag for one tool call and its markers. The tool call may call any of the tools.
 
     If `call` is an array or a list of Python calls, the tag covers the whole list.
     """
@@ -83,12 +83,13 @@ def call_tag(call: Call, tools: tuple[ToolSchema, ...], is_single: bool = False)
 
 
 def trigger_of(section: ToolSection) -> str:
-    """Return the text in the content that shows that a call starts.
+    """Return the text in the content that shows that a tool call starts.
 
-    Examples: `"<tool_call>"`; for bare JSON objects with the default keys `'{"name": "'`.
+    Examples: `"<tool_call>"` for tool calls with this marker. `'{"name": "'` for JSON objects
+    without a marker and with the default keys.
 
     Raises:
-        ConstraintError: A call has no marker, so it cannot be distinguished from content.
+        ConstraintError: A tool call has no marker, so it cannot be distinguished from content.
     """
     if section.opens:
         return section.open.strip()
@@ -96,17 +97,17 @@ def trigger_of(section: ToolSection) -> str:
     if call.trigger:
         return call.trigger
     if isinstance(call.body, JsonObject) and isinstance(call.body.keys, Keys):
-        # The trigger ends where the name starts. A placeholder stands for the name.
+        # The trigger ends where the name starts, so a placeholder is used as the name.
         before, _ = _object_around_arguments(call.body.keys, _NAME_PLACEHOLDER)
         return before.partition(_NAME_PLACEHOLDER)[0]
     raise ConstraintError(
-        "tool calls cannot be constrained, because the format writes them without a marker and "
-        "they cannot be distinguished from content"
+        "Tool calls of this format cannot be constrained, because they have no marker and "
+        "therefore cannot be distinguished from content"
     )
 
 
 def _call_node(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
-    """Return the node for a call: marker, head, body and marker.
+    """Return the node for a tool call: opening marker, head, body and closing marker.
 
     Arrays and lists of Python calls accept all `tools`. Other bodies accept only the first tool.
     """
@@ -115,7 +116,10 @@ def _call_node(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> No
 
 
 def _body_node(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
-    """Return the node for the body of a call, see `_call_node`."""
+    """Return the node for the body of a tool call.
+
+    Arrays and lists of Python calls accept all `tools`. Other bodies accept only the first tool.
+    """
     body = call.body
     tool = tools[0]
     if isinstance(body, JsonArray):
@@ -140,7 +144,7 @@ def _body_node(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> No
 
 
 def _head_node(head: str, name: str) -> Node:
-    """Return the node for a call's head.
+    """Return the node for the head of a tool call.
 
     Example: `_head_node("<function={name}>", "f")` gives `const("<function=f>")`.
 
@@ -157,8 +161,8 @@ def _head_node(head: str, name: str) -> Node:
             nodes.append({"type": "regex", "pattern": _HEAD_FIELDS[part.field]})
         else:
             raise ConstraintError(
-                f"The head {head!r} cannot be constrained, because the text of the field "
-                f"{part.field} is not known"
+                f"The tool call's head {head!r} cannot be constrained, because the text of its "
+                f"field {part.field} is not known"
             )
     return sequence(*nodes)
 
@@ -167,7 +171,10 @@ def _head_node(head: str, name: str) -> Node:
 
 
 def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
-    """Return the node for a call as a JSON object: `{"name": "f", "arguments": {"a": 1}}`."""
+    """Return the node for a tool call as a JSON object, which contains the name and the arguments.
+
+    Example of matching text: `{"name": "f", "arguments": {"a": 1}}`.
+    """
     arguments = json_schema(tool.parameters)
     if isinstance(keys, NameIsKey):
         name = json.dumps(tool.name, ensure_ascii=False)
@@ -176,7 +183,7 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     has_fixed_id = _ID_PLACEHOLDER in before + after
     if not keys.id or has_fixed_id or "." in keys.id:
         return sequence(*_fill_in_id(before), arguments, *_fill_in_id(after))
-    # Templates write the id at the start or at the end of the object, models often not at all.
+    # Templates write the id at the start or at the end of the object. Models often omit the id.
     id_key = json.dumps(keys.id)
     return sequence(
         const("{"),
@@ -198,7 +205,7 @@ def _fill_in_id(text: str) -> list[Node]:
 
 
 def _with_blanks(node: Node, blanks: Node) -> Node:
-    """Insert `blanks` into the constants of `node`, wherever JSON allows white space.
+    """Return `node` with `blanks` inserted into its constants, wherever JSON allows white space.
 
     Example: `const('{"name":')` gives the sequence `{`, blanks, `"name"`, `:`, blanks.
     """
@@ -219,7 +226,7 @@ def _with_blanks(node: Node, blanks: Node) -> Node:
 
 
 def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
-    """Return the JSON text of a call before and after its arguments.
+    """Return the JSON text of a tool call before the arguments, and the JSON text after them.
 
     The placeholder `"{id}"` stands for the id, if `keys.order` contains the id. Example: the
     default keys and the name `f` give `('{"name": "f", "arguments": ', '}')`.
@@ -243,7 +250,7 @@ def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
 
 
 def _object_text(tree: dict[str, Any]) -> str:
-    """Return the JSON text of nested dicts whose other values are JSON text already.
+    """Return the JSON text of nested dicts. All values other than dicts are already JSON text.
 
     Example: `{"function": {"name": '"f"'}}` gives `{"function": {"name": "f"}}`.
     """

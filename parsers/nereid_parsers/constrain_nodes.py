@@ -6,20 +6,20 @@ from typing import Any
 
 Node = dict[str, Any]
 
-# At most two characters of white space. More could continue for ever while tokens are sampled.
+# At most two characters of white space, so that the model cannot generate white space without end.
 BLANKS: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
 
 def const(text: str) -> Node:
-    """Return the node that matches exactly `text`."""
+    """Return the structural-tag node that matches exactly `text`."""
     return {"type": "const_string", "value": text}
 
 
 def any_text(excludes: tuple[str, ...] = ()) -> Node:
-    """Return the node that matches any text without the strings in `excludes`.
+    """Return the structural-tag node that matches any text without the strings in `excludes`.
 
-    In a sequence, the text extends to the node that follows. Strings are stripped, and blank
-    strings are ignored. Example: `any_text((" <a> ",))` gives
+    In a sequence, the text ends where the next node starts. White space around the strings is
+    removed, and strings of only white space are ignored. Example: `any_text((" <a> ",))` gives
     `{"type": "any_text", "excludes": ["<a>"]}`.
     """
     strings = list(dict.fromkeys(text.strip() for text in excludes if text.strip()))
@@ -27,10 +27,10 @@ def any_text(excludes: tuple[str, ...] = ()) -> Node:
 
 
 def json_schema(schema: object, excludes: str = "") -> Node:
-    """Return the node that matches JSON text of a schema.
+    """Return the structural-tag node that matches JSON text of a schema.
 
-    JSON may contain only one character of white space at a time, because white space could
-    otherwise continue for ever while tokens are sampled.
+    At most one character of white space may follow another token of the JSON text. Without this
+    limit, the model could generate white space without end.
 
     Args:
         schema: The JSON schema.
@@ -41,9 +41,9 @@ def json_schema(schema: object, excludes: str = "") -> Node:
 
 
 def sequence(*parts: Node) -> Node:
-    """Return the node that matches all `parts` one after another.
+    """Return the structural-tag node that matches all `parts`, one after another.
 
-    Nested sequences are flattened, adjacent constants are joined, and empty constants are dropped.
+    Nested sequences are flattened, adjacent constants are joined, and empty constants are removed.
     Example: `sequence(const("<a>"), const(""), const("x"))` gives `const("<a>x")`.
     """
     flat: list[Node] = []
@@ -60,19 +60,19 @@ def sequence(*parts: Node) -> Node:
 
 
 def one_of(*options: Node) -> Node:
-    """Return the node that matches any one of the options."""
+    """Return the structural-tag node that matches any one of the options."""
     return options[0] if len(options) == 1 else {"type": "or", "elements": list(options)}
 
 
 def optional(part: Node) -> Node:
-    """Return the node that matches `part` or nothing."""
+    """Return the structural-tag node that matches either `part` or the empty text."""
     return {"type": "optional", "content": part}
 
 
 def repeated(items: list[Node], separator: Node, is_single: bool) -> Node:
-    """Return the node that matches one or more of `items`, with `separator` between two items.
+    """Return the structural-tag node that matches one or more items, separated by `separator`.
 
-    If `is_single` is true, the node matches exactly one item.
+    Each item matches one of `items`. If `is_single` is true, the node matches exactly one item.
     """
     item = one_of(*items)
     if is_single:
@@ -82,10 +82,11 @@ def repeated(items: list[Node], separator: Node, is_single: bool) -> Node:
 
 
 def tag(node: Node) -> Node:
-    """Convert a node to a tag. A constant at either end becomes the tag's begin or end.
+    """Convert a node to a node of type `tag`.
 
-    Example: `sequence(const("<a>"), any_text(), const("</a>"))` gives
-    `{"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}`.
+    A constant at the start of `node` becomes the tag's `begin`, and a constant at the end becomes
+    the tag's `end`. Example: `sequence(const("<a>"), any_text(), const("</a>"))` gives `{"type":
+    "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}`.
     """
     parts = node["elements"] if node["type"] == "sequence" else [node]
     begin = parts[0]["value"] if parts[0]["type"] == "const_string" else ""
@@ -97,7 +98,7 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_blanks(node: Node) -> Node:
-    r"""Return `node` without the white space of the constants at its two ends.
+    r"""Return `node` without the white space at the start and at the end of its text.
 
     Example: `const("\n<a>\n")` gives `const("<a>")`.
     """

@@ -1,4 +1,4 @@
-r"""The declaration of a chat format: frozen dataclasses that describe the text a model writes.
+r"""The declaration of a chat format: frozen dataclasses that describe the text that a model writes.
 
 A `Format` consists of a layout and a policy. There are two layouts:
 
@@ -9,17 +9,17 @@ A `Format` consists of a layout and a policy. There are two layouts:
 
 Three conventions apply to all parts of a declaration.
 
-*Markers are declared with their white space*, exactly as the model writes them: `"<tool_call>\n"`.
+*Markers* are declared with their white space, exactly as the model writes them: `"<tool_call>\n"`.
 Constrained decoding makes the model write this text exactly. The parser searches for the marker
-without the white space around it, and skips any white space between markers. White space matters
-in one place only: of a tagged value (`TaggedArguments`), the parser removes at most the declared
-white space, once at each end.
+without the surrounding white space, and skips any white space between two markers. In the values of
+`TaggedArguments`, white space may belong to the value. The parser therefore removes at most the
+declared white space, once at each end of the value.
 
 *Patterns* are literal text with fields, for example `"<function={name}>\n"`. The module
-pattern_syntax describes them.
+pattern_syntax describes the fields.
 
-*Alternatives* are tuples. A constraint makes the model write the first member. The parser tries all
-members in order and uses the first that matches.
+*Alternatives* are tuples. In constrained output, the model writes the first member of the tuple.
+The parser tries all members in order and uses the first member that matches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nereid_parsers.tool_declarations import JsonArguments, ToolSection
 
 
 class Stage(Enum):
-    """The part of the message that the next character of the output belongs to."""
+    """The part of the message to which the next character of the output belongs."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -42,12 +42,14 @@ class Stage(Enum):
 
 
 class Opener(Enum):
-    """The rule for the start of the output if the end of the prompt does not show it.
+    """The rule for the stage in which the output starts, if the prompt's end does not decide.
 
-    MODEL   The model writes the opening marker itself if it reasons. Output starts in the content.
-    PROMPT  The prompt contains the opening marker if the model is to reason. Output starts in the
-            content if the prompt has no marker, and in the reasoning if the prompt is not known.
-    FORCED  Output starts in the reasoning, unless the prompt ends after the closing marker.
+    MODEL   The model writes the opening marker of the reasoning itself. The output starts in the
+            content.
+    PROMPT  The prompt contains the opening marker if the model is to reason. The output starts in
+            the content if the prompt ends without a marker. The output starts in the reasoning if
+            the prompt is not known.
+    FORCED  The output starts in the reasoning, unless the prompt ends with the closing marker.
     """
 
     MODEL = "model"
@@ -59,9 +61,9 @@ class Shown(Enum):
     """The field of the message in which the client receives the reasoning.
 
     APART   The reasoning is returned as reasoning.
-    INLINE  The reasoning and its markers are part of the content. If the prompt contains the
-            opening marker, the parser adds that marker to the content. Clients that send the whole
-            text back to the model need this ("append think").
+    INLINE  The reasoning and its markers are a part of the content. If the prompt contains the
+            opening marker, the parser adds the opening marker to the content. Clients need this
+            rule if they send the whole text back to the model ("append think").
     """
 
     APART = "apart"
@@ -74,11 +76,11 @@ class Reasoning:
 
     Attributes:
         open, close: The markers, as the model writes them: `"<think>\n"`, `"\n</think>\n\n"`.
-        opener: The rule for the start of the output, see `Opener`.
-        also_open, also_close: Other spellings of the markers. The parser accepts these spellings, a
-            constraint never writes them.
-        interrupted_by: Markers of tool calls. Such a marker ends the reasoning without a closing
-            marker, provided that a call follows the marker.
+        opener: The rule for the stage in which the output starts, see `Opener`.
+        also_open, also_close: Other spellings of the markers. The parser accepts these spellings.
+            Constrained output never contains them.
+        interrupted_by: The markers of tool calls that end the reasoning without a closing marker.
+            Such a marker ends the reasoning only if a tool call follows the marker.
         shown: The field in which the client receives the reasoning, see `Shown`.
     """
 
@@ -106,7 +108,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    r"""Content between two markers (`<response>..</response>`). Other text is content too.
+    r"""Content between two markers: `<response>..</response>`. Text outside is content too.
 
     One of the two markers may be empty: `Wrapper("[BEGIN FINAL RESPONSE]\n", "")`.
     """
@@ -127,7 +129,7 @@ class Wrapper:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """The layout of one text with markers: first the reasoning, then content and calls."""
+    """The layout of one text with markers: first the reasoning, then content and tool calls."""
 
     reasoning: Reasoning | None = None
     content: Wrapper | None = None
@@ -141,8 +143,8 @@ class Route:
     Attributes:
         stage: The stage of the message's body.
         header: The pattern of the whole header.
-        written: The header that a constraint writes. It is needed if `header` contains fields other
-            than `{name}`, because their text is not known.
+        written: The header that constrained output contains. It must be declared if `header`
+            contains fields other than `{name}`, because the texts of such fields are not known.
     """
 
     stage: Stage
@@ -155,26 +157,27 @@ class Route:
 
     @property
     def form(self) -> str:
-        """The header that a constraint writes."""
+        """The header that constrained output contains."""
         return self.written or self.header
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The layout of a sequence of messages: `start`, header, `header_end`, body, one of `ends`.
+    """The layout of a sequence of messages: `start`, header, `header_end` and body of each.
 
-    The generation prompt ends with `start` or inside a body. In the first case, the output starts
-    inside a header.
+    One of the markers in `ends` may close the body. The generation prompt ends with `start` or
+    inside a body. If it ends with `start`, the output starts inside a header.
 
     Attributes:
         start: The marker before each header.
         header_end: The text between header and body.
-        routes: The stages of the headers. The parser uses the first route that matches. A
-            constraint writes the first route of a stage.
+        routes: The stages of the headers. The parser uses the first route that matches. Constrained
+            output contains the header of the first route of a stage.
         ends: The markers that close a body. The start of the next message closes a body too.
-        call_end: The member of `ends` that closes calls only. May be empty.
-        body: The spelling of the arguments of a message that is a call.
-        tools: The calls inside content messages, or None if content messages contain no calls.
+        call_end: The member of `ends` that closes only tool calls, or "".
+        body: The spelling of the arguments of a message that is a tool call.
+        tools: The tool calls inside content messages, or None if content messages contain no tool
+            calls.
     """
 
     start: str
@@ -188,7 +191,9 @@ class Messages:
     def __post_init__(self) -> None:
         check_markers("Messages", start=self.start)
         if not self.header_end:
-            raise FormatError("Messages: header_end is empty, so the end of a header is not marked")
+            raise FormatError(
+                "Messages: header_end must not be empty, because it marks the end of a header"
+            )
         if not self.routes:
             raise FormatError("Messages: routes must contain at least one route")
 
@@ -198,7 +203,7 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The document that a declaration was derived from, and the date of that document."""
+    """The document from which a declaration was derived, and the date of that document."""
 
     text: str
     date: str = ""
@@ -213,9 +218,10 @@ class ReasoningGate:
 
     Attributes:
         start: The opening marker, as the model writes it: `"<think>\n"`.
-        end: The closing marker, as the model writes it and as a server has to force it, with its
-            white space: `"\n</think>\n\n"`. To find the marker in a text, strip it first.
-        is_open: Whether the prompt opens the reasoning and does not close it.
+        end: The closing marker with its white space: `"\n</think>\n\n"`. A server that ends the
+            reasoning must add exactly this text. A search for the marker must ignore the white
+            space.
+        is_open: Whether the prompt opens the reasoning and does not close the reasoning.
         may_open: Whether the model itself may still open the reasoning.
     """
 
@@ -229,16 +235,17 @@ class ReasoningGate:
 class FormatData:
     r"""The attributes of a `Format`, without its methods.
 
-    The modules that implement these methods use this class, so that they do not import `Format`.
+    The modules that implement the methods of `Format` use this class, because they cannot import
+    `Format` itself.
 
     Attributes:
         name: A name for logs and messages.
         layout: The markers and their order, `Sections` or `Messages`.
-        policy: The default policy. A parser may be given another policy.
-        ends: The end-of-turn tokens (`"<|im_end|>"`). If they appear in the text, they are markup.
-        turn: The texts that open the model's turn in the prompt (`"<|im_start|>assistant\n"`). They
-            are needed for prompts that already contain the beginning of the answer.
-        sources: The documents that the declaration was derived from.
+        policy: The default policy. A parser may use another policy.
+        ends: The end-of-turn tokens (`"<|im_end|>"`). The parser removes them from the text.
+        turn: The texts that open the model's turn in the prompt (`"<|im_start|>assistant\n"`). The
+            parser needs these texts if the prompt already contains the beginning of the answer.
+        sources: The documents from which the declaration was derived.
     """
 
     name: str

@@ -16,11 +16,11 @@ class NereidParsersError(Exception):
 
 
 class FormatError(NereidParsersError, ValueError):
-    """A declaration of a format is invalid. The message names the part and its value."""
+    """The declaration of a format is invalid. The message names the invalid part and its value."""
 
 
 class UnknownFormatError(FormatError, KeyError):
-    """No format is registered under the given name. The message lists similar names."""
+    """No format has the given name. The message lists similar names."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

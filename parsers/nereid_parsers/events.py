@@ -1,6 +1,6 @@
-"""The events that a parser returns, and the message that they add up to.
+"""The events that a parser returns, and the message that a client assembles from the events.
 
-A parser only appends events. A later event never changes or withdraws an earlier one.
+A parser only appends events. A later event never changes or withdraws an earlier event.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class ReasoningDelta:
 class ContentDelta:
     """The next piece of the content text.
 
-    `reason` is None if the model wrote the text as content. If the text is malformed markup that
-    the parser returns as content, `reason` describes the fault for the logs.
+    `reason` is None if the model wrote the text as content. If the parser returns a malformed tool
+    call or header as content, `reason` describes the fault for the logs.
     """
 
     text: str
@@ -30,10 +30,10 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The start of a tool call. `index` numbers the calls of a message from 0.
+    """The start of a tool call. `index` is the number of the tool call in the message, from 0.
 
-    `id` is the id that the model wrote before the arguments. If the model wrote none there, `id` is
-    a generated id.
+    `id` is the id that the model wrote before the arguments. If the model wrote no id before the
+    arguments, `id` is a generated id.
     """
 
     index: int
@@ -43,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """The next piece of the JSON text of the arguments of tool call `index`."""
+    """The next piece of the arguments of the tool call with this `index`, as JSON text."""
 
     index: int
     text: str
@@ -51,7 +51,7 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """The end of tool call `index`. `reason` describes a fault in the call, or is None."""
+    """The end of the tool call with this `index`. `reason` is None, or describes a fault."""
 
     index: int
     reason: str | None = None
@@ -62,7 +62,7 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ArgumentsDelta | ToolCal
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call of a complete message. `arguments` is JSON text, as the model wrote it."""
+    """One tool call of a complete message. `arguments` is the JSON text that the model wrote."""
 
     name: str
     arguments: str
@@ -71,7 +71,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A parsed message. Parts that the model did not write are None, or an empty list."""
+    """A parsed message. A text that the model did not write is None."""
 
     reasoning: str | None = None
     content: str | None = None
@@ -79,7 +79,7 @@ class Message:
 
 
 def fold(events: Iterable[Event]) -> Message:
-    """Return the message that a client assembles by appending the deltas in `events`.
+    """Return the message that a client assembles from `events` by appending the deltas.
 
     Example: `fold([ContentDelta("Hel"), ContentDelta("lo")])` returns `Message(content="Hello")`.
     """

@@ -1,4 +1,4 @@
-r"""The format of a model: its declaration, with the methods that use it.
+r"""The class `Format`: the declaration of a chat format, and the methods that use the declaration.
 
 Example of a declaration:
 
@@ -10,7 +10,7 @@ Example of a declaration:
         ),
     )
 
-The module also exports all parts of a declaration.
+This module also exports all classes from which a declaration is built.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Format(FormatData):
-    """The complete description of how a model writes a message. For the attributes see FormatData.
+    """The complete declaration of a model's output format. For its attributes see `FormatData`.
 
-    Formats are values: two formats with equal attributes are equal and have equal hashes.
+    Two formats with equal attributes are equal and have equal hashes.
     """
 
     def with_policy(self, policy: Policy) -> Format:
-        """Return a copy of this format with another policy."""
+        """Return a copy of this format with the given policy."""
         return replace(self, policy=policy)
 
     def stage(self, prompt: str | None) -> Stage:
@@ -116,14 +116,15 @@ class Format(FormatData):
         `"<|im_start|>assistant\n<think>\n"`. The header of a message counts as content.
 
         Args:
-            prompt: The rendered prompt with its generation prompt. None if it is not known.
+            prompt: The rendered prompt, including its generation prompt. None if the prompt is not
+                known.
         """
         return output_start(self, prompt).stage
 
     def stage_of_ids(
         self, prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
     ) -> Stage:
-        """Return the stage in which the output after the prompt `prompt_ids` starts.
+        """Return the stage in which the output after a prompt starts, given as token ids.
 
         Args:
             prompt_ids: The token ids of the prompt.
@@ -141,19 +142,20 @@ class Format(FormatData):
         prompt: str | None = None,
         skip_reasoning: bool = False,
     ) -> dict[str, Any] | None:
-        """Return the xgrammar structural tag for a request, or None if nothing is constrained.
+        """Return the structural tag for a request, or None if the request allows any output.
 
         Args:
             tools: The OpenAI tools list.
             tool_choice: The OpenAI field `tool_choice`.
-            response_format: The OpenAI field `response_format`. The types structural_tag, regex,
-                grammar and choice are supported too, see `constrain_answer.answer_node`.
-            parallel_tool_calls: Whether the model may make more than one call.
-            prompt: The rendered prompt, or None if it is not known.
-            skip_reasoning: Whether the tag describes only the text after the reasoning.
+            response_format: The OpenAI field `response_format`. Four more types are supported:
+                structural_tag, regex, grammar and choice. See `constrain_answer.answer_node`.
+            parallel_tool_calls: Whether the model may make more than one tool call.
+            prompt: The rendered prompt, or None if the prompt is not known.
+            skip_reasoning: Whether the structural tag describes only the text after the reasoning.
 
         Raises:
-            ConstraintError: The request is invalid, or this format cannot express it.
+            ConstraintError: The request is invalid, or no structural tag of this format expresses
+                it.
         """
         request = Request.of(tools, tool_choice, response_format, parallel_tool_calls)
         start = output_start(self, prompt)
@@ -161,9 +163,9 @@ class Format(FormatData):
         return structural_tag(self, request, start.stage, may_reason, skip_reasoning)
 
     def reasoning_gate(self, prompt: str | None = None) -> ReasoningGate | None:
-        """Return the markers and the state of the reasoning in the output after `prompt`.
+        """Return the reasoning's markers, and the state of the reasoning at the end of `prompt`.
 
-        The result is None if the format has no reasoning, or no marker that closes it.
+        Return None if the format has no reasoning, or no marker that closes the reasoning.
         """
         start = output_start(self, prompt)
         return gate_of(self, start.stage, start.has_reasoned)

@@ -4,7 +4,7 @@ The fields are:
 
     {name}      the name of the function
     {key}       the name of an argument
-    {id}        the id of the call
+    {id}        the id of the tool call
     {number}    digits
     {string}    "true" if the value is a string, otherwise "false"
     {type}      the JSON type of the value
@@ -38,8 +38,7 @@ def pattern(text: str) -> tuple[str | Slot, ...]:
     Example: `pattern("<f={name}>{{}}")` returns `("<f=", Slot("name"), ">{}")`.
 
     Raises:
-        FormatError: A field is unknown, a brace has no counterpart, or no literal separates two
-            fields.
+        FormatError: A field is unknown, a brace is not closed, or no literal separates two fields.
     """
     parts: list[str | Slot] = []
     literal_start = 0
@@ -52,21 +51,21 @@ def pattern(text: str) -> tuple[str | Slot, ...]:
             if match.group(1) != "rest" and parts and isinstance(parts[-1], Slot):
                 raise FormatError(
                     f"pattern {text!r}: there is nothing between two fields, so the end of the "
-                    "first is not defined"
+                    "first field is not defined. Add a literal between them."
                 )
             parts.append(Slot(match.group(1)))
         else:
             fields = ", ".join(sorted(FIELDS))
             raise FormatError(
-                f"pattern {text!r}: {match.group()!r} is not a field. The fields are {fields}; "
-                "literal braces are written {{ and }}"
+                f"pattern {text!r}: {match.group()!r} is not a field. The fields are {fields}. "
+                "Write literal braces as {{ and }}."
             )
     _append_literal(parts, text[literal_start:])
     return tuple(parts)
 
 
 def _append_literal(parts: list[str | Slot], text: str) -> None:
-    """Append literal text to `parts`, or to the last part if that is a literal too."""
+    """Append literal text to `parts`, or to the last part if the last part is a literal."""
     if not text:
         return
     if parts and isinstance(parts[-1], str):
@@ -76,7 +75,13 @@ def _append_literal(parts: list[str | Slot], text: str) -> None:
 
 
 def check_pattern(place: str, text: str, *required: str) -> None:
-    """Raise FormatError unless the pattern `text` contains each required field exactly once."""
+    """Raise FormatError if `text` does not contain each required field exactly once.
+
+    Args:
+        place: The name of the declaration's field, for the error message.
+        text: The pattern.
+        required: The names of the fields that the pattern must contain.
+    """
     fields = [part.field for part in pattern(text) if isinstance(part, Slot)]
     for name in required:
         if fields.count(name) != 1:
@@ -87,4 +92,6 @@ def check_markers(part: str, **markers: str) -> None:
     """Raise FormatError if one of the markers is empty or contains only white space."""
     for name, marker in markers.items():
         if not marker.strip():
-            raise FormatError(f"{part}: {name} is blank, but the parser needs a visible marker")
+            raise FormatError(
+                f"{part}: {name} is blank, but a marker must contain visible characters"
+            )

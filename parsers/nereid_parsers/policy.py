@@ -1,4 +1,4 @@
-"""Policies: the rules for cases that the declaration of a format does not decide."""
+"""Policies: the rules for cases that the declaration of a format does not define."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from enum import Enum
 class TextRule(Enum):
     """The rule for content next to tool calls.
 
-    FREE         Content may precede, separate and follow the calls. The parser returns all of it.
-    CALLS_FIRST  Calls must start directly after the reasoning (or at the start of the output), and
-                 only white space may separate them. After the first other text, everything is
+    FREE         Content may precede, separate and follow tool calls. The parser returns all
                  content.
+    CALLS_FIRST  Tool calls must start directly after the reasoning, or at the start of the output.
+                 Only white space may separate tool calls. All text after any other text is content.
     """
 
     FREE = "free"
@@ -20,10 +20,12 @@ class TextRule(Enum):
 
 
 class StrayClose(Enum):
-    """The meaning of a closing marker if no reasoning was opened and the prompt is not known.
+    """The meaning of a closing marker of the reasoning without an opening marker.
+
+    The rule applies only if the prompt is not known.
 
     TEXT       The closing marker is content.
-    REASONING  The text before the closing marker is reasoning. The parser holds text back until a
+    REASONING  The text before the closing marker is reasoning. The parser delays all text until a
                marker shows whether the text is reasoning.
     """
 
@@ -32,13 +34,13 @@ class StrayClose(Enum):
 
 
 class UnknownTool(Enum):
-    """The treatment of a call to a function that is not among the request's `tools`.
+    """The treatment of a tool call if its function is not among the `tools` of the request.
 
-    If the request has no tools, every call is forwarded.
+    If the request has no tools, the parser returns every tool call.
 
-    FORWARD  Return the call.
-    DROP     Discard the call and log a warning.
-    CONTENT  Return the text of the call as content.
+    FORWARD  Return the tool call.
+    DROP     Discard the tool call and log a warning.
+    CONTENT  Return the text of the tool call as content.
     """
 
     FORWARD = "forward"
@@ -49,14 +51,14 @@ class UnknownTool(Enum):
 class BrokenArguments(Enum):
     """The treatment of arguments that are not valid JSON.
 
-    With both REPAIR rules, the arguments of a call are returned as one delta after the call has
-    ended, because a delta cannot be withdrawn.
-
     RAW             Return the arguments unchanged, piece by piece.
-    REPAIR_OR_RAW   Repair the arguments with partial-json-parser. If that fails, return them
-                    unchanged.
-    REPAIR_OR_DROP  Repair the arguments with partial-json-parser. If that fails, discard the call
-                    and log a warning.
+    REPAIR_OR_RAW   Repair the arguments with partial-json-parser. If the repair fails, return the
+                    arguments unchanged.
+    REPAIR_OR_DROP  Repair the arguments with partial-json-parser. If the repair fails, discard the
+                    tool call and log a warning.
+
+    With the two REPAIR rules, the parser returns all arguments of a tool call in one delta when the
+    tool call has ended, because a delta cannot be withdrawn.
     """
 
     RAW = "raw"
@@ -66,7 +68,7 @@ class BrokenArguments(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules for cases that the declaration of a format does not decide."""
+    """The rules for cases that the declaration of a format does not define."""
 
     text: TextRule = TextRule.FREE
     stray_close: StrayClose = StrayClose.TEXT

@@ -1,4 +1,4 @@
-"""Finds out from the end of a prompt in which stage the output starts."""
+"""Finds the stage in which the output starts, from the end of the prompt."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from nereid_parsers.declarations import FormatData, Messages, Opener, Sections, Stage
 
-# The number of tokens at the end of a prompt that decide the stage. Generation prompts are shorter,
-# unless the prompt already contains a long beginning of the answer.
+# The stage is determined from this number of tokens at the end of a prompt. Generation prompts are
+# shorter, unless the prompt already contains a long beginning of the answer.
 TAIL_TOKENS = 256
 
 
@@ -17,8 +17,8 @@ class StartPoint:
 
     Attributes:
         stage: The stage, or None if the output starts inside the header of a message.
-        prefill: The part of the answer that the prompt already contains. The parser reads it first
-            and returns no events for it. "" if there is none.
+        prefill: The part of the message that the prompt already contains, or "". The parser reads
+            this part first and returns no events for it.
         is_prompt_known: Whether a prompt was given.
     """
 
@@ -31,8 +31,8 @@ def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
     r"""Return the state in which the output after `prompt` starts. "" counts as no prompt.
 
     Example: for a format with the reasoning marker `<think>` and no `turn`, the prompt
-    `"<|im_start|>assistant\n<think>\n"` gives `StartPoint(Stage.CONTENT, prefill="<think>")`. The
-    parser reads the prefill and is then inside the reasoning.
+    `"<|im_start|>assistant\n<think>\n"` gives `StartPoint(Stage.CONTENT, prefill="<think>")`. After
+    the parser has read the prefill, the stage is REASONING.
     """
     if isinstance(fmt.layout, Messages):
         return _find_start_in_messages(fmt, fmt.layout, prompt)
@@ -40,10 +40,11 @@ def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
 
 
 def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
-    r"""Return the text after the last marker that opens a model's turn, or None without a marker.
+    r"""Return the text after the last marker that opens a model's turn.
 
-    Example: with the turn `"<|im_start|>assistant\n"`, the prompt
-    `"..<|im_start|>assistant\n<think>\n"` gives `"\n<think>\n"`.
+    Return None if the prompt contains no such marker. Example: with the turn
+    `"<|im_start|>assistant\n"`, the prompt `"..<|im_start|>assistant\n<think>\n"` gives
+    `"\n<think>\n"`.
     """
     turn_markers = [turn.strip() for turn in fmt.turn if turn.strip()]
     ends = [prompt.rindex(marker) + len(marker) for marker in turn_markers if marker in prompt]
@@ -70,10 +71,10 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
 
 
 def _marker_at_end(layout: Sections, prompt: str) -> str:
-    r"""Return the marker with which the prompt ends, or "" if it ends with other text.
+    r"""Return the marker with which the prompt ends, or "" if the prompt ends with other text.
 
-    Markers elsewhere in the prompt are ignored, because system prompts and users mention markers
-    too. Example: `"..assistant\n<think>\n"` gives `"<think>"`.
+    Markers elsewhere in the prompt are ignored, because the texts of users and system prompts may
+    mention markers. Example: `"..assistant\n<think>\n"` gives `"<think>"`.
     """
     markers: list[str] = []
     if layout.reasoning is not None:
@@ -90,8 +91,8 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
 def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
     """Return the start state for the layout `Messages`, see `find_start`.
 
-    Example: the prompt `"..<|start|>assistant<|channel|>final<|message|>"` gives the text from
-    `<|start|>` on as the prefill.
+    Example: for the prompt `"..<|start|>assistant<|channel|>final<|message|>"`, the prefill is the
+    text from `<|start|>` on.
     """
     if not prompt:
         return StartPoint(None, is_prompt_known=False)
@@ -101,7 +102,7 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
         return StartPoint(None)
     last_message = prompt[position:]
     if layout.ends:
-        # Without an end marker, the last message is open, and the model continues it.
+        # If the last message has no end marker, the model continues this message.
         is_closed = any(end in last_message for end in layout.ends)
         return StartPoint(None) if is_closed else StartPoint(Stage.CONTENT, last_message)
     if prompt.rstrip().endswith(message_start):

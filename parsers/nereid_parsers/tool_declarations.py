@@ -1,4 +1,4 @@
-r"""The declarations of tool calls: the spelling of a call, its arguments, and the place of calls.
+"""The declarations of tool calls: the spelling of a tool call, its arguments and its place.
 
 The conventions for markers, patterns and alternatives are described in declarations.py.
 """
@@ -13,7 +13,7 @@ from nereid_parsers.pattern_syntax import Slot, check_markers, check_pattern, pa
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of a JSON object that describes a call. A dot leads into a nested object.
+    """The keys of the JSON object that represents a tool call. Dots lead into nested objects.
 
     Example: `Keys("function.name", "function.arguments", id="id")` describes the object
     `{"id": .., "function": {"name": .., "arguments": ..}}`.
@@ -21,10 +21,10 @@ class Keys:
     Attributes:
         name: The path of the function's name.
         arguments: The path of the arguments.
-        id: The path of the call's id, or None if the object has no id.
+        id: The path of the tool call's id, or None if the object has no id.
         also: Other paths of the arguments.
         extra: Keys that the object may also have, and that the parser ignores.
-        order: The order in which a constraint writes "name", "arguments" and "id".
+        order: The order of "name", "arguments" and "id" in constrained output.
     """
 
     name: str = "name"
@@ -38,7 +38,9 @@ class Keys:
         paths = [self.name, self.arguments, *self.also, *([self.id] if self.id else [])]
         for path in paths:
             if not all(path.split(".")):
-                raise FormatError(f"Keys: {path!r} is not a path of key names separated by dots")
+                raise FormatError(
+                    f"Keys: {path!r} must consist of key names that are separated by dots"
+                )
         if not {"name", "arguments"} <= set(self.order) <= {"name", "arguments", "id"}:
             raise FormatError(
                 f"Keys: order must contain name, arguments and optionally id, but is {self.order!r}"
@@ -54,36 +56,37 @@ class NameIsKey:
 
 @dataclass(frozen=True, slots=True)
 class JsonObject:
-    """A call written as one JSON object that contains the name and the arguments."""
+    """A tool call that is written as one JSON object with the name and the arguments."""
 
     keys: Keys | NameIsKey = field(default_factory=Keys)
 
 
 @dataclass(frozen=True, slots=True)
 class JsonArray:
-    """Calls written as the members of one JSON array."""
+    """Tool calls that are written as the members of one JSON array."""
 
     keys: Keys | NameIsKey = field(default_factory=Keys)
 
 
 @dataclass(frozen=True, slots=True)
 class JsonArguments:
-    """The arguments as a JSON object. The call's head contains the name."""
+    """Arguments that are written as a JSON object. The head of the tool call contains the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    r"""Arguments written as a sequence of tagged values: `<parameter=city>Paris</parameter>`.
+    r"""Arguments that are written as tagged values: `<parameter=city>Paris</parameter>`.
 
-    The tool's schema determines the type of a value, because the text of a value shows no type.
+    The tool's schema determines the type of a value, because the text of a value does not show the
+    type.
 
     Attributes:
-        open: The pattern before the value, with the field `{key}`: `"<parameter={key}>\n"`. White
-            space at its end is padding, which the parser removes once from the value.
-        close: The text after the value: `"\n</parameter>\n"`. White space before the marker is
-            padding too.
-        also: Other spellings, which may appear in the same call. A spelling in `also` has no
-            further `also`.
+        open: The pattern before the value, with the field `{key}`: `"<parameter={key}>\n"`. The
+            parser removes the white space at the end of this pattern once from the value.
+        close: The text after the value: `"\n</parameter>\n"`. The parser also removes the white
+            space before this marker once from the value.
+        also: Other spellings, which may appear in the same tool call. The field `also` of these
+            spellings must be empty.
     """
 
     open: str
@@ -97,7 +100,7 @@ class TaggedArguments:
 
 @dataclass(frozen=True, slots=True)
 class BareKeyArguments:
-    """Arguments written as an object with unquoted keys and with strings between `quote` markers.
+    """Arguments that are written as an object with unquoted keys. `quote` encloses strings.
 
     Example: `{city:<escape>Paris<escape>,days:3}` has the quote `<escape>`. A string contains no
     escape sequences.
@@ -111,11 +114,12 @@ class BareKeyArguments:
 
 @dataclass(frozen=True, slots=True)
 class NestedTags:
-    """Arguments written as nested elements. The text `mark` precedes each tag.
+    """Arguments that are written as nested elements. The text `mark` precedes each tag.
 
     Example with the mark `~`: `~<city>Paris~</city>~<days>~<item>1~</item>~</days>`. The tool's
     schema determines the types. An element with children is an array if the schema declares an
-    array, or if the schema declares no type and the children are called `item`.
+    array. If the schema declares no type, an element is an array if its first child is called
+    `item`.
     """
 
     mark: str
@@ -126,12 +130,13 @@ class NestedTags:
 
 @dataclass(frozen=True, slots=True)
 class PythonCalls:
-    r"""Calls written in Python syntax: `[f(a=1, b="x"), g()]`.
+    r"""Tool calls that are written in Python syntax: `[f(a=1, b="x"), g()]`.
 
     Attributes:
-        open, close: The brackets around all calls: `"["` and `"]"`. Both may be empty.
-        separator: The text between two calls: `", "` or `"\n"`.
-        suffix: Text that may follow a name but is not a part of the name: `".call"`.
+        open, close: The brackets around all tool calls: `"["` and `"]"`. Both may be empty.
+        separator: The text between two tool calls: `", "` or `"\n"`.
+        suffix: Text that may follow a function's name and that is not a part of the name:
+            `".call"`.
     """
 
     open: str = "["
@@ -149,27 +154,29 @@ Body = (
     | NestedTags
     | PythonCalls
 )
-# The bodies that contain only arguments. With such a body, the head of the call contains the name.
+# The bodies that contain only arguments. With such a body, the head of the tool call contains the
+# name.
 NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One spelling of a call: opening marker, head, body and closing marker.
+    """One spelling of a tool call: opening marker, head, body and closing marker.
 
-    The *trigger* of a call is the text that shows the parser that a call starts: `open`, or the
-    first literal of `head` if `open` is empty. A call that has neither is *bare*. The parser
-    recognises a bare call by the first characters of its body: at the start of the output or of the
-    section, and after other content only if the request offers the function that is called.
+    The *trigger* of a tool call is the text that shows the parser that a tool call starts. The
+    trigger is `open`, or the first literal of `head` if `open` is empty. A tool call without a
+    trigger is *bare*. The parser recognises a bare tool call by the first characters of its body. A
+    bare tool call may start at the start of the output or of the tool section. After other content,
+    it may start only if the request offers the function.
 
     Attributes:
-        open: The marker before the call. May be empty.
-        head: The pattern between `open` and the body: `"{name}<｜tool▁sep｜>"`. Must be without
-            `{name}` if the body contains the name, and must contain `{name}` if it does not. If
-            `{name}` occurs several times, the model must write the same name each time.
-        body: The spelling of the arguments, or of the whole call.
-        close: The marker after the call. May be empty.
-        id: The template of the call's id, from the fields of the head:
+        open: The marker before the tool call. May be empty.
+        head: The pattern between `open` and the body: `"{name}<｜tool▁sep｜>"`. It must contain
+            `{name}` if the body does not contain the name, and must not contain `{name}` otherwise.
+            If `{name}` occurs several times, the model must write the same name each time.
+        body: The spelling of the arguments, or of the whole tool call.
+        close: The marker after the tool call. May be empty.
+        id: The template of the tool call's id, which contains fields of the head:
             `"functions.{name}:{number}"`.
     """
 
@@ -196,7 +203,7 @@ class Call:
 
     @property
     def trigger(self) -> str:
-        """The marker with which this call starts in the content. It is "" for a bare call."""
+        """The text in the content that starts this tool call. "" for a bare tool call."""
         if self.open.strip():
             return self.open.strip()
         first = pattern(self.head)[0] if self.head else ""
@@ -205,15 +212,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ToolSection:
-    r"""The place of the calls: between the markers `open` and `close`, or inside the content.
+    r"""The place of the tool calls: between the markers `open` and `close`, or inside the content.
 
-    Both markers are empty if the content contains the calls.
+    Both markers are empty if the tool calls are inside the content.
 
     Attributes:
-        calls: The spellings of a call. A constraint writes the first.
-        open, close: The markers around all calls.
-        separator: The text between two calls: `"\n"`, `"; "` or `", "`. It does not apply to the
-            members of a JSON array.
+        calls: The spellings of a tool call. Constrained output contains the first spelling.
+        open, close: The markers around all tool calls.
+        separator: The text between two tool calls: `"\n"`, `"; "` or `", "`. It is not used between
+            the members of a JSON array.
         also_open: Other spellings of `open`.
     """
 
@@ -228,11 +235,11 @@ class ToolSection:
             raise FormatError("ToolSection: calls must contain at least one spelling of a call")
         if self.close.strip() and not self.open.strip():
             raise FormatError(
-                f"ToolSection: a section with close {self.close!r} needs an open marker, but open "
-                "is blank"
+                f"ToolSection: close is {self.close!r}, but open is blank. A section with a "
+                "closing marker needs an opening marker."
             )
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """All spellings of the section's opening marker. Empty if there is no section."""
+        """All spellings of the opening marker. Empty if no markers surround the tool calls."""
         return (self.open, *self.also_open) if self.open.strip() else ()

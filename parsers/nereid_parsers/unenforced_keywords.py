@@ -9,7 +9,7 @@ _IGNORED_KEYWORDS = (
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas",
     "contains", "minContains", "maxContains", "unevaluatedItems", "propertyNames",
 )  # fmt: skip
-# Keywords whose value is one schema, a list of schemas, or schemas by name.
+# The values of these keywords are schemas, lists of schemas, or objects whose values are schemas.
 _SCHEMA_KEYWORDS = ("additionalProperties", "items", "propertyNames", "additionalItems")
 _SCHEMA_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
@@ -17,11 +17,11 @@ _MAX_DEPTH = 64
 
 
 def unenforced(schema: object) -> list[str]:
-    """Return a description of each part of `schema` that a constraint does not enforce.
+    """Return a description of each part of `schema` that xgrammar does not enforce.
 
-    Measured with xgrammar 0.2.8: it ignores `not`, `uniqueItems` and conditional keywords, enforces
-    `multipleOf` for integers only, accepts any value for an `allOf` of several schemas, and treats
-    `oneOf` as `anyOf`.
+    Measured with xgrammar 0.2.8: `not`, `uniqueItems` and conditional keywords are ignored.
+    `multipleOf` is enforced only for integers. An `allOf` of several schemas accepts any value.
+    `oneOf` is treated as `anyOf`.
 
     Example: `unenforced({"items": {"multipleOf": 2}})` returns `["multipleOf at $.items"]`.
     """
@@ -29,7 +29,13 @@ def unenforced(schema: object) -> list[str]:
 
 
 def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
-    """Yield the descriptions for `schema`, whose place is `path`, and for the schemas inside it."""
+    """Yield the descriptions for `schema` and for all schemas inside `schema`.
+
+    Args:
+        schema: The JSON schema.
+        path: The path of `schema` in the outermost schema, for example `$.items`.
+        depth: The number of schemas that enclose `schema`.
+    """
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
     for keyword in _IGNORED_KEYWORDS:
@@ -41,10 +47,10 @@ def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
 
 
 def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
-    """Yield each schema inside `schema` with its path.
+    """Yield each schema inside `schema` with its path. Keywords that are absent may yield None.
 
-    Example: `{"items": {"type": "string"}}` at `$` yields `({"type": "string"}, "$.items")`. A
-    keyword that is absent may yield None.
+    Example: `{"items": {"type": "string"}}` at the path `$` yields `({"type": "string"},
+    "$.items")`.
     """
     for keyword in _SCHEMA_KEYWORDS:
         yield schema.get(keyword), f"{path}.{keyword}"
@@ -71,16 +77,16 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether no value can match two of the schemas, based on their types or constants.
+    """Return whether no value can match two of the schemas, judging by their types or constants.
 
-    If this function returns True, `oneOf` and `anyOf` mean the same.
+    If the result is True, `oneOf` and `anyOf` accept the same values.
     """
     keys = [_type_or_constant(option) for option in options]
     return None not in keys and len(set(keys)) == len(keys)
 
 
 def _type_or_constant(schema: object) -> str | None:
-    """Return a text that differs for schemas that cannot overlap, or None if it is not known.
+    """Return a text that differs for two schemas that cannot accept the same value, or None.
 
     Examples: `{"type": "string"}` gives `"string"`, `{"const": 1}` gives `"const 1"`.
     """

@@ -59,7 +59,7 @@ ANSWER = {
 HERMES = get_format("hermes")
 THINKER = get_format(reasoning="qwen3", tools="hermes")
 
-# This format has calls inside content messages, which cannot be constrained.
+# This format writes tool calls inside content messages. Such tool calls cannot be constrained.
 CANNOT_CALL = {"muse"}
 FORMATS = [fmt for fmt in all_formats() if fmt.layout.tools or not isinstance(fmt.layout, Sections)]
 
@@ -263,12 +263,12 @@ def test_tools_and_a_json_answer_allow_either_of_the_two():
         ({"tool_choice": "required", "tools": []}, "tools is empty"),
         ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "called 'no'"),
         ({"tool_choice": {"type": "function", "function": {}}}, "names no function"),
-        ({"tool_choice": {"type": "custom"}}, "not function or allowed_tools"),
+        ({"tool_choice": {"type": "custom"}}, "must be function or allowed_tools"),
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x"}}},
-            "not auto or required",
+            "must be auto or required",
         ),
-        ({"response_format": {"type": "xml"}}, "is not text, json_object, json_schema"),
+        ({"response_format": {"type": "xml"}}, "is not one of text, json_object, json_schema"),
         ({"tools": [{"type": "function", "function": {}}]}, "has no name"),
     ],
 )

@@ -26,7 +26,7 @@ from nereid_parsers.format import (
     [
         (lambda: Reasoning(" ", "</think>"), "open is blank"),
         (lambda: Wrapper("", "\n"), "both markers are blank"),
-        (lambda: Keys("function..name"), "not a path"),
+        (lambda: Keys("function..name"), "separated by dots"),
         (lambda: Keys(order=("name",)), "must contain name"),
         (lambda: Keys(order=("id", "name", "arguments")), "no id key"),
         (lambda: TaggedArguments("<p>", "</p>"), "must contain {key}"),
@@ -38,10 +38,10 @@ from nereid_parsers.format import (
         (lambda: Call(JsonArguments(), head="{name}{id}"), "nothing between"),
         (lambda: NestedTags(" "), "mark is blank"),
         (lambda: ToolSection(()), "at least one spelling"),
-        (lambda: ToolSection((Call(JsonObject()),), close="</c>"), "needs an open marker"),
+        (lambda: ToolSection((Call(JsonObject()),), close="</c>"), "needs an opening marker"),
         (lambda: Route(Stage.CALLS, "to="), "must contain {name}"),
         (lambda: Messages(" ", "<m>", (Route(Stage.CONTENT, "a"),)), "start is blank"),
-        (lambda: Messages("<s>", "", (Route(Stage.CONTENT, "a"),)), "header_end is empty"),
+        (lambda: Messages("<s>", "", (Route(Stage.CONTENT, "a"),)), "header_end must not be empty"),
         (lambda: Messages("<s>", "<m>", ()), "at least one route"),
     ],
 )

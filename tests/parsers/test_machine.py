@@ -88,7 +88,7 @@ def test_feed_after_finish_is_an_error_and_a_second_finish_is_not():
     parser = StreamParser(HERMES)
     parser.finish()
     assert parser.finish() == []
-    with pytest.raises(ValueError, match="one message"):
+    with pytest.raises(ValueError, match="Create a new StreamParser"):
         parser.feed("x")
 
 

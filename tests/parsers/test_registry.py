@@ -98,7 +98,7 @@ def test_two_halves_of_one_message_format_combine():
     ],
 )
 def test_a_message_format_cannot_be_combined_with_another_format(names):
-    with pytest.raises(FormatError, match="do not combine"):
+    with pytest.raises(FormatError, match="cannot be combined"):
         get_format(**names)
 
 

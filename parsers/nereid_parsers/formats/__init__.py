@@ -1,1 +1,1 @@
-"""Declarations of the formats that have names. registry.py finds them by name."""
+"""The declarations of all formats that have names. registry.py finds a declaration by its name."""

@@ -1,4 +1,4 @@
-"""Apertus: reasoning between two markers, and calls as an array of `{"name": arguments}`."""
+"""Apertus: reasoning between two markers, and tool calls in an array of `{"name": arguments}`."""
 
 from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

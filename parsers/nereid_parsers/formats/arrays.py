@@ -1,4 +1,4 @@
-"""Model families that write a marker and then a JSON array of calls, or one JSON object."""
+"""Models that write a marker, followed by a JSON array of tool calls or by one JSON object."""
 
 from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry
@@ -6,7 +6,7 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, Keys, 
 
 
 def _array(open: str, close: str) -> ToolSection:
-    """Return the declaration of one array of calls between two markers."""
+    """Return the declaration of an array of tool calls between two markers."""
     return ToolSection((Call(JsonArray()),), open=open, close=close)
 
 

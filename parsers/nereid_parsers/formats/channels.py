@@ -1,4 +1,4 @@
-"""Model families that write a sequence of messages or typed blocks. gpt_oss.py has its own."""
+"""Models that write a sequence of messages or typed blocks. gpt-oss is declared in gpt_oss.py."""
 
 from nereid_parsers.declarations import Messages, Reasoning, Route, Source, Stage, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -26,7 +26,7 @@ _MUSE_MESSAGES = Messages(
     routes=(
         Route(Stage.REASONING, " to=self"),
         Route(Stage.CONTENT, " to=user"),
-        # Any other recipient is a tool. The text of the message contains the call.
+        # Any other recipient is a tool. The text of the message contains the tool call.
         Route(Stage.CONTENT, " to={word}", written=" to=functions"),
         Route(Stage.CONTENT, "{rest}", written=" to=user"),
     ),

@@ -1,4 +1,4 @@
-"""DeepSeek: calls between begin and end tokens, or (from V3.2 on) as DSML tags."""
+"""DeepSeek: tool calls between begin and end tokens, or in DSML tags since V3.2."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -27,7 +27,7 @@ REASONING = {
 
 
 def _between_tokens(head: str, close: str) -> ToolSection:
-    """Return the declaration of calls between begin and end tokens, as in V3 and V3.1."""
+    """Return the declaration of tool calls between begin and end tokens, as in V3 and V3.1."""
     return ToolSection(
         (Call(JsonArguments(), open="<｜tool▁call▁begin｜>", head=head, close=close),),
         open="<｜tool▁calls▁begin｜>",
@@ -37,14 +37,14 @@ def _between_tokens(head: str, close: str) -> ToolSection:
 
 
 def _dsml(token: str, section: str, gap: str = "") -> ToolSection:
-    """Return the declaration of calls in DSML, whose tags contain a special token.
+    """Return the declaration of tool calls in DSML, whose tags contain a special token.
 
     The tag of a value shows whether the value is a string. Example with the token `T`:
     `<T invoke name="f"><T parameter name="a" string="true">x</T parameter></T invoke>`.
 
     Args:
         token: The special token in each tag.
-        section: The name of the tag around all calls.
+        section: The name of the tag around all tool calls.
         gap: The text between the token and the name of a tag.
     """
     invoke = f'<{token}{gap}invoke name="{{name}}">\n'

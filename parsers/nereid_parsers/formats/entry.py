@@ -1,4 +1,4 @@
-"""The entries of the registry. An entry is one half of a format, with its source."""
+"""The entries of the registry. An entry describes the reasoning or the tool calls of a format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ReasoningEntry:
 
     Attributes:
         part: The markers of the reasoning, or the layout of all messages.
-        source: The document that the declaration was derived from.
+        source: The document from which the declaration was derived.
         content: The markers around the content, or None.
         ends: The end-of-turn tokens.
     """
@@ -30,12 +30,12 @@ class ToolEntry:
     """The part of a format that describes tool calls.
 
     Attributes:
-        part: The declaration of the calls, or the layout of all messages.
-        source: The document that the declaration was derived from.
+        part: The declaration of the tool calls, or the layout of all messages.
+        source: The document from which the declaration was derived.
         ends: The end-of-turn tokens.
-        reasoning: The reasoning of the same model family, which is used if only the name of the
-            tool calls is given. It is set if the models open the reasoning themselves, because the
-            prompt then does not show whether they reason.
+        reasoning: The reasoning of the same model family. It is used if only the name of the tool
+            calls is given. It is declared only for models that open the reasoning themselves,
+            because their prompt does not show whether they reason.
     """
 
     part: ToolSection | Messages

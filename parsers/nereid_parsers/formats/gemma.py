@@ -1,4 +1,4 @@
-"""Google Gemma: arguments as objects with bare keys."""
+"""Google Gemma: arguments are written as objects with unquoted keys."""
 
 from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

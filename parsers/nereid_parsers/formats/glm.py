@@ -1,4 +1,4 @@
-"""GLM and model families with the same calls: the name, then tagged keys and tagged values."""
+"""GLM and models with the same tool calls: a name, followed by tagged keys and tagged values."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -45,7 +45,12 @@ REASONING = {
 
 
 def _section(gap: str, tag: str = "tool_call") -> ToolSection:
-    """Return the declaration of calls in the content. `gap` follows the name and each tag."""
+    """Return the declaration of tool calls inside the content.
+
+    Args:
+        gap: The text after the name and after each tag.
+        tag: The marker around a tool call.
+    """
     return ToolSection(
         (
             Call(
@@ -66,7 +71,7 @@ _ON_ONE_LINE = _section("")
 
 
 def _grouped(head: str) -> ToolSection:
-    """Return the declaration of Hunyuan's calls, which stand between `<tool_calls>` markers."""
+    """Return the declaration of Hunyuan's tool calls, which are between `<tool_calls>` markers."""
     return ToolSection(
         (
             Call(

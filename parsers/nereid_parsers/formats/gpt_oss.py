@@ -1,4 +1,4 @@
-"""gpt-oss: OpenAI's Harmony messages. The recipient precedes the channel or follows it."""
+"""gpt-oss: OpenAI's Harmony messages. The recipient precedes or follows the channel."""
 
 from nereid_parsers.declarations import Messages, Route, Source, Stage
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

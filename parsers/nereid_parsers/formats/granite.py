@@ -1,4 +1,4 @@
-"""IBM Granite: reasoning between phrases or tags, and calls as JSON after a marker."""
+"""IBM Granite: reasoning between phrases or tags, and tool calls as JSON after a marker."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,4 +1,4 @@
-"""Hermes: each call is a JSON object in a `<tool_call>` element. Qwen 2.5 and 3 do the same."""
+"""Hermes, Qwen 2.5 and Qwen 3: each tool call is a JSON object in a `<tool_call>` element."""
 
 from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry
@@ -6,7 +6,7 @@ from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
 
 
 def _tagged(tag: str) -> ToolSection:
-    """Return the declaration of calls as JSON objects between `<tag>` and `</tag>`."""
+    """Return the declaration of tool calls that are JSON objects between `<tag>` and `</tag>`."""
     return ToolSection(
         (Call(JsonObject(), open=f"<{tag}>\n", close=f"\n</{tag}>"),), separator="\n"
     )

@@ -1,4 +1,4 @@
-"""Moonshot Kimi: calls between begin and end tokens, or (K3) as typed tags."""
+"""Moonshot Kimi: tool calls between begin and end tokens, or in typed tags since K3."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -27,7 +27,7 @@ REASONING = {
 
 
 def _call(head: str) -> Call:
-    """Return the declaration of a call whose id is its whole head, `functions.f:0`."""
+    """Return the declaration of a tool call whose whole head is its id, such as `functions.f:0`."""
     return Call(
         JsonArguments(),
         open="<|tool_call_begin|>",

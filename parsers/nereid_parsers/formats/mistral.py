@@ -1,4 +1,4 @@
-"""Mistral: the marker `[TOOL_CALLS]`, then an array of calls, or a name and its arguments."""
+"""Mistral: the marker `[TOOL_CALLS]`, followed by an array, or by a name and its arguments."""
 
 from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,10 +1,13 @@
-"""Tables of the names: the module that declares each name, and the aliases of the names."""
+"""The names of all formats, the modules that declare these names, and the aliases of the names."""
 
 from __future__ import annotations
 
 
 def _by_name(modules: dict[str, str]) -> dict[str, str]:
-    """Return the module of each name. Example: `{"m": "a b"}` gives `{"a": "m", "b": "m"}`."""
+    """Return the module that declares each name.
+
+    Example: `{"m": "a b"}` gives `{"a": "m", "b": "m"}`.
+    """
     return {name: module for module, names in modules.items() for name in names.split()}
 
 

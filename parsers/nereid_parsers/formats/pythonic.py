@@ -1,4 +1,4 @@
-"""Model families that write calls in Python syntax."""
+"""Models that write tool calls in Python syntax."""
 
 from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry

@@ -1,6 +1,6 @@
-"""Alibaba Qwen, and model families whose calls are those of Qwen3-Coder.
+"""Alibaba Qwen, and models with the tool calls of Qwen3-Coder.
 
-The calls of the other Qwen models are declared in hermes.py.
+The tool calls of the other Qwen models are declared in hermes.py.
 """
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
@@ -26,7 +26,7 @@ REASONING = {
 
 
 def _coder(arguments: TaggedArguments) -> ToolSection:
-    """Return the declaration of Qwen3-Coder's calls with the given spelling of arguments."""
+    """Return the declaration of Qwen3-Coder's tool calls with the given spelling of arguments."""
     head = "<function={name}>\n"
     close = "</function>\n</tool_call>"
     return ToolSection(

@@ -1,8 +1,8 @@
 """Finds formats by name. The names are the parser names of vLLM and SGLang.
 
-In a name, `-`, `.` and `_` are equivalent. Each model family has a small module in this folder,
-with a dict REASONING, a dict TOOLS or both. A module is imported when one of its names is looked
-up. names.py maps the names to the modules.
+In a name, `-`, `.` and `_` are equivalent. A module of this folder declares one or more model
+families in a dict REASONING, a dict TOOLS or both. The module is imported when one of its names is
+looked up. names.py maps the names to the modules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nereid_parsers.policy import LENIENT, Policy
 
 
 def normalize(name: str) -> str:
-    """Return the spelling of a name in the tables. Example: `Qwen-2.5` gives `qwen_2_5`."""
+    """Return the spelling that the tables use for a name. Example: `Qwen-2.5` gives `qwen_2_5`."""
     return name.strip().lower().replace("-", "_").replace(".", "_")
 
 
@@ -39,14 +39,14 @@ def get_format(
     tools: str | None = None,
     policy: Policy = LENIENT,
 ) -> Format:
-    """Return the format with a name, or the combination of a reasoning name and a tool name.
+    """Return the format with the given name, or combine a reasoning name with a tool name.
 
     Examples: `get_format("gpt_oss")`, `get_format(reasoning="qwen3", tools="hermes")`.
 
     Args:
-        name: A reasoning name, a tool name, or a name that is both. In the last case, the format
+        name: A reasoning name, a tool name, or a name that is both. If it is both, the format
             contains both parts.
-        reasoning: The name of the reasoning.
+        reasoning: The name of the reasoning part.
         tools: The name of the tool calls.
         policy: The policy of the format.
 
@@ -57,13 +57,15 @@ def get_format(
     """
     if name is not None:
         if reasoning is not None or tools is not None:
-            raise FormatError("get_format takes a name, or reasoning= and tools=, but not both")
+            raise FormatError(
+                "get_format accepts either a name, or reasoning= and tools=, but not both"
+            )
         reasoning = name if _find(name, REASONING_ALIASES, REASONING_MODULES) else None
         tools = name if _find(name, TOOL_ALIASES, TOOL_MODULES) else None
         if reasoning is None and tools is None:
             raise _unknown_format(name, (*REASONING_MODULES, *TOOL_MODULES))
     if reasoning is None and tools is None:
-        raise FormatError("get_format needs a name: get_format(name), reasoning= or tools=")
+        raise FormatError("get_format needs a name. Pass name, reasoning= or tools=.")
     label = name or "+".join(part for part in (reasoning, tools) if part)
     reasoning_part = reasoning_entry(reasoning) if reasoning is not None else None
     tool_part = tool_entry(tools) if tools is not None else None
@@ -73,7 +75,7 @@ def get_format(
 
 
 def reasoning_entry(name: str) -> ReasoningEntry:
-    """Return the entry of a reasoning name. Raise UnknownFormatError if there is none."""
+    """Return the entry of a reasoning name. Raise UnknownFormatError if no entry has this name."""
     key = _find(name, REASONING_ALIASES, REASONING_MODULES)
     if key is None:
         raise _unknown_format(name, REASONING_MODULES)
@@ -83,7 +85,7 @@ def reasoning_entry(name: str) -> ReasoningEntry:
 
 
 def tool_entry(name: str) -> ToolEntry:
-    """Return the entry of a tool name. Raise UnknownFormatError if there is none."""
+    """Return the entry of a tool name. Raise UnknownFormatError if no entry has this name."""
     key = _find(name, TOOL_ALIASES, TOOL_MODULES)
     if key is None:
         raise _unknown_format(name, TOOL_MODULES)
@@ -93,14 +95,14 @@ def tool_entry(name: str) -> ToolEntry:
 
 
 def format_names() -> list[str]:
-    """Return all names that `get_format` accepts, aliases included, in alphabetical order."""
+    """Return all names that `get_format` accepts, including aliases, in alphabetical order."""
     tables = (REASONING_MODULES, TOOL_MODULES, REASONING_ALIASES, TOOL_ALIASES)
     return sorted({name for table in tables for name in table})
 
 
 @dataclass(frozen=True, slots=True)
 class ListedName:
-    """A registered name, as tables of names show it.
+    """A registered name with its description, for the tables in the documentation.
 
     Attributes:
         name: The name.
@@ -116,7 +118,7 @@ class ListedName:
 
     @property
     def label(self) -> str:
-        """The name with its aliases, for example `hermes (= qwen, qwen25, qwen3_json)`."""
+        """The name and its aliases, for example `hermes (= qwen, qwen25, qwen3_json)`."""
         return f"{self.name} (= {', '.join(self.aliases)})" if self.aliases else self.name
 
 
@@ -138,14 +140,14 @@ def _aliases_of(name: str, aliases: dict[str, str]) -> tuple[str, ...]:
 
 
 def _find(name: str, aliases: dict[str, str], modules: dict[str, str]) -> str | None:
-    """Return the key under which a name or alias is registered, or None."""
+    """Return the registered name for a name or an alias, or None."""
     spelling = normalize(name)
     key = aliases.get(spelling, spelling)
     return key if key in modules else None
 
 
 def _unknown_format(name: str, names: Iterable[str]) -> UnknownFormatError:
-    """Return the error for a name that is not registered, with the most similar names."""
+    """Return the error for a name that is not registered. Its message lists similar names."""
     similar = difflib.get_close_matches(normalize(name), list(names), n=4, cutoff=0.5)
     hint = f" Similar names: {', '.join(similar)}." if similar else ""
     return UnknownFormatError(
@@ -168,8 +170,8 @@ def _combine(
         layout = message_layouts.pop()
         if any(entry.part != layout for entry in entries):
             raise FormatError(
-                f"{label}: these two names do not combine, because one of them describes whole "
-                "messages. Use the same name for both parts."
+                f"The formats in {label} cannot be combined, because one of them describes whole "
+                "messages. Use the same name for the reasoning and for the tool calls."
             )
         return Format(label, layout, policy, ends, sources=sources)
     sections = Sections(

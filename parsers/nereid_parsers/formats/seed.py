@@ -1,4 +1,4 @@
-"""ByteDance Seed: arguments as tagged values."""
+"""ByteDance Seed: arguments are written as tagged values."""
 
 from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,4 +1,4 @@
-"""StepFun: arguments as tagged values."""
+"""StepFun: arguments are written as tagged values."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

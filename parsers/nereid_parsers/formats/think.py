@@ -1,4 +1,4 @@
-"""Model families with reasoning between `<think>` tags. Their calls are declared elsewhere."""
+"""Models with reasoning between `<think>` tags. Other modules declare their tool calls."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry

@@ -1,6 +1,6 @@
-"""Reads the types of arguments from JSON schemas, and converts bare text to JSON by these types.
+"""Reads the types of arguments from JSON schemas, and converts the text of arguments to JSON.
 
-"JSON type" means one of the names in `ALL_TYPES`.
+A "JSON type" is one of the names in `ALL_TYPES`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TYPE_ALIASES = {
     "bool": "boolean",
     "dict": "object",
 }
-# Keywords that occur only in schemas of one type.
+# Each of these keywords occurs only in schemas of one type.
 _TYPE_OF_KEYWORD = (("properties", "object"), ("items", "array"), ("pattern", "string"))
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _FIRST_CHARS_OF_LITERALS = "[{(-+.0123456789'\""
@@ -27,21 +27,21 @@ _MAX_DEPTH = 8
 
 
 class Tools:
-    """The tools that the prompt offers to the model, by name.
+    """The tools that the prompt offers to the model.
 
     Attributes:
-        is_known: Whether the offered tools are known. False for an empty list and for None.
-        parameters: The JSON schema of the parameters, by the name of the function.
+        is_known: Whether the offered tools are known. False if the tools list is empty or None.
+        parameters: The JSON schemas of the parameters, by the name of the function.
     """
 
     __slots__ = ("_argument_types", "is_known", "parameters")
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Read the OpenAI tools list, and ignore malformed members.
+        """Read the OpenAI tools list. Members that are not valid are ignored.
 
         Args:
-            tools: The list. A member is `{"type": "function", "function": {...}}`, or only the
-                inner object.
+            tools: The tools list. A member is `{"type": "function", "function": {...}}`, or only
+                the inner object.
         """
         self.is_known = bool(tools)
         self.parameters: dict[str, Mapping[str, Any]] = {}
@@ -57,7 +57,7 @@ class Tools:
         return name in self.parameters
 
     def argument_types(self, function: str, key: str) -> frozenset[str] | None:
-        """Return the JSON types that argument `key` may have, or None if they are not known."""
+        """Return the JSON types that the argument `key` may have, or None if they are not known."""
         cache_key = (function, key)
         if cache_key not in self._argument_types:
             root = self.parameters.get(function, {})
@@ -69,14 +69,14 @@ class Tools:
 
 
 def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
-    """Return the JSON types that a schema allows, or None if the schema does not define them.
+    """Return the JSON types that `schema` allows, or None if `schema` does not define the type.
 
     Example: `{"anyOf": [{"type": "integer"}, {"type": "null"}]}` gives `{"integer", "null"}`.
 
     Args:
-        schema: The schema.
-        root: The schema that references (`$ref`) inside `schema` refer to.
-        depth: The number of schemas that enclose this one.
+        schema: The JSON schema.
+        root: The JSON schema in which the references (`$ref`) of `schema` are looked up.
+        depth: The number of schemas that enclose `schema`.
     """
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return None
@@ -89,10 +89,10 @@ def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> fr
 def _declared_types(
     schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
 ) -> frozenset[str] | None:
-    """Return the JSON types that a schema allows, without regard to `nullable`.
+    """Return the JSON types that `schema` allows. The keyword `nullable` is ignored.
 
-    Examples: `{"type": "int"}` gives `{"integer"}`, `{"enum": ["a", 1]}` gives `{"string",
-    "integer"}`, and `{"items": {}}` gives `{"array"}`.
+    Examples: `{"type": "int"}` gives `{"integer"}`, `{"enum": ["a", 1]}` gives
+    `{"string", "integer"}`, and `{"items": {}}` gives `{"array"}`.
     """
     reference = schema.get("$ref")
     if isinstance(reference, str):
@@ -119,7 +119,7 @@ def _declared_types(
 
 
 def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the union of several sets of types. It is None if one of the sets is not known."""
+    """Return the union of several sets of types, or None if one of the sets is None."""
     union: frozenset[str] = frozenset()
     for types in options:
         if types is None:
@@ -137,7 +137,10 @@ def _resolve(reference: str, root: Mapping[str, Any]) -> object:
 
 
 def json_type_of(value: object) -> str:
-    """Return the JSON type of a value that `json.loads` returned."""
+    """Return the JSON type of a value that `json.loads` returned.
+
+    Example: `json_type_of(None)` returns `"null"`.
+    """
     if isinstance(value, bool):
         return "boolean"
     if value is None:
@@ -147,7 +150,7 @@ def json_type_of(value: object) -> str:
 
 
 def loads(text: str) -> Any:  # noqa: ANN401  # JSON may hold any type
-    """Parse JSON text, in which strings may contain control characters.
+    """Parse JSON text. Strings may contain unescaped control characters.
 
     Raises:
         ValueError: The text is not JSON, or is nested too deeply.
@@ -155,14 +158,14 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may hold any type
     try:
         return json.loads(text, strict=False)
     except RecursionError as error:
-        raise ValueError("The JSON text is nested too deeply") from error
+        raise ValueError("The JSON text has too many nested arrays or objects") from error
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """Convert the bare text of an argument to JSON text of one of `types`.
+    """Convert the text of an argument to JSON text of one of `types`.
 
-    JSON text of a suitable type is returned without white space and otherwise unchanged. Text that
-    is neither JSON nor a Python literal becomes a JSON string.
+    JSON text of an allowed type is returned without surrounding white space and otherwise
+    unchanged. Text that is neither JSON nor a Python literal becomes a JSON string.
 
     Examples:
         `to_json("12", {"integer"})` returns `12`, `to_json("12", {"string"})` returns `"12"`,
@@ -181,14 +184,14 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
 
 
 def _is_returned_as(json_type: str, types: frozenset[str] | None) -> bool:
-    """Return whether a value of `json_type` keeps this type, rather than becoming a string.
+    """Return whether a value of type `json_type` is returned with this type, not as a string.
 
     Args:
         json_type: The JSON type of the value.
         types: The JSON types that the schema allows, or None if they are not known.
     """
     if json_type == "string":
-        # The text has quotes. If a string is allowed, the quotes are a part of the string.
+        # The text starts and ends with a quote. If a string is allowed, these quotes belong to it.
         return types is not None and "string" not in types
     if types is None or json_type in types:
         return True
@@ -196,7 +199,7 @@ def _is_returned_as(json_type: str, types: frozenset[str] | None) -> bool:
         return True
     if "string" in types:
         return False
-    # The schema does not allow the value's type. These values are returned as the model wrote them.
+    # The schema does not allow the type of this value. Some of these values are returned unchanged.
     is_fraction_for_integer = json_type == "number" and "integer" in types
     return is_fraction_for_integer or json_type in ("null", "object", "array")
 
@@ -204,8 +207,8 @@ def _is_returned_as(json_type: str, types: frozenset[str] | None) -> bool:
 def _parse_literal(text: str) -> tuple[str, str] | None:
     """Return the JSON type and the JSON text of a JSON value or Python literal.
 
-    Examples: `"True"` gives `("boolean", "true")`, `"{'a': 1}"` gives `("object", '{"a": 1}')`. The
-    result is None for any other text.
+    Examples: `"True"` gives `("boolean", "true")`, `"{'a': 1}"` gives `("object", '{"a": 1}')`, and
+    `"Paris"` gives None.
     """
     text = _JSON_WORDS.get(text, text)
     try:
@@ -216,7 +219,7 @@ def _parse_literal(text: str) -> tuple[str, str] | None:
         return None
     try:
         with warnings.catch_warnings():
-            # Python warns about invalid escape sequences. Here the model wrote them, not a person.
+            # Python warns about invalid escape sequences, but nobody can correct the model's text.
             warnings.simplefilter("ignore")
             value = ast.literal_eval(text)
         return json_type_of(value), json.dumps(value, ensure_ascii=False, allow_nan=False)

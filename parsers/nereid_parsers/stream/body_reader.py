@@ -7,17 +7,17 @@ from typing import ClassVar
 
 from nereid_parsers.stream.call_writer import CallWriter
 
-# The reasons in the event at the end of a call.
+# The reasons in the event at the end of a tool call.
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 
 
 class Status(Enum):
-    """The state of a body, or of a value inside it.
+    """The state of the body of a tool call, or of a value inside the body.
 
-    MORE    The body is not complete. It needs more text.
+    MORE    The body is not complete. The reader needs more text.
     DONE    The body is complete.
-    BROKEN  The text cannot belong to this body.
+    BROKEN  The text is not valid in this body.
     """
 
     MORE = "more"
@@ -29,17 +29,17 @@ MORE, DONE, BROKEN = Status.MORE, Status.DONE, Status.BROKEN
 
 
 class BodyReader:
-    """Reads the body of a call (or a list of calls) and passes the arguments to a CallWriter.
+    """Reads the body of one or more tool calls and passes the arguments to a CallWriter.
 
     Attributes:
-        writer: The writer that converts the calls into events.
+        writer: The writer that converts the tool calls into events.
         status: The state of the body.
-        last_call_end: The position, in the text that was read last, at which a call of the list
-            ended. None if no call of the list ended there. If the text after this position turns
-            out not to be a call, it is content.
+        last_call_end: The position, in the text of the last `read`, at which a tool call of a list
+            ended. None if no tool call of a list ended in this text. The text after this position
+            is content if it is not another tool call.
         is_final: Whether no more text follows.
-        is_verbatim: Whether the arguments are the model's own text, rather than JSON that the
-            reader composed.
+        is_verbatim: Whether the arguments are the model's own text. False if the reader composes
+            the JSON text of the arguments.
     """
 
     __slots__ = ("is_final", "last_call_end", "status", "writer")
@@ -56,22 +56,22 @@ class BodyReader:
         """Read `text` from `pos` on and set `status`.
 
         Returns:
-            The position up to which the text was read. The caller passes the rest again, together
-            with the text that follows it.
+            The position up to which the text was read. The caller passes the unread rest to `read`
+            again, together with the text that follows.
         """
         raise NotImplementedError
 
     def abandon(self) -> bool:
-        """Complete the JSON text of the open call and end the call, after text that is not valid.
+        """Complete the JSON text of the open tool call, because its text is not valid, and end it.
 
         Returns:
-            Whether the call was ended. Readers that pass on the model's own text return False. The
-            rest of the arguments is then passed on unchanged.
+            Whether the tool call was ended. A reader that passes on the model's own text returns
+            False. The parser then passes on the rest of the arguments unchanged.
         """
         return False
 
     def finish(self) -> None:
-        """End the open call, because the text has ended."""
+        """End the open tool call, because the message has ended."""
         if self.writer.is_open:
             self.writer.end(CUT_OFF)
             self.status = DONE

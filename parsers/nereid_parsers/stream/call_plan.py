@@ -1,4 +1,4 @@
-"""Compiled declarations of calls and message headers, which the parser matches against the text."""
+"""Compiled declarations of tool calls and message headers, which match the model's text."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from nereid_parsers.tool_declarations import (
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The matched text before the body of a call or message.
+    """The matched text before the body of a tool call or message.
 
     Attributes:
         end: The position after the head.
         name: The name of the function, or "" if the head contains no name.
-        call_id: The id of the call, or "" if the head contains no id.
+        call_id: The id of the tool call, or "" if the head contains no id.
     """
 
     end: int
@@ -52,13 +52,13 @@ class Head:
 
 
 class CallPlan:
-    """One spelling of a call, compiled.
+    """The compiled declaration of one spelling of a tool call.
 
     Attributes:
         call: The declaration.
-        is_bare: Whether the call starts without a marker.
-        closing_markers: The parts of the marker after the call.
-        end_of_broken: Finds the markers that end arguments which are not valid JSON.
+        is_bare: Whether the tool call starts without a marker.
+        closing_markers: The parts of the closing marker of the tool call.
+        end_of_broken: A lexer that finds the end of arguments that are not valid JSON.
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class CallPlan:
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
         self._id_template = call.id
         self._body_start, self._possible_body_start = _body_start_regexes(call)
-        # These markers cannot be a part of the arguments.
+        # These markers cannot be a part of the arguments, so they end the arguments.
         outer_markers = (*self.closing_markers[-1:], section.close.strip(), call.open.strip())
         self.end_of_broken = Lexer(marker for marker in outer_markers if marker)
         self._tags: TagsPlan | None = None
@@ -82,10 +82,10 @@ class CallPlan:
             self._tags = TagsPlan(call.body, tuple(marker for marker in stop_markers if marker))
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
-        """Match the marker and the head of the call at `pos`, and the first character of its body.
+        """Match the marker and the head of a tool call at `pos`, and the start of its body.
 
-        Example: `<tool_call>{` matches a JSON object after the marker `<tool_call>`, and the head
-        ends at 11. The text `<tool_call>` alone gives NEED_MORE, and `<tool_call>x` NO_MATCH.
+        Example: `<tool_call>{"` matches a JSON object after the marker `<tool_call>`, and the head
+        ends at 11. The text `<tool_call>` alone gives NEED_MORE, and `<tool_call>x` gives NO_MATCH.
 
         Returns:
             The head, NEED_MORE or NO_MATCH.
@@ -109,8 +109,9 @@ class CallPlan:
     def _check_tags_start(self, tags: TagsPlan, text: str, pos: int, is_final: bool) -> int | None:
         """Return None if tagged values start at `pos`, otherwise NEED_MORE or NO_MATCH.
 
-        A call without arguments has no tagged value, so a marker that ends the body is accepted
-        too.
+        A marker that ends the body is accepted too, because a tool call may have no arguments.
+        Example: with the values `<parameter={key}>`, both `<parameter=city>` and `</function>` give
+        None.
         """
         if pos == len(text) or tags.is_at_stop_marker(text, pos):
             return None
@@ -125,7 +126,8 @@ class CallPlan:
     def _check_body_start(self, text: str, pos: int, is_final: bool) -> int | None:
         """Return None if the body starts at `pos`, otherwise NEED_MORE or NO_MATCH.
 
-        Example: for a JSON array of calls, `[{` gives None, `[` NEED_MORE and `[1` NO_MATCH.
+        Example: for a JSON array of tool calls, `[{` gives None, `[` gives NEED_MORE and `[1` gives
+        NO_MATCH.
         """
         if self._body_start.match(text, pos) is not None:
             return None
@@ -136,9 +138,9 @@ class CallPlan:
         """Return a reader for the body after `head`.
 
         Args:
-            writer: The writer of the call.
+            writer: The writer of the tool call.
             head: The head that `match` returned.
-            is_certain: Whether a marker proves that the text is a call.
+            is_certain: Whether a marker proves that the text is a tool call.
         """
         body = self.call.body
         if isinstance(body, JsonArguments):
@@ -158,7 +160,11 @@ class CallPlan:
         return TaggedReader(writer, self._tags, head.name, head.call_id)
 
     def body_openings(self) -> tuple[str, ...]:
-        """Return the texts with which a bare call can start: `("{",)`, `("[",)` or `()`."""
+        """Return the texts with which a body without a marker can start.
+
+        Examples: `("{",)` for a JSON object, `("[",)` for a JSON array, and `()` for Python calls
+        without brackets.
+        """
         body = self.call.body
         if isinstance(body, PythonCalls):
             return (body.open,) if body.open else ()
@@ -167,13 +173,14 @@ class CallPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCall:
-    """The call that may start at the current position.
+    """The tool call that may start at the current position.
 
     Attributes:
         plans: The possible spellings, in the order in which they are tried.
-        opening: The text that caused the expectation: a marker, the first character of a bare
-            call, or "" inside a section. If no call follows, this text is content.
-        is_certain: Whether a marker proves that the text is a call.
+        opening: The text that indicates the tool call: a marker, the first character of a tool call
+            without a marker, or "" inside a tool section. Without a tool call, this text is
+            content.
+        is_certain: Whether a marker proves that the text is a tool call.
     """
 
     plans: tuple[CallPlan, ...]
@@ -181,7 +188,11 @@ class ExpectedCall:
     is_certain: bool
 
     def match(self, buffer: TextBuffer) -> tuple[CallPlan, Head] | int:
-        """Match the unread text, and return the spelling and the head, NEED_MORE or NO_MATCH."""
+        """Match the unread text with each spelling.
+
+        Returns:
+            The spelling that matches and the matched head, or NEED_MORE or NO_MATCH.
+        """
         for plan in self.plans:
             head = plan.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):
@@ -191,10 +202,10 @@ class ExpectedCall:
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, with_bare: bool) -> bool:
-        """Return whether more text could complete the start of the call.
+        """Return whether more text could complete the start of the tool call.
 
         Args:
-            buffer: The text, to which no more text is added.
+            buffer: The text at the end of the message.
             with_bare: Whether spellings without a marker are considered too.
         """
         return any(
@@ -205,10 +216,10 @@ class ExpectedCall:
 
 
 def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    r"""Return the regex of a body's first characters, and the regex of their possible beginnings.
+    """Return a regex for the start of a body, and a regex for an incomplete start of a body.
 
-    Example: a JSON array of calls starts with `[{` or `[]`, and may have white space in between.
-    The text `[` could become such a start if it is at the end of the text.
+    Example: a JSON array of tool calls starts with `[{` or `[]`, or with white space between the
+    two characters. The text `[` at the end of the text is an incomplete start.
     """
     body = call.body
     if isinstance(body, NestedTags):
@@ -226,15 +237,16 @@ def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
     elif isinstance(body, JsonObject):
         second = '["}]'
     elif isinstance(body, JsonArguments) and _ends_with_marker(call):
-        first = ""  # The markers prove that this is a call, even if its arguments are not valid.
+        first = ""  # The markers prove that this text is a tool call.
     return re.compile(rf"{first}\s*{second}"), re.compile(rf"{first}\s*\Z")
 
 
 def _ends_with_marker(call: Call) -> bool:
-    """Return whether the call has an opening marker, and a head that ends with a literal.
+    """Return whether the text after the head of a tool call can only be arguments.
 
-    Example: true for the marker `[TOOL_CALLS]` and the head `{name}[ARGS]`, but not for the head
-    `{name}`. If true, the text after the head can only be arguments.
+    This is the case if the tool call has an opening marker and the last part of its head is a
+    literal. Example: the result is True for the marker `[TOOL_CALLS]` and the head `{name}[ARGS]`.
+    The result is False for the head `{name}`.
     """
     last_part = pattern(call.head)[-1]
     is_literal = isinstance(last_part, str) and bool(last_part.strip())
@@ -242,9 +254,10 @@ def _ends_with_marker(call: Call) -> bool:
 
 
 def _fill_in_id(template: str, fields: dict[str, str]) -> str:
-    """Return the id of a call from the fields of its head, or "" if a field is missing.
+    """Return the id of a tool call, filled in from the fields of its head.
 
-    Example: `_fill_in_id("functions.{name}:{number}", {"name": "f", "number": "0"})` returns
+    Return "" if a field is missing. Example:
+    `_fill_in_id("functions.{name}:{number}", {"name": "f", "number": "0"})` returns
     `"functions.f:0"`.
     """
     if template == "{id}":
@@ -256,14 +269,14 @@ def _fill_in_id(template: str, fields: dict[str, str]) -> str:
 
 
 class RoutePlan:
-    """A message header, compiled. `stage` is the stage of the message's body."""
+    """The compiled declaration of a message header. `stage` is the stage of the message's body."""
 
     __slots__ = ("_blank_header_end", "_first_literal", "_header_pattern", "stage")
 
     def __init__(self, route: Route, layout: Messages) -> None:
         self.stage = route.stage
-        # A pattern matches any white space. If only white space ends the header, it must match
-        # exactly, so it is compared separately.
+        # White space in a pattern matches any white space. A header end of only white space must
+        # match exactly, so it is not a part of the pattern.
         is_blank = not layout.header_end.strip()
         self._blank_header_end = layout.header_end if is_blank else ""
         self._header_pattern = compile_pattern(
@@ -275,17 +288,17 @@ class RoutePlan:
     def has_started(self, text: str, pos: int) -> bool:
         """Return whether the first literal of the header is at `pos`.
 
-        If the text ends inside a header, this distinguishes the header from content.
+        If the message ends inside a header, this result distinguishes the header from content.
         """
         return bool(self._first_literal) and text.startswith(self._first_literal, pos)
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
         """Match the header at `pos`, for example `<|channel|>final<|message|>`.
 
-        The header of a call matches only if `{` follows it.
+        The header of a tool call matches only if `{` follows the header.
 
         Returns:
-            The header, NEED_MORE or NO_MATCH.
+            The matched header, NEED_MORE or NO_MATCH.
         """
         fields: dict[str, str] = {}
         end = self._header_pattern.match(text, pos, is_final, fields)

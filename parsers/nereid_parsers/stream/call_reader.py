@@ -1,4 +1,4 @@
-"""Reads tool calls: their markers, heads and bodies, and the text between them."""
+"""Reads the markers, heads and bodies of tool calls, and the text between tool calls."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
 from nereid_parsers.tool_declarations import JsonArray, JsonObject, PythonCalls
 
-# Some models write superfluous closing brackets before the closing marker of a call.
+# Some models write superfluous closing brackets before the closing marker of a tool call.
 _SUPERFLUOUS_CHARS = "}])`"
 _MAX_SUPERFLUOUS_CHARS = 16
-# The limit, for each message, of the number of times that kept arguments are read again. Without a
-# limit, the time would not be linear in the length of the text.
+# The maximum number of times per message that stored arguments are read again. Without this limit,
+# the parsing time would not be linear in the length of the text.
 _MAX_REREADS = 16
 
-# The reasons in the events of content that looked like a call.
+# The reasons that events give for returning text that looked like a tool call as content.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
 _EMPTY_SECTION = "the tool section contains no call"
 
 
 class CallReader:
-    """Reads calls, from the marker that opens them to the text after them.
+    """Reads tool calls, from the opening marker of a tool call to the text after it.
 
-    Each method `read_...` handles one state of the parser. It reads text from the buffer and
-    returns the next state, or None if it needs more text.
+    Each method `read_...` handles one state of the parser. The method reads text from the buffer
+    and returns the next state, or None if it needs more text.
     """
 
     __slots__ = (
@@ -46,14 +46,14 @@ class CallReader:
         writer: CallWriter,
         calls_first: bool,
     ) -> None:
-        """Create a reader for the calls of one message.
+        """Create a reader for the tool calls of one message.
 
         Args:
             plan: The compiled format.
-            buffer: The text to read.
+            buffer: The buffer that contains the text.
             text: The writer of content.
-            writer: The writer of calls.
-            calls_first: Whether only content follows the first content, see
+            writer: The writer of tool calls.
+            calls_first: Whether all text after the first content is content, see
                 `TextRule.CALLS_FIRST`.
         """
         self._plan = plan
@@ -63,7 +63,7 @@ class CallReader:
         self._calls_first = calls_first
         self._is_in_section = False
         self._expected = ExpectedCall(plan.calls, "", is_certain=True)
-        # The call that is being read, and the closing markers that may still follow its body.
+        # The tool call that is being read, and the closing markers that may still follow its body.
         self._call: CallPlan | None = None
         self._body: BodyReader | None = None
         self._is_call_certain = True
@@ -73,22 +73,26 @@ class CallReader:
     # ---- transitions from content and headers ----------------------------------------------------
 
     def open_section(self, marker: str) -> State:
-        """Read the opening marker of a section."""
+        """Read the opening marker of a tool section."""
         self._is_in_section = True
         self._text.hold_tentative(self._buffer.take(len(marker)))
         return State.BETWEEN_CALLS
 
     def open_call(self, marker: str) -> State:
-        """Prepare to read a call that starts with `marker`."""
+        """Prepare to read a tool call that starts with `marker`."""
         plans = self._plan.calls_by_trigger[marker]
         self._expected = ExpectedCall(plans, marker, is_certain=True)
         return State.CALL_START
 
     def open_bare_call(self, opening: str) -> State | None:
-        """Prepare to read a call without a marker. `opening` is its first text, for example `{`.
+        """Prepare to read a tool call that starts without a marker.
+
+        Args:
+            opening: The first text of the tool call, for example `{`.
 
         Returns:
-            The next state, or None if no call can start here, so that `opening` is content.
+            The next state, or None if no tool call can start here. In that case `opening` is
+            content.
         """
         if not self._may_be_bare():
             return None
@@ -96,11 +100,11 @@ class CallReader:
         return State.CALL_START
 
     def _may_be_bare(self) -> bool:
-        """Return whether a call without a marker may start here.
+        """Return whether a tool call without a marker may start here.
 
-        At the start of the output, any bare call may start. After other text, only JSON or a list
-        of Python calls may, and only if the offered tools are known, because the name of the
-        function must then prove that the text is a call.
+        At the start of the output, any tool call without a marker may start. After other text, only
+        JSON or a list of Python calls may start, and only if the offered tools are known. The name
+        of an offered tool is then the only proof that the text is a tool call.
         """
         if not self._text.has_content and not self._writer.num_started:
             return True
@@ -114,16 +118,18 @@ class CallReader:
         )
 
     def start_message_call(self, head: Head) -> State:
-        """Start the call of a message whose header has been read."""
+        """Create the reader of a tool call's arguments, after the message header has been read."""
         self._call = self._plan.message_call
         self._is_call_certain = True
         self._body = ArgumentsReader(self._writer, head.name, head.call_id)
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
-        """Leave the section if `marker` closes it. Return whether `marker` is markup.
+        """Leave the tool section if `marker` closes it.
 
-        A closing marker directly after a call is markup too.
+        Returns:
+            Whether `marker` is removed from the content. This is also the case directly after a
+            tool call.
         """
         tools = self._plan.tools
         if self._is_in_section and tools is not None and marker == tools.close.strip():
@@ -132,13 +138,18 @@ class CallReader:
         return bool(self._writer.num_started) and self._text.is_after_marker
 
     def has_calls(self) -> bool:
-        """Return whether a call has started."""
+        """Return whether a tool call has started in this message."""
         return bool(self._writer.num_started)
 
     # ---- text that is not a call after all -------------------------------------------------------
 
     def reject(self, num_chars: int, fault: str) -> State:
-        """Write the tentative text, and the next `num_chars` characters, as content."""
+        """Write the tentative text, and the next `num_chars` characters, as content.
+
+        Args:
+            num_chars: The number of characters.
+            fault: The reason that the event gives for returning this text as content.
+        """
         self._body = None
         if not self._writer.num_started:
             self._is_in_section = False
@@ -147,10 +158,10 @@ class CallReader:
         return State.CONTENT_ONLY if only_content else State.CONTENT
 
     def _drop_or_reject(self, num_chars: int, fault: str) -> State:
-        """Handle the start of a call at which the text ends.
+        """Handle an incomplete tool call at the end of the message.
 
-        If it looks like markup, it is dropped. Otherwise it is content, see `reject`. Example: at
-        the end of the text, `<tool_call>{"na` is dropped, and `{"na` is content.
+        If the text contains a tag, the text is removed. Otherwise the text is content. Example: at
+        the end of the message, `<tool_call>{"na` is removed, and `{"na` is content.
         """
         if not looks_like_markup(self._text.tentative_text + self._buffer.unread()):
             return self.reject(num_chars, fault)
@@ -163,9 +174,10 @@ class CallReader:
     # ---- CALL_START and CALL_BODY ----------------------------------------------------------------
 
     def read_start(self) -> State | None:
-        """Read the marker and the head of a call. If none matches, the marker is content.
+        """Read the marker and the head of a tool call. Without a head, the marker is content.
 
-        Example: `<tool_call>{` starts a call, but in `<tool_call> is a tag`, the marker is content.
+        Example: `<tool_call>{"` starts a tool call. In `<tool_call> is a tag`, the marker is
+        content.
         """
         expected = self._expected
         match = expected.match(self._buffer)
@@ -179,27 +191,27 @@ class CallReader:
         return self.reject(num_chars, _NO_CALL_AFTER_MARKER)
 
     def _start_body(self, plan: CallPlan, head: Head, is_certain: bool) -> State:
-        """Read the head, and create the reader of the body."""
+        """Read the head of a tool call, and create the reader of the body."""
         self._call = plan
         self._is_call_certain = is_certain
         self._body = plan.create_reader(self._writer, head, is_certain)
         self._text.hold_tentative(self._buffer.take_until(head.end))
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # The parser calls no state without unread text, but some calls can start before their body.
+        # The parser reads no body until more text arrives. Some tool calls can start earlier.
         return self._read_body(self._body) or State.CALL_BODY
 
     def read_body(self) -> State | None:
-        """Read a part of the body of a call."""
+        """Read a part of the body of a tool call, and return the next state."""
         assert self._body is not None
         return self._read_body(self._body)
 
     def _read_body(self, body: BodyReader) -> State | None:
-        """Read a part of the body, and decide what its text is.
+        """Read a part of the body of a tool call, classify the text, and return the next state.
 
-        While a call is open, its text is the text of the call. If a call of a list has ended, the
-        text after it is tentative, because another call may or may not follow. If no call has
-        started, the text is tentative.
+        If a tool call is open, the text belongs to the tool call. If a tool call of a list has
+        ended, the text after it is tentative, because another tool call may follow. If no tool call
+        has started, the text is tentative too.
         """
         writer = self._writer
         buffer = self._buffer
@@ -222,13 +234,18 @@ class CallReader:
         return None if body.status is MORE else self._leave_body(body)
 
     def _write_ended_call(self, start: int, end: int) -> None:
-        """Classify the text of a call that has ended. The tentative text before it is markup."""
+        """Classify the text of a tool call that has ended, and accept the tentative text before it.
+
+        Args:
+            start: The position in the buffer at which the text of the tool call starts.
+            end: The position after the text of the tool call.
+        """
         self._text.accept_tentative()
         self._text.write_call(self._buffer.text[start:end], self._writer.keeps_arguments)
         self._text.end_call()
 
     def _leave_body(self, body: BodyReader) -> State:
-        """Return the state after a body that is complete or broken."""
+        """Return the state after a body that is complete or not valid."""
         assert self._call is not None
         if body.status is BROKEN:
             if not self._writer.is_open:
@@ -241,7 +258,7 @@ class CallReader:
         return self._end_body(self._call)
 
     def _end_body(self, call: CallPlan) -> State:
-        """Prepare to read the closing markers of a call whose body has ended."""
+        """Prepare to read the closing markers of a tool call whose body has ended."""
         self._text.end_call()
         self._text.start_after_call()
         self._body = None
@@ -249,11 +266,11 @@ class CallReader:
         return State.CONTENT if call is self._plan.message_call else State.CALL_END
 
     def _recover(self, call: CallPlan) -> State:
-        """Handle arguments that are not valid JSON.
+        """Handle arguments that are not valid JSON, and return the next state.
 
-        If the arguments have been kept, and they contain the closing marker, then the call
-        ended there, and the text from the marker on is read again. Example: a missing quote as in
-        `{"a": "x}</tool_call>` makes the marker a part of the string.
+        If the stored arguments contain the closing marker, the tool call ended at the marker. The
+        parser then reads the text from the marker on again. Example: in `{"a": "x}</tool_call>`, a
+        quote is missing, so the marker was read as a part of the string.
         """
         marker = call.closing_markers[0] if call.closing_markers else ""
         can_reread = self._body is not None and self._body.is_verbatim
@@ -271,7 +288,7 @@ class CallReader:
     def read_broken(self) -> State | None:
         """Pass on arguments that are not valid JSON, up to the next marker.
 
-        Example: for `{"a": x}</tool_call>`, the text up to the marker is passed on unchanged.
+        Example: for `{"a": x}</tool_call>`, the arguments are `{"a": x}`.
         """
         assert self._call is not None
         start, marker = self._call.end_of_broken.find(self._buffer)
@@ -287,11 +304,11 @@ class CallReader:
     # ---- CALL_END and BETWEEN_CALLS --------------------------------------------------------------
 
     def read_end(self) -> State | None:
-        """Read the closing markers of a call. A model may leave out any of them.
+        """Read the closing markers of a tool call. A model may leave out any of these markers.
 
-        White space and superfluous brackets before a marker are skipped. Example: with the closing
-        markers `</function>` and `</tool_call>`, both `</tool_call>` and `}</tool_call>` end the
-        call.
+        White space and superfluous brackets before a closing marker are skipped. Example: with the
+        closing markers `</function>` and `</tool_call>`, both `</tool_call>` and `}</tool_call>`
+        end the tool call.
         """
         text = self._buffer.text
         after_blanks = skip_blanks(text, self._buffer.pos)
@@ -312,7 +329,10 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def _wait_or_drop(self, start: int) -> State | None:
-        """Wait for the rest of a marker that begins at `start`. Drop it if the text has ended."""
+        """Wait for the rest of the marker that begins at `start`.
+
+        If the message has ended, remove the incomplete marker.
+        """
         if not self._buffer.is_final:
             return None
         if start < len(self._buffer.text):
@@ -320,9 +340,9 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def _is_next_object(self, pos: int) -> bool:
-        """Return whether the next call starts at `pos`, without markers between the two calls.
+        """Return whether another tool call starts at `pos`, directly after the last tool call.
 
-        Example: `<tool_call>{..}{..}</tool_call>`.
+        Example: in `<tool_call>{..}{..}</tool_call>`, no marker separates the two JSON objects.
         """
         if self._call is None or not self._closing_markers:
             return False
@@ -331,16 +351,16 @@ class CallReader:
         return is_marked_object and self._buffer.text.startswith("{", pos)
 
     def _start_next_object(self, pos: int) -> State:
-        """Start the call at `pos`, which has the spelling of the call before it."""
+        """Start the tool call at `pos`, which has the same declaration as the last tool call."""
         assert self._call is not None
         self._text.hold_blanks(self._buffer.take_until(pos))
         return self._start_body(self._call, Head(pos), is_certain=False)
 
     def read_between(self) -> State | None:
-        """Read white space, a separator or the section's closing marker after a call.
+        """Read white space, a separator or the tool section's closing marker after a tool call.
 
-        Example: after a call, the text `, {"name": ` contains the separator `,` and another call.
-        The text `Hello` is content.
+        Example: after a tool call, the text `, {"name": ` contains the separator `,` and the start
+        of another tool call. The text `Hello` is content.
         """
         tools = self._plan.tools
         assert tools is not None
@@ -352,7 +372,7 @@ class CallReader:
         if self._is_in_section and close:
             if buffer.starts_with(close):
                 return self._end_section(close)
-            # The start of the closing marker is markup, unless the section is empty at the end.
+            # An incomplete closing marker is removed, unless the section contains no tool call.
             is_empty_section = buffer.is_final and bool(self._text.tentative)
             if buffer.is_prefix_of(close) and not is_empty_section:
                 return self._wait_or_drop(buffer.pos)
@@ -361,14 +381,14 @@ class CallReader:
             if buffer.starts_with(separator):
                 self._text.write_markup(buffer.take(len(separator)))
                 return State.BETWEEN_CALLS
-            # At the end of the text, a short separator such as "," is more likely content.
+            # At the end of the message, a short separator such as "," is more likely content.
             is_markup = not buffer.is_final or looks_like_markup(buffer.unread())
             if is_markup and buffer.is_prefix_of(separator):
                 return self._wait_or_drop(buffer.pos)
         return self._expect_next_call()
 
     def _end_section(self, close: str) -> State:
-        """Leave the section. A section without a call is content."""
+        """Leave the tool section. Write the section as content if it contains no tool call."""
         self._is_in_section = False
         if self._text.tentative:
             return self.reject(len(close), _EMPTY_SECTION)
@@ -376,7 +396,11 @@ class CallReader:
         return State.CONTENT
 
     def _expect_next_call(self) -> State:
-        """Prepare to read the next call. Text that cannot be a call is content."""
+        """Prepare to read the next tool call.
+
+        Returns:
+            CALL_START if a tool call may start at the current position, otherwise CONTENT.
+        """
         if self._is_in_section:
             self._expected = ExpectedCall(self._plan.calls, "", is_certain=True)
             return State.CALL_START
@@ -391,7 +415,7 @@ class CallReader:
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_body(self) -> State:
-        """End the call inside whose body the text has ended, and return the next state."""
+        """End a tool call whose body is incomplete at the message's end. Return the next state."""
         body = self._body
         assert body is not None
         assert self._call is not None
@@ -412,9 +436,10 @@ class CallReader:
         return self.reject(0, _NO_CALL)
 
     def _is_closed_in_tentative(self) -> bool:
-        """Return whether the tentative text contains a marker that closes calls.
+        """Return whether the tentative text contains a closing marker of tool calls.
 
-        Then the text did not end inside the call, so the tentative text is content.
+        If so, the tool call was closed before the end of the message, and the tentative text is
+        content.
         """
         assert self._call is not None
         tools = self._plan.tools
@@ -424,12 +449,16 @@ class CallReader:
         return any(marker and marker in text for marker in markers)
 
     def finish_broken(self) -> None:
-        """End a call with broken arguments, because the text has ended."""
+        """End a tool call with broken arguments, because the message has ended."""
         if self._writer.is_open:
             self._writer.end(BROKEN_ARGUMENTS)
             self._text.end_call()
 
     def finish_empty_section(self) -> None:
-        """Drop or return a section without a call, because the text has ended."""
+        """Handle a tool section without a tool call at the end of the message.
+
+        If the text of the section contains a tag, the text is removed. Otherwise the text is
+        content.
+        """
         if self._text.tentative:
             self._drop_or_reject(0, _EMPTY_SECTION)

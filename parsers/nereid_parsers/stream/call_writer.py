@@ -18,23 +18,24 @@ _EMPTY_ARGUMENTS = "{}"
 
 
 def generate_call_id() -> str:
-    """Return a new id for a call to which the model gave no id."""
+    """Return a new id for a tool call to which the model gave no id."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class CallWriter:
-    """Appends the events of tool calls to a list, one call at a time.
+    """Appends the events of tool calls to a list, one tool call at a time.
 
-    For each call, a body reader calls `start`, then `write` any number of times, then `end`. If the
-    policy may repair or discard the call, the writer keeps the arguments and appends all events of
-    the call in `end`.
+    For each tool call, a body reader calls `start` once, then `write` any number of times, and then
+    `end` once. If the policy may repair or discard the tool call, the writer stores the arguments
+    and appends all events of the tool call in `end`.
 
     Attributes:
         tools: The tools that the prompt offers.
-        keeps_arguments: Whether the arguments are kept until the call ends.
-        is_open: Whether a call has started and not ended.
-        last_index: The index of the last call for which events were appended. -1 before the first.
-        num_started: The number of calls that have started, including discarded calls.
+        keeps_arguments: Whether the writer stores the arguments until the tool call ends.
+        is_open: Whether a tool call has started and not ended.
+        last_index: The index of the last tool call for which events were appended. -1 if there is
+            none.
+        num_started: The number of tool calls that have started, including discarded tool calls.
     """
 
     __slots__ = (
@@ -52,7 +53,7 @@ class CallWriter:
             events: The list to which the events are appended.
             tools: The tools that the prompt offers.
             policy: The rules for unknown tools and broken arguments.
-            new_id: A function that generates the id of a call to which the model gave no id.
+            new_id: A function that generates the id of a tool call to which the model gave no id.
         """
         self.tools = tools
         self.keeps_arguments = policy.broken_arguments is not BrokenArguments.RAW
@@ -70,16 +71,16 @@ class CallWriter:
         self._has_written = False
 
     def start(self, name: str, call_id: str, is_certain: bool = True) -> bool:
-        """Start a call, unless the text is not a call or the policy treats the call as content.
+        """Start a tool call, if the policy accepts the function's name.
 
         Args:
             name: The name of the function.
             call_id: The id that the model wrote, or "".
-            is_certain: Whether a marker proves that the text is a call. Without such a proof, a
-                name that is not among the offered tools means that the text is content.
+            is_certain: Whether a marker proves that the text is a tool call. Without such a marker,
+                the text is content if `name` is not among the offered tools.
 
         Returns:
-            Whether the call has started. If not, the caller must return its text as content.
+            Whether the tool call has started. If False, the caller must treat its text as content.
         """
         is_unknown = self.tools.is_known and name not in self.tools
         if not name or (is_unknown and not is_certain):
@@ -102,13 +103,13 @@ class CallWriter:
         return True
 
     def _append_start(self) -> None:
-        """Append the event for the start of the call."""
+        """Append the event for the start of the tool call."""
         self.last_index += 1
         call_id = self._call_id or self._new_id()
         self._events.append(ToolCallStart(self.last_index, call_id, self._name))
 
     def write(self, text: str) -> None:
-        """Add JSON text to the arguments of the call."""
+        """Add JSON text to the arguments of the tool call."""
         if self.keeps_arguments:
             self._arguments.append(text)
         elif not self._is_discarded:
@@ -116,7 +117,11 @@ class CallWriter:
             self._events.append(ArgumentsDelta(self.last_index, text))
 
     def end(self, fault: str | None = None) -> None:
-        """End the call. `fault` describes what is wrong with the call, or is None."""
+        """End the tool call.
+
+        Args:
+            fault: A description of the error in the text of the tool call, or None.
+        """
         self.is_open = False
         if self._is_discarded:
             return
@@ -139,11 +144,11 @@ class CallWriter:
         self._events.append(ToolCallEnd(self.last_index, fault))
 
     def cut_arguments_at(self, marker: str) -> str | None:
-        """Remove and return the kept arguments from the first occurrence of `marker` on.
+        """Remove the stored arguments from the first `marker` on, and return the removed text.
 
         Example: after `write('{"a": 1</call> Hi')`, `cut_arguments_at("</call>")` returns
-        `"</call> Hi"` and keeps `{"a": 1`. The result is None if no arguments are kept, or if they
-        do not contain the marker.
+        `"</call> Hi"`, and `{"a": 1` stays stored. The result is None if no arguments are stored,
+        or if the stored arguments do not contain `marker`.
         """
         if not self.keeps_arguments or not self.is_open or not marker:
             return None
@@ -154,13 +159,13 @@ class CallWriter:
         return found_marker + rest
 
     def restart_numbering(self, events: list[Event]) -> list[Event]:
-        """Forget the calls that have ended, and give the open call the index 0.
+        """Forget the tool calls that have ended, and set the index of the open tool call to 0.
 
         Args:
-            events: The events so far.
+            events: The events of all tool calls.
 
         Returns:
-            The events of the open call, with the index 0.
+            The events of the open tool call, with the index 0.
         """
         has_events = self.is_open and not self.keeps_arguments and not self._is_discarded
         open_call_events: list[Event] = [
@@ -182,7 +187,7 @@ def _is_json_object(text: str) -> bool:
 
 
 def _repair(text: str) -> str | None:
-    """Return the JSON object that broken JSON text stands for, or None if it cannot be repaired.
+    """Repair broken JSON text, and return a JSON object as text, or None if the repair fails.
 
     Example: `'{"a": [1'` gives `'{"a": [1]}'`.
     """
@@ -191,7 +196,7 @@ def _repair(text: str) -> str | None:
     if not text.lstrip().startswith("{"):
         return None
     try:
-        # This repairs strings that contain control characters, which JSON has to escape.
+        # JSON must escape control characters in strings. `dumps` writes these escape sequences.
         return json.dumps(loads(text), ensure_ascii=False)
     except ValueError:
         pass

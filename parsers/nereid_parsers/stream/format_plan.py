@@ -1,4 +1,4 @@
-"""Compiles a format: the markers with their meanings, and the calls and headers to match."""
+"""Compiles a format into the markers, tool calls and message headers that the parser matches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nereid_parsers.stream.call_plan import CallPlan, RoutePlan
 from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.tool_declarations import Call, JsonObject, ToolSection
 
-# A shorter part of a closing marker, such as "}", is too common in content to be a marker there.
+# Content often contains shorter parts of closing markers, such as "}". They are not markers.
 _MIN_CLOSING_MARKER_CHARS = 4
 
 
@@ -21,11 +21,11 @@ class MarkerKind(Enum):
 
     OPEN_REASONING    The reasoning starts.
     CLOSE_REASONING   The reasoning ends.
-    INTERRUPT         A call starts inside the reasoning, and ends the reasoning.
-    OPEN_SECTION      A section of calls starts.
-    OPEN_CALL         A call starts.
-    BARE_CALL         The first character of a call without a marker.
-    CLOSE_CALLS       A call or a section of calls ends.
+    INTERRUPT         A tool call starts inside the reasoning, and ends the reasoning.
+    OPEN_SECTION      A section of tool calls starts.
+    OPEN_CALL         A tool call starts.
+    BARE_CALL         The first character of a tool call that has no marker.
+    CLOSE_CALLS       A tool call or a section of tool calls ends.
     WRAP_CONTENT      The content starts or ends.
     START_MESSAGE     A message starts.
     END               A message or the model's turn ends.
@@ -49,15 +49,18 @@ class FormatPlan:
 
     Attributes:
         layout: The layout of the format.
-        reasoning_markers, content_markers: Find the markers inside the reasoning and the content.
-        outer_markers: Finds the markers that are still markup when all other text is content.
+        reasoning_markers: The lexer that finds the markers inside the reasoning.
+        content_markers: The lexer that finds the markers inside the content.
+        outer_markers: The lexer that finds the markers that are removed even if all other text is
+            content.
         kinds: The meanings of the markers outside the reasoning.
         reasoning_kinds: The meanings of the markers inside the reasoning.
-        calls: The spellings of a call.
-        calls_by_trigger: The spellings that each marker in the content can start.
-        bare_calls: The spellings that start without a marker.
+        calls: The spellings of a tool call.
+        calls_by_trigger: The spellings of a tool call, by the marker in the content that starts
+            them.
+        bare_calls: The spellings of a tool call that start without a marker.
         routes: The message headers.
-        message_call: The call that consists of a whole message, or None.
+        message_call: The spelling of a tool call that consists of a whole message, or None.
     """
 
     layout: Sections | Messages
@@ -74,23 +77,23 @@ class FormatPlan:
 
     @property
     def reasoning(self) -> Reasoning | None:
-        """The declaration of the reasoning, or None if the layout has none."""
+        """The declaration of the reasoning, or None if the format has no reasoning."""
         return self.layout.reasoning if isinstance(self.layout, Sections) else None
 
     @property
     def tools(self) -> ToolSection | None:
-        """The declaration of the calls, or None if the format has none."""
+        """The declaration of the tool calls, or None if the format has no tool calls."""
         return self.layout.tools
 
     @property
     def message_start(self) -> str:
-        """The marker before the header of a message. "" if the layout has no messages."""
+        """The marker before the header of a message. "" if the layout is not `Messages`."""
         return self.layout.start.strip() if isinstance(self.layout, Messages) else ""
 
 
 @lru_cache(maxsize=512)
 def plan_of(fmt: FormatData) -> FormatPlan:
-    """Compile a format. The result is cached, because equal formats have equal plans."""
+    """Compile a format. The compiled format is cached for all formats that are equal."""
     if isinstance(fmt.layout, Messages):
         return _plan_messages(fmt, fmt.layout)
     return _plan_sections(fmt, fmt.layout)
@@ -111,7 +114,7 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
         calls_by_trigger = _calls_by_trigger(layout.tools, calls)
         kinds = _call_kinds(layout.tools, calls, calls_by_trigger, ())
     kinds |= message_kinds
-    # A message that is a call: its header contains the name, and no section encloses it.
+    # The header of such a message contains the function's name. No tool section encloses it.
     message_call = CallPlan(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end),
         ToolSection((Call(JsonObject()),)),
@@ -133,7 +136,7 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
 def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
     """Compile a format with the layout `Sections`.
 
-    A marker with several meanings keeps the meaning that is assigned last.
+    If a marker has several meanings, the last meaning that is assigned applies.
     """
     end_kinds = dict.fromkeys(_visible(fmt.ends), MarkerKind.END)
     outer_kinds = dict(end_kinds)
@@ -173,22 +176,25 @@ def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
 
 
 def _visible(markers: tuple[str, ...]) -> Iterator[str]:
-    """Yield the markers without their white space. Blank markers are left out."""
+    r"""Yield the markers without surrounding white space. Omit markers of only white space.
+
+    Example: `("<a>\n", "\n")` yields `"<a>"`.
+    """
     return (marker.strip() for marker in markers if marker.strip())
 
 
 def _calls_by_trigger(
     tools: ToolSection, calls: tuple[CallPlan, ...]
 ) -> dict[str, tuple[CallPlan, ...]]:
-    """Return the spellings of a call that each marker in the content can start.
+    """Return the spellings of a tool call, by the marker in the content that starts them.
 
     Example: `{"<tool_call>": (plan,)}`.
     """
     by_trigger: dict[str, tuple[CallPlan, ...]] = {}
     for plan in calls:
         trigger = plan.call.trigger
-        # A model may forget the section's marker. Then only a call with a marker of its own can be
-        # recognised in the content; the first literal of a head is not distinctive enough.
+        # A model may omit the marker of the tool section. The content can then only contain tool
+        # calls that have an opening marker. The first literal of a head is too short to find one.
         if trigger and (not tools.opens or plan.call.open.strip()):
             by_trigger[trigger] = (*by_trigger.get(trigger, ()), plan)
     return by_trigger
@@ -200,7 +206,7 @@ def _call_kinds(
     calls_by_trigger: dict[str, tuple[CallPlan, ...]],
     bare_calls: tuple[CallPlan, ...],
 ) -> dict[str, MarkerKind]:
-    """Return the meanings of the markers that belong to calls.
+    """Return the meanings of the markers that belong to tool calls.
 
     Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
     """

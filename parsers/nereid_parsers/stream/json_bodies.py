@@ -1,7 +1,7 @@
-"""Reads calls that are written as JSON: only the arguments, an object, or an array of objects.
+"""Reads tool calls that are written as JSON: arguments alone, an object, or an array of objects.
 
-The arguments are passed on as they arrive. The text is scanned only for brackets, strings and
-escapes, so that a marker inside a string is not mistaken for a marker.
+The arguments are passed on as they arrive. The readers examine only brackets, strings and escape
+sequences, so a marker inside a string does not end the tool call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 
 class ArgumentsReader(BodyReader):
-    """Reads a body that consists of the arguments. The head of the call contains the name."""
+    """Reads a body that consists only of arguments. The head of the tool call contains the name."""
 
     is_verbatim = True
 
@@ -31,7 +31,7 @@ class ArgumentsReader(BodyReader):
         self._scanner = JsonScanner()
 
     def read(self, text: str, pos: int) -> int:
-        """Pass on the arguments in `text`, see `BodyReader.read`."""
+        """Pass the arguments in `text` on to the writer, see `BodyReader.read`."""
         writer = self.writer
         if not writer.is_open:
             pos = skip_blanks(text, pos)
@@ -52,26 +52,26 @@ class ArgumentsReader(BodyReader):
 
 
 class _Role(Enum):
-    """The meaning of a member of a call's JSON object."""
+    """The meaning of one member in the JSON object of a tool call."""
 
     NAME = "name"
     ID = "id"
     ARGUMENTS = "arguments"
     PARENT = "parent"  # An object that contains the name or the arguments.
     IGNORED = "ignored"
-    INVALID = "invalid"  # Such a member shows that the object is not a call.
+    INVALID = "invalid"  # Such a member shows that the object is not a tool call.
 
 
-# A step reads a part of the object and returns the position after it, or NEED_MORE. It stores the
-# step that follows in `_step`. White space is a step of its own.
+# A step is a method that reads a part of the object. The step returns the position after this part,
+# or NEED_MORE. Each step stores the next step in `_step`.
 _Step = Callable[[str, int], int]
 
 
 class ObjectReader(BodyReader):
-    """Reads one call as a JSON object that contains the name and the arguments, in any order.
+    """Reads one tool call, a JSON object that contains the name and the arguments in any order.
 
-    Example: `{"name": "f", "arguments": {"a": 1}}`. If the arguments precede the name, they are
-    kept until the name has been read.
+    Example: `{"name": "f", "arguments": {"a": 1}}`. If the arguments precede the name, the reader
+    stores the arguments until the name has been read.
     """
 
     is_verbatim = True
@@ -85,10 +85,11 @@ class ObjectReader(BodyReader):
         """Create a reader for one object.
 
         Args:
-            writer: The writer of the call.
+            writer: The writer of the tool call.
             keys: The declaration of the object's keys.
-            is_certain: Whether a marker proves that the object is a call. If so, the call starts as
-                soon as its name has been read. Otherwise its arguments must have started too.
+            is_certain: Whether a marker proves that the object is a tool call. If so, the tool call
+                starts after the name has been read. Otherwise it starts after the first text of the
+                arguments.
         """
         super().__init__(writer)
         self._keys = keys
@@ -102,7 +103,7 @@ class ObjectReader(BodyReader):
         self._early_arguments: list[str] = []
         self._scanner = JsonScanner()
         self._value_pieces: list[str] = []
-        # Processes a string that has been read. It returns False if the object is not a call.
+        # Processes a string that has been read. It returns False if the object is not a tool call.
         self._on_string: Callable[[str], bool] = self._set_key
 
     def read(self, text: str, pos: int) -> int:
@@ -116,7 +117,11 @@ class ObjectReader(BodyReader):
         return pos
 
     def finish(self) -> None:
-        """End the call, because the text has ended. A certain call needs only its name."""
+        """End the tool call, because the message has ended.
+
+        If a marker proves the tool call and the name has been read, a tool call without arguments
+        starts and ends.
+        """
         if self._name is not None and not self.writer.is_open and self._is_certain:
             self._start_call()
         super().finish()
@@ -129,7 +134,7 @@ class ObjectReader(BodyReader):
     # ---- the structure of the object -------------------------------------------------------------
 
     def _read_opening_brace(self, text: str, pos: int) -> int:
-        """Read `{`."""
+        """Read the opening brace of the object."""
         if text[pos].isspace():
             return skip_blanks(text, pos)
         if text[pos] != "{":
@@ -149,10 +154,10 @@ class ObjectReader(BodyReader):
         return pos
 
     def _close_object(self, pos: int) -> int:
-        """Leave an inner object, or end the call if the outermost object closes.
+        """Leave an inner object, or end the tool call if the outermost object closes.
 
-        Example: in `{"function": {"name": "f"}}`, the first `}` leaves the object `function`, and
-        the second one ends the call.
+        Example: in `{"function": {"name": "f"}}`, the first `}` closes the inner object, and the
+        second `}` ends the tool call.
         """
         if self._outer_keys:
             self._outer_keys.pop()
@@ -166,13 +171,13 @@ class ObjectReader(BodyReader):
         return pos + 1
 
     def _set_key(self, key: str) -> bool:
-        """Store the key of a member, whose colon follows."""
+        """Store the key of a member, and expect a colon next."""
         self._key = key
         self._step = self._read_colon
         return True
 
     def _read_colon(self, text: str, pos: int) -> int:
-        """Read `:`."""
+        """Read the colon between a key and a value."""
         if text[pos].isspace():
             return skip_blanks(text, pos)
         if text[pos] != ":":
@@ -208,7 +213,7 @@ class ObjectReader(BodyReader):
         return pos
 
     def _role_of_key(self) -> _Role:
-        """Return the role of the current key. With NameIsKey, the key is stored as the name.
+        """Return the role of the current key. With NameIsKey, store the key as the function's name.
 
         Example: with the keys `function.name` and `function.arguments`, the role of `function` is
         PARENT.
@@ -235,16 +240,16 @@ class ObjectReader(BodyReader):
     # ---- strings, and values that are ignored ----------------------------------------------------
 
     def _expect_string(self, on_string: Callable[[str], bool]) -> None:
-        """Read a string next, and pass its value to `on_string`."""
+        """Prepare to read a string. Its value will be passed to `on_string`."""
         self._on_string = on_string
         self._value_pieces = []
         self._scanner = JsonScanner()
         self._step = self._read_string
 
     def _read_string(self, text: str, pos: int) -> int:
-        """Read a string, and pass its value on when it is complete.
+        """Read a piece of a string. Pass the value of the complete string to `_on_string`.
 
-        Example: the pieces `"get_` and `sum"` pass on `get_sum`.
+        Example: after the two pieces `"get_` and `sum"`, `_on_string` receives `get_sum`.
         """
         end = self._scanner.scan(text, pos)
         self._value_pieces.append(text[pos:end])
@@ -253,17 +258,21 @@ class ObjectReader(BodyReader):
             try:
                 value = loads(json_text)
             except ValueError:
-                value = json_text[1:-1]  # An invalid escape sequence is left as it is.
+                value = json_text[1:-1]  # Invalid escape sequences are not decoded.
             if not self._on_string(value):
                 return self._reject(end)
         return end
 
     def _skip_value(self, text: str, pos: int) -> int:
-        """Skip the value of a member that is ignored."""
+        """Skip the value of an ignored member."""
         return self._after_scan(self._scanner.scan(text, pos))
 
     def _after_scan(self, end: int) -> int:
-        """Select the step after a value whose scan has stopped at `end`, and return `end`."""
+        """Select the step after a value, and return `end`.
+
+        Args:
+            end: The position at which the scan of the value has stopped.
+        """
         if self._scanner.status is BROKEN:
             return self._reject(end)
         if self._scanner.status is DONE:
@@ -273,7 +282,11 @@ class ObjectReader(BodyReader):
     # ---- name, id and arguments ------------------------------------------------------------------
 
     def _set_name(self, name: str) -> bool:
-        """Store the name and, if that is enough, start the call. Return whether it is a call."""
+        """Store the function's name. Start the tool call if a marker or the arguments prove it.
+
+        Returns:
+            False if the object is not a tool call.
+        """
         self._name = name
         self._step = self._read_key_or_closing_brace
         if self._has_arguments or self._is_certain:
@@ -281,15 +294,16 @@ class ObjectReader(BodyReader):
         return True
 
     def _set_call_id(self, call_id: str) -> bool:
-        """Store the id of the call."""
+        """Store the id of the tool call."""
         self._call_id = call_id
         self._step = self._read_key_or_closing_brace
         return True
 
     def _start_call(self) -> bool:
-        """Start the call and write the arguments that preceded its name.
+        """Start the tool call, and write the arguments that preceded the name.
 
-        Return whether the object is a call.
+        Returns:
+            False if the object is not a tool call.
         """
         if self._name is None:
             return False
@@ -301,15 +315,17 @@ class ObjectReader(BodyReader):
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int:
-        r"""Start the call if its name is known, and select the step that reads the arguments.
+        r"""Start the tool call if its name is known, and select the step that reads the arguments.
 
-        Arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`. Without
-        a marker, only an object is accepted. Return `pos`, or NEED_MORE if the object may still
-        turn out not to be one.
+        The arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`.
+        Without a marker before the tool call, only an object is accepted.
+
+        Returns:
+            `pos`, or NEED_MORE if more text must show whether the value is an object.
         """
         first_char = text[pos]
         if not (self._is_certain or self.writer.is_open):
-            # Only the shape of the text indicates a call, so the arguments must be an object.
+            # No marker proves the tool call, so the arguments must be an object.
             inside = skip_blanks(text, pos + 1)
             if first_char != "{" or (inside < len(text) and text[inside] not in '"}'):
                 return self._reject(pos)
@@ -330,14 +346,14 @@ class ObjectReader(BodyReader):
         return pos
 
     def _pass_on_arguments(self, text: str, pos: int) -> int:
-        """Write the arguments as they arrive."""
+        """Write the next piece of the arguments."""
         end = self._scanner.scan(text, pos)
         if end > pos:
             self._write(text[pos:end])
         return self._after_scan(end)
 
     def _read_null(self, text: str, pos: int) -> int:
-        """Read arguments that start with "n", and write `{}` if they are `null`."""
+        """Read arguments that start with "n". Write `{}` if they are `null`."""
         end = self._scanner.scan(text, pos)
         self._value_pieces.append(text[pos:end])
         if self._scanner.status is not MORE:
@@ -346,16 +362,19 @@ class ObjectReader(BodyReader):
         return self._after_scan(end)
 
     def _write_decoded_arguments(self, text: str) -> bool:
-        r"""Write the arguments that the model wrote as a string of JSON.
+        r"""Write arguments that the model wrote as a JSON string.
 
-        Example: the string `"{\"a\": 1}"` has the value `{"a": 1}`, which is written.
+        Example: the JSON string `"{\"a\": 1}"` has the value `{"a": 1}`, and this value is written.
+
+        Args:
+            text: The value of the JSON string.
         """
         self._write(text.strip() or "{}")
         self._step = self._read_key_or_closing_brace
         return True
 
     def _write(self, text: str) -> None:
-        """Write arguments, or keep them if the name is not known yet."""
+        """Write a piece of the arguments, or store the piece if the name is not known yet."""
         if self.writer.is_open:
             self.writer.write(text)
         else:
@@ -363,7 +382,7 @@ class ObjectReader(BodyReader):
 
 
 class ArrayReader(BodyReader):
-    """Reads calls as the members of one JSON array: `[{"name": "f", "arguments": {}}]`."""
+    """Reads tool calls from one JSON array, for example `[{"name": "f", "arguments": {}}]`."""
 
     is_verbatim = True
 
@@ -399,7 +418,9 @@ class ArrayReader(BodyReader):
     def _read_between_members(self, text: str, pos: int) -> int:
         """Read a bracket, a comma or white space, or create the reader of the next member.
 
-        Return the position after the character that was read. A member is not read here.
+        Returns:
+            The position after the character that was read. If a member starts at `pos`, the result
+            is `pos`.
         """
         char = text[pos]
         if char.isspace() or (char == "," and self._is_bracket_open):
@@ -417,7 +438,7 @@ class ArrayReader(BodyReader):
         return pos + 1
 
     def finish(self) -> None:
-        """End the open call, because the text has ended."""
+        """End the open tool call, because the message has ended."""
         if self._member is not None:
             self._member.finish()
             self.status = self._member.status

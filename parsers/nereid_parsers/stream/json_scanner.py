@@ -16,7 +16,7 @@ _CLOSING_BRACKETS = {"{": "}", "[": "]"}
 
 
 def _end_of(matcher: _Matcher, text: str, pos: int) -> int:
-    """Return the end of the match at `pos`. The regexes above also match the empty string."""
+    """Return the end of the regex match at `pos`. The regexes of this module always match."""
     match = matcher(text, pos)
     return match.end() if match is not None else pos
 
@@ -24,8 +24,8 @@ def _end_of(matcher: _Matcher, text: str, pos: int) -> int:
 class JsonScanner:
     """Finds the end of one JSON value. The scanner stores the open brackets, but no text.
 
-    Only brackets, strings and escapes are examined. So a marker inside a string is not mistaken for
-    a marker, and a value may be invalid JSON although the scanner accepts it.
+    The scanner examines only brackets, strings and escape sequences. Therefore a marker inside a
+    string does not end the value. The scanner also accepts some values that are not valid JSON.
     """
 
     __slots__ = ("_closing_brackets", "_is_escaped", "_is_in_string", "status")
@@ -37,9 +37,9 @@ class JsonScanner:
         self.status = MORE
 
     def scan(self, text: str, pos: int) -> int:
-        """Read `text` from `pos` on, set `status`, and return the position after the value's text.
+        """Scan `text` from `pos` on, set `status`, and return the position after the value.
 
-        Example: for `'{"a": "}"} </call>'`, the result is 10 and the status DONE.
+        Example: for `'{"a": "}"} </call>'`, the result is 10 and the status is DONE.
         """
         size = len(text)
         if self._is_escaped and pos < size:
@@ -50,7 +50,7 @@ class JsonScanner:
                 pos = _end_of(_STRING_CHARS, text, pos)
                 if pos == size:
                     return pos
-                if text[pos] == "\\":  # The next piece of text starts with the escaped character.
+                if text[pos] == "\\":  # The text ends before the escaped character.
                     self._is_escaped = True
                     return pos + 1
                 self._is_in_string = False
@@ -65,9 +65,9 @@ class JsonScanner:
         return pos
 
     def _scan_outside_string(self, text: str, pos: int) -> int:
-        """Read up to the next bracket or quote, and return the position after it.
+        """Scan up to the next bracket or quote, and return the position after this character.
 
-        Example: for `1, [2]`, inside an array, the result is the position after `[`.
+        Example: for the text `1, [2]` inside an array, the result is the position after `[`.
         """
         skipped = _CHARS_IN_CONTAINER if self._closing_brackets else _SCALAR_CHARS
         pos = _end_of(skipped, text, pos)
@@ -79,7 +79,7 @@ class JsonScanner:
         elif char in _CLOSING_BRACKETS:
             self._closing_brackets += _CLOSING_BRACKETS[char]
         elif not self._closing_brackets:
-            self.status = DONE  # The value is a number or word, and it ends before `char`.
+            self.status = DONE  # The value is a number or a word that ends before `char`.
             return pos
         elif char == self._closing_brackets[-1]:
             self._closing_brackets = self._closing_brackets[:-1]

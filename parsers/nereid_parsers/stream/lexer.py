@@ -1,4 +1,4 @@
-"""Finds markers in a text that arrives in pieces."""
+"""Finds markers in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from nereid_parsers.stream.text_buffer import TextBuffer
 
 
 def marker_prefix_regex(marker: str) -> str:
-    r"""Return a regex that matches any proper prefix of `marker` at the end of the text.
+    """Return a regex that matches any proper prefix of `marker` at the end of a text.
 
-    Example: `marker_prefix_regex("<a>")` returns a regex that matches `<` and `<a` at the end.
+    Example: `marker_prefix_regex("<a>")` returns a regex that matches the last character of `x<`,
+    and the last two characters of `x<a`.
     """
     regex = ""
     for char in reversed(marker[1:-1]):
@@ -20,10 +21,10 @@ def marker_prefix_regex(marker: str) -> str:
 
 
 class Lexer:
-    """Finds the first of several markers, and reads each character a bounded number of times.
+    """Finds the next marker in a text. Each character is read a bounded number of times.
 
-    If one marker is a prefix of another, the longer one is preferred. The lexer waits for the
-    longer one as long as more text can complete it.
+    If one marker is a prefix of another marker, the lexer prefers the longer marker. The lexer
+    waits for the longer marker as long as more text can complete the longer marker.
     """
 
     __slots__ = ("_find_complete", "_find_possible", "_markers")
@@ -31,8 +32,8 @@ class Lexer:
     def __init__(self, markers: Iterable[str]) -> None:
         """Compile two regexes that find the markers.
 
-        One regex finds complete markers. The other one also finds a prefix of a marker at the end
-        of the text, because the next piece of text may complete the marker.
+        The first regex finds complete markers. The second regex also finds a prefix of a marker at
+        the end of the text, because the next piece of text may complete the marker.
         """
         self._markers = frozenset(marker for marker in markers if marker)
         longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
@@ -58,15 +59,15 @@ class Lexer:
             self._find_possible = re.compile(f"{start}(?:{'|'.join(possible)})").search
 
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
-        """Find the next marker in the unread text, and the end of the plain text before it.
+        """Find the next marker in the unread text, and the end of the plain text before the marker.
 
         Example: a lexer for `<a>` returns `(1, "<a>")` for the text `"x<a>y"`, `(1, "")` for `"x<"`
         and `(2, "")` for `"xy"`.
 
         Returns:
             The end of the plain text, and the marker that starts there. The marker is "" if the
-            plain text extends to the end of the text, or to a prefix of a marker at the end. If no
-            more text follows, such a prefix is plain text.
+            plain text extends to the end of the text, or to a prefix of a marker at the end. If
+            `buffer.is_final` is true, such a prefix is plain text.
         """
         text = buffer.text
         is_final = buffer.is_final
@@ -82,8 +83,8 @@ class Lexer:
     def _is_decided(self, matched: str, end: int, text: str) -> bool:
         """Return whether `matched` is a complete marker that more text cannot make longer.
 
-        Example: with the markers `<a>` and `<a><b>`, the text `<a>` is decided only if other text
-        follows it.
+        Example: with the markers `<a>` and `<a><b>`, the text `<a>` may still become `<a><b>`, so
+        the result is False. The text `<a>x` cannot, so the result is True.
         """
         if matched not in self._markers:
             return False

@@ -1,8 +1,10 @@
-"""The state machine of the stream parser. It connects the parts that read the text.
+"""The state machine of the stream parser, which connects five parts.
 
-TextBuffer   stores the text that has not been read
-TextReader   reads reasoning, content and message headers   -> TextWriter   -> events
-CallReader   reads tool calls                               -> CallWriter   -> events
+TextBuffer  stores the text that has not been read.
+TextReader  reads reasoning, content and message headers, and passes their text to a TextWriter.
+CallReader  reads tool calls, and passes their names and arguments to a CallWriter.
+TextWriter  appends the events of reasoning and content to a list.
+CallWriter  appends the events of tool calls to the same list.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ _STAGES = {
 
 
 class Machine:
-    """Reads one message and collects its events.
+    """Reads one message and collects the events of this message.
 
-    For each state, a table names the method that reads text in this state and returns the next
-    state, or None if it needs more text. Text that a method has not read is passed to it again,
-    together with the text that follows.
+    For each state, a table contains the method that reads text in this state. The method returns
+    the next state, or None if it needs more text. Text that a method has not read is passed to the
+    method again, together with the text that follows.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Machine:
         self._read = self._table[state]
 
     def start(self, start: StartPoint) -> None:
-        """Enter the state in which the output starts, and read the part that the prompt wrote."""
+        """Enter the state in which the output starts. Parse the prompt's part of the message."""
         if start.stage is None:
             self._enter(State.HEADER)
         elif start.prefill:
@@ -83,7 +85,11 @@ class Machine:
             self._enter(self._reader.start_reasoning())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Treat the text so far as a part of the prompt. Only an open call keeps its events."""
+        """Discard the events of the prompt. The events of an open tool call are not discarded.
+
+        Args:
+            events: All events of the prompt.
+        """
         open_call_events = self._call_writer.restart_numbering(events)
         self._text.forget_prompt(len(self._buffer.unread()))
         if self._state is State.INLINE_REASONING:
@@ -91,11 +97,11 @@ class Machine:
         self._events += open_call_events
 
     def set_trace(self, trace: Trace | None) -> None:
-        """Classify the text that follows for `trace`."""
+        """Pass all text that follows, with its classification, to `trace`."""
         self._text.set_trace(trace)
 
     def feed(self, text: str) -> list[Event]:
-        """Read `text`, as far as its meaning can be decided, and return its events."""
+        """Parse `text` as far as possible without more text, and return the new events."""
         self._buffer.append(text)
         self._run()
         events = self._events[:]
@@ -103,7 +109,7 @@ class Machine:
         return events
 
     def _run(self) -> None:
-        """Read text until it is exhausted, or until more text must decide about its meaning."""
+        """Parse the unread text until no text is left, or until a reader needs more text."""
         buffer = self._buffer
         while buffer.pos < len(buffer.text):
             state = self._read()
@@ -113,9 +119,9 @@ class Machine:
                 self._enter(state)
 
     def finish(self) -> list[Event]:
-        """Decide about all text that has been held back, and return its events.
+        """Parse all remaining text as the end of the message, and return the last events.
 
-        The machine cannot be used afterwards.
+        The machine cannot be used after this call.
         """
         self._buffer.is_final = True
         if self._state is State.UNDECIDED:
@@ -137,7 +143,7 @@ class Machine:
 
     @property
     def stage(self) -> Stage:
-        """The stage of the next character, as far as it is decided."""
+        """The stage to which the next character will probably belong."""
         if self._state is State.UNDECIDED:
             is_reasoning = self._reader.is_reasoning_by_default
             return Stage.REASONING if is_reasoning else Stage.CONTENT

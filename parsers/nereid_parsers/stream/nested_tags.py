@@ -1,8 +1,8 @@
 """Reads arguments that are written as nested elements, and converts them to a JSON object.
 
 With the mark `~`, the text `~<items>~<item>~<sku>b1~</sku>~</item>~</items>` becomes
-`{"items": [{"sku": "b1"}]}`. The element `items` is an array because its children are called
-`item`, or because the tool's schema declares an array.
+`{"items": [{"sku": "b1"}]}`. An element such as `items` is an array if the tool's schema declares
+an array. Without a declared type, it is an array if its first child is called `item`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _TAG = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match
 _CLOSING_TAG_START = "</"
 _MAX_TAG_CHARS = 512
 _STRING_ONLY = frozenset({"string"})
-# The name of the children that show that an element without a declared type is an array.
+# An element without a declared type is an array if its first child has this name.
 _ARRAY_ITEM = "item"
 
 
 class _Kind(Enum):
-    """The kind of an element's value.
+    """The kind of the value that an element contains.
 
-    UNDECIDED  Nothing has been read that shows the kind.
-    OBJECT     The children are the members of an object.
-    ARRAY      The children are the items of an array.
-    STRING     The text is a string. It is passed on as it arrives.
-    VALUE      The text has another type, or a type that is not known. It is kept until the element
-               closes, because its type can only be determined from the complete text.
+    UNDECIDED  No text has been read that shows the kind.
+    OBJECT     The child elements are the members of an object.
+    ARRAY      The child elements are the items of an array.
+    STRING     The text is a string. The text is written as it arrives.
+    VALUE      The text has another type, or its type is not known. The text is stored until the
+               element closes, because only the complete text shows its type.
     """
 
     UNDECIDED = "undecided"
@@ -52,13 +52,13 @@ _CONTAINERS = (_Kind.OBJECT, _Kind.ARRAY)
 
 @dataclass(slots=True)
 class _Element:
-    """An element that has been opened and not closed.
+    """An open element.
 
     Attributes:
-        name: The name in its tags. "" for the arguments as a whole.
-        schema: The JSON schema of its value.
-        kind: The kind of its value.
-        num_children: The number of children that have been opened.
+        name: The name in the element's tags. "" for the object that contains all arguments.
+        schema: The JSON schema of the element's value.
+        kind: The kind of the element's value.
+        num_children: The number of child elements that have been opened.
     """
 
     name: str
@@ -68,7 +68,11 @@ class _Element:
 
 
 class NestedReader(BodyReader):
-    """Reads nested elements as the arguments of one call, see the example of the module."""
+    """Reads nested elements as the arguments of one tool call.
+
+    Example: with the mark `~`, the text
+    `~<days>3~</days>` becomes `{"days": 3}`.
+    """
 
     __slots__ = (
         "_call_id", "_elements", "_find_mark", "_has_opened_object", "_mark", "_name",
@@ -78,14 +82,14 @@ class NestedReader(BodyReader):
     def __init__(
         self, writer: CallWriter, part: NestedTags, stop_marker: str, name: str, call_id: str
     ) -> None:
-        """Create a reader.
+        """Create a reader for the arguments of one tool call.
 
         Args:
-            writer: The writer of the call.
-            part: The declaration of the mark before each tag.
-            stop_marker: The marker after the body. It ends the body but does not belong to it.
+            writer: The writer of the tool call.
+            part: The declaration of the mark that precedes each tag.
+            stop_marker: The marker that ends the body. The marker does not belong to the body.
             name: The name of the function.
-            call_id: The id of the call, or "".
+            call_id: The id of the tool call, or "".
         """
         super().__init__(writer)
         self._mark = part.mark
@@ -96,7 +100,7 @@ class NestedReader(BodyReader):
         # The open elements, from the outermost (the arguments as a whole) to the innermost.
         self._elements = [_Element("", self._root_schema, _Kind.OBJECT)]
         self._has_opened_object = False
-        self._value_pieces: list[str] = []  # The text of an element of the kind VALUE.
+        self._value_pieces: list[str] = []  # The stored text of an element of kind VALUE.
         mark_or_prefix = f"{re.escape(part.mark)}|{marker_prefix_regex(part.mark)}"
         self._find_mark = re.compile(mark_or_prefix).search
 
@@ -117,7 +121,7 @@ class NestedReader(BodyReader):
         return pos
 
     def _read_piece(self, text: str, pos: int) -> int:
-        """Read a piece of text or one tag, whichever is at `pos`.
+        """Read a piece of text or one tag at `pos`.
 
         Example: `~<city>Paris~</city>` is read in three pieces, and `"city": "Paris"` is written.
 
@@ -163,9 +167,10 @@ class NestedReader(BodyReader):
         return match.end()
 
     def _open_element(self, name: str) -> None:
-        """Open a child of the innermost element, and write the comma and key before its value.
+        """Open a child element of the innermost element.
 
-        Example: for the second child `days` of an object, `, "days": ` is written.
+        Write the comma that separates the new child from its siblings, and the key of the new
+        child. Example: for the second child `days` of an object, `, "days": ` is written.
         """
         parent = self._elements[-1]
         comma = ", " if parent.num_children else ""
@@ -176,14 +181,14 @@ class NestedReader(BodyReader):
         self._value_pieces = []
 
     def _decide_kind(self, element: _Element, text: str, pos: int) -> int:
-        """Decide the kind of an element by what follows its opening tag.
+        """Decide the kind of an element by the text after its opening tag.
 
-        Another opening tag shows that the element has children. Text or the closing tag shows that
-        it has none. Examples: `~<city>~<name>` has children, `~<city>Paris` and `~<city>~</city>`
-        have none.
+        If another opening tag follows, the element has children. If text or the closing tag
+        follows, the element has no children. Examples: in `~<city>~<name>` the element has a child.
+        In `~<city>Paris` and in `~<city>~</city>` the element has none.
 
         Returns:
-            The position at which reading goes on, or NEED_MORE.
+            The position from which reading continues, or NEED_MORE.
         """
         mark_start, is_whole_mark = self._next_mark(text, pos)
         if skip_blanks(text, pos) < mark_start:
@@ -202,7 +207,10 @@ class NestedReader(BodyReader):
         return mark_start
 
     def _start_text(self, element: _Element, pos: int) -> int:
-        """Make the element one without children, and return `pos`."""
+        """Set the kind of an element that contains only text, and return `pos`.
+
+        If the element must be a string, write the opening quote.
+        """
         if json_types_of(element.schema, self._root_schema) == _STRING_ONLY:
             element.kind = _Kind.STRING
             self.writer.write('"')
@@ -211,7 +219,7 @@ class NestedReader(BodyReader):
         return pos
 
     def _open_container(self, element: _Element, child_name: str) -> None:
-        """Make the element an array or an object, and write the opening bracket.
+        """Set the kind of an element with children (ARRAY or OBJECT), and write its bracket.
 
         Example: without a schema, an element whose first child is called `item` becomes an array.
         """
@@ -226,8 +234,8 @@ class NestedReader(BodyReader):
     def _next_mark(self, text: str, pos: int) -> tuple[int, bool]:
         """Return the position of the next mark, and whether the mark is complete.
 
-        Example: with the mark `]<]`, the text `a]<]` gives `(1, True)`, `a]<` gives `(1, False)`
-        and `a` gives `(1, False)`. Without a mark, the position is the end of the text.
+        Example: with the mark `]<]`, the text `a]<]` gives `(1, True)`, and `a]<` gives `(1,
+        False)`. The text `a` contains no mark and gives its end, `(1, False)`.
         """
         match = self._find_mark(text, pos)
         if match is None:
@@ -235,9 +243,10 @@ class NestedReader(BodyReader):
         return match.start(), match.group() == self._mark
 
     def _read_text(self, element: _Element, text: str, pos: int) -> int:
-        """Read the text of an element up to the next mark, or the tag if there is no text.
+        """Read the text of an element up to the next mark. If the mark is at `pos`, read the tag.
 
-        Example: from `Paris~</city>`, first `Paris` is read, and then the closing tag.
+        Example: from `Paris~</city>`, the first call reads `Paris`, and the next call reads the
+        closing tag.
         """
         mark_start, is_whole_mark = self._next_mark(text, pos)
         if mark_start > pos:
@@ -251,14 +260,14 @@ class NestedReader(BodyReader):
         return NEED_MORE
 
     def _add_text(self, element: _Element, text: str) -> None:
-        """Write the text of a string, or keep the text of another value."""
+        """Write the text of a string, or store the text of any other value."""
         if element.kind is _Kind.STRING:
             self.writer.write(escape_json(text))
         else:
             self._value_pieces.append(text)
 
     def _close_element(self) -> None:
-        """Close the innermost element, and write its value or its closing bracket."""
+        """Close the innermost element. Write its stored value, closing quote or closing bracket."""
         element = self._elements.pop()
         if element.kind is _Kind.STRING:
             self.writer.write('"')
@@ -270,9 +279,10 @@ class NestedReader(BodyReader):
             self.writer.write(self._value_as_json(element))
 
     def _value_as_json(self, element: _Element) -> str:
-        """Return the JSON text of an element without children. Example: `3` for `~<days>3~</days>`.
+        """Return the JSON text of an element without children.
 
-        An empty element is an empty array or object if its schema allows no other type.
+        Example: for `~<days>3~</days>`, the result is `3`. An empty element is an empty array or
+        object if its schema allows no other type.
         """
         types = json_types_of(element.schema, self._root_schema)
         text = "".join(self._value_pieces)
@@ -282,13 +292,13 @@ class NestedReader(BodyReader):
         return to_json(text, types)
 
     def _end_call(self) -> None:
-        """Write the closing brace of the arguments and end the call."""
+        """Write the closing brace of the arguments and end the tool call."""
         self.writer.write("}")
         self.writer.end()
         self.status = DONE
 
     def abandon(self) -> bool:
-        """Close all open elements so that the arguments are JSON, see `BodyReader.abandon`."""
+        """Close all open elements to make the arguments valid JSON. See `BodyReader.abandon`."""
         while len(self._elements) > 1:
             if self._elements[-1].kind is _Kind.UNDECIDED:
                 self._elements[-1].kind = _Kind.VALUE
@@ -299,7 +309,7 @@ class NestedReader(BodyReader):
 
 
 def _child_schema(parent: _Element, name: str) -> Mapping[str, object]:
-    """Return the schema of the child `name`. It is empty if the parent's schema declares none."""
+    """Return the schema of the child element `name`, or {} if the parent's schema declares none."""
     if parent.kind is _Kind.ARRAY:
         schema = parent.schema.get("items")
     else:

@@ -1,4 +1,4 @@
-"""The interface of the parser: `StreamParser` for text in pieces, `parse` for a complete text."""
+"""The public interface: `StreamParser` parses text in pieces, `parse` parses a complete text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nereid_parsers.stream.text_writer import Trace
 
 
 class StreamParser:
-    """Parses one message while it is generated.
+    """Parses one model message while the model generates it.
 
-    The parser holds back only text that may still become a marker, and white space before such
-    text. It never withdraws an event. The time is linear in the length of the text. No text that a
-    model writes raises an exception.
+    The parser delays only text that may still become a marker, and the white space before such
+    text. An event that has been returned is never withdrawn. The parsing time is linear in the
+    length of the text. No text that a model writes raises an exception.
     """
 
     def __init__(
@@ -38,13 +38,16 @@ class StreamParser:
         """Create a parser for one message.
 
         Args:
-            fmt: The format that the model writes.
-            tools: The OpenAI tools list that the prompt offers. None if it is not known.
-            prompt: The rendered prompt with its generation prompt. None if it is not known.
-            policy: The policy to use instead of the format's own.
-            new_id: A function that generates the id of a call to which the model gave no id.
-            trace: A function that receives, in order, each piece of the text and its
-                classification: "reasoning", "content", "call" or "markup".
+            fmt: The output format of the model.
+            tools: The tools that the prompt offers, as an OpenAI tools list. None if the tools are
+                not known.
+            prompt: The rendered prompt, including its generation prompt. None if the prompt is not
+                known.
+            policy: The policy that replaces the policy of the format.
+            new_id: A function that generates an id for each tool call to which the model gave no
+                id.
+            trace: A function that receives each piece of the text, in order, and the classification
+                of this piece: "reasoning", "content", "call" or "markup".
         """
         self._machine = Machine(plan_of(fmt), Tools(tools), policy or fmt.policy, new_id)
         self._machine.start(find_start(fmt, prompt))
@@ -52,17 +55,19 @@ class StreamParser:
         self._is_finished = False
 
     def feed(self, text: str) -> list[Event]:
-        """Read the next piece of the text and return its events.
+        """Parse the next piece of the text and return the new events.
 
         Raises:
             ValueError: `finish` has been called.
         """
         if self._is_finished:
-            raise ValueError("feed was called after finish, but a parser reads only one message")
+            raise ValueError(
+                "feed() was called after finish(). Create a new StreamParser for each message."
+            )
         return self._machine.feed(text)
 
     def finish(self) -> list[Event]:
-        """End the text and return the events that were held back. A second call returns []."""
+        """End the text and return the last events. Return [] if `finish` was called before."""
         if self._is_finished:
             return []
         self._is_finished = True
@@ -70,12 +75,12 @@ class StreamParser:
 
     @property
     def stage(self) -> Stage:
-        """The stage of the next character, as far as it is decided."""
+        """The stage to which the next character will probably belong."""
         return self._machine.stage
 
     @property
     def has_reasoned(self) -> bool:
-        """Whether the reasoning has ended, in the text so far or in the prompt."""
+        """Whether the reasoning has ended, either in the parsed text or in the prompt."""
         return self._machine.has_reasoned
 
 
@@ -85,7 +90,7 @@ class OutputStart:
 
     Attributes:
         stage: The stage in which the output starts. The header of a message counts as content.
-        has_reasoned: Whether the prompt contains reasoning that is closed.
+        has_reasoned: Whether the prompt contains reasoning that has been closed.
     """
 
     stage: Stage
@@ -93,14 +98,15 @@ class OutputStart:
 
 
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
-    r"""Return the state in which the output after `prompt` starts.
+    r"""Return the stage in which the output starts, and whether the reasoning has ended.
 
     Example: with the reasoning marker `<think>`, the prompt `"..<think>\n"` gives
     `OutputStart(Stage.REASONING, has_reasoned=False)`.
 
     Args:
         fmt: The format of the output.
-        prompt: The rendered prompt with its generation prompt. None if it is not known.
+        prompt: The rendered prompt, including its generation prompt. None if the prompt is not
+            known.
     """
     start = find_start(fmt, prompt)
     if not start.prefill:
@@ -118,7 +124,7 @@ def parse(
     prompt: str | None = None,
     policy: Policy | None = None,
 ) -> Message:
-    r"""Parse a complete message. For the arguments see `StreamParser`.
+    r"""Parse a complete message. The parameters are those of `StreamParser`.
 
     Example: `parse("<think>\nHm\n</think>\n\nHi", format=get_format("qwen3"))` returns
     `Message(reasoning="Hm", content="Hi", tool_calls=[])`.

@@ -1,4 +1,4 @@
-"""Matches patterns of literals and fields against a text that may still grow."""
+"""Matches patterns of literals and fields against text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import lru_cache
 
 from nereid_parsers.pattern_syntax import Slot, pattern
 
-# Results of functions that otherwise return the position after a match:
-NEED_MORE = -1  # The text ends too early to decide. More text could complete the match.
-NO_MATCH = -2  # The text does not match, whatever follows.
+# These constants replace the position after a match if there is no match yet.
+NEED_MORE = -1  # More text could complete the match.
+NO_MATCH = -2  # No further text could complete the match.
 
-# The longest head of a call, in characters. Longer text is not a head.
+# The maximum length of a tool call's head, in characters. Longer text is not a head.
 MAX_HEAD_CHARS = 2048
 
 _FIRST_TAG = re.compile(r"<\|[^<>|]+\|>|<[^<>\s]+>")
@@ -22,7 +22,7 @@ _BLANKS = re.compile(r"\s*").match
 _BLANKS_OR_TAG_GAP = re.compile(r"\s+|(?<=>)(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
-# The start of the character class for each field. `_field_regex` adds the end of the class.
+# The regex character class of each field, without its end. `_field_regex` adds the end.
 _FIELD_CLASSES = {
     "name": f"[^{_NO_NAME_CHARS}",
     "key": r"""[^<>"'\r\n""",
@@ -36,7 +36,7 @@ _FIELD_CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class FieldStep:
-    """A field of a compiled pattern: its name, and the regex of its text."""
+    """One field of a compiled pattern: its name, and the regex that matches its text."""
 
     name: str
     regex: re.Pattern[str]
@@ -44,7 +44,7 @@ class FieldStep:
     def match(self, text: str, pos: int, is_final: bool, fields: dict[str, str]) -> int:
         """Match the field at `pos`, store its text in `fields`, and return the end of the match.
 
-        Example: the field `name` matches `sum` in `"sum>"`. In `"sum"`, it returns NEED_MORE,
+        Example: in `"sum>"`, the field `name` matches `sum`. In `"sum"`, the result is NEED_MORE,
         because the name may continue.
         """
         match = self.regex.match(text, pos)
@@ -55,32 +55,32 @@ class FieldStep:
             return NO_MATCH
         value = text[pos:end]
         if self.name == "name" and fields.get(self.name, value) != value:
-            return NO_MATCH  # A name that occurs twice must be the same both times.
+            return NO_MATCH  # All occurrences of the name must be equal.
         fields[self.name] = value
         return end
 
 
 class BlanksStep:
-    """White space of any length in a compiled pattern."""
+    """The part of a compiled pattern that matches white space of any length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A compiled pattern. A step is a literal, white space or a field."""
+    """A compiled pattern. Each step is a literal, white space or a field."""
 
     steps: tuple[str | BlanksStep | FieldStep, ...]
 
     def match(self, text: str, pos: int, is_final: bool, fields: dict[str, str]) -> int:
-        """Match the pattern at `pos` and return the end of the match, NEED_MORE or NO_MATCH.
+        """Match the pattern at `pos`. Return the end of the match, NEED_MORE or NO_MATCH.
 
-        Example: the pattern `<f={name}>` matches `"<f=sum>{"` with the end 7 and stores
-        `{"name": "sum"}`. It returns NEED_MORE for `"<f=su"`.
+        Example: for the pattern `<f={name}>` and the text `"<f=sum>{"`, the result is 7, and
+        `{"name": "sum"}` is stored. For the text `"<f=su"`, the result is NEED_MORE.
 
         Args:
             text: The text.
-            pos: The position of the match.
+            pos: The position at which the pattern must start.
             is_final: Whether no more text follows.
-            fields: The dict in which the values of the fields are stored.
+            fields: The dict in which the texts of the fields are stored.
         """
         for step in self.steps:
             if isinstance(step, BlanksStep):
@@ -98,15 +98,19 @@ class Pattern:
 
 
 def skip_blanks(text: str, pos: int) -> int:
-    """Return the first position from `pos` on that is not white space."""
+    """Return the position of the first character at or after `pos` that is not white space.
+
+    Example: `skip_blanks("a  b", 1)` returns 3.
+    """
     match = _BLANKS(text, pos)
     return match.end() if match else pos
 
 
 @lru_cache(maxsize=4096)
 def compile_pattern(source: str) -> Pattern:
-    r"""Compile a pattern. Its white space, and each gap between `>` and `<`, match any white space.
+    r"""Compile a pattern.
 
+    White space in the pattern, and each gap between `>` and `<`, match white space of any length.
     Example: `"<call>\n<f={name}>"` becomes the literal `<call>`, white space, the literal `<f=`,
     the field `name` and the literal `>`.
     """
@@ -127,7 +131,7 @@ def compile_pattern(source: str) -> Pattern:
 
 
 def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
-    """Return the regex for a field, which ends where the next literal of the pattern begins.
+    """Return the regex of a field. The match ends before the next literal of the pattern.
 
     Example: in the pattern `{name}<sep>`, the regex of the name excludes `<`.
     """
@@ -147,17 +151,17 @@ def marker_parts(marker: str) -> tuple[str, ...]:
 
 
 def is_compound_start(marker: str, text: str) -> bool:
-    """Return whether `text` is a prefix of `marker` that contains the whole first tag.
+    """Return whether `text`, a prefix of `marker`, contains the whole first tag of `marker`.
 
-    Example: `<|message|><|con` is such a prefix of `<|message|><|content|>`, `<|mess` is not. The
-    caller has checked that `text` is a prefix of `marker`.
+    Example: for the marker `<|message|><|content|>`, the result is True for `<|message|><|con` and
+    False for `<|mess`. The caller must check that `text` is a prefix of `marker`.
     """
     first_tag = _FIRST_TAG.match(marker)
     return first_tag is not None and first_tag.end() <= len(text) < len(marker)
 
 
 def looks_like_markup(text: str) -> bool:
-    r"""Return whether `text` starts like a marker or contains a tag, as prose rarely does.
+    r"""Return whether `text` starts like a marker or contains a tag. Ordinary prose rarely does.
 
     Examples: `"<tool_call>\n{"` and `"[TOOL_CALLS]"` look like markup, `"a < b"` does not.
     """

@@ -1,4 +1,4 @@
-"""Reads calls in Python syntax, and arguments with bare keys, and converts them to JSON."""
+"""Reads tool calls in Python syntax, and arguments with bare keys, and converts them to JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _KEYWORD = re.compile(r"[^\W\d]\w*").match
 
 
 class PythonCallsReader(BodyReader):
-    """Reads calls such as `[f(a=1), g()]`. Each step stores the step that follows in `_step`."""
+    """Reads tool calls in Python syntax, for example `[f(a=1), g()]`.
+
+    Each step stores the next step in `_step`.
+    """
 
     __slots__ = ("_is_certain", "_literal", "_num_arguments", "_part", "_step")
 
@@ -24,9 +27,9 @@ class PythonCallsReader(BodyReader):
         """Create a reader.
 
         Args:
-            writer: The writer of the calls.
+            writer: The writer of the tool calls.
             part: The declaration of the brackets and separators.
-            is_certain: Whether a marker proves that the text contains calls.
+            is_certain: Whether a marker proves that the text contains tool calls.
         """
         super().__init__(writer)
         self._part = part
@@ -36,7 +39,7 @@ class PythonCallsReader(BodyReader):
         self._literal = LiteralReader(PYTHON)
 
     def read(self, text: str, pos: int) -> int:
-        """Read the calls in `text`, see `BodyReader.read`."""
+        """Read the tool calls in `text`, see `BodyReader.read`."""
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
@@ -55,23 +58,27 @@ class PythonCallsReader(BodyReader):
         return pos
 
     def _wait_or_reject(self, text: str, pos: int) -> int:
-        """Return NEED_MORE, unless the text has ended or the unread text is too long."""
+        """Return NEED_MORE, or reject the text if it has ended or the unread text is too long."""
         if self.is_final or len(text) - pos > MAX_HEAD_CHARS:
             return self._reject(pos)
         return NEED_MORE
 
     def _read_opening_bracket(self, text: str, pos: int) -> int:
-        """Read the bracket before all calls, for example `[`, and return the position after it."""
+        """Read the bracket before all tool calls, for example `[`.
+
+        Return the position after the bracket.
+        """
         if not text.startswith(self._part.open, pos):
             return self._reject(pos)
         self._step = self._read_call_start
         return pos + len(self._part.open)
 
     def _read_call_start(self, text: str, pos: int) -> int:
-        """Read a name and its bracket, and start the call.
+        """Read the name of a function and the opening bracket, and start the tool call.
 
-        To distinguish a call from prose, the text after the bracket must be `)`, or a keyword and
-        `=`. Examples: `f(a=` and `f()` start a call, `f(x)` does not.
+        The text after the bracket must be `)`, or a keyword and `=`. Other text after the bracket
+        shows that the text is ordinary content. Examples: `f(a=1` and `f()` start a tool call,
+        `f(x)` does not.
         """
         name_match = _FUNCTION_NAME(text, pos)
         if name_match is None:
@@ -101,10 +108,12 @@ class PythonCallsReader(BodyReader):
         return bracket + 1
 
     def _read_keyword_or_end(self, text: str, pos: int) -> int:
-        """Read the keyword of an argument and its `=`, or the `)` that ends the call.
+        """Read the keyword and the `=` of an argument, or the `)` that ends the tool call.
 
-        Example: in `f(city="Paris")`, the text `city=` is read, and `{"city": ` is written. Return
-        the position after the text that was read, or NEED_MORE.
+        Example: in `f(city="Paris")`, the text `city=` is read, and `{"city": ` is written.
+
+        Returns:
+            The position after the text that was read, or NEED_MORE.
         """
         if text[pos] == ")":
             return self._end_call(pos + 1)
@@ -124,9 +133,9 @@ class PythonCallsReader(BodyReader):
         return equals + 1
 
     def _read_value(self, text: str, pos: int) -> int:
-        """Read the value of an argument, and write it as JSON.
+        """Read a piece of an argument's value, and write the piece as JSON.
 
-        Example: `'Paris'` is written as `"Paris"`.
+        Example: for `'Paris'`, `"Paris"` is written.
         """
         json_parts: list[str] = []
         end = self._literal.read(text, pos, self.is_final, json_parts)
@@ -141,7 +150,7 @@ class PythonCallsReader(BodyReader):
         return end
 
     def _read_comma_or_end(self, text: str, pos: int) -> int:
-        """Read the `,` after an argument, or the `)` that ends the call."""
+        """Read the `,` after an argument, or the `)` that ends the tool call."""
         if text[pos] == ",":
             self._step = self._read_keyword_or_end
             return pos + 1
@@ -150,7 +159,7 @@ class PythonCallsReader(BodyReader):
         return self._reject(pos)
 
     def _end_call(self, pos: int) -> int:
-        """End the call whose text ends at `pos`."""
+        """End the tool call whose text ends at `pos`, and return `pos`."""
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
         self.last_call_end = pos
@@ -161,9 +170,9 @@ class PythonCallsReader(BodyReader):
         return pos
 
     def _read_between_calls(self, text: str, pos: int) -> int:
-        """Read the separator between two calls, or the bracket after all calls.
+        """Read the separator between two tool calls, or the bracket after all tool calls.
 
-        Example: in `[f(), g()]`, the text `, ` separates the calls, and `]` ends them.
+        Example: in `[f(), g()]`, the text `, ` separates the tool calls, and `]` ends the list.
         """
         part = self._part
         if part.close and text.startswith(part.close, pos):
@@ -183,7 +192,7 @@ class PythonCallsReader(BodyReader):
         return True
 
     def finish(self) -> None:
-        """End the open call, because the text has ended."""
+        """End the open tool call, because the message has ended."""
         if self._step == self._read_between_calls:
             self.status = DONE
             return
@@ -191,7 +200,7 @@ class PythonCallsReader(BodyReader):
 
 
 class BareKeyReader(BodyReader):
-    """Reads the arguments of a call as an object with bare keys: `{city:<q>Paris<q>,days:3}`."""
+    """Reads arguments as an object whose keys have no quotes: `{city:<q>Paris<q>,days:3}`."""
 
     __slots__ = ("_call_id", "_literal", "_name")
 

@@ -1,4 +1,4 @@
-"""Converts Python literals, and objects with bare keys, to JSON text as they arrive."""
+"""Converts Python literals, and objects whose keys have no quotes, to JSON text in pieces."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
 _CLOSING_BRACKETS = {"[": "]", "(": ")", "{": "}"}
-# The two states of an open object. The state of an open list or tuple is its closing bracket.
+# An open object is in one of these two states. The state of an open list or tuple is its closing
+# bracket.
 _BEFORE_KEY = "}"  # A key or the closing brace follows.
-_AFTER_COLON = ":"  # A value follows, or has just been read.
+_AFTER_COLON = ":"  # A value follows, or a value has just been read.
 _MAX_DEPTH = 200
 _MAX_WORD_CHARS = 4096
 
 
 def escape_json(text: str) -> str:
-    r"""Return `text` with the escape sequences of a JSON string, but without quotes.
+    r"""Return `text` with the escape sequences of a JSON string, but without enclosing quotes.
 
     Example: `escape_json('a"b')` returns `a\"b`.
     """
@@ -39,12 +40,12 @@ def escape_json(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The spelling of strings.
+    """The rules for strings in the text of a model.
 
     Attributes:
-        quotes: The markers around strings. The same marker opens and closes a string. A marker
-            that is a prefix of another one comes after it.
-        escaping: The markers between which a backslash starts an escape sequence.
+        quotes: The markers around strings. The same marker opens and closes a string. Longer
+            markers precede their own prefixes.
+        escaping: The quotes that enclose strings with backslash escape sequences.
     """
 
     quotes: tuple[str, ...]
@@ -56,7 +57,7 @@ PYTHON = Dialect(_PYTHON_QUOTES, escaping=_PYTHON_QUOTES)
 
 
 class LiteralReader:
-    """Reads one value in pieces and converts it to JSON text.
+    """Reads one value in pieces and converts the value to JSON text.
 
     A tuple becomes an array. A key that is not a string becomes a string. Example:
     `{'a': (1, None)}` becomes `{"a": [1, null]}`.
@@ -83,7 +84,7 @@ class LiteralReader:
         self.status = MORE
 
     def read(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
-        """Read `text` from `pos` on and set `status`.
+        """Read `text` from `pos` on, append JSON text to `json_parts`, and set `status`.
 
         Args:
             text: The text.
@@ -106,7 +107,7 @@ class LiteralReader:
         return pos
 
     def closing_text(self) -> str:
-        """Return the text that completes the JSON text written so far, for example `"]}`."""
+        """Return the text that completes the JSON text of the value, for example `"]}`."""
         quote = '"' if self._quote else ""
         return quote + "".join(_json_bracket(state) for state in reversed(self._containers))
 
@@ -128,7 +129,7 @@ class LiteralReader:
     def _read_punctuation(self, text: str, pos: int, json_parts: list[str]) -> int:
         """Read the comma, colon or closing bracket after a value or key.
 
-        Example: after the key in `{'a': 1}`, the colon is written as `: `, and a value must follow.
+        Example: for the colon in `{'a': 1}`, `: ` is written, and a value must follow.
         """
         char = text[pos]
         state = self._containers[-1]
@@ -158,10 +159,10 @@ class LiteralReader:
             self.status = DONE
 
     def _read_value(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
-        """Read the start of a string or container, a whole word, or a closing bracket.
+        """Read a quote, an opening bracket, a whole word or a closing bracket.
 
-        A closing bracket may occur here in an empty container or after a trailing comma, as in `[]`
-        and `(1,)`. Example: `[` opens an array, and `None` is written as `null`.
+        A closing bracket may follow an opening bracket or a trailing comma, as in `[]` and `(1,)`.
+        Examples: for `(`, `[` is written, and for `None`, `null` is written.
         """
         char = text[pos]
         state = self._containers[-1] if self._containers else ""
@@ -187,9 +188,9 @@ class LiteralReader:
         return self._read_word(text, pos, is_final, json_parts)
 
     def _find_quote(self, text: str, pos: int, is_final: bool) -> str | None:
-        """Return the quote at `pos`, "" if there is none, or None if more text must decide.
+        """Return the quote at `pos`, "" if there is no quote, or None if more text must decide.
 
-        Example: the text `""` may be an empty string, or the start of a string in three quotes.
+        Example: the text `""` may be an empty string, or the start of a string in triple quotes.
         """
         for quote in self._dialect.quotes:
             if text.startswith(quote, pos):
@@ -199,7 +200,7 @@ class LiteralReader:
         return ""
 
     def _write_comma(self, json_parts: list[str]) -> None:
-        """Write the comma before a value or key, unless it is the first of its container."""
+        """Write the comma before a value or key. The first member of a container needs no comma."""
         is_member = bool(self._containers) and self._containers[-1] != _AFTER_COLON
         if is_member and not self._is_container_empty:
             json_parts.append(", ")
@@ -207,10 +208,10 @@ class LiteralReader:
         self._expects_value = False
 
     def _read_word(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
-        """Read a number, a constant or a bare key.
+        """Read a number, a constant or a key without quotes.
 
-        Examples: `3` is written as `3`, `True` as `true`, and the key `days` as `"days"`. A word at
-        the end of the text is not read, because it may continue.
+        Examples: for `3`, `3` is written, for `True`, `true`, and for the key `days`, `"days"`. A
+        word at the end of the text is not read, because the word may continue.
         """
         match = _WORD(text, pos)
         end = match.end() if match else pos
@@ -230,21 +231,21 @@ class LiteralReader:
     # ---- strings ---------------------------------------------------------------------------------
 
     def _open_string(self, quote: str, json_parts: list[str]) -> None:
-        """Start a string, and compile the regex that finds the end of its next plain piece."""
+        """Start a string. Compile a regex that finds its closing quote or an escape sequence."""
         self._write_comma(json_parts)
         json_parts.append('"')
         self._quote = quote
         options = [re.escape(quote)]
         if quote in self._dialect.escaping:
             options.append(r"\\")
-        # At the end of the text, a prefix of the quote may become the quote.
+        # More text may complete a quote of which only a prefix is at the end of the text.
         options += [f"{re.escape(quote[:size])}\\Z" for size in range(len(quote) - 1, 0, -1)]
         self._string_end = re.compile("|".join(options))
 
     def _read_string(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
-        r"""Read a piece of the open string, up to its end or the next escape sequence.
+        r"""Read a piece of the open string, up to the closing quote or the next escape sequence.
 
-        Example: in a string between single quotes, the text `it"s'` is written as `it\"s"`.
+        Example: in a string between single quotes, for the text `it"s'`, `it\"s"` is written.
         """
         match = self._string_end.search(text, pos)
         start = match.start() if match else len(text)
@@ -266,7 +267,8 @@ class LiteralReader:
     def _read_escape(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
         r"""Read the escape sequence at `pos`.
 
-        Examples: `\n` is written as `\n`, `\x41` as `A`, and the unknown sequence `\d` as `\\d`.
+        Examples: for `\n`, `\n` is written, for `\x41`, `A`, and for the unknown sequence `\d`,
+        `\\d`.
         """
         if pos + 1 == len(text):
             return len(text) if is_final else pos
@@ -286,14 +288,19 @@ class LiteralReader:
 
 
 def _json_bracket(state: str) -> str:
-    """Return the JSON bracket that closes a container of the given state."""
+    """Return the closing JSON bracket of a container.
+
+    Args:
+        state: The state of the container: a closing bracket, `_BEFORE_KEY` or `_AFTER_COLON`.
+    """
     return "}" if state in (_BEFORE_KEY, _AFTER_COLON) else "]"
 
 
 def _json_char(code_point: int) -> str:
-    r"""Return a character as text of a JSON string. Half of a surrogate pair stays `\ud83d`.
+    r"""Return the text that represents a character inside a JSON string.
 
-    A half is not a character by itself. The other half usually follows.
+    Examples: `_json_char(0x41)` returns `A`. `_json_char(0xD83D)` returns the six characters
+    `\ud83d`, because a surrogate is only one half of a character.
     """
     if _FIRST_SURROGATE <= code_point <= _LAST_SURROGATE:
         return f"\\u{code_point:04x}"

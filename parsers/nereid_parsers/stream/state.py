@@ -6,25 +6,30 @@ from enum import Enum
 
 
 class State(Enum):
-    """The part of the message that is being read.
+    """The part of the message that the parser is reading.
 
-    UNDECIDED         A closing marker may still show that the text so far is reasoning.
-    REASONING         Reasoning, which is returned as reasoning.
-    INLINE_REASONING  Reasoning, which is returned as content.
-    CONTENT           Content, in which markers may open other parts.
-    CONTENT_ONLY      Content up to the end of the text.
+    UNDECIDED         Text that is reasoning if a closing marker follows, otherwise content.
+    REASONING         Reasoning that the parser returns as reasoning.
+    INLINE_REASONING  Reasoning that the parser returns as content.
+    CONTENT           Content, in which a marker may start reasoning or a tool call.
+    CONTENT_ONLY      Content up to the end of the message.
     HEADER            The header of a message.
-    CALL_START        The marker, the head and the first character of a call.
-    CALL_BODY         The body of a call.
+    CALL_START        The marker, the head and the first character of a tool call.
+    CALL_BODY         The body of a tool call.
     BROKEN_CALL       Arguments that are not valid JSON, up to the next marker.
-    CALL_END          The closing markers of a call.
-    BETWEEN_CALLS     The text after a call, or after the opening marker of a section.
+    CALL_END          The closing markers of a tool call.
+    BETWEEN_CALLS     The text after a tool call, or after the opening marker of a tool section.
 
     The usual transitions are:
 
-        UNDECIDED -> REASONING -> CONTENT -> CALL_START -> CALL_BODY -> CALL_END -> BETWEEN_CALLS
-        BETWEEN_CALLS -> CALL_START, BETWEEN_CALLS -> CONTENT
-        HEADER -> REASONING, HEADER -> CONTENT, HEADER -> CALL_BODY
+        from UNDECIDED to REASONING or CONTENT
+        from REASONING to CONTENT
+        from CONTENT to CALL_START
+        from CALL_START to CALL_BODY
+        from CALL_BODY to CALL_END
+        from CALL_END to BETWEEN_CALLS
+        from BETWEEN_CALLS to CALL_START or CONTENT
+        from HEADER to REASONING, CONTENT or CALL_BODY
     """
 
     UNDECIDED = "undecided"

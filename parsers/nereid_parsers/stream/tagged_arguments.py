@@ -1,6 +1,6 @@
-"""Reads tagged arguments such as `<parameter=city>Paris</parameter>` as a JSON object.
+"""Reads tagged arguments such as `<parameter=city>Paris</parameter>` and writes a JSON object.
 
-A value that can only be a string is passed on as it arrives. Any other value is kept until its
+A value that can only be a string is written as it arrives. Any other value is stored until its
 closing marker has been read, because the text `12` may continue as `12 Main Street`.
 """
 
@@ -24,8 +24,8 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.python_literals import escape_json
 from nereid_parsers.tool_declarations import TaggedArguments
 
-# The first characters of JSON values, and of the words true, false, null, True, False, None, NaN
-# and Infinity. A value that starts with another character can only be a string.
+# JSON values, and the words True, False, None, NaN and Infinity, start with these characters. A
+# value that starts with another character can only be a string.
 _FIRST_CHARS_OF_JSON = frozenset('{["-+.0123456789tfnTFNI \t\r\n')
 _STRING_ONLY = frozenset({"string"})
 _STRING_OR_NULL = frozenset({"string", "null"})
@@ -37,23 +37,25 @@ _STRING_TYPE_NAMES = ("string", "str")
 
 
 class TagPlan:
-    """One spelling of a tagged value, compiled.
+    """The compiled declaration of one spelling of a tagged value.
 
     Attributes:
         key: The pattern before the value.
-        padding: The white space between this pattern and the value. It is not a part of the value.
+        padding: The white space between the pattern and the value. It is not a part of the value.
         close: The closing marker, without white space.
-        find_possible_end: Finds the end of the value, or a prefix of it at the end of the text.
-        find_end: Finds the end of the value. The match includes the padding before the marker.
+        find_possible_end: A function that finds the closing marker, or a prefix of the closing
+            marker at the end of the text.
+        find_end: A function that finds the closing marker. The match includes the declared white
+            space before the closing marker.
     """
 
     __slots__ = ("close", "find_end", "find_possible_end", "key", "padding")
 
     def __init__(self, part: TaggedArguments) -> None:
-        r"""Compile one spelling.
+        r"""Compile one spelling of a tagged value.
 
-        Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the
-        value `a`.
+        Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value
+        `a`.
         """
         opening = part.open.rstrip()
         self.key: Pattern = compile_pattern(opening)
@@ -78,7 +80,7 @@ class TagOpening:
     Attributes:
         spelling: The spelling of the tagged value.
         end: The position after the opening.
-        fields: The values of the fields, for example `{"key": "city"}`.
+        fields: The values of the pattern's fields, for example `{"key": "city"}`.
     """
 
     spelling: TagPlan
@@ -87,11 +89,11 @@ class TagOpening:
 
 
 class TagsPlan:
-    """A TaggedArguments part, compiled.
+    """The compiled declaration of tagged arguments.
 
     Attributes:
         spellings: The spellings of a tagged value, in the order in which they are tried.
-        stop_markers: The markers that end the body. They do not belong to it.
+        stop_markers: The markers that end the body. They do not belong to the body.
     """
 
     __slots__ = ("spellings", "stop_markers")
@@ -101,7 +103,11 @@ class TagsPlan:
         self.stop_markers = stop_markers
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | int:
-        """Match the opening of a tagged value at `pos`, or return NEED_MORE or NO_MATCH."""
+        """Match the opening of a tagged value at `pos`, or return NEED_MORE or NO_MATCH.
+
+        Example: `<parameter=city>` matches the spelling `<parameter={key}>` with the fields
+        `{"key": "city"}`. The text `<param` gives NEED_MORE.
+        """
         for spelling in self.spellings:
             fields: dict[str, str] = {}
             end = spelling.key.match(text, pos, is_final, fields)
@@ -116,12 +122,15 @@ class TagsPlan:
         return any(text.startswith(marker, pos) for marker in self.stop_markers)
 
     def may_become_stop_marker(self, text: str, pos: int) -> bool:
-        """Return whether `text[pos:]` is a prefix of a marker that ends the body."""
+        """Return whether `text[pos:]` is a prefix of a marker that ends the body.
+
+        Example: `</fun` is a prefix of `</function>`.
+        """
         return any(marker.startswith(text[pos:]) for marker in self.stop_markers)
 
 
 class TaggedReader(BodyReader):
-    """Reads tagged values as the arguments of one call. `_step` is the step that follows."""
+    """Reads tagged values as the arguments of one tool call. `_step` contains the next step."""
 
     __slots__ = (
         "_call_id",
@@ -142,8 +151,8 @@ class TaggedReader(BodyReader):
         self._call_id = call_id
         self._step = self._read_tag_or_end
         self._num_arguments = 0
-        # The spelling, the key, the JSON types and the text of the current value. The text is kept
-        # only if the value is not passed on as it arrives.
+        # These attributes describe the current value. `_value_pieces` contains the text of the
+        # value only if the value is not written as it arrives.
         self._spelling = plan.spellings[0]
         self._key = ""
         self._types: frozenset[str] | None = None
@@ -163,10 +172,10 @@ class TaggedReader(BodyReader):
         return pos
 
     def _read_tag_or_end(self, text: str, pos: int) -> int:
-        """Read the opening of the next value, or find a marker that ends the body.
+        """Read the opening of the next value, or end the body at a stop marker.
 
-        Examples: `<parameter=city>` starts a value. `</function>` ends the body. Other text is not
-        valid here.
+        Examples: `<parameter=city>` starts a value. `</function>` ends the body. Any other text is
+        not valid here.
 
         Returns:
             The position after the text that was read, or NEED_MORE.
@@ -190,12 +199,12 @@ class TaggedReader(BodyReader):
         if plan.may_become_stop_marker(text, pos):
             return len(text) if self.is_final else NEED_MORE
         if self.is_final and plan.match(text, pos, is_final=False) == NEED_MORE:
-            return len(text)  # The text ends inside the opening of a value.
+            return len(text)  # The message ends inside the opening of a value.
         self.status = BROKEN  # There is text between the arguments.
         return pos
 
     def _start_value(self, fields: dict[str, str]) -> None:
-        """Write the key of a value, and determine the JSON types that the value may have.
+        """Write the key of a value, and store the JSON types that the value may have.
 
         Example: for the second argument `<parameter=days>`, `, "days": ` is written.
         """
@@ -230,10 +239,11 @@ class TaggedReader(BodyReader):
         return pos
 
     def _find_value_end(self, text: str, pos: int) -> tuple[int, int]:
-        """Return the end of the value's text, and the end of the closing marker after it.
+        """Return the end of the value's text, and the end of the closing marker after the value.
 
-        The positions are equal if the closing marker is not complete. Example: for the marker
-        `</p>`, the text `a</p>` gives `(1, 5)`, `a</` gives `(1, 1)` and `ab` gives `(2, 2)`.
+        The two positions are equal if the text contains no complete closing marker. Example: for
+        the closing marker `</p>`, the text `a</p>` gives `(1, 5)`, `a</` gives `(1, 1)` and `ab`
+        gives `(2, 2)`.
         """
         spelling = self._spelling
         find = spelling.find_end if self.is_final else spelling.find_possible_end
@@ -245,9 +255,9 @@ class TaggedReader(BodyReader):
         return match.start(), match.start()
 
     def _pass_on_string(self, text: str, pos: int) -> int:
-        """Write the text of a string as it arrives, and its quote after the closing marker.
+        """Write the text of a string as it arrives. Write a quote at the closing marker.
 
-        Example: the pieces `Pa` and `ris</parameter>` are written as `Pa` and `ris"`.
+        Example: for the pieces `Pa` and `ris</parameter>`, `Pa` and `ris"` are written.
         """
         value_end, marker_end = self._find_value_end(text, pos)
         if value_end > pos:
@@ -259,10 +269,10 @@ class TaggedReader(BodyReader):
         return value_end if value_end > pos else NEED_MORE
 
     def _keep_value(self, text: str, pos: int) -> int:
-        """Keep the text of a value, and write it as JSON after the closing marker.
+        """Store the text of a value, and write the whole value as JSON at the closing marker.
 
-        Example: the pieces `1` and `2</parameter>` are written together as `12`. If the text shows
-        that the value is a string, it is written at once.
+        Example: for the pieces `1` and `2</parameter>`, `12` is written. As soon as the stored text
+        can only be a string, this text is written.
         """
         value_end, marker_end = self._find_value_end(text, pos)
         if value_end > pos:
@@ -277,7 +287,7 @@ class TaggedReader(BodyReader):
         return value_end if value_end > pos else NEED_MORE
 
     def _can_only_be_string(self) -> bool:
-        """Return whether the kept text shows that the value is a string.
+        """Return whether the value must be a string, judging by its stored text.
 
         Example: if all types are allowed, `Par` can only be a string, but `12` can be a number.
         """
@@ -300,7 +310,10 @@ class TaggedReader(BodyReader):
         return True
 
     def finish(self) -> None:
-        """End the open call, because the text has ended. An unfinished string stays unfinished."""
+        """End the open tool call, because the message has ended inside the tool call.
+
+        If the message ends inside a string, the string is not closed.
+        """
         if self.writer.is_open:
             if self._step == self._read_tag_or_end:
                 self._close_arguments()

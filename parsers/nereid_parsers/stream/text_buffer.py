@@ -1,4 +1,4 @@
-"""Stores the text that has arrived, and the position up to which it has been read."""
+"""Stores the text that has arrived, and the position up to which the text has been read."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class TextBuffer:
         self.is_final = False
 
     def append(self, text: str) -> None:
-        """Add text that has arrived, and discard the text that has been read."""
+        """Add text that has arrived, and discard the text that has already been read."""
         self.text = self.text[self.pos :] + text if self.pos < len(self.text) else text
         self.pos = 0
 
     def push_back(self, text: str) -> None:
-        """Put `text` in front of the text that has not been read."""
+        """Insert `text` before the unread text, so that `text` is read next."""
         self.text = text + self.text[self.pos :]
         self.pos = 0
 
     def has_unread(self) -> bool:
-        """Return whether there is text that has not been read."""
+        """Return whether the buffer contains unread text."""
         return self.pos < len(self.text)
 
     def unread(self) -> str:
-        """Return the text that has not been read."""
+        """Return the unread text. The text stays unread."""
         return self.text[self.pos :]
 
     def take_until(self, end: int) -> str:

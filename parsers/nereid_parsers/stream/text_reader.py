@@ -1,4 +1,4 @@
-"""Reads reasoning, content and message headers, and finds the markers inside them."""
+"""Reads reasoning, content and message headers, and finds the markers inside this text."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _NO_HEADER = "no header follows the marker"
 
 
 class TextReader:
-    """Reads the text outside calls.
+    """Reads the text outside tool calls.
 
-    Each method `read_...` handles one state of the parser. It reads text from the buffer and
-    returns the next state, or None if it needs more text.
+    Each method `read_...` handles one state of the parser. The method reads text from the buffer
+    and returns the next state, or None if it needs more text.
 
     Attributes:
         has_reasoned: Whether the reasoning has ended.
-        is_reasoning_by_default: Whether undecided text is reasoning if no marker decides.
+        is_reasoning_by_default: Whether text in the state UNDECIDED is reasoning if the message
+            ends without a marker.
     """
 
     __slots__ = (
@@ -54,10 +55,10 @@ class TextReader:
 
         Args:
             plan: The compiled format.
-            buffer: The text to read.
+            buffer: The buffer that contains the text.
             text: The writer of reasoning and content.
-            calls: The reader that continues where a call or a section of calls opens.
-            policy: The rules for what the format does not decide.
+            calls: The reader that reads tool calls and tool sections.
+            policy: The rules for cases that the format does not define.
         """
         self.has_reasoned = False
         self.is_reasoning_by_default = False
@@ -73,7 +74,10 @@ class TextReader:
     # ---- reasoning -------------------------------------------------------------------------------
 
     def may_be_undecided(self) -> bool:
-        """Return whether text without a known prompt is held back until a marker decides."""
+        """Return whether the parser delays text until a marker shows whether the text is reasoning.
+
+        This method applies only if the prompt is not known.
+        """
         return (
             self._reasoning is not None
             and self._reasoning.shown is Shown.APART
@@ -81,7 +85,7 @@ class TextReader:
         )
 
     def start_reasoning(self) -> State:
-        """Return the state for output that starts inside reasoning, which the prompt opened."""
+        """Return the first state of an output whose prompt has opened the reasoning."""
         if self._reasoning is not None and self._reasoning.shown is Shown.INLINE:
             self.repeat_opening_marker()
             return State.INLINE_REASONING
@@ -89,12 +93,12 @@ class TextReader:
         return State.REASONING
 
     def repeat_opening_marker(self) -> None:
-        """Write the opening marker as content, because only the prompt contains it."""
+        """Write the opening marker of the reasoning, which the model did not write, as content."""
         if self._reasoning is not None:
             self._text.write_generated_content(self._reasoning.open)
 
     def read_undecided(self) -> State | None:
-        """Hold text back until a marker shows whether the text is reasoning."""
+        """Store text until a marker shows whether the stored text is reasoning."""
         start, marker = self._plan.content_markers.find(self._buffer)
         self._undecided_text.append(self._buffer.take_until(start))
         if not marker:
@@ -102,11 +106,18 @@ class TextReader:
         return self._decide(self._plan.kinds[marker] is MarkerKind.CLOSE_REASONING)
 
     def finish_undecided(self) -> State:
-        """Decide about the text held back, because the text has ended without a marker."""
+        """Return the stored text to the buffer, because the message has ended without a marker.
+
+        The attribute `is_reasoning_by_default` decides whether the text is then read as reasoning.
+        """
         return self._decide(self.is_reasoning_by_default)
 
     def _decide(self, is_reasoning: bool) -> State:
-        """Read the undecided text again, as reasoning or as content."""
+        """Put the text stored by `read_undecided` back into the buffer. Return the next state.
+
+        Args:
+            is_reasoning: Whether the text is read as reasoning. Otherwise it is read as content.
+        """
         self._buffer.push_back("".join(self._undecided_text))
         self._undecided_text = []
         return self.start_reasoning() if is_reasoning else State.CONTENT
@@ -114,8 +125,8 @@ class TextReader:
     def read_reasoning(self) -> State | None:
         """Read reasoning up to a marker.
 
-        Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning. The marker is
-        markup, and content follows.
+        Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
+        is removed. The rest, `Hi`, is content.
         """
         start, marker = self._plan.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
@@ -139,10 +150,11 @@ class TextReader:
         return State.CONTENT
 
     def _read_interrupt(self, marker: str) -> State | None:
-        """Handle the marker of a call inside the reasoning.
+        """Handle a marker of tool calls inside the reasoning.
 
-        If a call follows the marker, the reasoning ends before the marker. Otherwise the marker is
-        reasoning. Example: `<tool_call>{` ends the reasoning, but not `<tool_call> is a tag`.
+        If a tool call follows the marker, the reasoning ends before the marker. Otherwise the
+        marker is a part of the reasoning. Example: `<tool_call>{"` ends the reasoning, `<tool_call>
+        is a tag` does not.
         """
         match = NO_MATCH if self._calls_first else self._match_call_at(marker)
         if match == NEED_MORE:
@@ -156,7 +168,11 @@ class TextReader:
         return State.CONTENT
 
     def _match_call_at(self, marker: str) -> Head | int:
-        """Match a call at a marker that opens a call, or after a marker that opens a section."""
+        """Match a tool call at `marker`, or after `marker` if `marker` opens a tool section.
+
+        Returns:
+            The head of the tool call, NEED_MORE or NO_MATCH.
+        """
         buffer = self._buffer
         candidates = self._plan.calls_by_trigger.get(marker)
         pos = buffer.pos
@@ -170,7 +186,7 @@ class TextReader:
         return NO_MATCH
 
     def read_inline_reasoning(self) -> State | None:
-        """Read reasoning that is returned as content, together with its markers."""
+        """Read reasoning, including its markers, and write all of this text as content."""
         start, marker = self._plan.reasoning_markers.find(self._buffer)
         end = start + len(marker)
         if end > self._buffer.pos:
@@ -185,7 +201,7 @@ class TextReader:
     # ---- content ---------------------------------------------------------------------------------
 
     def read_content(self) -> State | None:
-        """Read content up to a marker, and return the state that the marker leads to.
+        """Read content up to a marker, and return the next state, which depends on the marker.
 
         Example: from `Hi<tool_call>`, `Hi` is written as content, and the next state is CALL_START.
         """
@@ -213,7 +229,7 @@ class TextReader:
         return State.CONTENT
 
     def read_content_only(self) -> State | None:
-        """Read content in which only the outer markers are still markup."""
+        """Read content, and remove only the markers that enclose messages or content."""
         start, marker = self._plan.outer_markers.find(self._buffer)
         if start > self._buffer.pos:
             self._text.write(self._buffer.take_until(start), ContentDelta)
@@ -223,12 +239,12 @@ class TextReader:
         return State.CONTENT_ONLY
 
     def _write_as_content(self, marker: str) -> State:
-        """Write a marker that has no meaning at this place as content."""
+        """Write `marker` as content, because it has no meaning at this place."""
         self._text.write(self._buffer.take(len(marker)), ContentDelta)
         return State.CONTENT_ONLY if self._calls_first else State.CONTENT
 
     def _read_reasoning_marker(self, marker: str, kind: MarkerKind) -> State:
-        """Handle a marker of the reasoning inside the content."""
+        """Handle a marker of the reasoning that occurs inside the content."""
         if not self._has_meaning(kind) or self._reasoning is None:
             return self._write_as_content(marker)
         if kind is MarkerKind.OPEN_REASONING and self._reasoning.shown is Shown.INLINE:
@@ -241,11 +257,12 @@ class TextReader:
         return State.CONTENT
 
     def _has_meaning(self, kind: MarkerKind) -> bool:
-        """Return whether a marker of the reasoning is markup at this place in the content.
+        """Return whether a marker of the reasoning has a meaning at this place in the content.
 
-        A marker is markup before any content and any call, unless the reasoning has ended. With
-        the lenient text rule, a closing marker at this place is markup even if the reasoning has
-        ended, and an opening marker is markup directly after any other marker.
+        Such a marker has a meaning before the first content and the first tool call, unless the
+        reasoning has already ended. The lenient text rule allows two more cases: a second closing
+        marker before any content, and an opening marker directly after another marker. All other
+        markers of the reasoning are content.
         """
         is_lenient = not self._calls_first
         if is_lenient and kind is MarkerKind.OPEN_REASONING and self._text.is_after_marker:
@@ -263,14 +280,14 @@ class TextReader:
         return State.HEADER
 
     def read_header(self) -> State | None:
-        """Read the header of a message, and enter the stage of its body.
+        """Read the header of a message, and return the state in which the message's body is read.
 
         Example: after the marker `<|start|>assistant`, the header `<|channel|>final<|message|>`
-        enters the content. Text that is not a header is content.
+        leads to the state CONTENT. Text that is not a header is content.
         """
         buffer = self._buffer
         if not self._text.tentative:
-            # At the start of the output, the prompt may or may not contain the marker.
+            # At the start of the output, the marker is missing if the prompt already contains it.
             message_start = self._plan.message_start
             if buffer.starts_with(message_start):
                 return self._start_header(message_start)
@@ -290,7 +307,7 @@ class TextReader:
         return self._calls.reject(0, _NO_HEADER)
 
     def _enter_message(self, stage: Stage, head: Head) -> State:
-        """Read a header, and return the state for the body of the message."""
+        """Read a header, and return the state in which the body of the message is read."""
         self._text.accept_tentative()
         if stage is Stage.CALLS and self._calls_first and self._text.has_content:
             return State.CONTENT_ONLY
@@ -302,11 +319,12 @@ class TextReader:
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_marker(self, state: State) -> None:
-        """Drop the beginning of a marker with which the text ends.
+        """Remove an incomplete marker at the end of the message.
 
-        Only the beginning of a marker of several tags is dropped, and only if it contains the first
-        tag. Other beginnings are content, because prose may contain them. Example: of the marker
-        `<|message|><|text|>`, the beginning `<|message|><|te` is dropped, but `<|mess` is content.
+        An incomplete marker is removed only if the marker has several tags and the first tag is
+        complete. Any other incomplete marker is content, because ordinary text may contain it.
+        Example: of the marker `<|message|><|text|>`, the beginning `<|message|><|te` is removed,
+        but `<|mess` is content.
         """
         beginning = self._buffer.unread()
         if not beginning:
@@ -320,6 +338,6 @@ class TextReader:
             self._text.write_markup(self._buffer.take_unread())
 
     def finish_header(self) -> None:
-        """Drop the marker that starts a message, if the text ends after it."""
+        """Remove the marker that starts a message, if the output ends after this marker."""
         if self._text.tentative:
             self._text.accept_tentative()

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
 
-# Receives each piece of the text once and in order: trace(classification, piece).
+# A trace receives each piece of the text exactly once, in order: trace(classification, piece).
 Trace = Callable[[str, str], None]
 
-# The classifications. Text that is classified as reasoning or content is the text of the events.
+# The classifications of text. "markup" is text of the format that no event contains.
 REASONING = "reasoning"
 CONTENT = "content"
 CALL = "call"
@@ -19,22 +19,22 @@ MARKUP = "markup"
 class TextWriter:
     r"""Appends the events of reasoning and content to a list.
 
-    Three kinds of text are held back until more text shows what they are:
+    The writer stores three kinds of text until more text shows how to classify it:
 
-    - White space at the end of a text. It is markup if a marker follows, otherwise text.
-    - Tentative text, which looks like the start of a call or message. It is markup if a call or
-      message follows, otherwise content.
-    - The text of a call, while a part of it may have to be read again. It is held back only from
-      the trace.
+    - White space at the end of a text. It belongs to the marker that follows, or else to the text.
+    - Tentative text, which looks like the start of a tool call or message. It is removed if a tool
+      call or message follows. Otherwise it is content.
+    - The text of a tool call, as long as a part of it may be read again. Only the trace receives
+      this text later.
 
     Example: `write("Hi\n", ContentDelta)` appends `ContentDelta("Hi")`. If `write_markup("<call>")`
-    follows, `"\n"` is markup. If `write("you", ContentDelta)` follows instead, it appends
+    follows, `"\n"` is removed. If `write("you", ContentDelta)` follows instead, the writer appends
     `ContentDelta("\nyou")`.
 
     Attributes:
         has_content: Whether content other than white space has been written.
-        is_after_marker: Whether a marker directly precedes the next text. Then blank lines at the
-            start of that text belong to the marker.
+        is_after_marker: Whether a marker directly precedes the next text. Blank lines at the start
+            of that text then belong to the marker.
         has_text: Whether text other than white space has been written since the last marker.
         tentative: The pieces of the tentative text.
     """
@@ -57,11 +57,11 @@ class TextWriter:
         self._num_prompt_chars = 0
 
     def set_trace(self, trace: Trace | None) -> None:
-        """Classify the text that follows for `trace`."""
+        """Pass all text that follows, with its classification, to `trace`."""
         self._trace = trace
 
     def _classify(self, classification: str, text: str) -> None:
-        """Pass a piece of the text to the trace."""
+        """Pass a piece of the text and its classification to the trace."""
         if self._num_prompt_chars:
             text = self._without_prompt(text)
         if self._trace is not None and text:
@@ -70,19 +70,19 @@ class TextWriter:
     # ---- reasoning, content and markers ----------------------------------------------------------
 
     def write_content_exactly(self, text: str) -> None:
-        """Write content together with its markers and white space."""
+        """Write `text` as content, without removing white space or markers from `text`."""
         self._classify(CONTENT, text)
         self._events.append(ContentDelta(text))
 
     def write_generated_content(self, text: str) -> None:
-        """Write content that is not a part of the text, so that it has no classification."""
+        """Write content that the model did not generate. The trace does not receive it."""
         self._events.append(ContentDelta(text))
 
     def write(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
-        r"""Append an event for `text`. White space at its end is held back.
+        r"""Append an event for `text`. Store white space at the end of `text` until the next call.
 
         Example: after a marker, `"\n\nHi\n"` appends an event with the text `Hi`. The blank lines
-        before `Hi` are markup, and the line break after it is held back.
+        before `Hi` belong to the marker, so they are removed. The line break after `Hi` is stored.
 
         Args:
             text: The text.
@@ -114,7 +114,7 @@ class TextWriter:
         self._events.append(event_type(body))
 
     def _without_blank_lines(self, text: str) -> str:
-        r"""Return `text` without the blank lines at its start, which are classified as markup.
+        r"""Remove the blank lines at the start of `text`, and classify them as "markup".
 
         Example: `"\n\n  Hello"` gives `"  Hello"`.
         """
@@ -125,35 +125,39 @@ class TextWriter:
         return text[line_start:]
 
     def write_markup(self, marker: str) -> None:
-        """Classify a marker, and the white space before it, as markup."""
+        """Classify a marker, and the stored white space before the marker, as "markup"."""
         self.drop_blanks()
         self._classify(MARKUP, marker)
         self.is_after_marker = True
 
     def start_after_call(self) -> None:
-        """Treat the text that follows like text after a marker."""
+        """Treat the text that follows a tool call like text that follows a marker."""
         self.is_after_marker = True
         self.has_text = False
 
     # ---- white space -----------------------------------------------------------------------------
 
     def hold_blanks(self, blanks: str) -> None:
-        """Hold back white space between two markers, as a part of the tentative text if any."""
+        """Store white space between two markers, as tentative text if tentative text exists."""
         if blanks:
             (self.tentative or self._blanks).append(blanks)
 
     def drop_blanks(self) -> None:
-        """Classify the white space that was held back as markup, because a marker follows."""
+        """Classify the stored white space as "markup", because a marker follows."""
         if self._blanks:
             self._classify(MARKUP, "".join(self._blanks))
             self._blanks = []
         self.has_text = False
 
     def flush_blanks(self, is_reasoning: bool, has_calls: bool) -> None:
-        """Write the white space that was held back, because the text has ended.
+        """Write the stored white space, because the message has ended.
 
-        It belongs to the text before it. If there is no text before it, it is markup, unless the
-        message consists only of white space.
+        The white space is reasoning or content, like the text before it. If no text precedes the
+        white space, it is removed. White space is content if the message contains nothing else.
+
+        Args:
+            is_reasoning: Whether the message ended inside the reasoning.
+            has_calls: Whether the message contains tool calls.
         """
         blanks = "".join(self._blanks)
         self._blanks = []
@@ -173,7 +177,7 @@ class TextWriter:
 
     @property
     def tentative_text(self) -> str:
-        """The text that is markup if a call or message follows, otherwise content."""
+        """The text that is removed if a tool call or message follows, and otherwise is content."""
         return "".join(self.tentative)
 
     def hold_tentative(self, text: str) -> None:
@@ -181,13 +185,18 @@ class TextWriter:
         self.tentative.append(text)
 
     def accept_tentative(self) -> None:
-        """Classify the tentative text, and the white space before it, as markup."""
+        """Classify the tentative text, and the stored white space before it, as "markup"."""
         self.drop_blanks()
         self._classify(MARKUP, self.tentative_text)
         self.tentative = []
 
     def reject_tentative(self, text: str, fault: str) -> None:
-        """Write the tentative text and `text` as content. `fault` is the reason in the event."""
+        """Write the tentative text, followed by `text`, as content.
+
+        Args:
+            text: The text after the tentative text.
+            fault: The reason that the event gives for returning a marker as content.
+        """
         text = self._without_prompt(self.tentative_text + text)
         self.tentative = []
         if not text:
@@ -206,7 +215,12 @@ class TextWriter:
     # ---- the text of calls -----------------------------------------------------------------------
 
     def write_call(self, text: str, may_be_reread: bool) -> None:
-        """Classify the text of a call. If it may be read again, hold it back until `end_call`."""
+        """Classify the text of a tool call as "call".
+
+        Args:
+            text: The text.
+            may_be_reread: Whether the text may be read again. If so, it is stored until `end_call`.
+        """
         if self._trace is None and not self._num_prompt_chars:
             return
         if may_be_reread and self._trace is not None:
@@ -215,12 +229,12 @@ class TextWriter:
             self._classify(CALL, text)
 
     def shorten_call(self, num_chars: int) -> None:
-        """Remove the last characters from the text of the call, because they are read again."""
+        """Remove the last `num_chars` characters of the stored text of a tool call."""
         text = "".join(self._call_text)
         self._call_text = [text[: max(0, len(text) - num_chars)]]
 
     def end_call(self) -> None:
-        """Classify the text of the call that was held back."""
+        """Pass the stored text of a tool call to the trace."""
         if self._call_text:
             self._classify(CALL, "".join(self._call_text))
             self._call_text = []
@@ -228,7 +242,7 @@ class TextWriter:
     # ---- the prompt ------------------------------------------------------------------------------
 
     def forget_prompt(self, num_unread_chars: int) -> None:
-        """Treat all text so far as a part of the prompt, which has no events.
+        """Mark all text so far as a part of the prompt. The prompt has no events.
 
         Args:
             num_unread_chars: The number of the prompt's characters that have not been read yet.
@@ -239,8 +253,8 @@ class TextWriter:
     def _without_prompt(self, text: str) -> str:
         """Return `text` without the characters at its start that belong to the prompt.
 
-        Example: the prompt ends with `<th`, and the model writes `ink>`. Of the marker `<think>`,
-        only `ink>` belongs to the model's text.
+        Example: the prompt ends with `<th`, and the model writes `ink>`. For the marker `<think>`,
+        the result is `ink>`.
         """
         num_prompt_chars = min(self._num_prompt_chars, len(text))
         self._num_prompt_chars -= num_prompt_chars

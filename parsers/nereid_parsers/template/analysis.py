@@ -89,7 +89,7 @@ from nereid_parsers.template.tools import (
 
 @dataclass(frozen=True, slots=True)
 class TemplateAnalysis(AnalysisResult):
-    """The result of `analyze_template`, which can be explained as text."""
+    """The result of `analyze_template`, with a method that explains the result as text."""
 
     def explain(self) -> str:
         """Return the comparisons, the format, the checked samples and open questions as text."""
@@ -133,14 +133,14 @@ def analyze_template(
 
 
 def _first_refusal(prober: Prober) -> str:
-    """Return the template's first error message, or a phrase if it rendered without an error."""
+    """Return the template's first error message, or a phrase that says that no error occurred."""
     return next(iter(prober.refusals.values()), "the rendering does not contain the content")
 
 
 def _analyze_recognised(
     fmt: Format, frame: TurnFrame, comparison: Comparison, notes: list[str]
 ) -> TemplateAnalysis:
-    """Return the analysis of a quarantined template, whose format is given."""
+    """Return the analysis of a template whose format is given in quarantine.py."""
     reasoning = find_rendered_reasoning(frame)
     renderer = CallRenderer(frame)
     _, presence = compare_call_presence(renderer)
@@ -164,7 +164,7 @@ def _analyze_recognised(
 
 
 def _infer(frame: TurnFrame, comparison: Comparison, notes: list[str]) -> TemplateAnalysis:
-    """Make all comparisons, infer the format and check it."""
+    """Make all comparisons, infer the format and check the format."""
     reasoning = find_reasoning(frame)
     wrapper, content_comparisons = compare_content(frame, reasoning.part, reasoning.wrapper)
     if wrapper is None:
@@ -198,7 +198,7 @@ def _infer(frame: TurnFrame, comparison: Comparison, notes: list[str]) -> Templa
 
 
 def _wrong_call(proofs: list[Proof]) -> Proof | None:
-    """Return the proof with one call if the parser did not return the call."""
+    """Return the proof with one tool call if the parser did not return its tool call."""
     for proof in proofs:
         if proof.name == ONE_CALL_PROOF and proof.differs:
             return proof
@@ -216,7 +216,7 @@ def _failures(proofs: list[Proof]) -> list[str]:
 
 
 def _with_call_ids(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Return the comparisons with the ids of calls in place of the characters that mask them."""
+    """Return the comparisons with real ids of tool calls instead of the masking characters."""
     return tuple(
         replace(
             comparison,
@@ -237,7 +237,7 @@ def _make_format(
 ) -> Format:
     """Return the format with the inferred parts.
 
-    If the parts contradict each other, the result is plain content, and the reason is added to
+    If the parts contradict each other, return the format for plain content and append the reason to
     `notes`.
     """
     headers = (*frame.inner_headers, *headers_after_results(frame))

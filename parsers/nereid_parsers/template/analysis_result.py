@@ -15,14 +15,15 @@ class Supports:
 
     Attributes:
         content: Whether the template renders content.
-        reasoning: The message fields from which reasoning is rendered; or "parts" or "blocks" if
+        reasoning: The message fields from which reasoning is rendered. ("parts",) or ("blocks",) if
             reasoning must be a part of the content.
-        switches: The text that each thinking switch puts after the header in the generation prompt.
-        calls: The form of tool calls, such as "JSON"; "none" for no calls.
-        parallel_calls: Whether one message can have several calls.
-        content_with_calls: Whether one message can have content and calls.
+        switches: The text that each thinking switch adds after the header in the generation prompt.
+        calls: The form of tool calls, such as "JSON". "none" if tool calls are not rendered.
+        parallel_calls: Whether one message can have several tool calls.
+        content_with_calls: Whether one message can have both content and tool calls.
         arguments: "object", or "text" if the template expects arguments as a JSON string.
-        ids: "plain", or "numbered" if the template renders the id of a call instead of its name.
+        ids: "plain", or "numbered" if the template renders the id of a tool call instead of its
+            name.
     """
 
     content: bool = False
@@ -37,14 +38,14 @@ class Supports:
 
 @dataclass(frozen=True, slots=True)
 class AnalysisResult:
-    """The format that a chat template implies, and how it was inferred.
+    """The format that a chat template implies, and the comparisons from which it was inferred.
 
     Attributes:
         format: The inferred format. It is plain content if nothing could be inferred.
-        comparisons: The comparisons of renderings, in order, each with its finding.
-        supports: What the template can render.
-        undecided: Sentences that say what could not be decided, and why.
-        proofs: Renderings that were parsed with the format, and what differed.
+        comparisons: The comparisons of renderings, in order. Each comparison contains its finding.
+        supports: The parts of a conversation that the template can render.
+        undecided: Sentences that describe what could not be inferred, and why.
+        proofs: Renderings that were parsed with the format, and the parts that differed.
     """
 
     format: Format

@@ -1,7 +1,7 @@
 """Choose the chat format of a checkpoint.
 
-The sources, in this order: names that the user chose, the `response_template` of the checkpoint,
-its chat template, and plain content if nothing else is available.
+The sources of the format are, in this order: names that the user chose, the checkpoint's
+`response_template`, and its chat template. Without any source, the format is plain content.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_FILE_BYTES = 64_000_000
 
 @dataclass(frozen=True, slots=True)
 class ChosenFormat:
-    """The format of a checkpoint, and why it was chosen.
+    """The format of a checkpoint, and the reason for the choice.
 
     Attributes:
         format: The format.
         source: "chosen" (by the user), "response_template", "template" (inferred from the chat
             template) or "plain" (plain content).
-        why: Sentences that state the source, and why better sources could not be used.
-        analysis: The analysis of the chat template, if there was one.
+        why: Sentences that state the source, and why sources of higher priority could not be used.
+        analysis: The analysis of the chat template, or None.
     """
 
     format: Format
@@ -43,12 +43,13 @@ class ChosenFormat:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointText:
-    """The parts of a checkpoint's files that concern its chat format.
+    """The parts of a checkpoint's files from which its chat format is determined.
 
     Attributes:
-        template: The chat template; None if the checkpoint has none.
-        response_template: The declaration of the format for transformers; None if there is none.
-        bos_token, eos_token: The tokenizer's tokens; "" if the checkpoint does not name them.
+        template: The chat template, or None if the checkpoint has no chat template.
+        response_template: The declaration of the format for transformers, or None.
+        bos_token, eos_token: The tokens of the tokenizer, or "" if the checkpoint does not define
+            them.
     """
 
     template: str | None = None
@@ -98,10 +99,10 @@ def _read_additional_templates(path: Path) -> dict[str, str]:
 
 
 def _select_template(templates: object) -> str | None:
-    """Return the template for tools from one or several templates; None if there is none.
+    """Return the template for tools from one or several templates, or None if there is no template.
 
-    Several templates are a dict, {"tool_use": source}, or, in tokenizer_config.json, a list,
-    [{"name": "tool_use", "template": source}].
+    Several templates are a dict, {"tool_use": source}. In tokenizer_config.json they may also be a
+    list, [{"name": "tool_use", "template": source}].
     """
     if isinstance(templates, list):
         templates = {
@@ -130,7 +131,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} if there is no such file or no object."""
+    """Return the object in a JSON file, or {} if the file does not exist or contains no object."""
     if not path.is_file():
         return {}
     try:
@@ -150,11 +151,12 @@ def format_for_checkpoint(
     tools: str | None = None,
     name: str | None = None,
 ) -> ChosenFormat:
-    """Return the format of a checkpoint.
+    """Return the format of a checkpoint, with the reason for the choice.
 
-    The first source that is available determines the format: the names that the user chose, the
-    checkpoint's response_template, its chat template. If none is available, the format is plain
-    content, and a warning is logged. An analysis takes about 30 ms, so keep the result.
+    The first available source determines the format: the names that the user chose, the
+    checkpoint's response_template, or its chat template. If no source is available, the format is
+    plain content, and a warning is logged. An analysis takes about 30 ms, so callers should store
+    the result.
 
     Args:
         path: The folder of the checkpoint, or a file that contains only the chat template.
@@ -179,10 +181,11 @@ def format_for_checkpoint(
 
 
 def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
-    """Return `file_format` with the reasoning or the tools of the format that the user chose.
+    """Return `file_format` with the reasoning or the tool calls of the format that the user chose.
 
-    Example: reasoning="qwen3" keeps the tool section of `file_format`. If the layout of one of the
-    formats is `Messages`, they cannot be combined, and the chosen format is returned.
+    Example: reasoning="qwen3" replaces only the reasoning and keeps the tool section of
+    `file_format`. If the layout of one of the formats is `Messages`, the two formats cannot be
+    combined, and the chosen format is returned.
     """
     chosen = get_format(reasoning=reasoning, tools=tools)
     why = f"The user chose the format {reasoning or tools!r}."

@@ -28,18 +28,18 @@ _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}
 def compare_content(
     frame: TurnFrame, reasoning: Reasoning | None, wrapper_of_reasoning: Wrapper | None
 ) -> tuple[Wrapper | None, list[Comparison]]:
-    """Compare a conversation that ends with the question and one that ends with an answer (C1).
+    """Compare a conversation that ends with a question and one that ends with an answer (C1).
 
-    Sets `frame.end_markers`. Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the
+    Set `frame.end_markers`. Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the
     wrapper `<answer>`, `</answer>` and the end marker `<|im_end|>`.
 
     Args:
         frame: The frame of the model's turn.
         reasoning: The reasoning part of the format.
-        wrapper_of_reasoning: The wrapper of content that a message with reasoning showed.
+        wrapper_of_reasoning: The wrapper of the content in a message with reasoning.
 
     Returns:
-        A pair: the wrapper of content (None if content has no markers), and a list with the
+        A pair: the wrapper of the content (None if the content has no markers), and a list with the
         comparison (empty if the template renders no content).
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
@@ -73,11 +73,11 @@ def compare_content(
 def compare_content_with_call(
     frame: TurnFrame, reasoning: Reasoning | None
 ) -> tuple[Wrapper | None, list[Comparison]]:
-    """Compare a call without content and a call with content before it (C2).
+    """Compare a tool call without content and a tool call with content before it (C2).
 
-    Some templates write markers around content only in messages with calls. Such a template also
-    writes the markers if there is no content. Example: "<say></say><call>.." without content and
-    "<say>CONTENT</say><call>.." with it show the wrapper `<say>`, `</say>`.
+    Some templates write markers around the content only in messages with tool calls, and also if
+    the content is empty. Example: "<say></say><call>.." without content and
+    "<say>CONTENT</say><call>.." with content show the wrapper `<say>`, `</say>`.
 
     Returns:
         A pair: the wrapper, and a list with the comparison. None and [] if there are no such
@@ -155,10 +155,10 @@ def _end_markers(after: str, frame: TurnFrame) -> list[str]:
 
 
 def _end_markers_with_words(text: str, trailing_text: str, header: str) -> list[str]:
-    """Return the end of a turn that is written with a word, such as `<|out|>turn<|of|>`.
+    """Return the end of a turn that consists of markers and words, such as `<|out|>turn<|of|>`.
 
-    The same text, and possibly one more marker, must follow a user's message. The result is [] if
-    the turn does not end so.
+    A user's message must end with the same text, and possibly one more marker. Otherwise the
+    result is [].
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
@@ -179,9 +179,10 @@ def _end_markers_with_words(text: str, trailing_text: str, header: str) -> list[
 
 
 def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
-    """Return the marker that closes the content that `opening` opens, or "" if none does.
+    """Return the marker that closes the content after the marker `opening`, or "".
 
-    Example: `</answer>` for the opening `<answer>` and the text "</answer><|im_end|>".
+    Example: for the opening `<answer>` and the text "</answer><|im_end|>", the result is
+    `</answer>`.
 
     Args:
         after: The text after the content.

@@ -47,11 +47,11 @@ _CURRENT_BUDGET: ContextVar[Budget] = ContextVar("nereid_template_budget")
 
 
 class RenderRefused(Exception):
-    """Raised if a template fails to render a conversation. The message is the template's error."""
+    """A template failed to render a conversation. The message is the template's error message."""
 
 
 def _budget() -> Budget:
-    """Return the budget of the rendering that runs in this thread."""
+    """Return the budget of the rendering that runs in the current thread."""
     return _CURRENT_BUDGET.get()
 
 
@@ -59,7 +59,7 @@ def _budget() -> Budget:
 
 
 class _Generation(ext.Extension):
-    """The block `{% generation %}`, which marks the model's text for training. Renders its body."""
+    """The block `{% generation %}`, which marks the model's text. Its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  # the base class declares a mutable attribute
 
@@ -73,7 +73,7 @@ class _Generation(ext.Extension):
 
 
 class _SafeNamespace(Namespace):
-    """A namespace that accepts no names that start with an underscore."""
+    """A template namespace in which no name may start with an underscore."""
 
     def __setitem__(self, name: str, value: object) -> None:
         if str(name).startswith("_"):
@@ -92,7 +92,7 @@ class _AddCounting(NodeTransformer):
         literals: The literal texts and string constants.
         literal_size: The number of characters of the literal texts.
         names: The names of the variables that the template reads.
-        compared: The constants that each variable is compared with.
+        compared: The constants with which the template compares each variable.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,8 @@ class _AddCounting(NodeTransformer):
         self.generic_visit(node, *args)
         node.iter = _apply_filter(node.iter, "_count_items")
         if node.recursive:
-            # A recursive loop passes items to loop(), and the filter does not see these items.
+            # A recursive loop passes items to loop(). The filter for loop items does not count
+            # these items.
             step = _apply_filter(nodes.Const(0, lineno=node.lineno), "_count_step")
             node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         return node
@@ -157,7 +158,7 @@ def _apply_filter(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401  # any 
 
 
 def _constants(node: nodes.Expr) -> list[nodes.Const]:
-    """Return the constants on one side of a comparison: `node` itself, or the items of a list."""
+    """Return the constants on one side of a comparison, for example the items of a list."""
     if isinstance(node, nodes.Const):
         return [node]
     if isinstance(node, nodes.List | nodes.Tuple):
@@ -169,9 +170,10 @@ def _constants(node: nodes.Expr) -> list[nodes.Const]:
 
 
 def _count_items(items: Iterable[Any]) -> Iterable[Any]:
-    """Wrap the items of a loop, so that each item is counted when the loop reads it.
+    """Wrap the items of a loop, so that each item is counted when the loop reads the item.
 
-    The result has a length if `items` has one, because the loop variable `loop.last` needs it.
+    The result has a length if `items` has a length, because the loop variable `loop.last` needs
+    one.
     """
     if isinstance(items, list | tuple | str | dict | range):
         return _CountedItems(items)
@@ -215,9 +217,9 @@ def _check_size(value: Any) -> Any:  # noqa: ANN401  # a list, tuple or dict
 
 @jinja2.pass_context
 def _finalize(context: Context, value: Any) -> Any:  # noqa: ANN401, ARG001
-    """Return what an output block `{{ value }}` writes.
+    """Return the text that an output block `{{ value }}` writes.
 
-    An object of another type than those of JSON is written as its type, because its repr may
+    A value that JSON cannot contain is written as the name of its type, because its repr may
     contain an address.
 
     Raises:
@@ -240,10 +242,11 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return `value` as JSON without HTML escapes.
+    """Return `value` as JSON text without HTML escapes. Example: `tojson(["<"])` returns `["<"]`.
 
-    Unlike transformers, this also accepts what filters such as `map` return, as a list. Other
-    template engines do so, and some templates rely on it.
+    Unlike transformers, this function also accepts the iterators that filters such as `map` return,
+    and writes them as lists. Other template engines do so too, and some templates depend on this
+    behaviour.
     """
     return json.dumps(
         value,
@@ -268,10 +271,10 @@ def _strftime_now(text: str) -> str:
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of transformers, in which every operator and call is counted.
+    """The sandbox of transformers, in which every operator and every function call is counted.
 
     Attributes:
-        is_immutable: Whether templates must not change lists, as in transformers.
+        is_immutable: Whether templates are forbidden to change lists, as in transformers.
     """
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
@@ -287,13 +290,13 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         raise LimitError(f"the template accesses {name}, which the sandbox does not allow")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
-        """Return the result of a binary operation, unless the result would be too large."""
+        """Return the result of a binary operation. Raise LimitError if it would be too large."""
         budget = _budget()
         check_operator(budget, operator, left, right)
         return budget.check(super().call_binop(context, operator, left, right))
 
-    # The parameters have the names of the base class. The underscores avoid collisions with keyword
-    # arguments that a template passes.
+    # These parameter names are copied from the method of the base class. Names with underscores
+    # cannot collide with the names of keyword arguments that a template passes.
     def call(
         __self,
         __context: Context,
@@ -301,7 +304,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """Return the result of a call, unless the result would be too large."""
+        """Return the result of a function call. Raise LimitError if it would be too large."""
         budget = _budget()
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
         budget.step(budget.literal_size if is_macro else 0)
@@ -310,12 +313,12 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
-            budget.check(owner)  # a method such as `append` makes its owner larger
+            budget.check(owner)  # A method such as `append` makes its object larger.
         return budget.check(result)
 
 
 def _counted_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that calls `inner`. Each call is counted, and rejected if it is too large."""
+    """Return a filter that applies `inner` and counts each use. Too large results are rejected."""
     pass_arg = getattr(inner, "jinja_pass_arg", None)
     value_at = 0 if pass_arg is None else 1  # jinja2 passes its own object first to such a filter
 
@@ -368,9 +371,9 @@ class CompiledTemplate:
         budget: The budget that all renderings share.
         names: The names of the variables that the template reads.
         literals: The literal texts and string constants of the template.
-        compared: The constants that the template compares each variable with.
-        changes_lists: Whether the template calls methods that change lists, which transformers
-            forbids. Such a template is rendered nevertheless.
+        compared: The constants with which the template compares each variable.
+        changes_lists: Whether the template calls methods that change lists. The sandbox of
+            transformers forbids these methods, but this class renders such a template.
     """
 
     def __init__(self, source: str, budget: Budget) -> None:
@@ -410,7 +413,7 @@ class CompiledTemplate:
         self._template = jinja2.Template.from_code(env, code, dict(env.globals))
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the rendered text.
+        """Render the template with `variables` and return the text.
 
         Raises:
             RenderRefused: The template failed or raised an exception.

@@ -1,8 +1,8 @@
-r"""Determine how the model's turn opens, by rendering with and without the generation prompt.
+r"""Determine the text that opens the model's turn, by comparing generation prompts and answers.
 
-Example: the generation prompt `<|im_start|>assistant\n<think>\n` consists of the turn's header
-`<|im_start|>assistant\n`, which every assistant message has, and of `<think>\n`, which belongs to
-the model's answer.
+Example: the generation prompt `<|im_start|>assistant\n<think>\n` consists of two parts. Every
+assistant message has the header `<|im_start|>assistant\n`. The rest, `<think>\n`, belongs to the
+model's answer.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class TurnFrame:
     inner_headers: tuple[str, ...] = ()
 
     def text_after_header(self, conversation: Conversation) -> str | None:
-        r"""Return what follows the header of the model's turn in a rendered conversation.
+        r"""Return the text after the header of the model's turn in a rendered conversation.
 
-        Returns None if the template refuses to render the conversation. Example: the rendering
+        Return None if the template refuses to render the conversation. Example: the rendering
         "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello<|im_end|>\n".
         """
         text = self.prober.render(conversation)
@@ -101,10 +101,10 @@ class TurnFrame:
         return rest[len(common_prefix(rest, self.trailing_text)) :]
 
     def generated_text(self, conversation: Conversation) -> str | None:
-        r"""Return what a model would generate for the answer of a conversation.
+        r"""Return the text that a model would generate for the answer of a conversation.
 
-        This is the text after the header, without what ends the turn. Example: the rendering
-        "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello".
+        This is the text after the header, without the markers that end the turn. Example: the
+        rendering "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello".
         """
         text = self.text_after_header(conversation)
         if text is None:
@@ -112,7 +112,7 @@ class TurnFrame:
         return self.without_end_markers(drop_common_suffix(text, self.trailing_text))
 
     def prompt_after_header(self, prompt: str) -> str:
-        r"""Return what a prompt contains after the header of the model's turn.
+        r"""Return the text of a prompt after the header of the model's turn.
 
         Example: the prompt "... <|im_start|>assistant\n<think>\n" gives "<think>\n".
         """
@@ -121,9 +121,9 @@ class TurnFrame:
         return text_after_last(rest, header) if header else ""
 
     def _header_in(self, text: str) -> str:
-        """Return the header as `text` contains it: with or without the white space around it.
+        """Return the header as `text` contains it, with or without the surrounding white space.
 
-        Returns "" if `text` does not contain the header.
+        Return "" if `text` does not contain the header.
         """
         if self.header in text:
             return self.header
@@ -171,9 +171,9 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 def compare_generation_prompt(prober: Prober) -> tuple[TurnFrame, Comparison]:
     r"""Compare a conversation without and with the generation prompt (G).
 
-    The text that the generation prompt adds opens the model's turn. Example: the difference
-    "<|im_start|>assistant\n<think>\n" gives the header "<|im_start|>assistant\n", because messages
-    without reasoning have only this part of it.
+    The text that the generation prompt adds opens the model's turn. Example: the added text is
+    "<|im_start|>assistant\n<think>\n", but messages without reasoning contain only
+    "<|im_start|>assistant\n". This common part is the header.
     """
     frame = TurnFrame(prober)
     without_prompt = prober.render(Conversation()) or ""
@@ -208,7 +208,7 @@ def compare_generation_prompt(prober: Prober) -> tuple[TurnFrame, Comparison]:
 
 
 def _rendered_answers(prober: Prober) -> list[str]:
-    """Return what follows the user's question in each rendered conversation with an answer."""
+    """Return the text after the user's question in each rendered conversation with an answer."""
     answers = []
     for conversation in _ANSWERED:
         text = prober.render(conversation)
@@ -260,7 +260,7 @@ def _longest_shared_prefix(added: str, rendering: str) -> str:
 
 
 def _shortest_prefix(text: str, renderings: list[str]) -> str:
-    """Return the shortest of the prefixes that `text` has in common with each rendering.
+    """Return the shortest of the common prefixes of `text` and each rendering.
 
     >>> _shortest_prefix("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
     '<|a|>'
@@ -270,10 +270,10 @@ def _shortest_prefix(text: str, renderings: list[str]) -> str:
 
 
 def _drop_thinking_block(header: str, answers: list[str]) -> str:
-    r"""Cut an empty block of reasoning, or its opening marker, off the end of `header`.
+    """Remove an empty block of reasoning, or its opening marker, from the end of `header`.
 
-    The block is empty in all prompts and answers, so the header seems to contain the block. The
-    closing marker is in the header, or directly after the header.
+    If all prompts and answers contain an empty block of reasoning, the block seems to belong to the
+    header. The closing marker is in the header, or directly after the header.
 
     >>> _drop_thinking_block("<|assistant|><think></think>", [])
     '<|assistant|>'
@@ -300,9 +300,10 @@ def _without_space(text: str) -> str:
 
 
 def _is_closed_in_answers(header: str, opening: str, answers: list[str]) -> bool:
-    """Return whether the marker that closes `opening` follows the header in some answer.
+    """Return whether, in any answer, the marker that closes `opening` directly follows the header.
 
-    Example: the header "<|assistant|><think>" in the answer "<|assistant|><think></think>Hello".
+    Example: for the header "<|assistant|><think>", the answer "<|assistant|><think></think>Hello"
+    contains such a marker.
     """
     closings = tuple(closing_spellings(opening))
     for answer in answers:
@@ -314,10 +315,10 @@ def _is_closed_in_answers(header: str, opening: str, answers: list[str]) -> bool
 
 
 def _drop_text_after_role(header: str, without_prompt: str) -> str:
-    r"""Cut `header` after the part that has the same structure as the header of a user's message.
+    r"""Return `header` up to the end of the structure that a user message's header has.
 
-    Every prompt and every answer may continue with `<think>`, so that the header seems to contain
-    it. The user's header shows where the header really ends.
+    If every prompt and every answer continues with `<think>`, this marker seems to belong to the
+    header. The user's header shows where the model's header really ends.
 
     >>> _drop_text_after_role("<|start|>assistant\n<think>\n", f"<|start|>user\n{USER_TEXT}")
     '<|start|>assistant\n'
@@ -345,9 +346,10 @@ def _drop_text_after_role(header: str, without_prompt: str) -> str:
 
 
 def headers_after_results(frame: TurnFrame) -> tuple[str, ...]:
-    """Return the header, in a tuple, if the model itself writes the header after a tool's result.
+    """Return a tuple of the header if the model itself writes the header after a tool's result.
 
-    In that case, rendered answers contain the header there, but the generation prompt does not.
+    In that case, rendered answers contain the header after a tool's result, but the generation
+    prompt does not. Otherwise the tuple is empty.
     """
     header = frame.header.strip()
     prompt = frame.prober.render(_PROMPT_AFTER_RESULT)
@@ -363,19 +365,19 @@ def headers_after_results(frame: TurnFrame) -> tuple[str, ...]:
 
 
 def turn_markers(frame: TurnFrame, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
-    r"""Return the texts that can open the model's turn. Every prompt contains one of them.
+    r"""Return the texts that can open the model's turn. Every prompt contains one of these texts.
 
-    The first one is the header. Some templates write another marker instead of the header after a
+    The first text is the header. Some templates write another marker instead of the header after a
     tool's result. That marker is the second text. The result is empty if the header has no marker,
-    or if nothing opens the turn after a tool's result.
+    or if no text opens the turn after a tool's result.
 
     Example: the prompts "<|im_start|>assistant\n" and, after a result, "</result><|answer|>" give
     ("<|im_start|>assistant", "<|answer|>").
 
     Args:
         frame: The frame of the model's turn.
-        reasoning_markers: The markers of reasoning. At the end of a prompt, they belong to the
-            answer.
+        reasoning_markers: The markers of reasoning. At the end of a prompt, these markers belong to
+            the answer.
     """
     header = _strip_prefixes(frame.header.strip(), frame.end_markers)
     if not markers(header):

@@ -1,7 +1,7 @@
-"""The limits for an untrusted template, and how they are enforced while the template runs.
+"""The limits for an untrusted template, and the checks that enforce the limits during a rendering.
 
-A template is a program, and it runs in the thread of the caller, so nothing can stop it from
-outside. Therefore every loop item, call, filter and output is counted against a `Budget`. An
+A template is a program that runs in the thread of the caller, so no other thread can stop it.
+Therefore every loop item, function call, filter and output is counted against a `Budget`. An
 operation that could make a large value at once, such as `'x' * 10**9`, is rejected before it runs.
 """
 
@@ -25,7 +25,7 @@ MAX_BITS = 4096  # of an integer
 _MAX_DEPTH = 100  # of nested lists
 
 _ITEM_SIZE = 16  # what each member of a list adds to the size, besides its text
-_STEPS_PER_CLOCK = 64  # the clock is read once in so many steps, because reading it is slow
+_STEPS_PER_CLOCK = 64  # steps between two readings of the clock, because reading is slow
 _TOJSON_LINES = 3000  # an estimate of the lines and separators that `tojson` writes
 _POWER_WEIGHT = 200  # makes powers of more than about 1500 bits too large
 _DEFAULT_INDENT = 4  # of the filter `indent`
@@ -38,13 +38,13 @@ class LimitError(TemplateError):
 
 
 class Budget:
-    """The steps, characters and seconds that one analysis may still use.
+    """The numbers of steps, characters and seconds that one analysis may still use.
 
-    Only one thread may use a budget.
+    A budget may be used by only one thread.
 
     Attributes:
-        literal_size: The characters of literal text in the template that runs. One loop item or one
-            call of a macro can write at most that much of it.
+        literal_size: The number of characters of literal text in the template that runs. One loop
+            item or one macro call can write at most this number of literal characters.
     """
 
     __slots__ = ("_deadline", "_made", "_steps", "literal_size")
@@ -56,7 +56,7 @@ class Budget:
         self.literal_size = 0
 
     def step(self, literal_size: int = 0) -> None:
-        """Count one loop item, call or filter, which may write `literal_size` characters.
+        """Count one loop item, function call or filter, which may write `literal_size` characters.
 
         Raises:
             LimitError: The template runs for too long, or makes too much text.
@@ -75,7 +75,7 @@ class Budget:
         self.make(literal_size)
 
     def make(self, size: int) -> None:
-        """Count a value of this size against the limit for all renderings.
+        """Count a value of the given size against the limit for all renderings.
 
         Raises:
             LimitError: The template makes too much text.
@@ -108,7 +108,7 @@ class Budget:
         return value
 
     def check_size(self, size: int) -> None:
-        """Reject an operation if a result of this size would be too large.
+        """Raise LimitError if a value of this size would be too large.
 
         Raises:
             LimitError: The value would be too large.
@@ -122,16 +122,16 @@ def _too_large(size: int) -> LimitError:
 
 
 def size_of(value: object, depth: int = 0) -> int:
-    """Return roughly how many characters a value would have as text.
+    """Return the approximate number of characters that a value would have as text.
 
-    A list that is contained twice counts twice, because it would be written twice.
+    A list that a value contains twice counts twice, because it would be written twice.
 
     >>> size_of("abc"), size_of(["abc", "abc"])
     (19, 54)
 
     Raises:
-        LimitError: The value is too large. This is raised as soon as the limit is exceeded, because
-            lists that contain each other several times could have an enormous size.
+        LimitError: The value is too large. The error is raised as soon as the limit is exceeded,
+            because lists that contain each other several times could have an enormous size.
     """
     if isinstance(value, str):
         return len(value) + _ITEM_SIZE
@@ -142,7 +142,7 @@ def size_of(value: object, depth: int = 0) -> int:
     else:
         return _ITEM_SIZE
     if depth > _MAX_DEPTH:
-        raise LimitError(f"the template nests lists more than {_MAX_DEPTH} deep")
+        raise LimitError(f"the template nests lists more than {_MAX_DEPTH} levels deep")
     total = _ITEM_SIZE
     for member in members:
         total += size_of(member, depth + 1)
@@ -152,10 +152,11 @@ def size_of(value: object, depth: int = 0) -> int:
 
 
 def check_numbers(values: list[object]) -> None:
-    """Reject arguments that an operation may use as a length, if they are too large.
+    """Raise LimitError if an operation could use a very large number as a length.
 
     Raises:
-        LimitError: A number is too large. Example: `'%*d' % (99999, 1)` would write 99999 blanks.
+        LimitError: A number is too large. Example: `'%*d' % (99999, 1)` would write 99999
+            characters.
     """
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
@@ -166,11 +167,11 @@ def check_numbers(values: list[object]) -> None:
 
 
 def check_format(text: object) -> None:
-    """Reject a format string that could write a very long text.
+    """Raise LimitError if a format string could write a very long text.
 
     Raises:
-        LimitError: The format string has a long number (`%099999d`, `{:>99999}`), or gets a width
-            from an argument (`{:>{}}`).
+        LimitError: The format string has a long number (`%099999d`, `{:>99999}`), or the width is
+            an argument (`{:>{}}`).
     """
     if not isinstance(text, str) or not ("%" in text or "{" in text):
         return
@@ -190,7 +191,7 @@ def check_format(text: object) -> None:
 
 
 def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
-    """Reject a binary operation if its result would be too large.
+    """Raise LimitError if the result of a binary operation would be too large.
 
     Raises:
         LimitError: The result would be too large.
@@ -206,7 +207,7 @@ def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None
 
 
 def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
-    """Reject the method call `owner.name(*args)` if its result would be too large.
+    """Raise LimitError if the result of the method call `owner.name(*args)` would be too large.
 
     The owner is a string or a number.
 
@@ -231,7 +232,7 @@ def check_filter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Reject the filter call `value | name(*args, **kwargs)` if its result would be too large.
+    """Raise LimitError if the result of the filter `name` on `value` would be too large.
 
     Raises:
         LimitError: The result would be too large.

@@ -34,8 +34,8 @@ from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
 # The names under which templates read the reasoning of an assistant message.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
-# Renderings have these characters in place of the number and the id of each call. Two renderings
-# that differ only in numbers and ids are then equal.
+# Renderings have these characters in place of the number and the id of each tool call. Two
+# renderings that differ only in numbers and ids are then equal.
 COUNTER_MARK = "\ue010"
 ID_MARK = "\ue011"
 _CALL_ID = "zq7id000{number}"
@@ -61,10 +61,10 @@ class CallInputForm:
     """The form in which a template expects tool calls in its `messages` variable.
 
     Attributes:
-        is_flat: Whether a call is {"name": .., "arguments": ..}, rather than
+        is_flat: Whether a tool call is {"name": .., "arguments": ..}. Otherwise it is
             {"id": .., "type": "function", "function": {"name": .., "arguments": ..}}.
-        ids: "plain" if any id will do. "numbered" if the id must be `functions.NAME:0`, because
-            the template renders the id instead of the name.
+        ids: "plain" if the template accepts any id. "numbered" if the id must be
+            `functions.NAME:0`, because the template renders the id instead of the name.
         arguments: "object", or "text" if the template expects the arguments as a JSON string.
         empty: The `content` of a message without content: "text" (""), "null" or "absent".
     """
@@ -75,7 +75,7 @@ class CallInputForm:
     empty: str = "text"
 
     def call_id(self, name: str, number: int) -> str:
-        """Return the id of the call with this number (from 0) in the conversation.
+        """Return the id of the tool call with this number (from 0) in the conversation.
 
         >>> CallInputForm(ids="numbered").call_id("zqFirstTool", 0)
         'functions.zqFirstTool:0'
@@ -105,20 +105,20 @@ def _call_input_forms() -> Iterator[CallInputForm]:
 
 @dataclass(slots=True)
 class Prober:
-    """Renders probe conversations with one template, each of them once.
+    """Renders probe conversations with one template, and stores each rendering.
 
     Attributes:
         template: The compiled template.
         bos, eos: The tokens that the template renders as `bos_token` and `eos_token`.
         kwargs: Template variables that are set in every rendering.
         call_form: The form in which the template expects tool calls.
-        has_call_form: Whether some form of tool calls is rendered completely.
+        has_call_form: Whether the template renders some form of tool calls completely.
         reasoning_form: The form of reasoning in a message: one of REASONING_FIELDS, "parts" or
             "blocks" (see `_assistant`). "" sets all of REASONING_FIELDS.
         sends_parts: Whether content is a list of parts, because the template ignores a string.
-        needs_tools: Whether tools are always offered, because the template fails without them.
+        needs_tools: Whether tools are always offered, because the template fails without tools.
         refusals: The template's error messages, by the conversation that it refused to render.
-        filled: Undefined variables without which the template failed. They are rendered as "".
+        filled: The undefined variables without which the template failed. They are rendered as "".
         renderings: The number of renderings so far.
     """
 
@@ -259,7 +259,10 @@ class Prober:
     def find_content_form(self) -> bool:
         """Find a form of plain content that the template renders, and use this form from now on.
 
-        Sets `sends_parts` and `needs_tools`. Returns False if no form is rendered.
+        Set `sends_parts` and `needs_tools`.
+
+        Returns:
+            False if the template renders no form.
         """
         conversation = Conversation(AssistantMessage(CONTENT_TEXT))
         for sends_parts, needs_tools in product((False, True), (False, True)):
@@ -273,9 +276,9 @@ class Prober:
         return False
 
     def find_call_form(self) -> None:
-        """Find a form in which the template renders tool calls completely, and use it from now on.
+        """Find a form of tool calls that the template renders completely, and use it from now on.
 
-        Sets `call_form` and `has_call_form`.
+        Set `call_form` and `has_call_form`.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
@@ -290,7 +293,8 @@ class Prober:
     def _text_of_answer(self, text: str) -> str:
         """Return the text that the answer adds to a rendering.
 
-        Some templates list the tools at the end of the conversation. The list is left out.
+        Some templates list the tools at the end of the conversation. This list is removed from the
+        text.
         """
         without_answer = self.render(Conversation(tools=True)) or ""
         after_question = text_after_last(without_answer, USER_TEXT)
@@ -317,7 +321,7 @@ class Prober:
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:
-        """Return the values to try for a switch, first those that the template compares it with."""
+        """Return the values to try for a switch. Values from the template's comparisons come first."""
         constants = self.template.compared.get(name, ())
         values: list[Any] = [value for value in constants if isinstance(value, str | int)]
         if "effort" in name or "mode" in name:
@@ -338,7 +342,7 @@ def is_thinking_switch(name: str) -> bool:
 
 
 def _mask_call_ids(text: str, form: CallInputForm) -> str:
-    r"""Replace the numbers and ids of calls in a rendering by COUNTER_MARK and ID_MARK.
+    r"""Replace the numbers and ids of tool calls in a rendering by COUNTER_MARK and ID_MARK.
 
     >>> _mask_call_ids("zqFirstTool:1 id=zq7id0001", CallInputForm())
     'zqFirstTool:\ue010 id=\ue011'
@@ -348,7 +352,7 @@ def _mask_call_ids(text: str, form: CallInputForm) -> str:
 
 
 def unmask_call_ids(text: str) -> str:
-    r"""Replace COUNTER_MARK and ID_MARK by the number and the id of the first call.
+    r"""Replace COUNTER_MARK and ID_MARK by the number and the id of the first tool call.
 
     >>> unmask_call_ids("zqFirstTool:\ue010 id=\ue011")
     'zqFirstTool:0 id=zq7id0000'
@@ -371,11 +375,11 @@ def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
 
 
 def _shows_call(text: str) -> bool:
-    """Return whether `text` contains the call of `find_call_form` with both of its arguments.
+    """Return whether `text` contains the tool call of `find_call_form` with both of its arguments.
 
-    Arguments that are printed as a Python dict, or as JSON inside a JSON string, do not count: the
-    template expects arguments in another form. Neither does a call after "None", because such a
-    template expects empty content in another form.
+    Arguments that are printed as a Python dict, or as JSON inside a JSON string, are not accepted,
+    because the template then expects arguments in another form. A tool call after "None" is not
+    accepted either, because the template then expects empty content in another form.
     """
     name_at = text.find(FIRST_TOOL)
     if name_at < 0:

@@ -1,7 +1,7 @@
-"""Check an inferred format: parse the template's own renderings and compare with what was rendered.
+"""Check an inferred format by parsing the template's renderings and comparing the messages.
 
-The analysis infers a format from differences, and may be wrong. Here the text that the template
-renders for a message is parsed with the format. The result must be the message.
+The analysis infers a format from differences, and may be wrong. This module parses the text that
+the template renders for a message with the format. The result must be equal to the message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Proof:
     """A rendered message that was parsed with the inferred format.
 
     Attributes:
-        name: The kind of message, such as "content and a call".
+        name: The kind of message, such as "content and a tool call".
         prompt: The prompt before the message.
         text: The text that a model would generate for the message.
         differs: The parts of the message that the parser did not return as they were rendered:
@@ -53,7 +53,7 @@ class Proof:
 def parse_renderings(
     fmt: Format, frame: TurnFrame, reasoning: ReasoningFindings, tools: ToolFindings
 ) -> list[Proof]:
-    """Parse each kind of message that the template renders, and return what differs.
+    """Parse each kind of message that the template renders, and return the parts that differ.
 
     Example: "<think>Numbat thinks about it.</think>Wombat gives the answer." must be parsed as
     reasoning and content.
@@ -94,9 +94,10 @@ def _prompt_and_output(
 ) -> tuple[str, str] | None:
     r"""Return the prompt, and the text that a model would generate for the answer.
 
-    Returns None if the template does not render the prompt or the answer. The text does not repeat
-    what the prompt already contains. Example: if the prompt ends with "<think>\n", and the rendered
-    message is "<think>\nREASONING</think>CONTENT", then the text is "\nREASONING</think>CONTENT".
+    Return None if the template does not render the prompt or the answer. The text does not repeat
+    the part that the prompt already contains. Example: if the prompt ends with "<think>\n", and the
+    rendered message is "<think>\nREASONING</think>CONTENT", the text is
+    "\nREASONING</think>CONTENT".
     """
     prompt = frame.prober.render(replace(conversation, answer=None, generation_prompt=True))
     if prompt is None:
@@ -129,7 +130,7 @@ def _prompt_and_output_after_result(
 ) -> tuple[str, str] | None:
     """Return the prompt, and the text that a model would generate after a tool's result.
 
-    Returns None if the rendered conversation does not start with the prompt.
+    Return None if the rendered conversation does not start with the prompt.
     """
     whole = frame.prober.render(conversation)
     if whole is None or RESULT_TEXT not in prompt or not whole.startswith(prompt):

@@ -39,7 +39,7 @@ def is_harmony(source: str) -> bool:
 def is_recipient_lines(source: str) -> bool:
     r"""Return whether a template starts each message with `>>>` and a line with its recipient.
 
-    Example: ">>>all\nHello" is content, and ">>>get_weather\n{..}" is a call.
+    Example: ">>>all\nHello" is content, and ">>>get_weather\n{..}" is a tool call.
     """
     without_concatenation = source.replace("' ~ '", "")
     if ">>>all" in without_concatenation:

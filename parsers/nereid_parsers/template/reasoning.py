@@ -50,7 +50,7 @@ _MAX_SWITCHES_TRIED = 6
 _UNCHANGED = "Nothing is changed."
 
 # The answers with reasoning, in the order in which they are tried. Some templates render reasoning
-# only in messages with calls.
+# only in messages with tool calls.
 _ANSWERS_WITH_REASONING = (
     AssistantMessage(CONTENT_TEXT, REASONING_TEXT),
     AssistantMessage("", REASONING_TEXT, ONE_CALL),
@@ -60,7 +60,7 @@ _ANSWERS_WITH_REASONING = (
 
 @dataclass(frozen=True, slots=True)
 class MarkerFinding:
-    """What one comparison shows about the markers of reasoning.
+    """The markers of reasoning that one comparison shows.
 
     Attributes:
         part: The reasoning part of the format.
@@ -131,7 +131,7 @@ def find_reasoning(frame: TurnFrame) -> ReasoningFindings:
 
 
 def find_rendered_reasoning(frame: TurnFrame) -> ReasoningFindings:
-    """Return which reasoning the template renders, without inferring the markers."""
+    """Return the findings about the reasoning that the template renders, without its markers."""
     conversation = _find_conversation(frame)
     fields = () if conversation is None else _rendered_fields(frame, conversation)
     return ReasoningFindings(
@@ -145,8 +145,8 @@ def find_rendered_reasoning(frame: TurnFrame) -> ReasoningFindings:
 def _find_conversation(frame: TurnFrame) -> Conversation | None:
     """Return a conversation whose answer has reasoning that the template renders, or None.
 
-    Tries kinds of answers, settings of the switches and forms of reasoning. Sets
-    `prober.reasoning_form` to the form that is rendered.
+    Try all kinds of answers, settings of the switches and forms of reasoning. Set
+    `prober.reasoning_form` to the form that the template renders.
     """
     prober = frame.prober
     settings = [prompt.switches for prompt in frame.prompts[:_MAX_SWITCHES_TRIED]]
@@ -166,9 +166,9 @@ def _find_conversation(frame: TurnFrame) -> Conversation | None:
 
 
 def _is_rendered(answer: AssistantMessage, text: str) -> bool:
-    """Return whether `text` has the answer's reasoning and, after it, its content and calls.
+    """Return whether `text` contains the reasoning, content and tool calls of `answer`, in order.
 
-    A text that prints parts of the message as JSON or as a Python dict does not count.
+    A text that prints parts of the message as JSON or as a Python dict is not accepted.
     """
     if _PRINTED_PART.search(text):
         return False
@@ -200,10 +200,10 @@ def _rendered_fields(frame: TurnFrame, conversation: Conversation) -> tuple[str,
 
 
 def _effects_of_switches(frame: TurnFrame) -> dict[str, str]:
-    """Return the text that each switch puts after the header in the generation prompt.
+    """Return the text that each switch adds after the header in the generation prompt.
 
-    Settings without an effect are left out. A setting of several switches is also left out if some
-    of these switches alone have the same effect.
+    Settings without an effect are omitted. A setting of several switches is also omitted if a
+    subset of these switches has the same effect.
 
     Example: {"enable_thinking=False": "<think></think>"}.
     """
@@ -292,10 +292,10 @@ def compare_reasoning_presence(
 
 
 def _opening_marker(frame: TurnFrame, before: str) -> str:
-    """Return the marker that opens reasoning, from the text before the reasoning.
+    """Return the marker that opens the reasoning, from the text before the reasoning.
 
-    If that text is blank, the generation prompt contains the marker. The result is "" if nothing
-    opens the reasoning.
+    If that text is blank, return the marker in the generation prompt. Return "" if no marker opens
+    the reasoning.
     """
     if before.strip():
         return last_opening(before)
@@ -333,10 +333,10 @@ def compare_thinking_switch(frame: TurnFrame) -> MarkerFinding | None:
 
 
 def _closing_in_prompt(frame: TurnFrame, prompt: GenerationPrompt) -> str:
-    """Return the marker that closes the reasoning that a prompt opens, or "".
+    """Return the marker that closes the reasoning which a prompt opens.
 
-    The result is "" if the prompt opens no reasoning. If the prompt does not contain the closing
-    marker, the marker is derived from the opening marker: `</think>` from `<think>`.
+    Return "" if the prompt opens no reasoning. If the prompt does not contain the closing marker,
+    derive it from the opening marker: `</think>` from `<think>`.
     """
     prompt_markers = markers(prompt.after_header)
     if not prompt_markers:
@@ -392,9 +392,9 @@ def _reasoning_on_own_lines(opening: str, closing: str) -> Reasoning:
 
 
 def compare_empty_block(frame: TurnFrame) -> MarkerFinding | None:
-    """Search a message without reasoning for an empty pair of tags (R4).
+    """Search a message without reasoning for an opening marker and its closing marker (R4).
 
-    Example: "<think></think>CONTENT".
+    Example: "<think></think>CONTENT" shows the markers `<think>` and `</think>`.
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
     text = frame.text_after_header(conversation) or ""
@@ -412,7 +412,8 @@ def compare_empty_block(frame: TurnFrame) -> MarkerFinding | None:
 def search_source(frame: TurnFrame) -> MarkerFinding | None:
     """Search the string constants of the template for markers of reasoning (R5).
 
-    Example: a template removes reasoning from earlier messages with `content.split('</think>')`.
+    Example: a template that removes reasoning from earlier messages with
+    `content.split('</think>')` shows the marker `</think>`.
     """
     for literal in frame.prober.template.literals:
         pair = named_pair(literal)
@@ -434,7 +435,7 @@ def search_source(frame: TurnFrame) -> MarkerFinding | None:
 def compare_reasoning_before_call(
     frame: TurnFrame, part: Reasoning, conversation: Conversation, undecided: list[str]
 ) -> MarkerFinding | None:
-    """Compare a call without and with reasoning directly before it (R6).
+    """Compare a tool call without and with reasoning directly before it (R6).
 
     Some templates omit the closing marker of reasoning there. Example: in
     "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning.
@@ -444,7 +445,7 @@ def compare_reasoning_before_call(
         part: The reasoning part of the format.
         conversation: A conversation whose reasoning the template renders.
         undecided: The list to which a sentence is added if no marker separates the reasoning from
-            the call.
+            the tool call.
 
     Returns:
         `part` with the marker that interrupts reasoning, or None if there is no such marker.
@@ -479,13 +480,13 @@ def compare_reasoning_before_call(
 
 
 def _infer_opener(frame: TurnFrame, part: Reasoning) -> Opener:
-    """Return PROMPT if the default prompt opens reasoning and does not close it, else MODEL."""
+    """Return PROMPT if the default prompt opens and does not close reasoning, otherwise MODEL."""
     default = frame.prompts[0].after_header if frame.prompts else ""
     is_open = part.open.strip() in default and part.close.strip() not in default
     return Opener.PROMPT if is_open else Opener.MODEL
 
 
 def _occurring(frame: TurnFrame, candidates: list[str]) -> list[str]:
-    """Return those candidates that occur in the template's text or in a generation prompt."""
+    """Return the candidates that occur in the template's text or in a generation prompt."""
     texts = [*frame.prober.template.literals, *(prompt.after_header for prompt in frame.prompts)]
     return [marker for marker in candidates if any(marker in text for text in texts)]

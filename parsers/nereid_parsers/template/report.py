@@ -32,7 +32,7 @@ _COMPARISONS_EXPLAINED = (
 
 
 def no_colour(kind: str, text: str) -> str:  # noqa: ARG001
-    """Return `text` as it is. This is a `Paint`."""
+    """Return `text` unchanged. This function is a `Paint`."""
     return text
 
 
@@ -41,7 +41,7 @@ class Sample:
     """A rendered message, split into the parts that the parser recognised.
 
     Attributes:
-        name: The kind of message, such as "content and a call".
+        name: The kind of message, such as "content and a tool call".
         prompt_end: The end of the prompt before the message.
         spans: Pairs of kind and text. The kinds are "reasoning", "content", "call" and "markup".
         differs: The parts of the message that the parser did not return as they were rendered.
@@ -55,15 +55,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the command `template` shows.
+    """The contents of the report that the command `template` shows.
 
     Attributes:
-        title: The path of the template or checkpoint; "" for no title.
-        why: The source of the format, in sentences.
+        title: The path of the template or checkpoint, or "" for a report without a title.
+        why: Sentences that state the source of the format.
         format: The format.
         analysis: The result of the analysis, if the format was inferred.
         samples: The messages that were parsed to check the format.
-        constraint: The structural tag of a required call as JSON, or why there is none.
+        constraint: The structural tag of a required tool call as JSON, or the reason why there is
+            none.
     """
 
     title: str
@@ -96,7 +97,7 @@ def _sample(fmt: Format, proof: Proof) -> Sample:
 
 
 def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the spans, with neighbours of the same kind joined.
+    """Yield the spans. Adjacent spans of the same kind are joined.
 
     >>> list(_join_spans([("content", "a"), ("content", "b"), ("markup", "<c>")]))
     [('content', 'ab'), ('markup', '<c>')]
@@ -114,7 +115,7 @@ def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _constraint(fmt: Format, proofs: tuple[Proof, ...]) -> str:
-    """Return the structural tag of a required call as JSON, or why there is none."""
+    """Return the structural tag of a required tool call as JSON, or the reason for its absence."""
     prompt = proofs[0].prompt if proofs else None
     try:
         tag = fmt.structural_tag(TOOLS, "required", prompt=prompt)
@@ -211,7 +212,7 @@ def _on_one_line(text: str) -> str:
 
 
 def supports_rows(analysis: AnalysisResult) -> list[tuple[str, str]]:
-    """Return what the template supports, as pairs of a name and a text for people.
+    """Return the features that the template supports, as pairs of a name and a text.
 
     Example: `Supports(parallel_calls=True)` gives the pair ("parallel calls", "yes").
     """

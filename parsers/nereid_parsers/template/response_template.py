@@ -45,7 +45,7 @@ _PATTERN_FIELDS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
 class _CallStart(NamedTuple):
-    """The start of a call: a marker and the pattern of the head. Each of the two may be empty."""
+    """The start of a tool call: a marker and the pattern of the head. Either may be empty."""
 
     marker: str
     head: str
@@ -92,13 +92,13 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
 
 
 def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    r"""Return the spellings of a marker: the literals under `key`, or those of `key_pattern`.
+    r"""Return the spellings of a marker, from `key` or from the alternatives of `key_pattern`.
 
     >>> _literals({"open": "<a>"}, "open"), _literals({"open_pattern": r"<a>|<b>\s*"}, "open")
     (('<a>',), ('<a>', '<b>'))
 
     Raises:
-        FormatError: A regular expression contains a field.
+        FormatError: A regular expression contains a group.
     """
     literal = field.get(key)
     if isinstance(literal, str):
@@ -115,10 +115,10 @@ def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _literal_text(piece: Piece) -> str:
-    """Return the text of a literal; "" for white space.
+    """Return the text of a literal, or "" for white space.
 
     Raises:
-        FormatError: The piece is a field.
+        FormatError: The piece is a group of a regular expression.
     """
     if isinstance(piece, Field):
         raise _error("a marker must be a literal, but its regular expression contains a group")
@@ -129,15 +129,15 @@ def _reasoning(field: Mapping[str, Any]) -> Reasoning:
     opens = _literals(field, "open")
     closes = _literals(field, "close")
     if not opens or not closes:
-        raise _error("the field of reasoning needs a marker at either end: `open` and `close`")
+        raise _error("the field of reasoning must have a marker at each end: `open` and `close`")
     return Reasoning(opens[0], closes[0], also_open=opens[1:], also_close=closes[1:])
 
 
 def _content(field: Mapping[str, Any]) -> tuple[Wrapper | None, tuple[str, ...]]:
     """Return the wrapper of the content, and the markers that end the turn.
 
-    Without an opening marker there is no wrapper, and the closing markers end the turn. Otherwise
-    the first closing marker belongs to the wrapper.
+    If the field has no opening marker, there is no wrapper, and the closing markers end the turn.
+    Otherwise the first closing marker belongs to the wrapper.
     """
     opens = _literals(field, "open")
     closes = _literals(field, "close")
@@ -152,8 +152,8 @@ def _content(field: Mapping[str, Any]) -> tuple[Wrapper | None, tuple[str, ...]]
 def _tool_section(field: Mapping[str, Any]) -> ToolSection:
     """Convert the declaration of the field `tool_calls` into a tool section.
 
-    The field contains all calls in one array if it declares `transform_each`, or if it neither
-    repeats nor declares a `transform`. Otherwise it contains one call.
+    The field contains all tool calls in one array if it declares `transform_each`, or if it neither
+    repeats nor declares a `transform`. Otherwise it contains one tool call.
     """
     closes = _literals(field, "close")
     close = closes[0] if closes else ""
@@ -163,7 +163,7 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    """Return each marker and head with which a call can start, from `open` or `open_pattern`."""
+    """Return all starts of a tool call that `open` or `open_pattern` declares."""
     if "open_pattern" in field:
         return [_call_start(pieces) for pieces in alternatives(field["open_pattern"])]
     opens = _literals(field, "open")
@@ -173,7 +173,7 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 
 
 def _call_start(pieces: Pieces) -> _CallStart:
-    r"""Return how a call starts, from one alternative of `open_pattern`.
+    r"""Return the start of a tool call, from one alternative of `open_pattern`.
 
     >>> _call_start(("<call>", Blank(), "<f=", Field("name"), ">"))
     _CallStart(marker='<call>', head='\n<f={name}>')
@@ -183,7 +183,7 @@ def _call_start(pieces: Pieces) -> _CallStart:
     _CallStart(marker='<call>', head='')
 
     Raises:
-        FormatError: The call does not start with a literal.
+        FormatError: The tool call does not start with a literal.
     """
     pieces = _without_leading_blanks(pieces)
     if not pieces or not isinstance(pieces[0], str):
@@ -220,13 +220,13 @@ def _pattern(pieces: Pieces) -> str:
 
 
 def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: bool) -> Call:
-    """Return the declaration of a call.
+    """Return the declaration of a tool call.
 
     Args:
         field: The declaration of the field `tool_calls`.
-        start: The start of the call.
-        close: The marker after the call.
-        is_array: Whether the body is an array of calls, if the body contains the names.
+        start: The start of the tool call.
+        close: The marker after the tool call.
+        is_array: Whether the body is an array of tool calls, if the body contains the names.
     """
     content = field.get("content", "text")
     arguments = field.get("content_args") or {}
@@ -249,25 +249,25 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: boo
     if "{name}" in start.head:
         return Call(JsonArguments(), open=start.marker, head=start.head, close=close)
     keys = _keys(field.get("transform"))
-    # Without a name there is no head, so its text is a part of the marker.
+    # The pattern contains no name, so all of its text is the marker of the tool call.
     marker = start.marker + start.head.replace("{{", "{")
     return Call(JsonArray(keys) if is_array else JsonObject(keys), open=marker, close=close)
 
 
 def _keys(transform: object) -> Keys:
-    """Return the keys of a call's JSON object that contain the name, the arguments and the id.
+    """Return the keys of a tool call's JSON object that contain the name, the arguments and the id.
 
     >>> keys = _keys({"function": {"name": "{content.f}", "arguments": "{content.args}"}})
     >>> keys.name, keys.arguments
     ('f', 'args')
 
     Args:
-        transform: The rule by which transformers builds a call from the JSON: an object of
-            placeholders such as "{content.tool.name}", or a list of one such object. If it is None,
-            the JSON already has the form of a call.
+        transform: The rule by which transformers builds a tool call from the JSON: an object of
+            placeholders such as "{content.tool.name}", or a list of one such object. None if the
+            JSON already has the form of a tool call.
 
     Raises:
-        FormatError: The transform does not name the keys.
+        FormatError: The transform does not contain the keys.
     """
     if isinstance(transform, list) and len(transform) == 1:
         transform = transform[0]
@@ -294,7 +294,7 @@ def _keys(transform: object) -> Keys:
 
 
 def _path(placeholder: object) -> tuple[str, ...]:
-    """Return the keys that a placeholder names, without the key "content" at its start.
+    """Return the keys of a placeholder, without the key "content" at its start.
 
     >>> _path("{content.tool.name}"), _path("{content}")
     (('tool', 'name'), ())

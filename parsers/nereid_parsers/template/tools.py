@@ -54,13 +54,14 @@ class ToolFindings:
     """The result of the comparisons that concern tool calls.
 
     Attributes:
-        part: The tool section of the format; None if the template renders no calls.
-        form: The name of the form of the calls, such as "JSON"; "none" for no calls.
-        is_parallel: Whether one message can have several calls.
-        with_content: Whether one message can have content and calls.
-        end_markers: Markers after the calls that end the turn.
+        part: The tool section of the format, or None if the template renders no tool calls.
+        form: The name of the form of the tool calls, such as "JSON". "none" if there are no tool
+            calls.
+        is_parallel: Whether one message can have several tool calls.
+        with_content: Whether one message can have both content and tool calls.
+        end_markers: The markers after the tool calls that end the turn.
         comparisons: All comparisons.
-        undecided: Sentences that say what could not be decided, and why.
+        undecided: Sentences that describe what could not be inferred, and why.
     """
 
     part: ToolSection | None = None
@@ -73,22 +74,22 @@ class ToolFindings:
 
     @property
     def has_calls(self) -> bool:
-        """Whether calls of a known form were found."""
+        """Whether the template renders tool calls in a known form."""
         return self.form != _NO_CALLS
 
     def without_calls(self) -> ToolFindings:
-        """Return the findings without a format of calls. A parser then returns calls as content."""
+        """Return these findings without a format of tool calls."""
         return ToolFindings(comparisons=self.comparisons, undecided=self.undecided)
 
 
 @dataclass(frozen=True, slots=True)
 class CallRenderer:
-    """Renders messages with calls.
+    """Renders messages with tool calls.
 
     Attributes:
         frame: The frame of the model's turn.
         reasoning: The reasoning part of the format.
-        wrapper: The wrapper of content.
+        wrapper: The markers around the content.
     """
 
     frame: TurnFrame
@@ -96,14 +97,15 @@ class CallRenderer:
     wrapper: Wrapper | None = None
 
     def rendering(self, *calls: ProbeCall, content: str = "") -> str:
-        """Return the rendered conversation with these calls, or "" if the template refuses it."""
+        """Return the rendered conversation with these tool calls, or "" if the template refuses."""
         return self.frame.prober.render(conversation_with_calls(calls, content)) or ""
 
     def text_of_calls(self, *calls: ProbeCall) -> str:
-        """Return what a model would generate for these calls, or "" if the template refuses them.
+        """Return the text that a model would generate for these tool calls.
 
-        Markers of empty reasoning and of empty content before the calls are left out. Example:
-        "<think></think><call>..</call>" gives "<call>..</call>".
+        The markers of empty reasoning and of empty content before the tool calls are removed.
+        Return "" if the template refuses the tool calls. Example: "<think></think><call>..</call>"
+        gives "<call>..</call>".
         """
         text = self.frame.generated_text(conversation_with_calls(calls))
         if text is None:
@@ -113,7 +115,7 @@ class CallRenderer:
 
 
 def conversation_with_calls(calls: tuple[ProbeCall, ...], content: str = "") -> Conversation:
-    """Return a conversation whose answer makes these calls."""
+    """Return a conversation whose answer makes these tool calls."""
     return Conversation(AssistantMessage(content, calls=calls), tools=True)
 
 
@@ -137,7 +139,7 @@ def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
 def find_tools(
     frame: TurnFrame, reasoning: Reasoning | None, wrapper: Wrapper | None
 ) -> ToolFindings:
-    """Compare renderings with calls, and infer the format of the calls.
+    """Compare renderings with tool calls, and infer the format of the tool calls.
 
     Args:
         frame: The frame of the model's turn.
@@ -182,10 +184,10 @@ def find_tools(
 
 
 def compare_call_presence(renderer: CallRenderer) -> tuple[str, Comparison]:
-    """Compare a message with content and one with a call instead (T1).
+    """Compare a message with content and a message with a tool call instead of content (T1).
 
     Returns:
-        A pair: the text of the call ("" if the template does not render the call), and the
+        A pair: the text of the tool call ("" if the template does not render tool calls), and the
         comparison.
     """
     content_only = Conversation(AssistantMessage(CONTENT_TEXT), tools=True)
@@ -205,11 +207,11 @@ def compare_call_presence(renderer: CallRenderer) -> tuple[str, Comparison]:
 
 
 def compare_two_calls(renderer: CallRenderer) -> tuple[str, Comparison]:
-    """Compare a message with one call and one with two (T2).
+    """Compare a message with one tool call and a message with two tool calls (T2).
 
     Returns:
-        A pair: the text of the two calls ("" if a message can have only one call), and the
-        comparison.
+        A pair: the text of the two tool calls ("" if a message can have only one tool call), and
+        the comparison.
     """
     text = renderer.text_of_calls(*TWO_CALLS)
     is_parallel = FIRST_TOOL in text and SECOND_TOOL in text and SECOND_VALUE in text
@@ -230,7 +232,7 @@ def compare_two_calls(renderer: CallRenderer) -> tuple[str, Comparison]:
 
 
 def compare_names(renderer: CallRenderer) -> Comparison:
-    """Compare calls of two functions (T3). The difference shows where the name is written."""
+    """Compare tool calls of two functions (T3). Their difference is the text of the name."""
     comparison = Comparison(
         name="T3 function name",
         changed="The call names another function.",
@@ -245,7 +247,7 @@ def compare_names(renderer: CallRenderer) -> Comparison:
 
 
 def compare_arguments(renderer: CallRenderer) -> list[Comparison]:
-    """Compare a call with one argument and calls with other arguments (T4 to T7b)."""
+    """Compare a tool call with one argument and tool calls with other arguments (T4 to T7b)."""
     changes = (
         ("T4 no argument", "The call has no argument.", ()),
         ("T5 two arguments", "The call has a second argument.", TWO_ARGUMENTS),
@@ -289,14 +291,14 @@ def _change_text(difference: Difference) -> str:
 
 
 def compare_content_before_call(renderer: CallRenderer) -> Comparison | None:
-    """Compare a call and a call with content before it (T8).
+    """Compare a tool call alone and a tool call with content before it (T8).
 
-    Sets `frame.inner_headers` if the template writes content and calls as two turns. Example: in
-    "CONTENT<|end|><|start|>assistant<call>..", the model itself writes the header
-    `<|start|>assistant` and, before it, `<|end|>`.
+    Set `frame.inner_headers` if the template writes content and tool calls as two turns. Example:
+    in "CONTENT<|end|><|start|>assistant<call>..", the model itself writes `<|end|>` and the header
+    `<|start|>assistant`.
 
     Returns:
-        The comparison, or None if a message cannot have content and calls.
+        The comparison, or None if a message cannot have both content and tool calls.
     """
     frame = renderer.frame
     text = frame.text_after_header(conversation_with_calls(ONE_CALL, CONTENT_TEXT))
@@ -323,9 +325,9 @@ def compare_content_before_call(renderer: CallRenderer) -> Comparison | None:
 
 
 def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | None:
-    """Return the format that the first matching reader infers from `texts`; None if none matches.
+    """Return the format from the first matching reader, or None if no reader matches `texts`.
 
-    Adds a sentence to `undecided` for each reader that infers an invalid format, and if no reader
+    Append a sentence to `undecided` for each reader that infers an invalid format, and if no reader
     matches.
     """
     for reader in READERS:
@@ -343,9 +345,9 @@ def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | No
 
 
 def _tool_section(calls: CallFormat, undecided: list[str]) -> ToolSection | None:
-    """Return the tool section with these calls, or None if the section is invalid.
+    """Return the tool section with these tool calls, or None if the section is invalid.
 
-    The reason why the section is invalid is added to `undecided`.
+    If the section is invalid, append the reason to `undecided`.
     """
     opening = calls.markup.open
     closing, _ = _split_section_close(calls)
@@ -362,17 +364,17 @@ def _tool_section(calls: CallFormat, undecided: list[str]) -> ToolSection | None
 
 
 def _end_markers(calls: CallFormat) -> tuple[str, ...]:
-    """Return the markers after the calls that end the turn."""
+    """Return the markers that end the turn after the tool calls."""
     _, turn_ends = _split_section_close(calls)
     return tuple(marker for marker in turn_ends if marker != EOS_TOKEN)
 
 
 def _split_section_close(calls: CallFormat) -> tuple[str, list[str]]:
-    """Return the text that closes the section, and the markers after it, which end the turn.
+    """Return the text that closes the tool section, and the markers after it, which end the turn.
 
-    A section is closed by as many markers as open it. Words that open it count as one marker.
-    Example: a section that `<calls>` opens and "</calls><|end|>" follows gives
-    ("</calls>", ["<|end|>"]).
+    The closing text has the same number of markers as the opening text. Words in the opening text
+    count as one marker. Example: for a section that opens with `<calls>`, the text
+    "</calls><|end|>" gives ("</calls>", ["<|end|>"]).
     """
     opening, closing = calls.markup.open, calls.markup.close
     num_opening = len(markers(opening)) or int(bool(opening.strip()))
@@ -386,11 +388,11 @@ def _split_section_close(calls: CallFormat) -> tuple[str, list[str]]:
 
 
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
-    """Return `texts` with COUNTER_MARK in place of digits that number the calls.
+    """Return `texts` with COUNTER_MARK in place of the digits that number the tool calls.
 
-    Such digits are found by comparing the calls in `two_calls`. Examples: "0 zqFirstTool" and
-    "1 zqSecondTool" have the digit before the name; "zqFirstTool index=0" and
-    "zqSecondTool index=1" have the digit after the name.
+    The digits are found by comparing the two tool calls in `two_calls`. Examples: "0 zqFirstTool"
+    and "1 zqSecondTool" have the digit before the name. "zqFirstTool index=0" and "zqSecondTool
+    index=1" have the digit after the name.
     """
     before, after = _number_distances(texts.two_calls)
 
@@ -415,7 +417,7 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 
 
 def _mask_digit(text: str, at: int) -> str:
-    r"""Return `text` with COUNTER_MARK at index `at`, if there is a digit.
+    r"""Return `text` with COUNTER_MARK in place of the character at index `at`, if it is a digit.
 
     >>> _mask_digit("0 zqFirstTool", 0)
     '\ue010 zqFirstTool'
@@ -426,9 +428,9 @@ def _mask_digit(text: str, at: int) -> str:
 
 
 def _number_distances(two_calls: str) -> tuple[int, int]:
-    """Return how many characters before and after the name the number of the call is written.
+    """Return the distances, in characters, from the name to the numbers before and after.
 
-    A distance is 0 if no number is written there.
+    A distance is 0 if the text contains no number on this side of the name.
 
     >>> _number_distances("<0 zqFirstTool><1 zqSecondTool>")
     (2, 0)
@@ -443,10 +445,10 @@ def _number_distances(two_calls: str) -> tuple[int, int]:
 
 
 def _distance_to_number(first: str, second: str) -> int:
-    """Return the position of a digit that is one higher in `second` than in `first`.
+    """Return the position, from 1, of a digit that is one higher in `second` than in `first`.
 
-    The digit must be the first difference between the texts. Positions count from 1. The result is
-    0 if there is no such digit.
+    The digit must be the first difference between the two texts. The result is 0 if the first
+    difference is not such a digit.
 
     >>> _distance_to_number(" index=0>", " index=1>")
     8

@@ -162,7 +162,7 @@ def test_tools_are_held_to_their_schema_where_they_are_strict_or_alone(fields):
             "must have only one of the keys",
         ),
         ({"tool_choice": "sometimes"}, "tool_choice: 'sometimes' is not auto, required or none"),
-        ({"tool_choice": "required"}, "tool_choice: a call is required, but tools is empty"),
+        ({"tool_choice": "required"}, "tool_choice: a tool call is required, but tools is empty"),
         (
             {"parallel_tool_calls": 1, "tool_choice": "required"},
             "the value must be true or false, but the request has 1",

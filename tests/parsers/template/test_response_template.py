@@ -74,7 +74,7 @@ REFUSED = {
     "no fields": ({"start_anchor": "<A>"}, "dict of fields"),
     "another version": (spec(content={}) | {"version": 2}, "version 1"),
     "a field of its own": (spec(mood={"open": "<m>"}), "mood"),
-    "reasoning that nothing opens": (spec(reasoning={"close": "</t>"}), "either end"),
+    "reasoning that nothing opens": (spec(reasoning={"close": "</t>"}), "at each end"),
     "calls that nothing opens": (spec(tool_calls={"content": "json"}), "open marker"),
     "lines of keys": (spec(tool_calls={"open": "<c>", "content": "kv-lines"}), "kv-lines"),
     "a text for a call": (spec(tool_calls={"open": "<c>", "content": "text"}), "text"),

@@ -15,25 +15,25 @@ from nereid_parsers.template.conversation import FIRST_TOOL
 from nereid_parsers.template.difference import MARKER, ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# Bodies that contain only the arguments, so that the head of the call contains the name.
+# Bodies that contain only the arguments, so that the head of the tool call contains the name.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
-# The id that the probe conversations give to calls of templates that render only the id.
+# The id that the probe conversations give to tool calls of templates that render only the id.
 _NUMBERED_ID = "functions.{name}:{number}"
 
 
 @dataclass(frozen=True, slots=True)
 class CallTexts:
-    """The text that a template renders for the calls of a message, for five kinds of message.
+    """The text that a template renders for the tool calls of a message, for five kinds of message.
 
-    The text starts where the calls start. The text is "" if the template refuses the message.
+    The text starts where the tool calls start. The text is "" if the template refuses the message.
 
     Attributes:
-        one_call: One call with one argument, a string.
-        two_arguments: One call with two arguments.
-        number: One call whose argument is NUMBER_VALUE.
-        two_calls: Two calls with one argument each; "" if a message can have only one call.
-        special_value: One call whose argument is SPECIAL_VALUE, a string that contains markup.
+        one_call: One tool call with one argument, a string.
+        two_arguments: One tool call with two arguments.
+        number: One tool call whose argument is NUMBER_VALUE.
+        two_calls: Two calls with one argument each; "" if a message can have only one tool call.
+        special_value: One tool call whose argument is SPECIAL_VALUE, a string that contains markup.
     """
 
     one_call: str
@@ -45,12 +45,12 @@ class CallTexts:
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """The inferred format of the calls in a message.
+    """The inferred format of the tool calls in a message.
 
     Attributes:
         form: The name of the form for the report, such as "JSON".
-        calls: The spellings of one call.
-        markup: The markup around all calls (`open`, `close`) and between them (`separator`).
+        calls: The spellings of one tool call.
+        markup: The markup around all tool calls (`open`, `close`) and between them (`separator`).
     """
 
     form: str
@@ -59,7 +59,7 @@ class CallFormat:
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    r"""Return the spellings of a call whose head contains the function's name.
+    r"""Return the spellings of a tool call whose head contains the function's name.
 
     >>> markup = ListMarkup(item_open="<call>\n<function=", item_close="</call>")
     >>> calls_with_head(markup, ">\n", JsonArguments())
@@ -67,13 +67,13 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
           id='{id}'),)
 
     Args:
-        markup: The markup of the list of calls. `item_open` ends where the name starts.
+        markup: The markup of the list of tool calls. `item_open` ends where the name starts.
         after_name: The text between the name and the body.
         body: The spelling of the arguments.
     """
     opening, before_name = _split_opening_marker(markup.item_open)
     if _opens_arguments(opening.strip(), body):
-        # The marker of an argument cannot show that a new call starts.
+        # The marker of an argument cannot show that a new tool call starts.
         opening = ""
         before_name = markup.item_open
     head = _head_pattern(before_name, after_name)
@@ -93,12 +93,12 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
 
 
 def _opens_arguments(marker: str, body: ArgumentsBody) -> bool:
-    """Return whether each argument starts with the same marker as the call."""
+    """Return whether each argument starts with the same marker as the tool call."""
     return bool(marker) and isinstance(body, TaggedArguments) and body.open.startswith(marker)
 
 
 def _split_opening_marker(text: str) -> tuple[str, str]:
-    r"""Split the text before a name into the call's opening marker and the start of the head.
+    r"""Split the text before a name into the tool call's opening marker and the start of the head.
 
     White space after the marker belongs to the marker.
 
@@ -116,7 +116,7 @@ def _split_opening_marker(text: str) -> tuple[str, str]:
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:
-    r"""Return the pattern of a head, with fields for the name, the call's number and its id.
+    r"""Return the pattern of a head, with fields for the name, the tool call's number and its id.
 
     >>> _head_pattern("<call id=\ue011 name=", ">")
     '<call id={id} name={name}>'

@@ -1,4 +1,4 @@
-"""Infer the format of calls that are written as JSON.
+"""Infer the format of tool calls that are written as JSON.
 
 Either the JSON contains the function's name, `{"name": "f", "arguments": {"a": 1}}`, or the name
 precedes the JSON, `f{"a": 1}`.
@@ -31,9 +31,9 @@ class _JsonSpan(NamedTuple):
 
 
 def read_json(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of calls that are JSON objects, or members of a JSON array.
+    """Infer the format of tool calls that are JSON objects, or members of a JSON array.
 
-    Returns None if no JSON contains the function's name. Example for two calls:
+    Returns None if no JSON contains the function's name. Example for two tool calls:
 
         <call>{"name": "f", "arguments": {"a": 1}}</call>
         <call>{"name": "g", "arguments": {"b": 2}}</call>
@@ -60,7 +60,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     markup = _markup_of_two(texts.two_calls, first, second)
     calls = [_object_call(keys, markup)]
     if markup.item_open.strip() and markup.item_close.strip():
-        # Models also write an array of several calls between the markers of one call.
+        # Models also write an array of several tool calls between the markers of one tool call.
         calls.append(_array_call(keys, markup))
     return CallFormat("JSON", tuple(calls), markup)
 
@@ -68,15 +68,16 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_object_or_array(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan, array: _JsonSpan
 ) -> CallFormat:
-    """Infer the format of calls that are one object if there is one call, else one array.
+    """Infer the format of tool calls that are one object if there is one tool call, else one array.
 
-    Example: `<call>{..}</call>` for one call and `<call>[{..}, {..}]</call>` for two.
+    Example: `<call>{..}</call>` for one tool call and `<call>[{..}, {..}]</call>` for two.
     """
     array_format = _read_one_array(texts.two_calls, keys, array)
     opening = texts.one_call[: single.start]
     closing = texts.one_call[single.end :]
     if array_format.markup.open.strip() == opening.strip():
-        # The markers surround all calls together, so a single call has no markers of its own.
+        # The markers surround all tool calls together, so a single tool call has no markers of its
+        # own.
         opening = ""
         closing = ""
     object_call = Call(JsonObject(keys), open=opening, close=closing)
@@ -84,9 +85,9 @@ def _read_object_or_array(
 
 
 def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) -> CallFormat:
-    """Infer the format of calls that are all in one array, or each in an array of its own.
+    """Infer the format of tool calls that are all in one array, or each in an array of its own.
 
-    Example: `<call>[{..}]</call><call>[{..}]</call>` has an array for each call.
+    Example: `<call>[{..}]</call><call>[{..}]</call>` has an array for each tool call.
     """
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
@@ -97,15 +98,16 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
 
 
 def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
-    """Return the format of calls that are all in the one array of `text`.
+    """Return the format of tool calls that are all in the one array of `text`.
 
     Example: `<calls>[{..}, {..}]</calls>` is a section between `<calls>` and `</calls>`, and
-    `[TOOL_CALLS][{..}, {..}]` is a call that `[TOOL_CALLS]` opens.
+    `[TOOL_CALLS][{..}, {..}]` is a tool call that `[TOOL_CALLS]` opens.
     """
     opening = text[: array.start]
     closing = text[array.end :]
     if opening.strip() and not closing.strip():
-        # Only the end of the array ends the calls, so the marker opens a call, not a section.
+        # Only the end of the array ends the tool calls, so the marker opens a tool call, not a
+        # section.
         call = Call(JsonArray(keys), open=opening)
         return CallFormat("JSON array", (call,), ListMarkup())
     markup = ListMarkup(open=opening, separator=", ", close=closing)
@@ -129,7 +131,7 @@ def _array_call(keys: Keys | NameIsKey, markup: ListMarkup) -> Call:
 
 
 def _find_json_call(text: str, name: str) -> _JsonSpan | None:
-    """Return the first JSON object, or array of objects, that contains a call of `name`.
+    """Return the first JSON object, or array of objects, that contains a tool call of `name`.
 
     >>> _find_json_call('<call>{"name": "f"}</call>', "f")
     _JsonSpan(start=6, end=19, value={'name': 'f'})
@@ -177,7 +179,7 @@ def _find_path(
 
 
 def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
-    """Return the keys under which a call's object has the name, the arguments and the id.
+    """Return the keys under which a tool call's object has the name, the arguments and the id.
 
     Example: `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` has the keys
     `Keys(name="function", arguments="args")`; `{"zqFirstTool": {..}}` is a `NameIsKey`.
@@ -208,7 +210,7 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
 
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Return the keys that lead to the call's id, or None if the object has no id.
+    """Return the keys that lead to the tool call's id, or None if the object has no id.
 
     The value is the id of the probe call, or the key has a name such as `call_id`.
     """
@@ -230,7 +232,7 @@ def _has_first_argument(value: object) -> bool:
 
 
 def read_json_arguments(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of calls in which a JSON object with the arguments follows the name.
+    """Infer the format of tool calls in which a JSON object with the arguments follows the name.
 
     Returns None if no such object follows. Example: `<call>f<args>{"a": 1}</call>` has the head
     `{name}<args>` between the markers `<call>` and `</call>`.

@@ -1,4 +1,4 @@
-"""Infer the format of calls that are written like source code.
+"""Infer the format of tool calls that are written like source code.
 
 The forms are Python calls, `f(a="x")`, and objects with unquoted keys, `f{a:<q>x<q>}`.
 """
@@ -27,10 +27,10 @@ _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 
 
 def read_python(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of calls in Python syntax, alone or in a list.
+    """Infer the format of tool calls in Python syntax, alone or in a list.
 
-    Returns None if the calls are not in Python syntax. Examples: `<call>f(a="x")</call>` has
-    markers around each call, and `<calls>[f(a="x"), g(b="y")]</calls>` has markers around all
+    Returns None if the tool calls are not in Python syntax. Examples: `<call>f(a="x")</call>` has
+    markers around each tool call, and `<calls>[f(a="x"), g(b="y")]</calls>` has markers around all
     calls.
     """
     _, after_name = split_at_words(texts.one_call, FIRST_TOOL)
@@ -48,7 +48,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 
 
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
-    """Return the format of Python calls that have no markers around each call.
+    """Return the format of Python calls that have no markers around each tool call.
 
     Example: the markup `open` "<calls>[" and `close` "]</calls>" is a section between `<calls>` and
     `</calls>` that contains a list in brackets.
@@ -62,7 +62,7 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
         # In a section, models also write calls without the brackets.
         bodies.insert(0, PythonCalls("[", "]", markup.separator, suffix))
     if not closing.strip():
-        # Without a closing marker there is no section, so the marker opens the calls.
+        # Without a closing marker there is no section, so the marker opens the tool calls.
         call = Call(bodies[0], open=opening)
         return CallFormat("Python calls", (call,), ListMarkup(close=closing))
     calls = tuple(Call(body) for body in bodies)
@@ -94,7 +94,7 @@ def _text_after_call(text: str, value: str, closing: str) -> str:
 
 
 def read_bare_keys(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of calls whose arguments are an object with unquoted keys.
+    """Infer the format of tool calls whose arguments are an object with unquoted keys.
 
     Returns None if the keys are quoted, or the strings have no quotes. Example:
     `<call>f{a:<q>x<q>}</call>` has strings between quotes `<q>`.

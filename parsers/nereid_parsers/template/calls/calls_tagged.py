@@ -1,4 +1,4 @@
-"""Infer the format of calls whose arguments are written one by one between tags.
+"""Infer the format of tool calls whose arguments are written one by one between tags.
 
 Either the tags name the argument in an attribute or a text, `<arg key="a">1</arg>`, or the element
 has the name of the argument, `<a>1</a>`.
@@ -42,7 +42,7 @@ _SECOND_CALL = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
 
 
 def read_tagged(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of calls whose arguments are written between tags that contain the key.
+    """Infer the format of tool calls whose arguments are written between tags that contain the key.
 
     Returns None if a value does not follow its key. Example:
     `<call f><arg key="a">1</arg></call>` has the head `<call {name}>` and arguments between
@@ -53,13 +53,13 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     before_name, before_key, before_value, between, after = _around_two_arguments(texts)
     if FIRST_KEY in between:
         return None  # The closing tag repeats the key: see `read_nested`.
-    # Split the text around the calls: `<call ` and `</arg></call>`.
+    # Split the text around the tool calls: `<call ` and `</arg></call>`.
     calls = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
         if not appear_in_order(texts.two_calls, *_FIRST_CALL, *_SECOND_CALL):
             return None
         calls = _markup_of_calls(texts.two_calls)
-    # Split the text around the arguments of a call: `>`, `<arg key="`, `</arg>` and `</call>`.
+    # Split the text around the arguments of a tool call: `>`, `<arg key="`, `</arg>` and `</call>`.
     arguments = list_markup(before_key, between, calls.item_close)
     values = _infer_value_tags(texts, arguments, before_value)
     values = _add_quoted_spelling(texts, values, before_value)
@@ -69,10 +69,10 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 
 
 def _around_two_arguments(texts: CallTexts) -> tuple[str, str, str, str, str]:
-    """Return the pieces of text between the name, the keys and the values of a call.
+    """Return the pieces of text between the name, the keys and the values of a tool call.
 
-    Example: `<f><k>a</k>1<k>b</k>2</f>` has the pieces `<`, `><k>`, `</k>`, `<k>` and `</f>`, if
-    the name is `f`, the keys are `a` and `b`, and the values are `1` and `2`.
+    Example: if the name is `f`, the keys are `a` and `b`, and the values are `1` and `2`, the text
+    `<f><k>a</k>1<k>b</k>2</f>` has the pieces `<`, `><k>`, `</k>`, `<k>` and `</f>`.
     """
     before_name, before_key, before_value, between, _, after = split_at_words(
         texts.two_arguments, FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE
@@ -81,7 +81,7 @@ def _around_two_arguments(texts: CallTexts) -> tuple[str, str, str, str, str]:
 
 
 def _markup_of_calls(two_calls: str) -> ListMarkup:
-    """Return the markup around two calls, from the end of a value to the start of the next name.
+    """Return the markup around two tool calls, from the end of a value to the next name.
 
     >>> _markup_of_calls("<c zqFirstTool>zqValueOne</c>, <c zqSecondTool>zqValueTwo</c>")
     ListMarkup(open='', item_open='<c ', item_close='</c>', separator=', ', close='')
@@ -97,7 +97,8 @@ def _infer_value_tags(
 ) -> TaggedArguments:
     """Return the tags of a value. Some templates write other tags for numbers than for strings.
 
-    Examples of an argument `a` that is the string "x", and of one that is the number 41:
+    Each example shows an argument `a` that is the string "x", and an argument `a` that is the
+    number 41:
 
         <arg key="a">x</arg>                 <arg key="a">41</arg>
             open='<arg key="{key}">'
@@ -107,7 +108,7 @@ def _infer_value_tags(
             open='<text key="{key}">' and a second spelling with open='<json key="{key}">'
 
     Args:
-        texts: The renderings of calls.
+        texts: The renderings of tool calls.
         arguments: The markup of the list of arguments. `item_open` ends where a key starts.
         before_value: The text between the key and the value, if the value is a string.
     """
@@ -144,7 +145,7 @@ def _open_pattern(before_key: str, before_value: str = "") -> str:
 
 
 def _text_after_string(texts: CallTexts) -> str:
-    """Return the text after the value in the rendering of one call with a string."""
+    """Return the text after the value, in a tool call whose only argument is a string."""
     _, _, after = split_at_words(texts.one_call, FIRST_KEY, FIRST_VALUE)
     return after
 
@@ -219,7 +220,7 @@ def _add_quoted_spelling(
     `<v>..</v>` as the second one.
 
     Args:
-        texts: The renderings of calls.
+        texts: The renderings of tool calls.
         values: The tags of values that are not quoted.
         before_value: The text between the key and a value that is not quoted.
     """
@@ -247,7 +248,7 @@ def _add_quoted_spelling(
 
 
 def read_nested(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of calls whose arguments are elements with the names of the arguments.
+    """Infer the format of tool calls whose arguments are elements with the names of the arguments.
 
     Returns None if the arguments have another form. A marker may precede every tag. Example:
     `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.

@@ -321,7 +321,7 @@ class Prober:
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:
-        """Return the values to try for a switch. Values from the template's comparisons come first."""
+        """Return the values to try for a switch. Values from comparisons come first."""
         constants = self.template.compared.get(name, ())
         values: list[Any] = [value for value in constants if isinstance(value, str | int)]
         if "effort" in name or "mode" in name:

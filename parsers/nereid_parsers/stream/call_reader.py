@@ -141,7 +141,7 @@ class CallReader:
         """Return whether a tool call has started in this message."""
         return bool(self._writer.num_started)
 
-    # ---- text that is not a tool call --------------------------------------------------------------
+    # ---- text that is not a tool call ------------------------------------------------------------
 
     def reject(self, num_chars: int, fault: str) -> State:
         """Write the tentative text, and the next `num_chars` characters, as content.

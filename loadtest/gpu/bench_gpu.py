@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything to be measured on a GPU, in one command that needs no network.
+"""Check and measure the kernels and the engine on a GPU, in one command that needs no network.
 
-    python -m loadtest.gpu.bench_gpu   checks, kernels, engine; under 8 minutes
-    python -m loadtest.gpu.bench_gpu --tune   first searches cuts of the kernels, and keeps them
-    python -m loadtest.gpu.bench_gpu --rehearse   all of it on a CPU at tiny sizes
+    python -m loadtest.gpu.bench_gpu              # checks, kernels and engine in under 8 minutes
+    python -m loadtest.gpu.bench_gpu --tune       # also searches and stores the best tile sizes
+    python -m loadtest.gpu.bench_gpu --rehearse   # runs everything on a CPU at tiny sizes
 
-First every kernel is compared with its plain twin at real shapes; one that differs or does not run
-is named at the top of the report, and the exit code is 1. Then: decode attention against the rate
-of a copy, prefill attention against torch's fused attention, and an 8B-shaped model with random
-weights: a decode step against the time that reading the weights takes, 256 sequences against
-transformers' generate_batch, the first token of a prompt of 4096 against one forward pass; all that
-with captured graphs, without, with steps that overlap, and compiled. Whatever fails, the rest is
-measured. Writes JSON and Markdown: each target, and whether it was met, comes first; what failed or
-what there was no time for, last. A rehearsal tests this program; its figures mean nothing.
+First, every kernel is compared with its reference implementation at real shapes. If a kernel is
+wrong or does not run, the top of the report names it and the exit code is 1. Then the program
+measures:
+
+    decode attention, compared with the speed of copying memory
+    prefill attention, compared with torch's fused attention
+    an 8B-shaped model with random weights: a decode step compared with the time to read the
+        weights, 256 sequences compared with generate_batch of transformers, and the time to first
+        token of a prompt of 4096 tokens compared with one forward pass
+
+The engine is measured with and without CUDA graphs, with asynchronous scheduling, and compiled. If
+a part fails, the other parts are still measured. The program writes a JSON and a Markdown file. The
+Markdown file begins with the targets and whether they were met, and ends with the parts that were
+left out. A rehearsal only tests this program; its figures mean nothing.
 """
 
 import argparse
@@ -32,7 +38,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 if "--rehearse" in sys.argv:
-    # Before the package triton is imported: its kernels are then interpreted.
+    # This must be set before the package triton is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
@@ -60,11 +66,12 @@ from loadtest.gpu.gpu_kernels import (
 )
 from loadtest.gpu.gpu_report import attempt, markdown, reason_of, targets
 
-# The command's own limit, which the engine's part fills. The kernels' checks compile each of them,
-# and give up what is left of them at their share; the kernels' figures at theirs.
+# Seconds from the start at which the engine, the checks and the measurements of kernels must end.
+# Checks and measurements that do not fit are left out.
 _LIMIT_S, _CHECKS_S, _FIGURES_S = 465, 150, 230
 
-# Figures of kernels: a name, the kind of layer, (cached, new) tokens, how these are kept.
+# A measurement of a kernel: its name, the layer, the (cached, new) tokens of each sequence, and the
+# kind of KV cache.
 Case = tuple[str, LayerSpec, list[tuple[int, int]], type[gpu_attention.GpuKVCache]]
 _USUAL = LayerSpec(32, 8, 128, 128)
 DECODES: list[Case] = [
@@ -91,26 +98,28 @@ PREFILLS: list[Case] = [
     ("1 prompt of 4096", _USUAL, [(0, 4096)], gpu_attention.GpuKVCache),
     ("1 of 16384", _USUAL, [(0, 16384)], gpu_attention.GpuKVCache),
     ("16 of 512", _USUAL, [(0, 512)] * 16, gpu_attention.GpuKVCache),
-    ("2048 behind 14336 cached", _USUAL, [(14336, 2048)], gpu_attention.GpuKVCache),
+    ("2048 after 14336 cached", _USUAL, [(14336, 2048)], gpu_attention.GpuKVCache),
     ("heads of 64, 1 of 8192", LayerSpec(64, 8, 64, 64), [(0, 8192)], gpu_attention.GpuKVCache),
 ]
 TINY_CASES: list[Case] = [
     ("tiny", LayerSpec(2, 1, 16, 16), [(40, 1), (0, 20)], gpu_attention.GpuKVCache)
 ]
-# A layer with a window, which is compared with the same one without.
+# A layer with a window, which is compared with the same layer without a window.
 WINDOW = LayerSpec(64, 8, 64, 64, Span(window=128), None, True), [(32767, 1)] * 32
 TINY_WINDOW = LayerSpec(2, 1, 16, 16, Span(window=21), None, True), [(90, 1)]
 
 
 def main() -> int:
-    """Check, measure, write.
+    """Check the kernels, measure, and write the report.
 
     Returns:
-        The exit code: 1 a kernel is wrong or does not run, 2 there is no GPU.
+        The exit code: 1 if a kernel is wrong or does not run, 2 if there is no GPU.
     """
     args = arguments().parse_args()
     if not args.rehearse and not torch.cuda.is_available():
-        print("bench-gpu: torch sees no CUDA device here; --rehearse runs it without", flush=True)
+        print(
+            "bench-gpu: torch found no CUDA device. Use --rehearse to run it on a CPU.", flush=True
+        )
         return 2
     started = time.monotonic()
     device = torch.device("cpu" if args.rehearse else "cuda:0")
@@ -120,10 +129,10 @@ def main() -> int:
     report["left_out"] = left_out
     report["checks"] = checks(device, args, started, left_out)
     if args.tune:
-        attempt("the search of cuts", lambda: tune_here(device, args), left_out)
+        attempt("the search of tile sizes", lambda: tune_here(device, args), left_out)
     report |= kernels(device, args, started, left_out)
     if not args.no_engine:
-        attempt("giving memory back", lambda: release(device), left_out)
+        attempt("freeing memory", lambda: release(device), left_out)
         report["engine"] = engine(
             device, report["copy_bytes_per_s"], args, started + _LIMIT_S, left_out
         )
@@ -136,36 +145,36 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
     (args.out / "gpu.md").write_text(text)
-    print(f"written to {args.out}", flush=True)
+    print(f"The report is in {args.out}.", flush=True)
     return 1 if any("error" in check for check in report["checks"]) else 0
 
 
 def release(device: torch.device) -> None:
-    """Give back the memory that torch keeps for this process: other processes come now."""
+    """Free the GPU memory that torch caches for this process, because other processes need it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--out", type=Path, default=LOADTEST / "results", help="folder for the report"
     )
-    parser.add_argument("--tune", action="store_true", help="search cuts and keep them")
+    parser.add_argument("--tune", action="store_true", help="search and store the best tile sizes")
     parser.add_argument("--tables", type=Path, default=FOLDER, help="folder that --tune writes to")
-    parser.add_argument("--no-engine", action="store_true", help="the kernels alone")
-    parser.add_argument("--shape", choices=SHAPES, help="of the engine's model; default: 8b")
-    parser.add_argument("--folder", help="where the model's checkpoint goes meanwhile")
-    parser.add_argument("--rehearse", action="store_true", help="tiny, on this processor")
+    parser.add_argument("--no-engine", action="store_true", help="measure only the kernels")
+    parser.add_argument("--shape", choices=SHAPES, help="shape of the model (default: 8b)")
+    parser.add_argument("--folder", help="folder for the temporary checkpoint of the model")
+    parser.add_argument("--rehearse", action="store_true", help="run on a CPU at tiny sizes")
     return parser
 
 
 def machine(device: torch.device) -> Report:
-    """Where and with what it ran."""
+    """Return the date, the device, the versions and the command of this run."""
     facts: Report = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "device": "rehearsal",
@@ -186,7 +195,10 @@ def machine(device: torch.device) -> Report:
 
 
 def triton_version() -> str:
-    """Of the Triton language; torch's builds that are no releases name its package otherwise."""
+    """Return the version of the Triton language.
+
+    Nightly builds of torch bring it in a package with another name.
+    """
     for name in ("triton", "pytorch-triton"):
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
@@ -196,12 +208,12 @@ def triton_version() -> str:
 def checks(
     device: torch.device, args: argparse.Namespace, started: float, left_out: list[str]
 ) -> list[Report]:
-    """Compare every kernel with its twin, the kinds that serve most models first; see `check`.
+    """Compare every kernel with its reference, beginning with the kinds that most models use.
 
-    Mutates: left_out gets what there was no time for.
+    Mutates: left_out receives the comparisons that did not fit into the time limit.
     """
     specs, shapes = (TINY_SPECS, TINY_SHAPES) if args.rehearse else (REAL_SPECS, REAL_SHAPES)
-    # The interpreter multiplies bfloat16 as if its bits were integers.
+    # Triton's interpreter multiplies bfloat16 incorrectly: it treats the bits as integers.
     used = torch.float16 if args.rehearse else torch.bfloat16
     kinds = [
         ("", used, gpu_attention.GpuKVCache),
@@ -218,22 +230,22 @@ def checks(
         label = label or str(dtype).removeprefix("torch.")
         for name, spec in specs.items():
             if time.monotonic() - started > _CHECKS_S:
-                left_out.append(f"the comparison of {name}, {label}, with its twin")
+                left_out.append(f"the comparison of {name}, {label}, with its reference")
                 continue
             about: Report = {"name": name, "dtype": label}
             try:
                 difference = check(name, spec, shapes, dtype, device, kind)
             except Exception as error:  # noqa: BLE001 - compilers, drivers and memory, too
                 found.append({**about, "error": reason_of(error)})
-                print(f"WRONG: {name}, {label}: {reason_of(error)}", flush=True)
+                print(f"wrong: {name}, {label}: {reason_of(error)}", flush=True)
             else:
                 found.append({**about, "difference": difference})
-                print(f"right: {name}, {label}, within {difference:.2g}", flush=True)
+                print(f"correct: {name}, {label}, difference {difference:.2g}", flush=True)
     return found
 
 
 def tune_here(device: torch.device, args: argparse.Namespace) -> None:
-    """Search cuts of the kernels, keep them on disk, and use them from here on."""
+    """Search the best tile sizes of the kernels, store them on disk, and use them from now on."""
     if args.rehearse:
         small = {name: [Tuning(16, 16, 4, 2)] for name in CANDIDATES}
         shapes = {"decode": [(20, 1)], "prefill": [(0, 9)]}
@@ -243,7 +255,8 @@ def tune_here(device: torch.device, args: argparse.Namespace) -> None:
         table = tune(device, TUNED_DIMS, CANDIDATES, shapes)
     facts = machine(device)
     about = {name: str(facts[name]) for name in ("date", "torch", "triton")}
-    print(f"written: {write_table(facts['device'], table, about, args.tables)}", flush=True)
+    path = write_table(facts["device"], table, about, args.tables)
+    print(f"The tile sizes are stored in {path}.", flush=True)
     table_of.cache_clear()
     gpu_attention.device_of.cache_clear()
 
@@ -251,9 +264,9 @@ def tune_here(device: torch.device, args: argparse.Namespace) -> None:
 def kernels(
     device: torch.device, args: argparse.Namespace, started: float, left_out: list[str]
 ) -> Report:
-    """Rates of the kernels, each beside its limit.
+    """Measure the rates of the kernels and their limits.
 
-    Mutates: left_out gets what failed, and what there was no time for.
+    Mutates: left_out receives measurements that failed or did not fit into the time limit.
     """
 
     def measured(name: str, work: Callable[[], Measured]) -> list[Measured]:
@@ -300,11 +313,11 @@ def kernels(
 
 
 def line(measured: Measured) -> Report:
-    """As JSON, the share included."""
+    """Return a measurement as JSON, including its share of the limit."""
     return {**dataclasses.asdict(measured), "share": measured.share}
 
 
 if __name__ == "__main__":
-    # So that a program that it has started ends with it, and the model on disk goes.
+    # SystemExit runs the code that kills started programs and deletes the model on disk.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels for GPUs, on a machine without one, and print what they take.
+"""Compile the Triton kernels for GPUs on a machine without a GPU, and print their resources.
 
     python -m loadtest.gpu.compile_kernels --capabilities 80 90 --specs 128
 
-One JSON object a line, a kernel each: shared memory, registers, bytes of registers that did not fit
-(stack_bytes), which matrix instructions it uses, and how many asynchronous copies. Launches are the
-ones that the GPU attention and the GPU sampler make. They are recorded instead of run.
+The program prints one JSON object for each kernel: its shared memory, its registers, the bytes of
+spilled registers (stack_bytes), its matrix instructions, and its number of asynchronous copies. The
+launches are those of GPU attention and of the GPU sampler. They are recorded instead of run.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SPECS = {
     "128-chunk": LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
     "512": LayerSpec(8, 2, 512, 512),
 }
-# Caches of 8 bits stand for bfloat16 kept as integers, or as 8-bit floating point (in bytes).
+# The 8-bit dtypes stand for caches of bfloat16 models that store int8 or float8 (as bytes).
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -60,13 +60,13 @@ _POINTERS = {
     torch.float64: "*fp64",
 }
 _MODULES = (triton_store, triton_decode, triton_prefill, triton_sampling)
-# Beside the kinds of layer: the choice of tokens.
+# A case besides those of SPECS: the kernels of the sampler.
 _SAMPLING = "sampling"
 _VOCAB_SIZE = 151_936
 
 
 class Recorder:
-    """Stands for a kernel: keeps a launch's arguments instead of running it."""
+    """Replaces a kernel, and records the arguments of its launches instead of running it."""
 
     def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - triton is untyped
         self.kernel = kernel
@@ -82,13 +82,16 @@ class Recorder:
 def record(
     case: str, dtype: torch.dtype, capability: int, tuning: Tuning | None = None
 ) -> list[Recorder]:
-    """The launches of one layer of a step with decodes and a prefill, or of a choice of tokens.
+    """Record the launches of one layer of a step with decodes and a prefill, or of sampling.
 
     Args:
-        case: name of the layer in SPECS, or "sampling".
-        dtype: of its cache, or of the logits.
-        capability: of the GPU, such as 90.
-        tuning: instead of that.
+        case: the name of the layer in SPECS, or "sampling".
+        dtype: the dtype of the KV cache, or of the logits.
+        capability: the compute capability of the GPU, such as 90.
+        tuning: tile sizes for all kernels, instead of the defaults of the GPU.
+
+    Returns:
+        One recorder for each kernel that was launched.
     """
     recorders = {
         (module, name): Recorder(getattr(module, name))
@@ -113,18 +116,18 @@ def record(
 
 
 def kernel_names(module: ModuleType) -> list[str]:
-    """The kernels that a module defines; what it imports are parts of kernels."""
+    """Return the names of the kernels in a module. Other functions in it are parts of kernels."""
     return [name for name in vars(module) if name.endswith("_kernel")]
 
 
 def fixed(tuning: Tuning, generation: int) -> Device:
-    """A device on which every kernel has the same tuning."""
+    """Return a device whose kernels all have the same tuning."""
     sizes = {dtype.itemsize for dtype in DTYPES.values()}
     return Device({name: [Entry(2**16, s, tuning) for s in sizes] for name in KERNELS}, generation)
 
 
 def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float8) -> None:
-    """Call everything that gpu.attend calls, on tensors without memory."""
+    """Call the kernels of one attention layer on tensors without memory."""
     num_tokens, block_size = 80, 16
     is_scaled = dtype.itemsize == 1
     model_dtype = torch.bfloat16 if is_scaled else dtype
@@ -153,7 +156,7 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float
     new = packed(spec.num_kv_heads, spec.key_dim), packed(spec.num_kv_heads, spec.value_dim)
     dim, itemsize = max(spec.key_dim, spec.value_dim), dtype.itemsize
     gpu_attention.store(*new, step, numbers(num_tokens))
-    # A sequence so long that it is cut into parts.
+    # The sequence is so long that the decode kernel splits it into parts.
     decodes = DecodeRows(1, [(1, 2**20)], numbers(2**16), numbers(1), numbers(1), numbers(1))
     gpu_attention.decode(query, step, decodes, out, device.tuning("decode", dim, itemsize))
     prefills = PrefillRows([Prefill(16, 80, 1024, numbers(1, 68))], numbers(68), numbers(1, 4))
@@ -161,7 +164,7 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float
 
 
 def run_sampling(dtype: torch.dtype) -> None:
-    """Call what chooses tokens, on logits without memory."""
+    """Call the kernels of the sampler on logits without memory."""
     logits = torch.empty(64, _VOCAB_SIZE, dtype=dtype, device="meta")
     gpu_sampling.sample(logits, logits, np.zeros((5, 64)))
 
@@ -172,7 +175,7 @@ def compile_launch(
     named: dict[str, Any],
     capability: int,
 ) -> dict[str, Any]:
-    """Machine code for a launch, and what it takes of a multiprocessor."""
+    """Compile the kernel of a launch, and return its resources."""
     options = {
         name: named[name]
         for name in ("num_warps", "num_stages", "enable_fp_fusion")
@@ -205,7 +208,7 @@ def compile_launch(
 
 
 def resources(binary: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of those that did not fit."""
+    """Return the registers of each thread, and the bytes of spilled registers."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -217,18 +220,21 @@ def resources(binary: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    """Compile what the command line names, and print a line for each kernel."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90])
-    specs = [*SPECS, _SAMPLING]
-    parser.add_argument("--specs", nargs="+", choices=specs, default=specs)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
-    parser.add_argument(
+    """Compile the selected kernels, and print one line for each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    specs, dtypes = [*SPECS, _SAMPLING], list(DTYPES)
+    add("--capabilities", type=int, nargs="+", default=[80, 90], help="compute capabilities")
+    add("--specs", nargs="+", choices=specs, default=specs, help="layers, or the sampler")
+    add("--dtypes", nargs="+", choices=dtypes, default=["bfloat16"], help="dtypes of the cache")
+    add(
         "--tuning",
         type=int,
         nargs=4,
         metavar=("ROWS", "TILE", "WARPS", "STAGES"),
-        help="instead of the defaults",
+        help="tile sizes for all kernels (default: the defaults of each GPU)",
     )
     args = parser.parse_args()
     tuning = Tuning(*args.tuning) if args.tuning else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole engine on a GPU, for bench_gpu.py: ours and others on a model with random weights."""
+"""Measure Nereid's engine and transformers on a GPU, with random weights, for bench_gpu.py."""
 
 import argparse
 import dataclasses
@@ -17,18 +17,20 @@ from loadtest.bench.bench import SHAPES, run_contestant
 from loadtest.bench.json_programs import Report, outcome
 from loadtest.gpu.gpu_report import DEFAULT, BenchError, attempt
 
-# To draw a model and save it. Where that fails, as on a slow disk, a smaller one is made.
+# Seconds to create and save a model. If that fails, for example on a slow disk, a smaller model is
+# tried.
 _MODEL_S = 90
-# A contestant that cannot end in less is not begun, and none gets more of the time that is left
-# than its share: where one hangs, the others are to be measured still.
+# An engine is started only if this many seconds remain. Each engine gets only a share of the
+# remaining time, so that the others can still be measured if it hangs.
 _LEAST_S, _SHARE = 10, 0.6
-# An 8B model in bfloat16 with its cache and 256 sequences, and its checkpoint on disk.
+# The memory of an 8B model in bfloat16 with the cache of 256 sequences, and its size on disk.
 _BYTES_8B = 40 * 2**30
 _DISK_8B = 18 * 2**30
-# Of the prompt whose first token is timed; of decodes: context, answer, sequences.
+# The tokens of the prompt for the time to first token; then the context, the answer and the number
+# of sequences for decode.
 _SIZES = (4096, 512, 64, 256)
 _TINY_SIZES = (64, 16, 4, 3)
-# Our engine as it is, then with other settings, the most telling ones first.
+# Nereid's engine with its default settings and with other settings, the most important ones first.
 _VARIANTS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
     "async_scheduling": {"async_scheduling": True},
@@ -46,20 +48,20 @@ def engine(
     end: float,
     left_out: list[str],
 ) -> Report | None:
-    """Figures of the whole engine; None where no model can be made.
+    """Measure the whole engine; return None if no model could be created.
 
     Args:
-        device: for which the shape is chosen.
-        bytes_per_s: the rate of a copy, at which weights could be read.
+        device: the GPU, whose memory determines the shape of the model.
+        bytes_per_s: the rate of copying memory, which limits how fast weights can be read.
         args: `shape`, `folder` and `rehearse` of the command line.
-        end: when all is to be done, by `time.monotonic`.
-        left_out: gets what failed, and what there was no time for.
+        end: the time at which everything must be done, from `time.monotonic`.
+        left_out: receives measurements that failed or did not fit into the time limit.
     """
     prompt, context, answer, sequences = _TINY_SIZES if args.rehearse else _SIZES
     with tempfile.TemporaryDirectory(prefix="nereid-bench-gpu-", dir=args.folder) as folder:
         made = None
         for shape in shapes_for(device, folder, args):
-            print(f"making a {shape} model", flush=True)
+            print(f"creating a model of the {shape} shape", flush=True)
             make = functools.partial(make_model, folder, shape, prompt, args)
             made = attempt(f"a model of the {shape} shape", make, left_out)
             if made is not None:
@@ -85,7 +87,7 @@ def engine(
             if name == DEFAULT:
                 batches = {**workload, "prefill": [], "decode": [sequences]}
                 theirs = run("generate_batch", folder, batches, end, {})
-            # Another variant is about as quick as the last one, compiling left out.
+            # One measurement of each further variant is enough, because they are about as fast.
             workload = {**workload, "repeat": 1}
     left_out += [
         f"the engine, {name}: {found['error']}" for name, found in ours.items() if "error" in found
@@ -105,12 +107,12 @@ def engine(
 
 
 def dtype_of(args: argparse.Namespace) -> str:
-    """Of the model."""
+    """Return the dtype of the model."""
     return "float32" if args.rehearse else "bfloat16"
 
 
 def shapes_for(device: torch.device, folder: str, args: argparse.Namespace) -> list[str]:
-    """Shapes to try, the largest first for which there is memory, and room on disk."""
+    """Return the shapes to try, beginning with the largest for which memory and disk suffice."""
     if args.shape or args.rehearse:
         return [args.shape or "demo"]
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -120,10 +122,10 @@ def shapes_for(device: torch.device, folder: str, args: argparse.Namespace) -> l
 
 
 def make_model(folder: str, shape: str, prompt: int, args: argparse.Namespace) -> Report:
-    """Save a model with random weights; what random_model.py prints about it.
+    """Save a model with random weights, and return the output of random_model.py.
 
     Raises:
-        BenchError: it failed, or took too long.
+        BenchError: random_model.py failed or took too long.
     """
     command = [sys.executable, "-m", "loadtest.gpu.random_model", folder, "--shape", shape]
     command += ["--prompt", str(prompt), "--dtype", dtype_of(args)]
@@ -135,7 +137,7 @@ def make_model(folder: str, shape: str, prompt: int, args: argparse.Namespace) -
 
 
 def run(name: str, folder: str, workload: Report, end: float, settings: Report) -> Report:
-    """One process of a contestant of bench.py in its share of the time that is left."""
+    """Run one engine of bench.py in a process, with a share of the remaining time as its limit."""
     known = {field.name for field in dataclasses.fields(EngineConfig)}
     if unknown := sorted(set(settings) - known):
         return {"error": f"this engine has no setting {unknown[0]}"}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernels alone, for bench_gpu.py: are they right, how fast, which cut is best.
+"""Check, measure and tune the attention kernels alone, for bench_gpu.py.
 
-Every step runs through `gpu.attend`, as a model's layer does.
+Every step runs through `gpu_attention.attend`, as in a layer of a model.
 """
 
 import itertools
@@ -30,8 +30,9 @@ from torch.nn import functional
 from loadtest.gpu.gpu_report import BenchError
 
 BLOCK = 16
-# Times one plus the value; the twin computes in float32. In float32 what differs is the exponential
-# of the hardware, and a softcap's difference of two numbers near one.
+# The allowed difference is this number times one plus the value. The reference computes in float32.
+# In float32, the difference comes from the hardware's exponential function, and from the softcap,
+# which subtracts two numbers near one.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}
 
 Shapes = list[tuple[int, int]]
@@ -47,7 +48,8 @@ REAL_SPECS = {
     "40/8 heads of 128, chunks of 8192": LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
     "71/1 heads of 64": LayerSpec(71, 1, 64, 64),
 }
-# (cached, new) tokens: decodes of all lengths, prompts whole, continued and tiny, in one step.
+# The (cached, new) tokens of each sequence of one step: decodes of all lengths, and prompts that
+# are whole, continued or tiny.
 REAL_SHAPES: Shapes = [
     *[(9000, 1), (20000, 1), (17, 1), (0, 1)],
     *[(131 * i, 1) for i in range(20)],
@@ -59,7 +61,7 @@ TINY_SPECS = {
 }
 TINY_SHAPES: Shapes = [(40, 1), (0, 1), (0, 9), (20, 3)]
 
-# The cut of each kernel that a search tries, for heads of two bytes a number.
+# The tile sizes that a search tries for each kernel, with numbers of two bytes.
 CANDIDATES = {
     "decode": [
         Tuning(16, tile, warps, stages)
@@ -74,12 +76,19 @@ TUNED_DIMS = (64, 128, 256)
 
 
 class KernelError(BenchError):
-    """A kernel and its twin differ."""
+    """A kernel differs from its reference implementation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One line of the report: a rate beside the one that it is compared with."""
+    """A measured rate and the rate with which it is compared.
+
+    Attributes:
+        name: the name in the report.
+        milliseconds: the median time of a step.
+        rate: the measured rate, in bytes/s or FLOP/s.
+        limit: the rate for comparison, in the same unit.
+    """
 
     name: str
     milliseconds: float
@@ -88,12 +97,12 @@ class Measured:
 
     @property
     def share(self) -> float:
-        """Of the limit."""
+        """The measured rate, divided by the limit."""
         return self.rate / self.limit
 
 
 class LayerStep:
-    """One layer of one packed step over a cache of random numbers."""
+    """One layer of one packed step over a KV cache of random numbers."""
 
     def __init__(
         self,
@@ -103,7 +112,7 @@ class LayerStep:
         device: torch.device,
         kind: type[GpuKVCache] = GpuKVCache,
     ) -> None:
-        """Lay out sequences, given as (cached, new) tokens, in blocks in random order."""
+        """Assign blocks in random order to sequences, which are given as (cached, new) tokens."""
         self.spec, self.shapes, self.dtype, self.device = spec, shapes, dtype, device
         self.shapes = sorted(shapes, key=lambda shape: shape[1] > 1)
         counts = [-(-(cached + new) // BLOCK) for cached, new in self.shapes]
@@ -137,7 +146,7 @@ class LayerStep:
         self.scale = spec.key_dim**-0.5
 
     def attend(self) -> Tensor:
-        """The kernels' answer, [num_tokens, num_heads, value_dim]."""
+        """Return the output of the kernels, [num_tokens, num_heads, value_dim]."""
         query, key, value = self.inputs
         return gpu_attention.attend(
             (query, key, value),
@@ -149,9 +158,10 @@ class LayerStep:
         )
 
     def expected(self) -> tuple[Tensor, KVCache]:
-        """The twin's answer in float32, and the cache that it read, both with the step's keys.
+        """Return the output of the reference in float32, and the cache that it read.
 
-        Before the kernels have run; over a cache of 8 bits, after: it reads what they wrote.
+        Call this method before the kernels run. For a cache of 8 bits,
+        call it afterwards, because the reference then reads the numbers that the kernels wrote.
         """
         cache = self._make_cache(KVCache, self.cache.null_block, torch.float32)
         query, key, value = (tensor.float() for tensor in self.inputs)
@@ -174,7 +184,7 @@ class LayerStep:
 
     @property
     def decode_bytes(self) -> int:
-        """Keys and values that the decodes read."""
+        """The bytes of keys and values that the decodes read."""
         lens = [cached + 1 for cached, new in self.shapes if new == 1]
         if isinstance(self.cache, ScaledKVCache):
             return sum(lens) * self.spec.bytes_per_token(1, torch.float32.itemsize)
@@ -182,15 +192,15 @@ class LayerStep:
 
     @property
     def prefill_flops(self) -> int:
-        """Operations of the prompts' products, what causality hides left out."""
+        """The floating-point operations of the prompts' products that causality does not hide."""
         pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in self.shapes if new > 1)
         return 2 * pairs * self.spec.num_heads * (self.spec.key_dim + self.spec.value_dim)
 
     def _restore(self, cache: ScaledKVCache, twin: KVCache, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill a plain cache from one of 8 bits; returns the step's own keys and values as inputs.
+        """Fill the reference's cache from an 8-bit cache; return the step's own keys and values.
 
         Raises:
-            KernelError: what the step wrote is off by more than the rounding.
+            KernelError: the numbers that the step wrote differ by more than the rounding.
         """
         found = []
         pairs = (
@@ -208,15 +218,15 @@ class LayerStep:
             if isinstance(cache, Float8KVCache):
                 allowed = wanted.abs() * (1.01 / 16) + largest * 2.0**-17
             else:
-                # Half a step of the integers, and some for numbers halfway between two.
+                # Rounding differs by half a step of the integers; the rest is a safety margin.
                 allowed = largest * (0.51 / 127)
             if not bool(((stored - wanted).abs() <= allowed).all()):
-                raise KernelError("the write of 8 bits is off by more than their rounding")
+                raise KernelError("the 8-bit cache write differs by more than the rounding")
             found.append(stored)
         return found[0], found[1]
 
     def _fill(self) -> None:
-        """Random keys and values, but for the null block."""
+        """Fill the cache with random keys and values, except the null block."""
         cache = self.cache
         for name in ("key", "value"):
             tensor = getattr(cache, f"{name}s")[0]
@@ -235,7 +245,7 @@ class LayerStep:
 
 
 def _slices(count: int) -> list[slice]:
-    """Some blocks at a time: numbers of 32 bits for all of them take too much memory."""
+    """Return slices of 4096 blocks, because all blocks in float32 would need too much memory."""
     return [slice(i, min(i + 4096, count)) for i in range(0, count, 4096)]
 
 
@@ -247,10 +257,10 @@ def check(
     device: torch.device,
     kind: type[GpuKVCache] = GpuKVCache,
 ) -> float:
-    """The greatest difference of a step from its twin.
+    """Return the largest difference between the kernels and the reference in one step.
 
     Raises:
-        KernelError: it is more than rounding explains.
+        KernelError: the difference is larger than rounding explains.
     """
     step = LayerStep(spec, shapes, dtype, device, kind)
     if kind is GpuKVCache:
@@ -258,7 +268,7 @@ def check(
         found = step.attend()
         for ours, theirs in ((step.cache.keys, cache.keys), (step.cache.values, cache.values)):
             if not torch.equal(ours[0].float(), theirs[0]):
-                raise KernelError(f"{name}, {dtype}: the cache write differs from its twin")
+                raise KernelError(f"{name}, {dtype}: the cache write differs from its reference")
     else:
         found = step.attend()
         expected, _ = step.expected()
@@ -266,12 +276,15 @@ def check(
     allowed = TOLERANCE[dtype] * (1 + expected.abs())
     if not bool((difference <= allowed).all()):
         worst = difference.nan_to_num(float("inf")).max().item()
-        raise KernelError(f"{name}, {dtype}: attention differs from its twin by {worst:.3g}")
+        raise KernelError(f"{name}, {dtype}: attention differs from its reference by {worst:.3g}")
     return float(difference.max())
 
 
 def milliseconds(work: Callable[[], object], device: torch.device, repeat: int = 10) -> float:
-    """Median time of a call on the device; calls are queued, so launching them is hidden."""
+    """Return the median milliseconds of a call on the device, without the time of launching it.
+
+    Calls are queued, so that the launch of each call overlaps with the call before it.
+    """
     for _ in range(2):
         work()
     if device.type != "cuda":
@@ -288,7 +301,7 @@ def milliseconds(work: Callable[[], object], device: torch.device, repeat: int =
 
 
 def copy_rate(device: torch.device, num_bytes: int) -> float:
-    """Bytes per second, read and written, of torch's copy of a large tensor."""
+    """Return the bytes per second, read plus written, at which torch copies a large tensor."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / (milliseconds(lambda: target.copy_(source), device) / 1e3)
@@ -302,17 +315,18 @@ def decode_rate(
     limit: float,
     kind: type[GpuKVCache] = GpuKVCache,
 ) -> Measured:
-    """Bytes per second of a decode step, the cache write and the reduction included."""
+    """Measure the bytes/s of a decode step, including the cache write and the reduction."""
     step = LayerStep(spec, shapes, torch.bfloat16, device, kind)
     spent = milliseconds(step.attend, device)
     return Measured(name, spent, step.decode_bytes / (spent / 1e3), limit)
 
 
 def prefill_rate(name: str, spec: LayerSpec, shapes: Shapes, device: torch.device) -> Measured:
-    """Operations per second of a prefill step, and those of torch's fused attention.
+    """Measure the FLOP/s of a prefill step, and those of torch's fused attention as the limit.
 
-    Torch gets each sequence alone, keys and values contiguous and repeated for all query heads
-    beforehand, which it is not charged for; a cached part is left out, as it cannot take one.
+    Torch computes each sequence alone. Its keys and values are contiguous and are repeated for all
+    query heads before the measurement. Cached tokens are left out, because the
+    fused attention cannot read them from blocks.
     """
     step = LayerStep(spec, shapes, torch.bfloat16, device)
     spent = milliseconds(step.attend, device)
@@ -342,7 +356,7 @@ def tune(
     candidates: dict[str, list[Tuning]],
     shapes: dict[str, Shapes],
 ) -> Table:
-    """The quickest right cut of each kernel for each head size, of some candidates."""
+    """Return the fastest correct tile sizes of each kernel, for each head dimension."""
     table: Table = {}
     for kernel, tunings in candidates.items():
         lines = []
@@ -356,7 +370,7 @@ def tune(
 
 
 def fastest(kernel: str, step: LayerStep, tunings: list[Tuning]) -> Tuning:
-    """The quickest of some cuts of a kernel; those that the device cannot run are passed over."""
+    """Return the fastest of `tunings` for a kernel; skip those that fail or are wrong."""
     expected = step.attend()
     rows = gpu_attention.gpu_batch(step.batch)
     call = gpu_attention.Step(
@@ -380,5 +394,5 @@ def fastest(kernel: str, step: LayerStep, tunings: list[Tuning]) -> Tuning:
         except Exception as error:  # noqa: BLE001 - too much shared memory, among others
             print(f"{kernel} {tuning}: {type(error).__name__}", flush=True)
     if not times:
-        raise KernelError(f"{kernel}, heads of {step.spec.key_dim}: no cut runs and is right")
+        raise KernelError(f"{kernel}, heads of {step.spec.key_dim}: no tile sizes run correctly")
     return min(times, key=lambda tuning: times[tuning])

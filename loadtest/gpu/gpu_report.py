@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of bench_gpu.py: what failed, the targets, and the page for people."""
+"""The Markdown report of bench_gpu.py: failures, targets and figures."""
 
 import dataclasses
 import math
@@ -8,20 +8,20 @@ from typing import Any
 
 from loadtest.bench.json_programs import Report
 
-# The engine as it is, whose figures are held against the targets.
+# The name of the engine with default settings, whose figures are compared with the targets.
 DEFAULT = "as it is"
-# Cases of decode attention for which the target is meant.
+# The measurements of decode attention to which the target applies.
 _LONG = ("1 sequence of 131072", "8 of 32768", "64 of 8192")
 
 
 class BenchError(Exception):
-    """A part cannot be measured here; the message says why."""
+    """A part could not be measured on this machine; the message gives the reason."""
 
 
 def attempt(name: str, work: Callable[[], Any], left_out: list[str]) -> Any:  # noqa: ANN401
-    """What some work gives; None where it fails, for whatever reason.
+    """Call `work` and return its result, or None if it raises any exception.
 
-    Mutates: left_out gets the reason.
+    Mutates: left_out receives the reason of a failure.
     """
     try:
         return work()
@@ -32,20 +32,20 @@ def attempt(name: str, work: Callable[[], Any], left_out: list[str]) -> Any:  # 
 
 
 def reason_of(error: Exception) -> str:
-    """An error in a line."""
+    """Return the first line of an error message, with the type of the error."""
     text = (str(error).strip() or "-").splitlines()[0][:200]
     return text if isinstance(error, BenchError) else f"{type(error).__name__}: {text}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """What is to be reached.
+    """A target of performance.
 
     Attributes:
-        name: what it is about.
-        found: what was measured; None: nothing was.
-        wanted: the target.
-        is_least: whether more is better.
+        name: what the target measures.
+        found: the measured value, or None if it was not measured.
+        wanted: the target value.
+        is_least: whether the measured value must be at least the target, instead of at most.
     """
 
     name: str
@@ -55,21 +55,21 @@ class Target:
 
     @property
     def ratio(self) -> float | None:
-        """1 and above where it is met."""
+        """The degree to which the target is met: 1 or more if it is, None if not measured."""
         if self.found is None or math.isnan(self.found):
             return None
         return self.found / self.wanted if self.is_least else self.wanted / self.found
 
     @property
     def verdict(self) -> str:
-        """For people."""
+        """The text for the report: met, missed or not measured."""
         if self.ratio is None:
             return "not measured"
         return f"{'met' if self.ratio >= 1 else 'missed'}, {self.ratio:.2f} of it"
 
 
 def targets(report: Report) -> list[Target]:
-    """What is to be reached, and how far it was."""
+    """Return all targets with their measured values."""
     long = [case["share"] for case in report["decode"] if case["name"] in _LONG]
     prefills = [case["share"] for case in report["prefill"]]
     found = report.get("engine") or {}
@@ -92,36 +92,39 @@ def targets(report: Report) -> list[Target]:
 
 
 def markdown(report: Report) -> str:
-    """The report for people."""
+    """Return the report as Markdown."""
     facts = report["machine"]
     wrong = [check for check in report["checks"] if "error" in check]
     worst = max((c["difference"] for c in report["checks"] if "error" not in c), default=0.0)
-    verdict = f"all equal, within {worst:.2g}"
+    verdict = f"the largest difference is {worst:.2g}"
     if wrong:
-        verdict = f"**{len(wrong)} WRONG, whose figures mean nothing**, the others {verdict}"
+        verdict = (
+            f"**{len(wrong)} WRONG, and the figures of these kernels mean nothing**; among the "
+            f"others, {verdict}"
+        )
     lines = [
         f"# {facts['device']}, {facts['date']}",
         "",
         f"`{facts['command']}`; torch {facts['torch']}, triton {facts['triton']}, transformers "
         f"{facts['transformers']}; {report['seconds']:.0f} s.",
         "",
-        f"{len(report['checks'])} comparisons of the kernels with their twins: {verdict}. A copy "
-        f"runs at {report['copy_bytes_per_s'] / 1e9:.0f} GB/s.",
+        f"{len(report['checks'])} comparisons of the kernels with their references: {verdict}. "
+        f"Memory is copied at {report['copy_bytes_per_s'] / 1e9:.0f} GB/s.",
         "",
         *[f"- WRONG: {check['name']}, {check['dtype']}: {check['error']}" for check in wrong],
         *[""] * bool(wrong),
-        "| target | wanted | found | |",
+        "| target | value | measured | result |",
         "|---|---|---|---|",
         *[target_line(target) for target in targets(report)],
         "",
-        "| decode attention | ms | GB/s | share of the copy |",
+        "| decode attention | ms | GB/s | share of the copy's rate |",
         "|---|---|---|---|",
         *[
             f"| {e['name']} | {e['milliseconds']:.3f} | {e['rate'] / 1e9:.0f} | {e['share']:.0%} |"
             for e in report["decode"]
         ],
         "",
-        "| prefill attention | ms | TFLOP/s | torch's fused | share |",
+        "| prefill attention | ms | TFLOP/s | torch's fused TFLOP/s | share of torch's fused |",
         "|---|---|---|---|---|",
         *[
             f"| {e['name']} | {e['milliseconds']:.3f} | {e['rate'] / 1e12:.0f} "
@@ -132,8 +135,8 @@ def markdown(report: Report) -> str:
     ]
     if "window_speedup" in report:
         lines += [
-            "A window of 128 at 32768 tokens makes decode attention "
-            f"{report['window_speedup']:.0f} times as fast.",
+            "With a window of 128 tokens, decode attention over 32768 tokens is "
+            f"{report['window_speedup']:.0f} times as fast as without a window.",
             "",
         ]
     lines += engine_lines(report.get("engine"))
@@ -143,26 +146,27 @@ def markdown(report: Report) -> str:
 
 
 def target_line(target: Target) -> str:
-    """A target's row."""
+    """Return one row of the table of targets."""
     sign = "at least" if target.is_least else "at most"
     found = "" if target.found is None else f"{target.found:.2f}"
     return f"| {target.name} | {sign} {target.wanted:g} | {found} | {target.verdict} |"
 
 
 def engine_lines(found: Report | None) -> list[str]:
-    """The part of the report about the engine."""
+    """Return the lines of the report about the engine."""
     if found is None:
         return []
     one, many = "1", str(found["sequences"])
     lines = [
-        f"Engine, {found['shape']} shape with random weights, "
-        f"{found['weights_bytes'] / 1e9:.1f} GB; reading them at the copy's rate takes "
-        f"{found['limit_ms']:.2f} ms, one forward pass over {found['prompt']} tokens "
-        f"{found['forward_ms']:.1f} ms. Milliseconds of a step of decodes, by how many sequences: "
-        "all of it, what queueing its forward pass takes, and what the host does besides waiting.",
+        f"The engine runs a model of the {found['shape']} shape with "
+        f"{found['weights_bytes'] / 1e9:.1f} GB of random weights. Reading the weights at the rate "
+        f"of a copy takes {found['limit_ms']:.2f} ms, and one forward pass over {found['prompt']} "
+        f"tokens takes {found['forward_ms']:.1f} ms. For {one} and for {many} sequences, the table "
+        "shows the milliseconds of a whole decode step, of launching its forward pass, and of the "
+        "step without waiting for the GPU. Replays are steps that ran as a CUDA graph.",
         "",
         f"| settings | load, s | first token, ms | {many}: tokens/s "
-        f"| {one}: step | pass | host | {many}: step | pass | host | replays |",
+        f"| {one}: step | launch | host | {many}: step | launch | host | replays |",
         "|---" * 11 + "|",
     ]
     for name, ours in found["nereid"].items():
@@ -178,5 +182,8 @@ def engine_lines(found: Report | None) -> list[str]:
         lines.append(f"| {name} | " + " | ".join([*cells, str(ours["replays"])]) + " |")
     theirs = found["generate_batch"]
     if "decode" in theirs:
-        lines += ["", f"generate_batch: {theirs['decode'][many]:.0f} tokens/s at {many} sequences."]
+        lines += [
+            "",
+            f"generate_batch: {theirs['decode'][many]:.0f} tokens/s with {many} sequences.",
+        ]
     return lines

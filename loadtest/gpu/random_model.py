@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a Qwen3 with random weights, and time one pass over a prompt: a program of bench_gpu.py.
+"""Save a Qwen3 model with random weights and time one forward pass over a prompt.
 
     python -m loadtest.gpu.random_model FOLDER --shape 0.6b --prompt 512
 
-Prints {"weights_bytes": of all parameters, "forward_ms": of the pass}. It is a process of its own,
-so that nothing of it stays in memory, and that it does not matter whether a kernel has lost the
-device for the one that asks.
+The program is a part of bench_gpu.py. It prints the JSON object
+{"weights_bytes": bytes of all parameters, "forward_ms": milliseconds of the pass}. It
+runs in a process of its own, so that it leaves nothing in GPU memory, and works even if a failed
+kernel has made the GPU unusable for the calling process.
 """
 
 import argparse
@@ -22,22 +23,24 @@ from loadtest.gpu.gpu_kernels import milliseconds
 
 
 def main() -> None:
-    """Draw, time, save."""
+    """Create the model, time the forward pass, and save the model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--prompt", type=int, required=True, help="tokens of the pass")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda:0"))
+    add = parser.add_argument
+    dtypes, device = ["float32", "bfloat16"], torch.device("cuda:0")
+    add("folder", type=Path, help="folder for the checkpoint")
+    add("--shape", choices=SHAPES, required=True, help="shape of the model, as in bench.py")
+    add("--prompt", type=int, required=True, help="tokens of the forward pass")
+    add("--dtype", choices=dtypes, default="bfloat16", help="dtype of the weights")
+    add("--device", type=torch.device, default=device, help="device (default: %(default)s)")
     args = parser.parse_args()
     logging.disable_progress_bar()
     torch.manual_seed(0)
     config = config_of(args.shape)
     config._attn_implementation = "sdpa"
     torch.set_default_dtype(getattr(torch, args.dtype))
-    with args.device:  # weights are drawn there: on a host this takes minutes
+    with args.device:  # creating random weights on the CPU would take minutes
         model = Qwen3ForCausalLM(config).eval()
     ids = torch.randint(3, config.vocab_size, (1, args.prompt), device=args.device)
     with torch.inference_mode():

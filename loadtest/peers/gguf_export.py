@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Qwen3 checkpoint as GGUF, weights as they are: what llama.cpp needs to run the same model.
+"""Conversion of a Qwen3 checkpoint to GGUF without quantization, for llama.cpp.
 
-Tensor and metadata names come from the `gguf` package, which is llama.cpp's own.
+The names of tensors and metadata come from the package `gguf`, which belongs to llama.cpp.
 """
 
 import json
@@ -15,12 +15,17 @@ _HEADER_LENGTH_BYTES = 8
 
 
 def export(checkpoint: Path, file: Path, dtype: str) -> None:
-    """Write a GGUF file beside a checkpoint with one safetensors file.
+    """Write a checkpoint with one safetensors file as a GGUF file.
 
     Args:
-        checkpoint: folder with config.json and model.safetensors.
-        file: where to.
-        dtype: "float32" or "bfloat16", of the matrices; vectors are float32 as llama.cpp wants.
+        checkpoint: the folder with config.json and model.safetensors.
+        file: the path of the GGUF file.
+        dtype: the dtype of the matrices, "float32" or "bfloat16". Vectors are float32, as llama.cpp
+            requires.
+
+    Raises:
+        ValueError: a tensor has no counterpart in llama.cpp, or has another dtype than float32 and
+            bfloat16.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(file, "qwen3")
@@ -40,7 +45,8 @@ def export(checkpoint: Path, file: Path, dtype: str) -> None:
     for name, tensor in read_safetensors(checkpoint / "model.safetensors"):
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if target is None:
-            raise ValueError(f"{name}: llama.cpp's {gguf.MODEL_ARCH.QWEN3.name} has no such tensor")
+            architecture = gguf.MODEL_ARCH.QWEN3.name
+            raise ValueError(f"llama.cpp's {architecture} has no tensor for the weight {name}")
         if tensor.ndim > 1 and dtype == "bfloat16":
             writer.add_tensor(
                 target, to_bfloat16(tensor).view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16
@@ -54,7 +60,11 @@ def export(checkpoint: Path, file: Path, dtype: str) -> None:
 
 
 def read_safetensors(path: Path) -> list[tuple[str, np.ndarray]]:
-    """All tensors of a file as float32; float32 and bfloat16 files only."""
+    """Return the names and values of all tensors in a file, converted to float32.
+
+    Raises:
+        ValueError: a tensor has another dtype than float32 and bfloat16.
+    """
     data = path.read_bytes()
     length = int.from_bytes(data[:_HEADER_LENGTH_BYTES], "little")
     header = json.loads(data[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + length])
@@ -70,12 +80,15 @@ def read_safetensors(path: Path) -> list[tuple[str, np.ndarray]]:
         elif entry["dtype"] == "F32":
             values = np.frombuffer(raw, np.float32)
         else:
-            raise ValueError(f"{name}: {entry['dtype']} is not exported; save float32 or bfloat16")
+            raise ValueError(
+                f"the tensor {name} has the dtype {entry['dtype']}, which cannot be exported; save "
+                "the checkpoint as float32 or bfloat16"
+            )
         tensors.append((name, values.reshape(entry["shape"])))
     return tensors
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The upper halves of float32 words, rounded to nearest even."""
+    """Convert float32 to the bit patterns of bfloat16, rounded to the nearest even number."""
     words = np.ascontiguousarray(values).view(np.uint32)
     return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)

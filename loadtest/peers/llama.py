@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""llama.cpp through llama-cpp-python's low-level interface, on the same weights as GGUF.
+"""llama.cpp as a compared engine, through the low-level interface of llama-cpp-python.
 
-Runs in an environment of its own (`make bench-peers`), without torch.
+The program converts the checkpoint to GGUF. It runs in an environment of its own
+(`make bench-peers`) without torch.
 """
 
 import os
@@ -23,7 +24,16 @@ _BATCH = 512
 
 @dataclass
 class _Slot:
-    """A sequence in work: how much of its prompt is computed, and its answer's length so far."""
+    """A running sequence.
+
+    Attributes:
+        number: the index of the request.
+        prompt: the token ids of the prompt.
+        num_wanted: the number of tokens to generate.
+        num_computed: the number of prompt tokens that are computed.
+        num_answered: the number of generated tokens.
+        last: the last generated token.
+    """
 
     number: int
     prompt: list[int]
@@ -34,7 +44,7 @@ class _Slot:
 
 
 class LlamaCpp:
-    """One context, as many sequences in it as a batch has prompts."""
+    """A llama.cpp model; each call creates a context with one sequence for each prompt."""
 
     def __init__(self, path: str, workload: dict[str, Any]) -> None:
         file = Path(path) / f"model-{workload['dtype']}.gguf"
@@ -48,16 +58,16 @@ class LlamaCpp:
             os.fsencode(file), lib.llama_model_default_params()
         )
         if not self._model:
-            raise RuntimeError(f"llama.cpp cannot load {file}")
+            raise RuntimeError(f"llama.cpp could not load the model file {file}.")
         self._threads = workload["threads"]
         self._vocab_size = workload["vocab_size"]
 
     def start(self, prompts: list[list[int]]) -> None:
-        """See `Contestant`."""
+        """Process the prompts, and generate one token for each."""
         self.generate(prompts, 1)
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
-        """See `Contestant`."""
+        """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
         with self._context(len(prompts), len(prompts[0]) + num_tokens) as (context, batch):
             tokens = []
             for sequence, prompt in enumerate(prompts):
@@ -69,17 +79,17 @@ class LlamaCpp:
                         for i, t in enumerate(piece)
                     ]
                     self._decode(context, batch, rows)
-                tokens.append(self._likeliest(context, -1))
+                tokens.append(self._most_likely_token(context, -1))
             for step in range(1, num_tokens):
                 place = len(prompts[0]) + step - 1
                 rows = [(token, place, sequence, True) for sequence, token in enumerate(tokens)]
                 self._decode(context, batch, rows)
-                tokens = [self._likeliest(context, row) for row in range(len(prompts))]
+                tokens = [self._most_likely_token(context, row) for row in range(len(prompts))]
 
     def mixed(self, plan: list[tuple[float, list[int], int]]) -> dict[str, Any]:
-        """Requests at their times, in batches as its own server makes them.
+        """Run requests at their arrival times, with the batching of llama.cpp's server.
 
-        Every running sequence gets its next token in every batch, and prompts fill what is left.
+        Each batch computes the next token of every running sequence, and prompts fill the rest.
         """
         longest = max(len(prompt) + num_tokens for _, prompt, num_tokens in plan)
         started, first, waiting = time.perf_counter(), {}, list(enumerate(plan))
@@ -108,7 +118,7 @@ class LlamaCpp:
         batch: Any,  # noqa: ANN401 - a ctypes structure
         slots: list[_Slot],
     ) -> list[_Slot]:
-        """One batch; returns the sequences that got a token."""
+        """Run one batch, and return the sequences that got a token."""
         rows: list[tuple[int, int, int, bool]] = []
         answered: list[tuple[_Slot, int]] = []
         for slot in sorted(slots, key=lambda slot: slot.num_computed < len(slot.prompt)):
@@ -127,13 +137,13 @@ class LlamaCpp:
                 answered.append((slot, len(rows) - 1))
         self._decode(context, batch, rows)
         for slot, row in answered:
-            slot.last = self._likeliest(context, row)
+            slot.last = self._most_likely_token(context, row)
             slot.num_answered += 1
         return [slot for slot, _ in answered]
 
     @contextmanager
     def _context(self, num_sequences: int, length: int) -> Iterator[tuple[object, Any]]:
-        """Room for so many sequences of a length, and a batch to fill."""
+        """Yield a context for `num_sequences` sequences of `length` tokens, and an empty batch."""
         params = lib.llama_context_default_params()
         params.n_ctx = -(-length // 256) * 256 * num_sequences
         params.n_batch = params.n_ubatch = _BATCH
@@ -162,9 +172,9 @@ class LlamaCpp:
             batch.logits[i] = wants_logits
         code = lib.llama_decode(context, batch)
         if code:
-            raise RuntimeError(f"llama_decode failed with {code}")
+            raise RuntimeError(f"llama_decode failed with the error code {code}.")
 
-    def _likeliest(self, context: object, row: int) -> int:
+    def _most_likely_token(self, context: object, row: int) -> int:
         logits = np.ctypeslib.as_array(
             lib.llama_get_logits_ith(context, row), shape=(self._vocab_size,)
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nereid's engine, in process."""
+"""Nereid's engine in process, as a compared engine."""
 
 import os
 import statistics
@@ -14,14 +14,15 @@ from loadtest.peers.workload import main, summary
 
 
 class StepTimes:
-    """Where the time of steps of decodes goes, by how many sequences they have.
+    """The times of decode steps, by number of sequences.
 
     Attributes:
-        spent: seconds of each step, of which to make its forward pass, and to wait for the device.
+        spent: for each step, the seconds of the whole step, of launching its forward pass, and of
+            waiting for the device.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Measure an engine's steps from now on."""
+        """Start to measure the steps of `engine`."""
         self.spent: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
         self._forward_s = self._wait_s = 0.0
         self._rows: set[int] = set()
@@ -48,7 +49,7 @@ class StepTimes:
             started = time.perf_counter()
             updates = step()
             spent = time.perf_counter() - started
-            # Where steps overlap, it is the next one's pass that was made meanwhile.
+            # With asynchronous scheduling, the forward pass belongs to the next step.
             if len(self._rows) == 1 and 0 not in self._rows:
                 self.spent[self._rows.pop()].append((spent, self._forward_s, self._wait_s))
             return updates
@@ -58,7 +59,7 @@ class StepTimes:
         setattr(HostCopy, "wait", timed_wait)  # noqa: B010
 
     def summary(self, batches: list[int]) -> dict[str, dict[str, float]]:
-        """Medians in milliseconds; "host" is what is not waiting."""
+        """Return the median milliseconds for each batch size; "host" excludes waiting."""
         found = {}
         for batch in batches:
             if times := self.spent.get(batch):
@@ -74,7 +75,7 @@ class StepTimes:
 
 
 class Nereid:
-    """One engine; a prompt's cached prefix never helps, because every prompt is random."""
+    """One engine. Its prefix cache has no effect, because every prompt is random."""
 
     def __init__(self, path: str, workload: dict[str, Any]) -> None:
         options: dict[str, Any] = json_options()
@@ -85,17 +86,17 @@ class Nereid:
         self._times = StepTimes(self._engine)
 
     def start(self, prompts: list[list[int]]) -> None:
-        """See `Contestant`."""
+        """Process the prompts, and generate one token for each."""
         self.generate(prompts, 1)
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
-        """See `Contestant`."""
+        """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         outputs = self._engine.generate(prompts, params)
         assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
 
     def facts(self) -> dict[str, Any]:
-        """Medians of steps, and how many of them were replays of captured ones."""
+        """Return the median times of steps, and the number of steps that replayed a CUDA graph."""
         graphs = getattr(self._engine._runner._path, "graphs", None)
         return {
             "steps": self._times.summary(self._batches),
@@ -103,7 +104,7 @@ class Nereid:
         }
 
     def mixed(self, plan: list[tuple[float, list[int], int]]) -> dict[str, Any]:
-        """Requests at their times; seconds to first tokens and the rate."""
+        """Run requests at their arrival times; return the percentiles of TTFT and the tokens/s."""
         engine, started, first, total = self._engine, time.perf_counter(), {}, 0
         waiting = list(enumerate(plan))
         while waiting or engine.has_work():
@@ -122,7 +123,7 @@ class Nereid:
 
 
 def json_options() -> dict[str, Any]:
-    """Engine settings to compare, as JSON in BENCH_ENGINE."""
+    """Return the engine settings in the environment variable BENCH_ENGINE, which contains JSON."""
     import json
 
     options: dict[str, Any] = json.loads(os.environ.get("BENCH_ENGINE", "{}"))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' own continuous batching, what `generate_batch` runs on.
+"""The continuous batching of transformers, which `generate_batch` uses, as a compared engine.
 
-Its manager is kept between batches, as a service keeps it, with a cache for the largest of them: by
-default the cache takes most of the memory, and `generate_batch` alone clears one for each batch.
+The program keeps the manager of `generate_batch` between batches, as a service would, because
+`generate_batch` creates a new cache for each batch. The cache has the size of the largest batch,
+because its default size is most of the memory.
 """
 
 import time
@@ -19,7 +20,7 @@ _TIMEOUT_S = 600.0
 
 
 class GenerateBatch:
-    """The model as a user loads it, and its manager running."""
+    """A model with default settings, and its running manager of continuous batching."""
 
     def __init__(self, path: str, workload: dict[str, Any]) -> None:
         torch.set_num_threads(workload["threads"])
@@ -44,11 +45,11 @@ class GenerateBatch:
         self._manager.start()
 
     def start(self, prompts: list[list[int]]) -> None:
-        """See `Contestant`."""
+        """Process the prompts, and generate one token for each."""
         self.generate(prompts, 1)
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
-        """See `Contestant`."""
+        """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
         waiting = set(self._manager.add_requests(prompts, max_new_tokens=num_tokens))
         assert len(waiting) == len(prompts)
         while waiting:
@@ -58,7 +59,7 @@ class GenerateBatch:
             waiting.remove(output.request_id)
 
     def mixed(self, plan: list[tuple[float, list[int], int]]) -> dict[str, Any]:
-        """Requests at their times; seconds to first tokens and the rate."""
+        """Run requests at their arrival times; return the percentiles of TTFT and the tokens/s."""
         started, first, waiting = time.perf_counter(), {}, list(enumerate(plan))
         running: set[str] = set()
         while waiting or running:
@@ -82,11 +83,11 @@ class GenerateBatch:
         return summary(waits, total, time.perf_counter() - started)
 
     def close(self) -> None:
-        """Stop the manager's thread, which the program would wait for."""
+        """Stop the manager's thread, because it would keep the program running."""
         self._manager.stop(block=True, timeout=10)
 
     def _result(self, timeout_s: float) -> Any:  # noqa: ANN401 - transformers' GenerationOutput
-        """The next result of any request; None after the timeout."""
+        """Return the next result of any request, or None after the timeout."""
         output = self._manager.get_result(timeout=timeout_s)
         assert output is None or output.error is None, f"generate_batch failed: {output.error}"
         return output

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' `generate` with a static batch: all prompts of one length, so nothing is padded.
+"""`generate` of transformers with static batches, as a compared engine.
 
-Requests that arrive at their own times are answered as a service around `generate` can: all that
-wait are the next batch, padded on the left, and nobody joins it.
+All prompts of a batch have the same length, so that no padding is needed. Requests that arrive at
+different times are answered as in a service based on `generate`: all waiting requests form the next
+batch, which is padded on the left, and no request joins a running batch.
 """
 
 import time
@@ -15,7 +16,7 @@ from loadtest.peers.workload import main, summary
 
 
 class _Clock(StoppingCriteria):
-    """Notes when the first tokens are there, and stops nothing."""
+    """A stopping criterion that stores the time of the first tokens, and never stops a sequence."""
 
     def __init__(self) -> None:
         self.first: float | None = None
@@ -27,7 +28,7 @@ class _Clock(StoppingCriteria):
 
 
 class Generate:
-    """The model as a user loads it."""
+    """A model with default settings."""
 
     def __init__(self, path: str, workload: dict[str, Any]) -> None:
         torch.set_num_threads(workload["threads"])
@@ -38,12 +39,12 @@ class Generate:
             self._model.to("cuda")
 
     def start(self, prompts: list[list[int]]) -> None:
-        """See `Contestant`."""
+        """Process the prompts, and generate one token for each."""
         self.generate(prompts, 1)
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
-        """See `Contestant`."""
+        """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
         ids = torch.tensor(prompts, device=self._model.device)
         found = self._model.generate(
             ids,
@@ -56,7 +57,7 @@ class Generate:
         assert found.shape[1] == ids.shape[1] + num_tokens
 
     def mixed(self, plan: list[tuple[float, list[int], int]]) -> dict[str, Any]:
-        """Requests at their times; seconds to first tokens and the rate."""
+        """Run requests at their arrival times; return the percentiles of TTFT and the tokens/s."""
         started, waits, waiting = time.perf_counter(), [], list(plan)
         while waiting:
             now = time.perf_counter() - started
@@ -72,7 +73,7 @@ class Generate:
 
     @torch.inference_mode()
     def _answer(self, prompts: list[list[int]], num_tokens: int) -> float:
-        """Answer prompts of different lengths; returns when the first tokens were there."""
+        """Answer prompts of different lengths, and return the time of the first tokens."""
         width, device, clock = max(map(len, prompts)), self._model.device, _Clock()
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every contestant of the benchmark does, and how its times are taken.
+"""The workload of the engine comparison, and how its times are measured.
 
-Runs in each contestant's own environment, so it needs nothing beyond the standard library.
+This module runs in the environment of each engine, so it needs only the standard library.
 
-A contestant is a program `NAME.py CHECKPOINT WORKLOAD`: it loads the checkpoint, goes through the
-workload (JSON) and prints one JSON object as its last line. Peak memory is the process's own.
+The program of an engine takes two arguments: a checkpoint and a workload as JSON. It loads the
+checkpoint, runs the workload and prints one JSON object as its last line. Peak memory is that of
+the program's process.
 """
 
 import json
@@ -19,17 +20,17 @@ from typing import Any, Protocol
 
 
 class Contestant(Protocol):
-    """A system under test, loaded."""
+    """A loaded engine that is measured."""
 
     def start(self, prompts: list[list[int]]) -> None:
-        """Go through the prompts and generate one token for each."""
+        """Process the prompts, and generate one token for each."""
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
-        """Answer all prompts at once, greedily, with exactly so many tokens each."""
+        """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
 
 
 def main(load: Callable[[str, dict[str, Any]], Contestant]) -> None:
-    """Run the program: load the checkpoint, measure, print."""
+    """Load the checkpoint, measure the workload, and print the results."""
     path, workload = sys.argv[1], json.loads(sys.argv[2])
     started = time.perf_counter()
     contestant = load(path, workload)
@@ -66,9 +67,9 @@ def main(load: Callable[[str, dict[str, Any]], Contestant]) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this program has taken.
+    """Return the peak resident memory of this process in bytes.
 
-    What the system calls a process's largest size counts that of the program which started it, too.
+    The function reads VmHWM, because `getrusage` also includes the process that started this one.
     """
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     assert found is not None
@@ -76,14 +77,14 @@ def peak_bytes() -> int:
 
 
 def spent(function: Callable[..., object], *args: object) -> float:
-    """Wall seconds of one call."""
+    """Return the wall time of one call in seconds."""
     started = time.perf_counter()
     function(*args)
     return time.perf_counter() - started
 
 
 def rate(amount: int, times: Sequence[float]) -> float:
-    """Amount per second at the median time."""
+    """Return the amount per second at the median of `times`."""
     return amount / statistics.median(times)
 
 
@@ -93,18 +94,19 @@ def decode_rate(
     batch: int,
     workload: dict[str, Any],
 ) -> float:
-    """Tokens per second after the first ones: whole answers' time less that of the prompts.
+    """Return the tokens/s of decode, from the time of whole answers less that of the prompts.
 
-    0 where the prompts' own time differed by more than that: longer answers, or more repeats, tell.
+    Return 0 if the variation of the prompts' time exceeds the difference. Longer answers or more
+    repetitions help in that case.
     """
     times = []
     if workload.get("warm"):
-        # What is done once for a batch of this size, as capturing its kernels, is not measured.
+        # Work that happens once for each batch size, such as capturing a graph, is not measured.
         contestant.generate(prompts(batch, workload["context"]), workload["answer"])
     for _ in range(workload["repeat"]):
         texts = prompts(batch, workload["context"])
         whole = spent(contestant.generate, texts, workload["answer"])
-        # Fresh prompts of the same size, lest a cache of prefixes answer them.
+        # The prompts are new, because a prefix cache would otherwise contain them.
         times.append(whole - spent(contestant.start, prompts(batch, workload["context"])))
     if statistics.median(times) <= 0:
         return 0.0
@@ -114,7 +116,7 @@ def decode_rate(
 def arrivals(
     mixed: Callable[..., dict[str, Any]], workload: dict[str, Any], rng: random.Random
 ) -> dict[str, Any]:
-    """Requests that arrive at random times with prompts and answers of many lengths."""
+    """Measure requests that arrive at random times, with prompts and answers of random lengths."""
     plan, now = [], 0.0
     for _ in range(workload["mixed"]["requests"]):
         now += rng.expovariate(workload["mixed"]["per_second"])
@@ -127,7 +129,13 @@ def arrivals(
 
 
 def summary(first_token_s: list[float], num_tokens: int, seconds: float) -> dict[str, Any]:
-    """What a contestant reports of arrivals: seconds from arrival to first token, and the rate."""
+    """Return the percentiles of the time to first token, and the tokens per second.
+
+    Args:
+        first_token_s: for each request, the seconds from its arrival to its first token.
+        num_tokens: the number of generated tokens of all requests.
+        seconds: the duration of the measurement.
+    """
     ordered = sorted(first_token_s)
     return {
         "ttft_p50_s": statistics.median(ordered),

@@ -57,7 +57,7 @@ def test_a_kernel_that_differs_from_its_twin_stops_it(device, monkeypatch):
         out[0] += 0.1
 
     monkeypatch.setattr(gpu_attention, "decode", wrong)
-    with pytest.raises(gpu_kernels.KernelError, match="attention differs from its twin"):
+    with pytest.raises(gpu_kernels.KernelError, match="attention differs from its reference"):
         gpu_kernels.check(
             "small", LayerSpec(2, 1, 16, 16), [(20, 1), (0, 3)], torch.float32, device
         )
@@ -78,7 +78,7 @@ def test_numbers_of_8_bits_that_are_off_by_more_than_their_rounding_stop_it(
         plain(key * factor, value, step, slots)
 
     monkeypatch.setattr(gpu_attention, "store", wrong)
-    with pytest.raises(gpu_kernels.KernelError, match="more than their rounding"):
+    with pytest.raises(gpu_kernels.KernelError, match="more than the rounding"):
         gpu_kernels.check(
             "small",
             LayerSpec(2, 1, 16, 16),

@@ -41,13 +41,13 @@ def fails(*_):
 def test_a_kernel_that_differs_is_named_first_and_the_rest_is_measured(kept):
     def check(name, spec, shapes, dtype, device, kind):
         if kind is GpuFloat8KVCache:
-            raise KernelError(f"{name}: attention differs from its twin by 0.2")
+            raise KernelError(f"{name}: attention differs from its reference by 0.2")
         return 0.001
 
     code, report, text = kept(check=check)
     assert code == 1
     assert len(report["checks"]) == 8
-    assert "8 comparisons of the kernels with their twins: **2 WRONG" in text
+    assert "8 comparisons of the kernels with their references: **2 WRONG" in text
     assert "- WRONG: 2/1 heads of 24 and 10, float8: 2/1 heads of 24" in text
     assert report["decode"]
     assert report["prefill"]

@@ -4,11 +4,12 @@
     host     plan B, launch its pass | wait for A | commit A, launch B's sampling | report, plan C
     device   A ................................... | B's forward pass .......... | B's sampling | C
 
-Step B is planned on the assumption that each sampling sequence of step A gets exactly one token.
-B's forward pass reads these tokens from device memory, where A wrote them. B's sampling is launched
-after A is committed. By then, everything that depends on the earlier tokens is known: grammars,
-penalties, bad words, and the end of each answer. The parts of B for which the assumption was wrong
-are not sampled, or are computed again. If a sequence of A ends with an error, all of B is dropped.
+The plan of step B assumes that each sampling sequence of step A gets exactly one token. The forward
+pass of B reads these tokens from device memory, where A wrote them. The sampling of B is launched
+after A is committed. By then, the host knows everything that depends on the earlier tokens:
+grammars, penalties, bad words, and which answers have ended. If the assumption was wrong for a
+sequence, B does not sample a token for the sequence, and a later step computes wrong tokens again.
+If a sequence of A ends with an error, B is dropped completely.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from nereid_backend.step_failures import StepFailures
 
 
 class AsyncSteps:
-    """Runs the steps of a scheduler on a runner; two steps may be running at the same time."""
+    """Runs the steps of a scheduler on a runner. Two steps may be running at the same time."""
 
     def __init__(
         self,
@@ -30,13 +31,13 @@ class AsyncSteps:
         failures: StepFailures,
         record_start: Callable[[StepPlan], None],
     ) -> None:
-        """Create a loop without running steps.
+        """Create an object without running steps.
 
         Args:
             scheduler: a scheduler without speculative decoding.
             runner: a runner whose path supports steps that were planned ahead.
-            failures: counts failed steps.
-            record_start: called with each plan whose step starts.
+            failures: the counter of failed steps.
+            record_start: a function that is called with each plan whose step is about to start.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -45,13 +46,13 @@ class AsyncSteps:
         self._running_step: RunningStep | None = None
 
     def step(self) -> list[RequestUpdate] | None:
-        """Finish the running step, after starting the next one if possible.
+        """Start the next step if possible, then finish the running step.
 
         Returns:
-            The updates of the finished step; None if there was nothing to do.
+            The updates of the finished step; None if there was nothing to compute or report.
 
         Raises:
-            EngineError: if the device is lost or too many steps have failed.
+            EngineError: if the device is lost, or if too many steps in a row have failed.
         """
         step, self._running_step = self._running_step, None
         if step is not None:
@@ -68,18 +69,19 @@ class AsyncSteps:
         return self._finish(step)
 
     def _finish(self, step: RunningStep) -> list[RequestUpdate]:
-        """Start the next step, then wait for `step` and return its updates."""
+        """Start the step after `step` if possible, then wait for `step` and return its updates."""
         plan = self._plan_next(step)
         next_step: RunningStep | None = None
         start_error: Exception | None = None
         if plan is not None:
             try:
                 next_step = self._runner.start(plan, step)
-            except Exception as error:  # noqa: BLE001 - reported below, after the running step
+            except Exception as error:  # noqa: BLE001 - reported below
+                # The running step must be finished and reported first.
                 start_error = error
         try:
             result = self._runner.finish(step)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - ends the step's requests with an error
             updates = self._fail(step.plan, error)
             has_errors = True
         else:
@@ -97,7 +99,7 @@ class AsyncSteps:
         return updates + self._sample_next(next_step, result)
 
     def _plan_next(self, step: RunningStep) -> StepPlan | None:
-        """Return the plan of a step that can start before `step` is finished, or None."""
+        """Plan the next step before `step` is finished. Return None if that is not possible."""
         if self._scheduler.is_held_up:
             return None
         plan = self._scheduler.plan_ahead(step.plan)
@@ -107,11 +109,11 @@ class AsyncSteps:
         return plan
 
     def _sample_next(self, next_step: RunningStep, before: StepResult) -> list[RequestUpdate]:
-        """Launch the sampling of a step that was started ahead, after the previous commit."""
+        """Launch the sampling of a step that was started before the previous step was committed."""
         plan = self._scheduler.settle(next_step.plan, before.device_token_ids)
         try:
             self._runner.sample(next_step, plan)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - ends the step's requests with an error
             return self._fail(plan, error)
         self._running_step = next_step
         return []

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine. Start reading at `Engine.step`, which contains the main loop."""
+"""The engine, which generates tokens for many requests at the same time.
+
+Start reading at `Engine.step`, which contains the main loop.
+"""
 
 import logging
 import operator
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The seconds that a step without work waits for a grammar. New requests are not read meanwhile.
+# If all requests wait for grammars, a step waits at most this long. The time is short, because the
+# engine receives no new requests while it waits.
 _GUIDE_WAIT_S = 0.02
 
 
@@ -40,20 +44,23 @@ class Engine:
     An engine is not thread-safe: only one thread may call its methods.
 
     Attributes:
-        info: facts about the loaded model and how it runs.
-        begun: the requests whose first tokens were computed in the last step, as pairs of request
-            id and time (time.monotonic()). A request that was preempted before its first token
-            occurs again.
+        info: facts about the loaded model and the engine.
+        begun: the requests whose first tokens were computed in the last step. Each item is a pair
+            of request id and start time of the step (time.monotonic()). If a request is preempted
+            before its first output token, the request appears in a later step again.
     """
 
     info: EngineInfo
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
-        """Load a checkpoint, verify that the engine computes it exactly, and allocate the KV cache.
+        """Load the model, check the engine's logits, and allocate the KV cache.
+
+        The check compares the logits of the engine's steps with the logits of a plain forward pass.
 
         Args:
             config: the settings.
-            progress: called with one line of text for each slow step of loading.
+            progress: a function that is called with one line of text for each slow phase of
+                loading. None writes the lines to the log.
 
         Raises:
             ConfigError: if the settings do not fit the machine or the model.
@@ -97,19 +104,19 @@ class Engine:
             self._async_steps = self._make_async_steps(progress or logger.info)
 
     def step(self) -> list[RequestUpdate]:
-        """Compute the next tokens: plan a step, run it, and commit its result.
+        """Plan a step, run the step, and return the new tokens of its sequences.
 
         If a step fails, its sequences end with an error and the engine continues. If every request
         waits for a grammar, the call returns after some milliseconds. With async_scheduling, the
-        next step is already running when the call returns; if that step could not start, its
+        next step is already running when the call returns. If that next step could not start, its
         sequences get a second update, which ends them.
 
         Returns:
             One update for each sequence that got tokens or ended.
 
         Raises:
-            EngineError: if the device is lost, or max_step_failures steps in a row have failed. The
-                engine cannot be used any more.
+            EngineError: if the device is lost, or if max_step_failures steps in a row have failed.
+                After this error, the engine cannot be used any more.
         """
         self._start_prepared()
         self.begun = []
@@ -133,29 +140,29 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams | None = None,
     ) -> None:
-        """Add a request. From now on, step() computes it and ends it exactly once.
+        """Add a request. Later calls of `step` compute its tokens.
 
         Args:
             request_id: an id that no unfinished request has.
-            prompt_token_ids: at least one token id; all are below info.vocab_size.
-            params: the sampling parameters; None means the defaults.
+            prompt_token_ids: at least one token id. All ids must be less than info.vocab_size.
+            params: the sampling parameters; None selects the defaults.
 
         Raises:
             RequestError: if the request is invalid.
-            CapacityError: if too many requests wait (max_num_waiting).
+            CapacityError: if max_num_waiting requests are waiting already.
         """
         params = params or SamplingParams()
         if request_id in self._scheduler:
             raise RequestError(
-                f"request_id: the id {request_id!r} belongs to a request that has not ended; use "
+                f"request_id: the id {request_id!r} belongs to a request that has not ended. Use "
                 "another id."
             )
         token_ids = self._check_prompt(prompt_token_ids)
         check_token_ids(params, self.info.vocab_size)
         if self._scheduler.num_waiting >= self._config.max_num_waiting:
             raise CapacityError(
-                f"{self._scheduler.num_waiting} requests are waiting and the limit is "
-                f"{self._config.max_num_waiting} (max_num_waiting); try again later."
+                f"{self._scheduler.num_waiting} requests are waiting, and the limit is "
+                f"{self._config.max_num_waiting} (max_num_waiting). Try again later."
             )
         room = self.info.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
@@ -175,21 +182,24 @@ class Engine:
         self._scheduler.add(request, is_prepared=False)
 
     def warm_up(self) -> None:
-        """Load the grammar libraries in the background, which takes seconds the first time."""
+        """Load the grammar libraries in the background. Loading takes some seconds.
+
+        Without this call, the first request with a grammar waits for the libraries.
+        """
         self._load_guides().warm_up()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Abort a request, or only its sequence `index`. The next step reports the end.
 
-        The blocks are free at once. With async_scheduling, they are free after the running step. Do
-        nothing if the request is unknown or has ended.
+        The blocks of the request become free at once, or after the running step with
+        async_scheduling. Do nothing if the request is unknown or has ended.
         """
         self._scheduler.abort(request_id, index)
         if not self._scheduler.is_preparing(request_id):
             self._pending_grammars.drop(request_id)
 
     def has_work(self) -> bool:
-        """Return whether step() has something to compute or to report."""
+        """Return whether the next call of `step` would compute tokens or return updates."""
         return self._scheduler.has_work()
 
     def generate(
@@ -201,10 +211,12 @@ class Engine:
 
         Args:
             prompt_token_ids: one list of token ids for each prompt.
-            params: the sampling parameters of all prompts, or one for each prompt.
+            params: the sampling parameters of all prompts, or one item for each prompt. None
+                selects the defaults.
 
         Raises:
-            RequestError: if a prompt or parameter is invalid, or the engine has other requests.
+            RequestError: if a prompt or a parameter is invalid, or if the engine has other
+                requests.
         """
         if self._decode is None:
             self._decode = load_decoder(self._config.model)
@@ -218,40 +230,43 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """The number of sequences that have blocks of the KV cache."""
+        """The number of sequences that have a row and blocks of the KV cache."""
         return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
-        """The number of sequences that wait for blocks, for their prompt, or for their grammar."""
+        """The number of sequences that have no row and no blocks yet.
+
+        They wait for a row and blocks, for the computation of their prompt, or for their grammar.
+        """
         return self._scheduler.num_waiting
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of KV cache blocks that no request uses, including cached blocks."""
+        """The number of KV cache blocks that no request uses. Idle cached blocks are included."""
         return self._pool.num_free
 
     @property
     def num_prefix_cache_queries(self) -> int:
-        """The number of tokens that were looked up in the prefix cache since the start."""
+        """The number of tokens that requests have looked up in the prefix cache since the start."""
         cache = self._scheduler.cache
         return cache.num_queried_tokens if cache is not None else 0
 
     @property
     def num_prefix_cache_hits(self) -> int:
-        """The number of tokens that were found in the prefix cache since the start."""
+        """The number of tokens that requests have found in the prefix cache since the start."""
         cache = self._scheduler.cache
         return cache.num_hit_tokens if cache is not None else 0
 
     @property
     def num_proposed_tokens(self) -> int:
-        """The number of draft tokens that were proposed since the start."""
+        """The number of draft tokens that have been proposed since the start."""
         lookup = self._scheduler.lookup
         return lookup.num_proposed if lookup is not None else 0
 
     @property
     def num_accepted_tokens(self) -> int:
-        """The number of draft tokens that were accepted since the start."""
+        """The number of draft tokens that have been accepted since the start."""
         lookup = self._scheduler.lookup
         return lookup.num_accepted if lookup is not None else 0
 
@@ -261,10 +276,10 @@ class Engine:
         return self._scheduler.num_preemptions
 
     def check(self) -> None:
-        """Verify that blocks, rows and requests agree.
+        """Verify that the blocks, the rows and the requests agree.
 
         Raises:
-            AssertionError: if a block, a row or a request leaked.
+            AssertionError: if a block, a row or a request was lost.
         """
         self._scheduler.check()
 
@@ -309,7 +324,7 @@ class Engine:
         return self._guides
 
     def _start_prepared(self) -> None:
-        """Start the requests whose grammars are compiled; end those whose grammars failed."""
+        """Start the requests whose grammars are compiled, and end those whose grammars failed."""
         for request_id, future in self._pending_grammars.take_done():
             error = future.exception()
             if error is None:
@@ -328,18 +343,19 @@ class Engine:
             token_ids = [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
             raise RequestError(
-                f"prompt: the value must be a list of token ids: {error}."
+                f"prompt: the value must be a list of token ids, but it is not ({error})."
             ) from error
         if not token_ids:
-            raise RequestError("prompt: the prompt is empty; send at least one token.")
+            raise RequestError("prompt: the prompt is empty. Send at least one token.")
         if len(token_ids) > limit:
             raise RequestError(
-                f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len)"
+                f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len). Send a "
+                "shorter prompt."
             )
         if len(token_ids) == limit:
             raise RequestError(
-                f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len) and "
-                "leaves no room for an answer"
+                f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len), which "
+                "leaves no room for an answer. Send a shorter prompt."
             )
         lowest, highest = min(token_ids), max(token_ids)
         if lowest < 0 or highest >= self.info.vocab_size:

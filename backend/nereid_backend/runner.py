@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner: executes a step plan with a forward pass on the model's path, followed by sampling.
+"""The runner, which executes the plan of a step: a forward pass, followed by sampling.
 
-`run` does everything in one call. With async scheduling, the same work is divided into three calls,
-of which the first two only launch work on the device:
+`run` executes a plan in one call. With async scheduling, three calls share the same work. The first
+two calls only launch work on the device:
 
     start     launch the forward pass             while the previous step is still running
     sample    fill the masks, launch sampling     after the previous step is committed
@@ -38,8 +38,8 @@ class ForwardPath(Protocol):
         """Run the forward pass of a plan that has at least one chunk.
 
         Returns:
-            Logits [sum of the chunks' num_logits, vocab_size] in the model's dtype. They are
-            ordered by chunk; each chunk contributes the logits of its last num_logits tokens.
+            Logits [sum of the chunks' num_logits, vocab_size] in the model's dtype, in the order of
+            the chunks. Each chunk contributes the logits of its last num_logits tokens.
 
         Mutates: the state of the plan's sequences, such as their KV cache blocks.
         """
@@ -47,20 +47,21 @@ class ForwardPath(Protocol):
     def clear(self, request: Request) -> None:
         """Overwrite the state of a sequence that failed.
 
-        Otherwise, a NaN in its blocks would reach the next sequence that gets these blocks.
+        The blocks of the sequence may contain NaN. Without this call, the NaN would reach the next
+        sequence that gets these blocks.
         """
 
 
 class AsyncPath(ForwardPath, Protocol):
-    """A forward path that supports steps that were planned ahead."""
+    """The interface of a forward path that supports steps that were planned ahead."""
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Run the forward pass of a plan.
 
         Args:
             plan: a plan with at least one chunk.
-            sampled: [n] int64 on the device, the tokens that the previous step sampled. The
-                plan's pending chunks take their input tokens from it.
+            sampled: [n] int64 on the device, the tokens that the previous step sampled. The pending
+                chunks of the plan read their input tokens from this tensor.
         """
 
 
@@ -70,11 +71,13 @@ class RunningStep:
 
     Attributes:
         plan: the plan of the step.
-        logits: the result of ForwardPath.forward; None after sampling has been launched.
+        logits: the result of `ForwardPath.forward`; None after sampling was launched.
         sampling: the positions at which the step samples.
-        masks: the token masks and the errors of the guides at these positions.
-        pending: the sampling that was launched; None if there is none, or not yet.
-        reports: the log-probabilities of prompts, in pieces, by the index of their chunk.
+        masks: the token masks and the guides' errors at these positions.
+        pending: the sampled tokens; None before sampling is launched, or if the step samples no
+            token.
+        reports: a mapping from the index of a chunk to the log-probabilities of its prompt tokens,
+            divided into slices of rows.
     """
 
     plan: StepPlan
@@ -92,7 +95,7 @@ class _Report:
 
 
 class Runner:
-    """Runs step plans on one model."""
+    """Executes the plans of steps on one model."""
 
     def __init__(self, path: ForwardPath, *, sampling_kernel: bool = False) -> None:
         """Create a runner.
@@ -104,16 +107,17 @@ class Runner:
         self._path = path
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
-        # The size is known after the first forward pass. The masks of the first step are therefore
-        # filled after its forward pass, not at the same time.
+        # The first forward pass reveals the size of the vocabulary. The masks of the first step are
+        # therefore filled after its forward pass, not at the same time.
         self._vocab_size: int | None = None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Execute a plan: run its forward pass and sample its tokens.
+        """Run the forward pass of a plan and sample its tokens.
 
-        Mutates: the state of the model, and the guides of the sequences that get tokens. The state
-        of sequences whose logits are not finite is cleared.
+        Mutates: the state of the model, and the guides of the sequences that get tokens. If the
+            logits
+        of a sequence contain NaN or infinity, the state of the sequence is cleared.
         """
         sampling = sampling_of(plan)
         with self._clearing(plan):
@@ -128,7 +132,8 @@ class Runner:
 
         Args:
             plan: a plan with at least one chunk.
-            before: the previous step if the plan was made ahead. Its sampling is launched already.
+            before: the previous step if the plan was made ahead; None otherwise. The sampling of
+                `before` must have been launched.
 
         Mutates: the state of the model.
         """
@@ -142,11 +147,11 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, step: RunningStep, plan: StepPlan) -> None:
-        """Launch the sampling of a step after its forward pass.
+        """Launch the sampling of a step whose forward pass was launched.
 
         Args:
-            step: the step that start() returned. Mutated.
-            plan: the settled plan of the step, in which fewer chunks may sample.
+            step: the step that `start` returned. Mutated.
+            plan: the settled plan of the step. Fewer chunks may sample than in the plan of `start`.
         """
         if plan is not step.plan:
             step.plan = plan
@@ -159,10 +164,11 @@ class Runner:
 
     @torch.inference_mode()
     def finish(self, step: RunningStep) -> StepResult:
-        """Wait for the tokens of a step and return its result.
+        """Wait for the tokens of a step and return the result of the step.
 
-        Mutates: the guides of the sequences that get tokens. The state of sequences whose logits
-        are not finite is cleared.
+        Mutates: the guides of the sequences that get tokens. If the logits of a sequence contain
+            NaN or
+        infinity, the state of the sequence is cleared.
         """
         plan = step.plan
         with self._clearing(plan):
@@ -193,7 +199,7 @@ class Runner:
 
     @contextmanager
     def _clearing(self, plan: StepPlan) -> Iterator[None]:
-        """Clear the state of all sequences of a plan if the body raises an exception."""
+        """Clear the state of all sequences of a plan if the body of the context fails."""
         try:
             yield
         except BaseException:
@@ -202,7 +208,11 @@ class Runner:
             raise
 
     def _forward(self, plan: StepPlan, sampling: Sampling) -> tuple[Tensor, StepMasks]:
-        """Return the logits of a plan and its masks, which are filled during the forward pass."""
+        """Run the forward pass of a plan, and fill the token masks at the same time.
+
+        Returns:
+            The logits and the masks.
+        """
         if self._vocab_size is None:
             logits = self._path.forward(plan)
             self._vocab_size = logits.shape[1]
@@ -211,13 +221,18 @@ class Runner:
         try:
             logits = self._path.forward(plan)
         finally:
-            # The threads use the guides until they are joined, even if the forward pass fails.
+            # Wait for the mask threads even if the forward pass fails, because they use the guides
+            # until then.
             masks = self._masks.join(jobs)
         return logits, masks
 
 
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
-    """Return the reports of the chunks whose requests ask for log-probabilities of the prompt."""
+    """Compute the log-probabilities of prompt tokens that requests ask for.
+
+    Returns:
+        A mapping from the index of a chunk to the log-probabilities of its prompt tokens.
+    """
     reports: dict[int, list[_Report]] = {}
     end = 0
     for index, (request, start, num_tokens, _, _, num_logits) in enumerate(plan.chunks):
@@ -260,12 +275,12 @@ def _read_sampled(
 def _accept(
     request: Request, drafts: list[int], sampled_tokens: SampledTokens, begin: int
 ) -> Sampled:
-    """Return the sampled and forced tokens of a sequence, verified against its draft tokens.
+    """Return the new tokens of a sequence: sampled tokens, and tokens that the grammar forces.
 
-    Each sampled token is followed by the tokens that the grammar forces after it. As long as these
-    tokens equal the draft tokens, the next sampled token is valid too, because the model computed
-    it after the same tokens. Draft tokens therefore never change the answer. A token that ends the
-    answer is not passed to the guide.
+    The function verifies the draft tokens. Each sampled token is followed by the tokens that the
+    grammar forces after it. While the new tokens equal the draft tokens, the next sampled token is
+    valid too, because the model computed it after the same tokens. Draft tokens therefore never
+    change the answer. If a token ends the answer, the guide does not get that token.
 
     Example: drafts [5, 7, 9] and sampled tokens [5, 7, 4, 2]. The tokens 5 and 7 are accepted, 4
     replaces the draft 9, and 2 is discarded. The result is [5, 7, 4].
@@ -273,8 +288,9 @@ def _accept(
     Args:
         request: the sequence. Its guide is advanced by the new tokens.
         drafts: the draft tokens that went through the model after the known tokens.
-        sampled_tokens: one token after the known tokens and one after each draft token.
-        begin: the index of the first of these in `sampled_tokens`.
+        sampled_tokens: the tokens of the step. They contain one token after the known tokens and
+            one token after each draft token.
+        begin: the index in `sampled_tokens` of the token after the known tokens.
     """
     guide, stops = guide_of(request), request.stop_token_ids
     token_ids: list[int] = []
@@ -305,14 +321,14 @@ def _accept(
 def _forced(request: Request, forced: list[int], num_new: int) -> list[int]:
     """Return the tokens that the grammar forces and that are added without the model.
 
-    Return no tokens if the request reports log-probabilities, because only the model computes them.
-    Return none either if the request limits tokens by other fields, because only the mask of the
-    next step combines these limits with the grammar.
+    The result is empty in two cases. If the request reports log-probabilities, only the model can
+    compute them. If the request also limits tokens by other fields, only the mask of the next step
+    combines these fields with the grammar.
 
     Args:
         request: the sequence.
         forced: the tokens that the grammar forces next.
-        num_new: the number of tokens that this step has added already.
+        num_new: the number of tokens that this step has already added to the sequence.
     """
     params = request.params
     if (

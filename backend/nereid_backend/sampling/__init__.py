@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to tokens: masks, penalties, random sampling and log-probabilities."""
+"""Functions that turn logits into tokens: masks, penalties, sampling and log-probabilities."""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verification of draft tokens in speculative decoding.
 
-The last known token of a sequence goes through the model together with k draft tokens. The forward
-pass returns the logits after each of them. At each of these positions, a token is sampled as if the
-draft tokens before it were part of the output, with the random number of that position. The first
-sampled token that differs from its draft token replaces it, and ends the tokens of the step.
+The model computes the last known token of a sequence together with k draft tokens. The forward pass
+returns the logits after each of these tokens. At each of these k + 1 positions, a token is sampled
+as if the earlier draft tokens were part of the output, with the random number of that position.
+The first sampled token that differs from its draft token replaces the draft token. The tokens that
+were sampled after it are discarded.
 
 This is rejection sampling with a proposal of probability one: a draft token d is accepted with its
-probability p(d) under the processed distribution. Otherwise, the token comes from the rest of p,
-renormalised. The random numbers are those of a run without draft tokens, so the result is the same.
-Source: Leviathan et al., arXiv:2211.17192.
+probability p(d) under the processed distribution. If d is rejected, the token comes from the rest
+of p, renormalised. The random numbers are the same as without draft tokens, so the sampled tokens
+are the same, too. Source: Leviathan et al., arXiv:2211.17192.
 """
 
 from typing import NamedTuple
@@ -39,8 +40,9 @@ class Sampling(NamedTuple):
     """The positions at which a step samples.
 
     Attributes:
-        positions: in the order of the plan's chunks, and from left to right within a sequence.
-        rows: the row of the step's logits for each position.
+        positions: the positions in the order of the plan's chunks, and from left to right within a
+            sequence.
+        rows: for each position, the index of its row in the step's logits.
         counts: the number of positions of each chunk that samples.
     """
 
@@ -74,7 +76,8 @@ def sampling_of(plan: StepPlan) -> Sampling:
 
 
 def drafts_of(chunk: Chunk) -> list[int]:
-    """Return the draft tokens that go through the model with a chunk that samples."""
+    """Return the draft tokens that the model computes together with a chunk that samples."""
     drafts: list[int] = getattr(chunk.request, "draft_token_ids", None) or []
-    # A chunk that reports log-probabilities of the prompt has more logits, but no draft tokens.
+    # A chunk that reports log-probabilities of the prompt has several logits, but its sequence has
+    # no draft tokens, so the slice is empty.
     return drafts[: chunk.num_logits - 1]

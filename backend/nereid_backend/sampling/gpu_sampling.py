@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling in one kernel launch on a GPU; `triton_sampling.py` contains the kernel.
+"""Sampling in one kernel launch on a GPU. The kernel is in `triton_sampling.py`.
 
-The reference implementation is `random_sampling.draw`. The results differ only where rounding
-decides: the kernel computes weights with the hardware's exponential and adds them exactly.
+The reference implementation is `random_sampling.draw`. The kernel computes weights with the GPU's
+fast exponential function and adds the weights exactly. Its result therefore differs from the
+reference only where rounding decides which token is sampled.
 """
 
 import functools
@@ -15,11 +16,11 @@ from torch import Tensor
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling.random_sampling import SamplingBatch, draw
 
-# Tokens in one tile, and warps in one program. No register spills with these
-# (loadtest/gpu/compile_kernels.py shows it).
+# Tokens in one tile, and warps in one program. With these numbers, the kernel keeps all its values
+# in registers (loadtest/gpu/compile_kernels.py prints the number of spilled registers).
 _TILE, _NUM_WARPS = 4096, 16
-# The comparison at load: the number of rows, the size of the vocabulary, and the number of tokens
-# that rounding may change.
+# The comparison of the kernel with the reference when the model is loaded: the number of rows, the
+# size of the vocabulary, and the number of tokens that may differ because of rounding.
 _ROWS, _VOCAB_SIZE, _DIFFERING = 16, 9000, 1
 
 Settings = NDArray[np.float64]
@@ -30,13 +31,16 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
 
     Args:
         logits: [n, vocab_size], float32, bfloat16 or float16, after masks, biases and penalties.
-        raw: [n, vocab_size], the model's own logits. If it is the same tensor, it is read once.
-        settings: [5, n] on the host: temperature (0 takes the first of the likeliest tokens),
-            top_p, top_k (0 is off), min_p, and the random number in [0, 1).
+        raw: [n, vocab_size], the model's own logits. If `raw` is the same tensor as `logits`, the
+            kernel reads the tensor only once.
+        settings: [5, n] on the host. The five rows contain the temperature (0 selects the first of
+            the likeliest tokens), top_p, top_k (0 turns the filter off), min_p, and a random number
+            in [0, 1).
 
     Returns:
-        Token ids [n] int64, always below vocab_size; their log-probabilities under `raw` [n]
-        float32, NaN for a row that is not finite; and whether any token was allowed [n] bool.
+        Three tensors on the device: token ids [n] int64, which are always less than vocab_size;
+        the log-probabilities of these tokens under `raw` [n] float32, which are NaN if the row of
+        `raw` contains NaN or infinity; and whether any token was allowed [n] bool.
     """
     from nereid_backend.sampling.triton_sampling import sample_kernel
 
@@ -60,22 +64,22 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
 
 @functools.cache
 def why_not(device: torch.device) -> str | None:
-    """Return the reason why the kernel must not be used on a device; None if it may.
+    """Return the reason why a device cannot use the kernel; None if the device can use the kernel.
 
-    The kernel is tried once in each process.
+    The kernel is tried once for each device in each process.
     """
     try:
         differing = num_differing(device)
     except Exception as error:  # noqa: BLE001 - compilers and drivers fail in any way
         return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
     if differing > _DIFFERING:
-        return f"{differing} of {_ROWS} tokens differ from those of the reference implementation"
+        return f"{differing} of {_ROWS} tokens differ from the reference implementation's tokens"
     return None
 
 
 @torch.inference_mode()
 def num_differing(device: torch.device) -> int:
-    """Return how many tokens of test rows differ from those of the reference implementation."""
+    """Return how many tokens of a test batch differ from the reference implementation's tokens."""
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(size=(_ROWS, _VOCAB_SIZE)).astype(np.float32) * 3)
     logits[1::4] = (logits[1::4] * 2).round()  # many equal logits
@@ -94,6 +98,6 @@ def num_differing(device: torch.device) -> int:
     token_ids, logprobs, is_left = sample(given, given, settings)
     expected = logits.log_softmax(-1).gather(1, token_ids.cpu()[:, None]).squeeze(1)
     is_off = (token_ids.cpu() != draw(logits, batch)) | ~is_left.cpu()
-    # Written so that NaN counts, too.
+    # A comparison with NaN is False, so `~(... <= ...)` also counts log-probabilities that are NaN.
     is_off |= ~((logprobs.cpu() - expected).abs() <= 1e-4)
     return int(is_off.sum())

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies the fields of requests to the logits before a token is sampled.
+"""Applies the sampling parameters of requests to the logits before a token is sampled.
 
 The order is that of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler):
 
     the grammar's mask and allowed_token_ids -> bad_words_token_ids -> min_tokens
     -> logit_bias -> repetition, frequency, presence penalty -> (temperature, min_p, top_k, top_p)
 
-A token that a mask forbids stays forbidden, whatever the later steps add. Rows of requests that use
-none of the fields are not changed. The other rows are processed together.
+If one stage forbids a token, later stages cannot allow the token again. If a request uses none of
+these parameters, its row is not changed. The other rows are processed together.
 """
 
 from collections.abc import Sequence
@@ -58,15 +58,15 @@ class LogitsParams:
 
     Attributes:
         owner: the request.
-        is_plain: whether the request uses none of these fields (it may still have a guide).
+        is_plain: whether the request uses none of the parameters below. It may still have a guide.
         bias_ids: the token ids of logit_bias, [n] int64.
-        bias_values: the biases of these tokens, [n] float32.
-        allowed: a token mask of allowed_token_ids.
+        bias_values: the biases of the tokens in `bias_ids`, [n] float32.
+        allowed: the token mask of allowed_token_ids; None allows every token.
         bad_tokens: the bad words that consist of one token.
-        bad_words: the longer bad words by their last token but one. Each entry consists of the
-            tokens before the last one, and the last one.
+        bad_words: the bad words of several tokens, grouped by their second-to-last token. Each bad
+            word is a pair of its tokens except the last, and its last token.
         stops: the stop tokens within the vocabulary, which min_tokens forbids.
-        has_penalties: whether the tokens of the request's text must be counted.
+        has_penalties: whether the request has a penalty, so that its tokens must be counted.
     """
 
     owner: Request
@@ -113,7 +113,7 @@ class LogitsParams:
         )
 
     def forbidden_tokens(self, position: Position) -> list[Integers]:
-        """Return the tokens that bad words and min_tokens forbid at a position of the owner."""
+        """Return the tokens that bad words and min_tokens forbid at a position of the request."""
         forbidden = [self.bad_tokens] if len(self.bad_tokens) else []
         if self.bad_words:
             ends = self._last_tokens_of_bad_words(position)
@@ -124,9 +124,9 @@ class LogitsParams:
         return forbidden
 
     def _last_tokens_of_bad_words(self, position: Position) -> list[int]:
-        """Return the last tokens of bad words whose other tokens end the output so far.
+        """Return the last token of each bad word whose other tokens are at the end of the output.
 
-        Example: with the bad word [5, 7, 9] and an output that ends in 5, 7, the result is [9].
+        Example: with the bad word [5, 7, 9] and an output that ends with 5, 7, the result is [9].
         """
         num_output = position.num_output_tokens
         if num_output == 0:
@@ -144,7 +144,10 @@ class LogitsParams:
 
 
 class LogitsProcessor:
-    """Applies the requests' fields to logits, and caches prepared parameters and counts by row."""
+    """Applies the sampling parameters of requests to logits.
+
+    The prepared parameters and the token counts of running requests are cached by row.
+    """
 
     def __init__(self) -> None:
         self._logits_params: dict[int, LogitsParams] = {}
@@ -169,7 +172,7 @@ class LogitsProcessor:
         logits_params: Sequence[LogitsParams],
         masks: Sequence[Words | None],
     ) -> Tensor:
-        """Apply the fields of the requests to the logits.
+        """Apply the sampling parameters and token masks of requests to the logits.
 
         Args:
             logits: [n, vocab_size], any float dtype. Not changed.
@@ -178,13 +181,13 @@ class LogitsProcessor:
             masks: the token mask of each row's guide; None allows every token.
 
         Returns:
-            `logits` itself if no field applies; otherwise a new tensor in float32.
+            `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.
         """
-        asking = [i for i, wish in enumerate(logits_params) if not wish.is_plain]
+        asking = [i for i, params in enumerate(logits_params) if not params.is_plain]
         if not asking and all(mask is None for mask in masks):
             return logits
         limits = [
-            _both(wish.allowed, mask) for wish, mask in zip(logits_params, masks, strict=True)
+            _both(params.allowed, mask) for params, mask in zip(logits_params, masks, strict=True)
         ]
         logits = with_masks(logits.float(), limits)
         if asking:
@@ -253,7 +256,8 @@ def _pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
 
 
 def _row_of(position: Position, index: int) -> int:
-    # A request outside a scheduler has no row and can use any. Each cached entry names its owner.
+    # A request outside a scheduler has no row, so it can use any row. The caches compare the owner
+    # of a row with the request, so two requests never share a cached entry.
     row = position.request.row
     return index if row is None else row
 

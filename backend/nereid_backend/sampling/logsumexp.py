@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The likeliest token and the logsumexp of each row of logits.
 
-A log-probability is a logit minus the logarithm of the sum of the exponentials of the row. Most
-steps need only that number and the likeliest token of the model's own distribution.
+A log-probability is a logit minus the logsumexp of its row, which is the logarithm of the sum of
+the exponentials of the row. Most steps need only the logsumexp and the likeliest token of the
+model's own distribution.
 """
 
 import torch
@@ -35,5 +36,5 @@ def argmax(logits: Tensor) -> Tensor:
     """
     if logits.device.type != "cpu":
         return logits.argmax(-1)
-    # numpy uses vector instructions and takes a quarter of torch's time.
+    # On a CPU, numpy uses vector instructions and takes a quarter of torch's time.
     return torch.from_numpy(logits.numpy().argmax(-1))

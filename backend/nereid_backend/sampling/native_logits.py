@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on rows of logits that use our CPU kernels (cpu_logits.cpp).
+"""Functions that compute on rows of logits with compiled CPU kernels (cpu_logits.cpp).
 
-The functions are available if a C++ compiler is installed.
-
-Torch processes a whole vocabulary in several passes and writes as much as it reads. The kernels
-read every logit once, in the model's dtype. The result of a row does not depend on other rows.
+The functions are available if a C++ compiler is installed. Torch reads a whole vocabulary several
+times and writes as many values as it reads. The kernels read every logit once, in the model's
+dtype. The result of a row does not depend on other rows.
 """
 
 import functools
@@ -20,11 +19,12 @@ from nereid_backend.attention.cpu.cpu_attention import has_kernels, kernels
 
 
 class RowFacts(NamedTuple):
-    """The likeliest tokens and the normalisation of rows of logits.
+    """The likeliest token and the logsumexp of each row of logits.
 
     Attributes:
         likeliest: [n] int64, the first token with the largest logit.
-        logsumexp: [n] float32. It is not finite if the row is not a distribution.
+        logsumexp: [n] float32. If a row contains NaN or infinity, or only -inf, its value is not
+            finite.
     """
 
     likeliest: Tensor
@@ -32,13 +32,17 @@ class RowFacts(NamedTuple):
 
 
 def can_read(logits: Tensor) -> bool:
-    """Return whether the kernels support these logits."""
+    """Return whether the kernels are available and can read the tensor `logits`."""
     is_known = logits.dtype in (torch.float32, torch.bfloat16)
     return logits.device.type == "cpu" and is_known and logits.shape[1] > 0 and has_kernels()
 
 
 def read(logits: Tensor) -> RowFacts:
-    """Compute the likeliest token and the logsumexp of each row."""
+    """Compute the likeliest token and the logsumexp of each row.
+
+    Args:
+        logits: [n, vocab_size], float32 or bfloat16.
+    """
     count = len(logits)
     found = RowFacts(torch.empty(count, dtype=torch.int64), torch.empty(count))
     logits = _with_contiguous_rows(logits)
@@ -83,8 +87,9 @@ def likeliest(
         width: the number of tokens to find.
 
     Returns:
-        Probabilities [n, width] float32 in descending order, and token ids [n, width] int64. A
-        place without a token has the probability 0 and the id -1.
+        Probabilities [n, width] float32 in descending order, and token ids [n, width] int64. If a
+        row has fewer than `width` tokens, the remaining elements have the probability 0 and the id
+        -1.
     """
     probs = torch.empty(len(logits), width)
     token_ids = torch.empty(len(logits), width, dtype=torch.int64)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repetition, frequency and presence penalties.
+"""The repetition, frequency and presence penalties.
 
-A text contains few of the vocabulary's tokens. Therefore, the counts of a request are a list of its
-distinct tokens, not one number for each token of the vocabulary. The list is built when the request
-is first seen in its row, and extended by the tokens that are sampled.
+A text contains only a few of the vocabulary's tokens. Therefore, the counts of a request are a list
+of its distinct tokens, not one number for each token of the vocabulary. The list is built when the
+request is first seen in its row. Later calls add the tokens that were sampled since then.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _FIRST_WIDTH = 64
 
 
 def asks_for_penalties(params: SamplingParams) -> bool:
-    """Return whether any of the three penalties is on."""
+    """Return whether at least one of the three penalties is on."""
     return (
         params.repetition_penalty != 1
         or params.presence_penalty != 0
@@ -38,7 +38,7 @@ class _Text:
     Attributes:
         owner: the request.
         num_counted: the number of leading tokens that have been counted.
-        places: the index of each distinct token in the request's row.
+        places: a mapping from each distinct token to its index in the request's row.
     """
 
     owner: Request
@@ -47,15 +47,15 @@ class _Text:
 
 
 class TokenCounts:
-    """The distinct tokens of the requests' texts and their counts, one row for each request.
+    """The distinct tokens of the requests' texts and their counts, with one row for each request.
 
-    All rows have the width of the table. The unused end of a row repeats the row's first token, so
-    that a write to all places of a row writes equal values to that token.
+    All rows have the same width. The unused end of a row repeats the row's first token and its
+    count. A write to all elements of a row therefore writes equal values for equal tokens.
     """
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
-        # [rows, width]: token ids, and how often the answer holds each.
+        # [rows, width]: the token ids, and how many times the output contains each token.
         self._ids: NDArray[np.int64] = np.zeros((0, _FIRST_WIDTH), np.int64)
         self._counts: NDArray[np.float32] = np.zeros((0, _FIRST_WIDTH), np.float32)
 
@@ -64,15 +64,16 @@ class TokenCounts:
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the distinct tokens before each position, and their counts in the output.
 
-        Tokens that occur only in the prompt have the count 0. They are included only for a request
-        with a repetition penalty.
+        Tokens that occur only in the prompt have the count 0. They are included only if the request
+        has a repetition penalty.
 
         Args:
-            rows: the row of each position. A row that belonged to another request is built anew.
-            positions: the positions; those of one request are consecutive.
+            rows: the row of each position. If a row belonged to another request until now, the row
+                is built again.
+            positions: the positions. The positions of one request are consecutive.
 
         Returns:
-            Token ids [n, width] int64 and counts [n, width] float32, as copies.
+            Token ids [n, width] int64 and counts [n, width] float32. Both are copies.
         """
         sizes = [
             self._count(row, position.request)
@@ -89,7 +90,7 @@ class TokenCounts:
         return ids, counts
 
     def _count(self, row: int, request: Request) -> int:
-        """Count the new tokens of a request and return the number of its distinct tokens."""
+        """Count the new tokens of a request. Return the number of distinct tokens."""
         text = self._texts.get(row)
         if text is None or text.owner is not request:
             text = self._begin(row, request)
@@ -133,16 +134,17 @@ def apply_penalties(
     counts: NDArray[np.float32],
     params: Sequence[SamplingParams],
 ) -> None:
-    """Change the logits of tokens that the requests' texts contain.
+    """Change the logits of the tokens that the texts of the requests contain.
 
-    The repetition penalty divides positive logits and multiplies negative logits of tokens in the
-    prompt and the output. Then the frequency penalty is subtracted once for each occurrence in the
-    output, and the presence penalty once if there is any occurrence.
+    The repetition penalty divides the positive logits and multiplies the negative logits of tokens
+    in the prompt and the output. Then the frequency penalty is subtracted once for each occurrence
+    of a token in the output. The presence penalty is subtracted once if the output contains the
+    token.
 
     Args:
         logits: [n, vocab_size] float32. Mutated.
-        ids: [n, width], from `TokenCounts.lists`.
-        counts: [n, width], from `TokenCounts.lists`.
+        ids: [n, width], the token ids from `TokenCounts.lists`.
+        counts: [n, width], the counts from `TokenCounts.lists`.
         params: the sampling parameters of each row.
 
     Source: CTRL (Keskar et al. 2019) for repetition; OpenAI's API reference for the other two.
@@ -166,7 +168,10 @@ def _add(
     token_ids: Sequence[int],
     places: dict[int, int],
 ) -> None:
-    """Count output tokens in one row. Mutates: ids, counts and places."""
+    """Count output tokens in one row of the tables.
+
+    Mutates: `ids`, `counts` and `places`.
+    """
     for token_id in token_ids:
         place = places.get(token_id)
         if place is None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random sampling: temperature, min_p, top_k and top_p, followed by a random number.
+"""Random sampling with temperature, min_p, top_k and top_p.
 
-The random numbers do not come from a generator with state. Each one is a hash of the request's seed
-and of the number of tokens in its output. A request therefore gets the same random numbers whatever
-other requests run beside it, and again when it is computed a second time after a preemption.
+There is no random number generator with a state. Each random number is a hash of the request's seed
+and the number of tokens in its output. The random numbers of a request therefore do not depend on
+other requests. If a request is computed a second time after a preemption, it gets the same numbers.
 
-One uniform number selects a token from the cumulative probabilities in the order of the vocabulary.
-That order does not change when two nearly equal probabilities swap their ranks.
+A uniform random number selects a token from the cumulative probabilities in the order of the
+vocabulary. That order does not change if rounding swaps the ranks of two nearly equal
+probabilities.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,29 +25,32 @@ from nereid_backend.sampling.draft_verification import Position
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
-# The numbers of likeliest tokens that usually include all tokens that top_k and top_p leave. The
-# second number applies if uncertain rows are deferred, that is on a GPU: reading more tokens is
-# cheap there, but a step that was computed with a wrong token is lost.
+# The number of likeliest tokens that are examined first. These tokens usually include all tokens
+# that top_k and top_p leave. The second number applies if uncertain rows are deferred, which is the
+# case on a GPU. There, examining more tokens costs little, but a wrong token makes the next step
+# useless.
 _LIKELIEST, _LIKELIEST_DEFERRED = 64, 512
-# The second attempt for rows with a flat distribution: the CPU kernel finds this many tokens in a
-# third of the time that sorting all tokens takes. The attempt is worthwhile only if the first
-# tokens hold at least the share _LEAST_HELD of the probability.
+# On a CPU, a row with a flat distribution gets a second attempt with _LIKELIEST_UNSURE tokens. The
+# CPU kernel finds them in a third of the time that sorting all tokens takes. The attempt is made
+# only if the tokens of the first attempt have at least the total probability _LEAST_HELD.
 _LIKELIEST_UNSURE, _LEAST_HELD = 2048, 0.4
 
-# Rows of at least _MIN_BLOCKS blocks of _BLOCK tokens are searched block by block.
+# If a row has at least _MIN_BLOCKS blocks of _BLOCK tokens, the row is searched block by block.
 _BLOCK, _MIN_BLOCKS = 512, 32
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling parameters of some positions, one element for each.
+    """The sampling parameters and random numbers of some positions.
+
+    Each array has one element for each position.
 
     Attributes:
-        temperature: greater than 0.
+        temperature: the temperature, greater than 0.
         top_p: see `SamplingParams`.
-        top_k: 0 turns the filter off.
+        top_k: see `SamplingParams`; 0 turns the filter off.
         min_p: see `SamplingParams`.
-        uniform: the random number of the position, in [0, 1).
+        uniform: the random number, in [0, 1).
     """
 
     temperature: NDArray[np.float32]
@@ -70,7 +74,7 @@ class SamplingBatch:
         )
 
     def rows(self, index: NDArray[np.int64]) -> "SamplingBatch":
-        """Return the elements at `index`."""
+        """Return the parameters and random numbers of the positions at `index`."""
         return SamplingBatch(
             self.temperature[index],
             self.top_p[index],
@@ -85,7 +89,7 @@ class UncertainRows(NamedTuple):
 
     Attributes:
         rows: the indices of the rows.
-        is_known: [len(rows)] bool, on the device. False if the row must be sampled again.
+        is_known: [len(rows)] bool, on the device. If False, the row must be sampled again.
     """
 
     rows: NDArray[np.int64]
@@ -95,11 +99,12 @@ class UncertainRows(NamedTuple):
 def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Draw one random token for each row.
 
-    Temperature is applied first, then min_p, top_k and top_p, then the random number.
+    The filters are applied in the order temperature, min_p, top_k, top_p.
 
     Args:
-        logits: [n, vocab_size], any float dtype. A row that is not finite gives an arbitrary token.
-        batch: the sampling parameters of the rows.
+        logits: [n, vocab_size], any float dtype. If a row contains NaN or infinity, its token is
+            arbitrary.
+        batch: the sampling parameters and random numbers of the rows.
 
     Returns:
         Token ids [n] int64.
@@ -114,11 +119,11 @@ def draw_or_defer(
 
     Args:
         logits: [n, vocab_size], any float dtype.
-        batch: the sampling parameters of the rows.
-        defers: whether the caller samples uncertain rows again. If not, no row is uncertain.
+        batch: the sampling parameters and random numbers of the rows.
+        defers: whether the caller samples uncertain rows again. If False, no row is uncertain.
 
     Returns:
-        Token ids [n] int64, and the uncertain rows, if any.
+        Token ids [n] int64, and the uncertain rows. The second item is None if no row is uncertain.
     """
     is_cut = (batch.top_k > 0) & (batch.top_k < logits.shape[1])
     is_filtered = is_cut | (batch.top_p < 1) | (batch.min_p > 0)
@@ -139,7 +144,7 @@ def draw_or_defer(
 
 
 def _draw_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw from rows that have no filter."""
+    """Draw one token for each row from all tokens. The rows have no filters."""
     if native_logits.can_read(logits):
         return native_logits.draw(logits, batch.temperature, batch.uniform)
     return _pick(_probs(logits, batch), batch)
@@ -152,14 +157,15 @@ def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def _draw_filtered(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw from rows with top_k, top_p or min_p, which usually leave only a few tokens.
+    """Draw one token for each row. The rows have at least one of top_k, top_p and min_p.
 
-    The tokens that remain are looked for among the likeliest tokens of a row. A row for which
-    these may not be enough is either sampled from all tokens, or left to the caller if `defers`.
+    The filters usually leave only a few tokens, so only the likeliest tokens of a row are examined.
+    If these tokens may not be enough for a row, the row is uncertain. Uncertain rows are sampled
+    from all tokens. If `defers` is True, the caller has to do this.
 
     Returns:
-        Token ids [n] int64. If `defers`, also [n] bool, which is False where the caller must sample
-        again.
+        Token ids [n] int64, and [n] bool, which is False if the caller must sample the row again.
+        The second item is None if `defers` is False.
     """
     if defers:
         chosen, is_known, _ = _draw_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
@@ -181,16 +187,18 @@ def _draw_filtered(
 def _draw_from_likeliest(
     logits: Tensor, batch: SamplingBatch, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw from the `width` likeliest tokens of each row.
+    """Draw one token for each row from the `width` likeliest tokens.
 
     Returns:
-        Token ids [n] int64; whether the filters leave only tokens among the likeliest, [n] bool;
-        and the total probability of the likeliest tokens, [n] float32.
+        Three tensors: token ids [n] int64; whether the filters leave only tokens that are among the
+        likeliest, [n] bool; and the total probability of the likeliest tokens, [n] float32.
     """
     width = min(width, logits.shape[1])
     if native_logits.can_read(logits):
         values, token_ids = native_logits.likeliest(logits, batch.temperature, width)
-        token_ids.clamp_(min=0)  # missing tokens have the id -1 and no weight, but are indexed
+        # Missing tokens have the id -1 and the weight 0. They get a valid id, because the caller
+        # uses the result as an index.
+        token_ids.clamp_(min=0)
     else:
         values, token_ids = _probs(logits, batch).topk(width, dim=-1)
     top_k, top_p = _column(batch.top_k, values), _column(batch.top_p, values)
@@ -200,14 +208,15 @@ def _draw_from_likeliest(
         values[:, :1] * _column(batch.min_p, values),
     )
     kept = values * (values >= cut)
-    # top_p is a share of `total`: of all tokens if the other filters cut nothing, else of the
-    # remaining tokens. That total is known only if the cut lies within the likeliest tokens. The
-    # nucleus is known only if its end lies within them.
+    # top_p refers to the total probability of the tokens that the other filters leave. If the other
+    # filters remove no token, the total is 1. Otherwise, the total is known only if the likeliest
+    # tokens include all tokens that the other filters leave.
     total = torch.where(cut > 0, kept.sum(-1, keepdim=True), 1.0)
     is_known = ((cut == 0) & (top_k <= 0)) | (values[:, -1:] < cut)
     size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
     threshold = torch.where(top_p < 1, torch.maximum(kept.gather(1, size - 1), cut), cut)
-    # Tokens as likely as the last one are kept, so all of these must be among the likeliest.
+    # Tokens that are as likely as the last token of the nucleus are kept, too. The row is certain
+    # only if the least likely examined token is below the threshold.
     is_known &= values[:, -1:] < threshold
     token_ids, order = token_ids.sort(dim=-1)
     kept = (kept * (kept >= threshold)).gather(1, order)
@@ -216,7 +225,7 @@ def _draw_from_likeliest(
 
 
 def _draw_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw from all tokens of each row, after min_p, top_k and top_p."""
+    """Draw one token for each row from all tokens, after min_p, top_k and top_p."""
     vocab_size = probs.shape[1]
     if batch.min_p.any():
         floor = probs.amax(-1, keepdim=True) * _column(batch.min_p, probs)
@@ -231,14 +240,15 @@ def _draw_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _pick(weights: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the index at which each row's random number falls among its cumulative weights.
+    """Select an index in each row with the row's random number.
 
-    A wide row is divided into blocks. The sums of the blocks are cumulated first and then one
-    block, which is faster than cumulating the whole row.
+    The result is the first index at which the cumulative weights exceed the random number times the
+    sum of the row. If a row is wide, it is divided into blocks. Only the sums of the blocks and the
+    weights of one block are cumulated, which is faster than cumulating the whole row.
 
     Args:
         weights: [n, width], not negative.
-        batch: the sampling parameters, of which only the random numbers are used.
+        batch: the random numbers of the rows. The other fields are not used.
 
     Returns:
         Indices [n] int64.
@@ -263,14 +273,14 @@ def _pick(weights: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _share(cumulated: Tensor, uniform: Tensor) -> Tensor:
-    """Return the share `uniform` of each row's total, [n, 1]."""
+    """Return `uniform` times the total of each row, [n, 1]."""
     return (uniform * cumulated[:, -1:].double()).float()
 
 
 def _search(cumulated: Tensor, target: Tensor) -> Tensor:
-    """Return the index of the first cumulative sum above the target in each row, [n] int64."""
+    """Return the index of the first cumulative sum above `target` in each row, [n] int64."""
     total = cumulated[:, -1:]
-    # Rounding could give the total itself, and no cumulative sum is above the total.
+    # Rounding could make the target equal to the total, but no cumulative sum is above the total.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulated, target.contiguous(), right=True).squeeze(1)
     return index.clamp_(max=cumulated.shape[1] - 1)
@@ -281,12 +291,13 @@ def _column(values: Numbers, like: Tensor) -> Tensor:
 
 
 def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each pair of seed and counter.
+    """Return a random number in [0, 1) for each pair of a seed and a counter.
 
     Equal pairs give equal numbers.
 
-    Source: the output function of SplitMix64 (Steele, Lea, Flood 2014), applied to the seed's hash
-    plus the counter's multiple of the golden gamma.
+    Source: SplitMix64 (Steele, Lea, Flood 2014). The counter's multiple of the golden gamma is
+        added to
+    the hash of the seed, and the output function is applied to the sum.
     """
     gamma = np.uint64(0x9E3779B97F4A7C15)
     mixed = _mix64(_mix64(seeds + gamma) + (counters + np.uint64(1)) * gamma)
@@ -313,9 +324,9 @@ def _filter_rows(
 
 
 def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
-    """Set all but the `top_k` [n] largest probabilities of each row to 0.
+    """Set all probabilities of each row to 0 except the `top_k` [n] largest.
 
-    Tokens that are as likely as the last of these are kept too.
+    If other tokens are as likely as the last of these, they are kept, too.
     """
     largest = probs.topk(int(top_k.max()), dim=-1).values
     return probs.masked_fill(probs < largest.gather(1, _column(top_k - 1, probs)), 0.0)
@@ -324,12 +335,13 @@ def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
 def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     """Set all probabilities outside the nucleus of each row to 0.
 
-    Tokens that are as likely as the last token of the nucleus are kept too.
+    The nucleus is the smallest set of likeliest tokens whose probabilities sum to at least top_p.
+    If other tokens are as likely as the last token of the nucleus, they are kept, too.
     """
     rising = _sorted(probs)
     cumulated = rising.cumsum(-1)
-    # A token belongs to the nucleus if the likelier tokens sum to less than top_p of the total,
-    # that is, if the token and the less likely ones sum to more than the rest.
+    # A token belongs to the nucleus if the likelier tokens sum to less than top_p times the total.
+    # This is equivalent: the token and the less likely tokens sum to more than `rest`.
     rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
     return probs * (probs >= rising.gather(1, first))
@@ -338,5 +350,5 @@ def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
 def _sorted(probs: Tensor) -> Tensor:
     if probs.device.type != "cpu":
         return probs.sort(dim=-1).values
-    # numpy sorts with vector instructions, which is more than ten times as fast as torch on a CPU.
+    # On a CPU, numpy sorts with vector instructions and is more than ten times as fast as torch.
     return torch.from_numpy(np.sort(probs.numpy(), axis=-1))

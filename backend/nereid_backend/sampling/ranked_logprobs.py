@@ -24,8 +24,8 @@ class RankedRows(NamedTuple):
 
     Attributes:
         ids: [n, 1 + width] int64, the token at each position followed by the likeliest tokens.
-        values: [n, 1 + width] float32, the log-probabilities of these tokens.
-        ranks: [n] int64, the ranks of the tokens at the positions.
+        values: [n, 1 + width] float32, the log-probabilities of the tokens in `ids`.
+        ranks: [n] int64, the rank of the token at each position.
         num_top: the number of likeliest tokens that each row reports.
     """
 
@@ -36,11 +36,11 @@ class RankedRows(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three tensors that `read` needs on the CPU."""
+        """The three tensors that must be copied to the CPU for `read`."""
         return self.ids, self.values, self.ranks
 
     def read(self, ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
-        """Return the report of each row, from the three tensors on the CPU."""
+        """Create the report of each row from the copies of the three tensors on the CPU."""
         return [
             TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
             for row_ids, row_values, rank, count in zip(
@@ -50,13 +50,14 @@ class RankedRows(NamedTuple):
 
 
 def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
-    """Divide rows of logits into pieces that are processed one after another.
+    """Divide rows of logits into slices that are processed one after another.
 
-    The intermediate results have the size of the logits. On a CPU, a piece of a few megabytes stays
-    in the caches and in memory that the allocator already owns, which is four times as fast as
-    processing the whole batch of a large vocabulary. On a GPU, pieces only bound the memory.
+    The intermediate results have the size of the logits. On a CPU, a slice of a few megabytes stays
+    in the caches and in memory that the allocator already owns. This is four times as fast as
+    processing a whole batch with a large vocabulary at once. On a GPU, slices only limit the
+    memory.
 
-    Example: 5 rows with pieces of 2 rows give the slices 0:2, 2:4 and 4:5.
+    Example: if a slice has 2 rows, 5 rows give the slices 0:2, 2:4 and 4:5.
     """
     elements = 2**20 if device.type == "cpu" else 2**26
     size = max(1, elements // vocab_size)
@@ -71,8 +72,8 @@ def rank_tokens(
     The host does not wait for a GPU.
 
     Args:
-        logits: [n, vocab_size] float32, the model's own.
-        logsumexp: [n] float32, of the logits.
+        logits: [n, vocab_size] float32, the model's own logits.
+        logsumexp: [n] float32, the logsumexp of each row of `logits`.
         token_ids: [n] int64, the token of each row.
         num_top: the number of likeliest tokens that each row reports.
     """
@@ -100,12 +101,12 @@ def _likeliest(logits: Tensor, width: int) -> Tensor:
 
 
 def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[RankedRows]:
-    """Compute the log-probabilities of prompt tokens, in pieces.
+    """Compute the log-probabilities of prompt tokens for one slice of rows after another.
 
     Args:
-        logits: [n, vocab_size], any float dtype. Each row precedes its token.
+        logits: [n, vocab_size], any float dtype. The logits of row i predict token i.
         token_ids: the n tokens.
-        num_top: the number of likeliest tokens to report for each.
+        num_top: the number of likeliest tokens to report for each token.
     """
     found: list[RankedRows] = []
     targets = upload(np.array(token_ids), logits.device)

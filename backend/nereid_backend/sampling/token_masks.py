@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token masks: one bit for each token of the vocabulary, 32 bits in a word, 1 means allowed.
+"""Token masks, which mark the tokens that a request may generate next.
 
-Guides fill their masks while the model computes, in helper threads if filling takes long. Then the
-masks are applied to the logits of all positions at once.
+A mask has one bit for each token of the vocabulary, 32 bits in a word. A bit of 1 means that the
+token is allowed. Guides fill their masks while the model computes. If filling takes long, other
+threads fill the masks. Then the masks are applied to the logits of all positions at once.
 """
 
 import logging
@@ -29,17 +30,19 @@ Words = NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
-# Masks that take less than this time in all are filled after the forward pass was launched, without
-# a thread. On a CPU, a thread that competes for the interpreter costs more than that; on a GPU, the
-# model is still computing.
+# If filling all masks of a step takes less than this time, no thread is started. The masks are then
+# filled after the forward pass is launched. On a GPU, the model is still computing at that time. On
+# a CPU, a second thread that competes for the Python interpreter would cost more time than it
+# saves.
 _WORTH_A_THREAD_S = 5e-4
 
-# A thread gets at least this many requests, because starting a job costs about as much as filling
-# a few masks.
+# Each job fills the masks of at least this many requests, because starting a job costs about as
+# much time as filling a few masks.
 _REQUESTS_PER_JOB = 8
 
-# The numbers (0 or -inf) that each value of a mask's byte adds to its 8 logits. The table has 256
-# items of 8 float32 values, which numpy copies as a whole.
+# One byte of a mask belongs to 8 logits. For each value of the byte, the table contains the 8
+# float32 numbers (0 or -inf) that are added to the logits. numpy copies 8 numbers at once as one
+# item.
 _BIAS_OF_BYTE = np.ascontiguousarray(
     np.where(
         np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
@@ -50,38 +53,49 @@ _BIAS_OF_BYTE = np.ascontiguousarray(
 
 
 class MaskingGuide(Guide, Protocol):
-    """The methods of a guide that the sampler needs, in addition to those that the core needs."""
+    """A guide with the additional methods that the sampler needs."""
 
     def fill(self, row: Words) -> bool:
         """Write the mask of the next token into `row`, [ceil(vocab_size / 32)] int32.
 
         Returns:
-            False if every token is allowed. The row is not written then.
+            False if every token is allowed. In this case, `row` is not written.
         """
 
     @staticmethod
     def fill_all(
         guides: "Sequence[MaskingGuide]", rows: Words, places: Sequence[int]
     ) -> list[bool]:
-        """Call `fill` for several guides of this class, with the rows at `places`."""
+        """Fill the masks of several guides of this class.
+
+        Args:
+            guides: the guides.
+            rows: the buffer of masks, [n, ceil(vocab_size / 32)] int32.
+            places: the index in `rows` of the row of each guide.
+
+        Returns:
+            The result of `fill` for each guide.
+        """
 
     def forced(self) -> list[int]:
-        """Return the next tokens to which there is no alternative; empty if there is a choice."""
+        """Return the next tokens that have no alternative; empty if several tokens are allowed."""
 
 
 def guide_of(request: Request) -> MaskingGuide | None:
-    """Return the guide of a request with the type that the sampler needs."""
+    """Return the guide of a request as a `MaskingGuide`; None if the request has no guide."""
     return cast(MaskingGuide | None, request.guide)
 
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """The masks of a step's positions.
+    """The token masks of the positions of a step.
 
     Attributes:
-        words: the mask by index of the position. Other positions allow every token.
-        errors: the reason why a guide failed, by index of the first position of its request.
-        seconds: the CPU time that filling took.
+        words: a mapping from the index of a position to its mask. Every token is allowed at
+            positions without an entry.
+        errors: a mapping from the index of the first position of a request to the reason why the
+            request's guide failed.
+        seconds: the CPU time in seconds that filling took.
     """
 
     words: dict[int, Words] = field(default_factory=dict)
@@ -90,14 +104,19 @@ class StepMasks:
 
 
 class Job(Protocol):
-    """Masks that are being filled, or that are filled when `result` is called."""
+    """Masks that a thread is filling, or that the call of `result` fills."""
 
     def result(self) -> StepMasks:
-        """Wait for the masks."""
+        """Return the masks when they are filled."""
 
 
 class _Rows(NamedTuple):
-    """The buffer of masks, [n, words] int32, and the row of each position in it."""
+    """The memory for the masks of a step.
+
+    Attributes:
+        buffer: [n, words] int32, one row for each mask.
+        places: a mapping from the index of a position to the index of its row in `buffer`.
+    """
 
     buffer: Words
     places: dict[int, int]
@@ -111,7 +130,7 @@ class _Deferred(NamedTuple):
 
 
 class MaskFiller:
-    """Fills the masks of guides, in threads of its own if that takes long."""
+    """Fills the masks of guides. If filling takes long, several threads fill the masks."""
 
     def __init__(self) -> None:
         workers = min(4, os.cpu_count() or 1)
@@ -122,7 +141,7 @@ class MaskFiller:
         self._seconds_per_mask = 1e-3
 
     def start(self, positions: Sequence[Position], vocab_size: int) -> Sequence[Job]:
-        """Start to fill the masks of some positions; `join` waits for them.
+        """Start to fill the masks of some positions. `join` waits for the masks.
 
         The masks are views of one buffer, which the next call overwrites.
         """
@@ -166,7 +185,7 @@ def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
         words: the mask of each row; None allows every token.
 
     Returns:
-        A new tensor, also if nothing is forbidden.
+        A new tensor, even if every token is allowed.
     """
     rows = [i for i, row in enumerate(words) if row is not None]
     if not rows:
@@ -174,8 +193,8 @@ def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
     packed = np.concatenate([row for row in words if row is not None]).reshape(len(rows), -1)
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
-        # Adding has no branches, so it takes the same time for any mask and is several times
-        # faster than selecting.
+        # Adding 0 or -inf has no branches. It takes the same time for any mask and is several times
+        # faster than `masked_fill_`.
         bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
         added = torch.from_numpy(bias[:, :vocab_size])
         if len(rows) == len(logits):
@@ -193,7 +212,7 @@ def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
 
 
 def pack(token_ids: Sequence[int], vocab_size: int) -> Words:
-    """Return a mask that allows only these tokens, [ceil(vocab_size / 32)] int32."""
+    """Return a mask that allows only `token_ids`, [ceil(vocab_size / 32)] int32."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -202,7 +221,7 @@ def pack(token_ids: Sequence[int], vocab_size: int) -> Words:
 def _by_request(guided: Sequence[int], positions: Sequence[Position]) -> list[list[int]]:
     """Group the indices of positions by request.
 
-    The first position of a request has no draft tokens. Example: positions with 0, 1, 2, 0 draft
+    The first position of a request has no draft tokens. Example: positions with 0, 1, 2 and 0 draft
     tokens give the groups [[0, 1, 2], [3]].
     """
     groups: list[list[int]] = []
@@ -226,7 +245,7 @@ def _fill(groups: Sequence[Sequence[int]], positions: Sequence[Position], rows: 
         try:
             _fill_first(kind, indices, positions, rows, masks)
         except Exception:  # noqa: BLE001 - the loop below reports the guide that fails
-            # Filling a row a second time is harmless.
+            # Fill the masks one by one to find the guide that fails. A row may be filled twice.
             for index in indices:
                 _fill_alone(kind, index, positions, rows, masks)
     for group in groups:
@@ -268,10 +287,10 @@ def _fill_alone(
 def _fill_drafts(
     group: Sequence[int], positions: Sequence[Position], rows: _Rows, masks: StepMasks
 ) -> None:
-    """Fill the masks after the draft tokens of one request, as long as the grammar allows these.
+    """Fill the masks of the positions after the draft tokens of one request.
 
-    No mask is needed after a draft token that is not allowed: the mask before that token prevents
-    it from being sampled, so the positions after it are ignored.
+    Stop at the first draft token that the grammar does not allow. The mask before that token
+    prevents sampling the token, so the positions after it are ignored.
     """
     request = positions[group[0]].request
     try:

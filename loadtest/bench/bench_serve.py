@@ -32,7 +32,7 @@ from loadtest.server.served import Served
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "chat"
 
-DOORS = {"grpc": "Triton", "openai": "the frontend"}
+ENDPOINTS = {"grpc": "Triton", "openai": "the frontend"}
 
 Prompts = Sequence[Sequence[int]]
 # The ratio, the tokens/s of the engine and of the endpoint, the tokens per response, the seconds
@@ -118,7 +118,7 @@ async def through(
     """Send all prompts to one endpoint.
 
     Args:
-        door: the name of the endpoint, a key of DOORS.
+        door: the name of the endpoint, a key of ENDPOINTS.
         served: the running server.
         prompts: token ids of the prompts.
         max_tokens: tokens of each answer.
@@ -160,7 +160,7 @@ def line_of(concurrency: int, door: str, rounds: Sequence[Figures]) -> str:
     )
     return (
         f"concurrency {concurrency:3}: {alone:7.0f} tokens/s in process, "
-        f"{rate:7.0f} tokens/s through {DOORS[door]}, ratio {ratio:.2f} "
+        f"{rate:7.0f} tokens/s through {ENDPOINTS[door]}, ratio {ratio:.2f} "
         f"(rounds: {', '.join(f'{row[0]:.2f}' for row in rounds)}); "
         f"{merged:.1f} tokens per response; first response after {first * 1000:.0f} ms; "
         f"{cost * 1000:.2f} ms of CPU time per response outside the engine"
@@ -173,7 +173,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = flags.add_argument
-    endpoints = list(DOORS)
+    endpoints = list(ENDPOINTS)
     add("--model", type=Path, default=DEMO, help="folder of the checkpoint (default: the demo)")
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests at a time")
     add("--doors", nargs="+", choices=endpoints, default=endpoints, help="endpoints to measure")

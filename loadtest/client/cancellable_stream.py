@@ -18,7 +18,7 @@ _END_TIMEOUT_S = 5.0
 _DTYPES: dict[type, tuple[str, Any]] = {bool: ("BOOL", np.bool_), str: ("BYTES", np.object_)}
 
 
-class GrpcDoor:
+class GrpcEndpoint:
     """One gRPC channel; each request on it is a separate stream.
 
     A stream that is closed before its finish reason has arrived is cancelled. A stream whose

@@ -21,7 +21,7 @@ from loadtest.load.load_requests import Ask
 _STATUS_OF = {"INVALID_ARGUMENT": 400, "NOT_FOUND": 404, "UNAVAILABLE": 503}
 
 
-class GrpcDoor:
+class GrpcEndpoint:
     """A client of one Triton server's gRPC endpoint.
 
     A connection serves one stream at a time and is reused afterwards.

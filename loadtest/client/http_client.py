@@ -23,7 +23,7 @@ _SLOW_BUFFER_BYTES = 4096
 _READ_BYTES = 65536
 
 
-class HttpDoor:
+class HttpEndpoint:
     """A client of one HTTP endpoint.
 
     Args:

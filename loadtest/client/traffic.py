@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import httpx
 
-from loadtest.client.cancellable_stream import GrpcDoor
+from loadtest.client.cancellable_stream import GrpcEndpoint
 
 Json = dict[str, Any]
 Door = Literal["openai", "http", "grpc"]
@@ -208,13 +208,13 @@ class Asker:
         openai_url: str,
         triton_url: str,
         limit_s: float = 60.0,
-        make_grpc: Callable[[], GrpcDoor] | None = None,
+        make_grpc: Callable[[], GrpcEndpoint] | None = None,
     ) -> None:
         self._urls = {"openai": openai_url, "http": triton_url}
         self._make_grpc = make_grpc
         self._limit_s = limit_s
         self._client = _http_client()
-        self._grpc: GrpcDoor | None = None
+        self._grpc: GrpcEndpoint | None = None
 
     async def hang_up(self) -> None:
         """Close the idle connections, because each of them is a file descriptor of the server."""

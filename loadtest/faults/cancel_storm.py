@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from loadtest.client.cancellable_stream import GrpcDoor
+from loadtest.client.cancellable_stream import GrpcEndpoint
 from loadtest.client.traffic import Ask, Asker, Manner, Outcome
 from loadtest.faults import cancel_storm_requests
 from loadtest.faults.cancel_storm_requests import Load, door_of
@@ -89,7 +89,7 @@ class Storm:
         self._tell = tell
         url = f"http://127.0.0.1:{served.openai_port}"
         self._asker = Asker(
-            url, served.http_url, make_grpc=lambda: GrpcDoor(served.grpc_url, is_rude)
+            url, served.http_url, make_grpc=lambda: GrpcEndpoint(served.grpc_url, is_rude)
         )
         self._asks = [ask for group in load.groups for ask in group]
         self._expected = dict(load.known)

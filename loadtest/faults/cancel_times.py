@@ -217,7 +217,7 @@ async def responses_cancel(served: Served, fields: Json) -> Close:
     return close
 
 
-DOORS: dict[str, Callable[[Served, Json], Awaitable[Close]]] = {
+ENDPOINTS: dict[str, Callable[[Served, Json], Awaitable[Close]]] = {
     "gRPC stream cancelled": grpc_cancel,
     "gRPC cancelled, no stream": grpc_whole_cancel,
     "gRPC connection lost": grpc_loss,
@@ -258,7 +258,7 @@ async def measure(served: Served, door: str, state: str) -> float:
         blocker = await grpc_cancel(served, fields_of("decoding"))
         await _until(served, _is_in("decoding", 0), "busy")
     num_others = int(blocker is not None)
-    close = await DOORS[door](served, fields_of(state))
+    close = await ENDPOINTS[door](served, fields_of(state))
     await _until(served, _is_in(state, num_others), state)
     await asyncio.sleep(_PREFILL_S)
     now = time.monotonic()
@@ -308,7 +308,7 @@ def main() -> int:
     add("--states", nargs="*", default=STATES, choices=STATES, help="states to measure")
     add("--doors", default="", metavar="WORD", help="measure endpoints with WORD in their name")
     args = parser.parse_args()
-    doors = [door for door in DOORS if args.doors in door]
+    doors = [door for door in ENDPOINTS if args.doors in door]
     with Served(
         environment=_SETTINGS, arguments=["--log-level=warning", f"--served-model-name={_NAME}"]
     ) as served:

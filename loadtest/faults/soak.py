@@ -57,7 +57,7 @@ _COUNTERS = {
 
 
 @dataclass
-class Wound:
+class InjectedFault:
     """A fault that was injected, and the time until which requests may fail because of it.
 
     Attributes:
@@ -90,7 +90,7 @@ class Book:
     Attributes:
         counts: the number of requests for each kind of request and each outcome.
         broken: descriptions of failed checks.
-        wounds: the injected faults.
+        injected: the injected faults.
         unexplained: failed requests that no injected fault explains.
         firsts_s: the times to the first event of streams, in seconds.
         gaps_s: the times between two events of streams, in seconds.
@@ -98,7 +98,7 @@ class Book:
 
     counts: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     broken: list[str] = field(default_factory=list)
-    wounds: list[Wound] = field(default_factory=list)
+    injected: list[InjectedFault] = field(default_factory=list)
     unexplained: list[Outcome] = field(default_factory=list)
     firsts_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
@@ -112,16 +112,16 @@ class Book:
             self.gaps_s += outcome.gaps[:50]
         if kind in ("ok", "cancelled"):
             return
-        wound = next((w for w in reversed(self.wounds) if w.explains(outcome)), None)
+        injection = next((w for w in reversed(self.injected) if w.explains(outcome)), None)
         if kind in ("wrong", "hung"):
             self.broken.append(f"{outcome.ask.kind} was {kind}: {outcome.detail[:300]}")
             return
-        if wound is None:
+        if injection is None:
             self.unexplained.append(outcome)
             return
-        wound.num_hurt += 1
-        if outcome.started < wound.happened:
-            wound.last_error_s = max(wound.last_error_s, outcome.ended - wound.happened)
+        injection.num_hurt += 1
+        if outcome.started < injection.happened:
+            injection.last_error_s = max(injection.last_error_s, outcome.ended - injection.happened)
 
 
 class Soak:
@@ -186,21 +186,21 @@ class Soak:
         await asyncio.gather(*users)
 
     async def _hurt(self, fault: Fault) -> None:
-        wound = Wound(fault, time.monotonic())
-        self.book.wounds.append(wound)
+        injection = InjectedFault(fault, time.monotonic())
+        self.book.injected.append(injection)
         try:
             await fault.happen(self._served)
         except KeyError:
             self.book.broken.append(f"{fault.name}: the process was not found")
             return
-        took = await recovered(self._asker, self._asks[1], wound.happened)
+        took = await recovered(self._asker, self._asks[1], injection.happened)
         if took is None:
             self.book.broken.append(f"{fault.name}: the service did not recover")
             return
         pooled = [ask for ask in self._asks if ask.kind in ("embedding", "rerank")][:2]
         for ask in pooled:
-            await recovered(self._asker, ask, wound.happened)
-        wound.healed = time.monotonic()
+            await recovered(self._asker, ask, injection.happened)
+        injection.healed = time.monotonic()
 
     async def _user(self, stop: float) -> None:
         rng = random.Random(self._rng.random())
@@ -247,22 +247,24 @@ def report(soak: Soak, watch: Watch, title: str) -> str:
         _quantiles("Time until the server was idle", soak.rests.took_s),
         server_side(watch),
     ]
-    if book.wounds:
+    if book.injected:
         parts.append(
-            table(["Fault", "Failed requests", "Last error", "Recovery"], _wound_rows(book))
+            table(["Fault", "Failed requests", "Last error", "Recovery"], _injection_rows(book))
         )
     parts.append(process_table(soak.rests, watch))
     return "\n\n".join(parts) + "\n"
 
 
 def _late(book: Book) -> list[str]:
-    late = [wound for wound in book.wounds if wound.last_error_s > _LATE_S]
+    late = [injection for injection in book.injected if injection.last_error_s > _LATE_S]
     return [f"{w.fault.name}: a request failed only after {w.last_error_s:.1f} s" for w in late]
 
 
 def _unplanned(book: Book, watch: Watch) -> list[str]:
     """Return descriptions of outages without an injected fault, and of unexplained failures."""
-    outages = [o for o in watch.outages if not any(w.meets(o.began, o.ended) for w in book.wounds)]
+    outages = [
+        o for o in watch.outages if not any(w.meets(o.began, o.ended) for w in book.injected)
+    ]
     broken = []
     failed = book.unexplained
     for outage in outages:
@@ -298,12 +300,12 @@ def server_side(watch: Watch) -> str:
     return f"The server's metrics show {counted}. On average, {levels}."
 
 
-def _wound_rows(book: Book) -> list[list[str]]:
+def _injection_rows(book: Book) -> list[list[str]]:
     rows = []
-    for wound in book.wounds:
-        again = wound.healed - wound.happened
-        error = f"{wound.last_error_s:.1f} s" if wound.num_hurt else "-"
-        rows.append([wound.fault.name, str(wound.num_hurt), error, f"{again:.1f} s"])
+    for injection in book.injected:
+        again = injection.healed - injection.happened
+        error = f"{injection.last_error_s:.1f} s" if injection.num_hurt else "-"
+        rows.append([injection.fault.name, str(injection.num_hurt), error, f"{again:.1f} s"])
     return rows
 
 

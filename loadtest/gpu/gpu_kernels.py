@@ -196,7 +196,9 @@ class LayerStep:
         pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in self.shapes if new > 1)
         return 2 * pairs * self.spec.num_heads * (self.spec.key_dim + self.spec.value_dim)
 
-    def _restore(self, cache: ScaledKVCache, twin: KVCache, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _restore(
+        self, cache: ScaledKVCache, reference_cache: KVCache, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Fill the reference's cache from an 8-bit cache; return the step's own keys and values.
 
         Raises:
@@ -204,8 +206,8 @@ class LayerStep:
         """
         found = []
         pairs = (
-            (twin.keys[0], cache.keys[0], cache.key_scales[0], self.inputs[1]),
-            (twin.values[0], cache.values[0], cache.value_scales[0], self.inputs[2]),
+            (reference_cache.keys[0], cache.keys[0], cache.key_scales[0], self.inputs[1]),
+            (reference_cache.values[0], cache.values[0], cache.value_scales[0], self.inputs[2]),
         )
         for target, kept, scales, given in pairs:
             for part in _slices(len(kept)):

@@ -57,7 +57,7 @@ class Fault:
         return f"{self.kind}: {self.detail}"
 
 
-class Judge:
+class ReplyChecker:
     """Checks replies, and stores the first reply to each request as the expected one."""
 
     def __init__(self) -> None:

@@ -15,12 +15,12 @@ from locust import User, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 
-from loadtest.client.grpc_client import GrpcDoor
-from loadtest.client.http_client import HttpDoor
+from loadtest.client.grpc_client import GrpcEndpoint
+from loadtest.client.http_client import HttpEndpoint
 from loadtest.client.reply import Reply
 from loadtest.load import arrivals, records
 from loadtest.load.arrivals import Arrivals, Closed
-from loadtest.load.check_reply import Judge
+from loadtest.load.check_reply import ReplyChecker
 from loadtest.load.load_requests import Ask
 from loadtest.load.prompts import Question, plain, recited
 from loadtest.load.records import Record
@@ -30,7 +30,7 @@ from loadtest.load.records import Record
 grpc_gevent.init_gevent()
 
 
-class _Door(Protocol):
+class _Endpoint(Protocol):
     def send(self, ask: Ask) -> Reply:
         """Send a request and return the reply."""
 
@@ -42,15 +42,15 @@ class _Run:
         limit_s = options.request_limit
         self.options = options
         self.choose = recited if options.numbered else plain
-        self.judge = Judge()
+        self.checker = ReplyChecker()
         self.records: list[Record] = []
         self.num_sent = 0
         self.under_way = Group()
         self.rng = random.Random(options.seed)
-        self.doors: dict[str, _Door] = {
-            "openai": HttpDoor(options.host, limit_s),
-            "triton": HttpDoor(options.triton_url, limit_s),
-            "grpc": GrpcDoor(options.grpc_url, limit_s),
+        self.endpoints: dict[str, _Endpoint] = {
+            "openai": HttpEndpoint(options.host, limit_s),
+            "triton": HttpEndpoint(options.triton_url, limit_s),
+            "grpc": GrpcEndpoint(options.grpc_url, limit_s),
         }
 
 
@@ -119,8 +119,8 @@ class LoadUser(User):
         return ask.cancelled(self.rng.expovariate(1 / self.mean_stay_s) + 0.001)
 
     def _send(self, ask: Ask, late_s: float) -> None:
-        reply = self._run.doors[ask.door].send(ask)
-        faults = self._run.judge.faults(ask, reply)
+        reply = self._run.endpoints[ask.door].send(ask)
+        faults = self._run.checker.faults(ask, reply)
         made = records.record(type(self).__name__, ask, reply, faults, late_s)
         self._run.records.append(made)
         self._tell_locust(made)

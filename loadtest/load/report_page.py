@@ -133,12 +133,12 @@ def _throughput(axes: Axes, phase: Phase) -> None:
     axes.plot(failed, [0.0] * len(failed), "x", color="#D55E00", label="failures")
     axes.set(title="throughput", xlabel="s", ylabel="answers/s")
     at, tokens = rates(phase.samples, "generation_tokens_total", _RATE_WINDOW_S)
-    twin = axes.twinx()
-    twin.spines["right"].set_visible(True)
-    twin.plot([t - zero for t in at], tokens, color=_COLOURS[2], lw=1, label="tokens/s (server)")
-    twin.set_ylabel("tokens/s")
-    _from_zero(twin)
-    lines = [*axes.get_legend_handles_labels()[0], *twin.get_legend_handles_labels()[0]]
+    right = axes.twinx()
+    right.spines["right"].set_visible(True)
+    right.plot([t - zero for t in at], tokens, color=_COLOURS[2], lw=1, label="tokens/s (server)")
+    right.set_ylabel("tokens/s")
+    _from_zero(right)
+    lines = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
     _from_zero(axes, handles=lines)
 
 

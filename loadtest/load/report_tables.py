@@ -122,11 +122,11 @@ def text(phases: Iterable[Phase]) -> str:
     """Return the report for the console, as Markdown."""
     parts = []
     for phase in phases:
-        told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(phase))
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(phase))
         late = at_share([one.late_s for one in phase.records], 0.99) or 0.0
         parts += [
             f"## {phase.name}: {phase.description}, {phase.seconds:.0f} s",
-            f"{told}. The load generator sent requests up to {late * 1000:.0f} ms late (p99).",
+            f"{counts}. The load generator sent requests up to {late * 1000:.0f} ms late (p99).",
             table(COLUMNS, rows(phase)),
         ]
     return "\n\n".join([*parts, LEGEND])

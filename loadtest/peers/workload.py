@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 
-class Contestant(Protocol):
+class Peer(Protocol):
     """A loaded engine that is measured."""
 
     def start(self, prompts: list[list[int]]) -> None:
@@ -29,11 +29,11 @@ class Contestant(Protocol):
         """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
 
 
-def main(load: Callable[[str, dict[str, Any]], Contestant]) -> None:
+def main(load: Callable[[str, dict[str, Any]], Peer]) -> None:
     """Load the checkpoint, measure the workload, and print the results."""
     path, workload = sys.argv[1], json.loads(sys.argv[2])
     started = time.perf_counter()
-    contestant = load(path, workload)
+    peer = load(path, workload)
     result: dict[str, Any] = {"load_s": time.perf_counter() - started}
     rng = random.Random(0)
 
@@ -42,26 +42,25 @@ def main(load: Callable[[str, dict[str, Any]], Contestant]) -> None:
             [rng.randrange(3, workload["vocab_size"]) for _ in range(length)] for _ in range(count)
         ]
 
-    contestant.generate(prompts(1, 16), 4)
+    peer.generate(prompts(1, 16), 4)
     result["prefill"] = {
         str(length): rate(
-            length, [spent(contestant.start, prompts(1, length)) for _ in range(workload["repeat"])]
+            length, [spent(peer.start, prompts(1, length)) for _ in range(workload["repeat"])]
         )
         for length in workload["prefill"]
     }
     result["decode"] = {
-        str(batch): decode_rate(contestant, prompts, batch, workload)
-        for batch in workload["decode"]
+        str(batch): decode_rate(peer, prompts, batch, workload) for batch in workload["decode"]
     }
-    mixed = getattr(contestant, "mixed", None)
+    mixed = getattr(peer, "mixed", None)
     if mixed is not None and workload["mixed"]:
         result["mixed"] = arrivals(mixed, workload, rng)
-    facts = getattr(contestant, "facts", None)
+    facts = getattr(peer, "facts", None)
     if facts is not None:
         result |= facts()
     result["peak_bytes"] = peak_bytes()
     print(json.dumps(result), flush=True)
-    close = getattr(contestant, "close", None)
+    close = getattr(peer, "close", None)
     if close is not None:
         close()
 
@@ -89,7 +88,7 @@ def rate(amount: int, times: Sequence[float]) -> float:
 
 
 def decode_rate(
-    contestant: Contestant,
+    peer: Peer,
     prompts: Callable[[int, int], list[list[int]]],
     batch: int,
     workload: dict[str, Any],
@@ -102,12 +101,12 @@ def decode_rate(
     times = []
     if workload.get("warm"):
         # Work that happens once for each batch size, such as capturing a graph, is not measured.
-        contestant.generate(prompts(batch, workload["context"]), workload["answer"])
+        peer.generate(prompts(batch, workload["context"]), workload["answer"])
     for _ in range(workload["repeat"]):
         texts = prompts(batch, workload["context"])
-        whole = spent(contestant.generate, texts, workload["answer"])
+        whole = spent(peer.generate, texts, workload["answer"])
         # The prompts are new, because a prefix cache would otherwise contain them.
-        times.append(whole - spent(contestant.start, prompts(batch, workload["context"])))
+        times.append(whole - spent(peer.start, prompts(batch, workload["context"])))
     if statistics.median(times) <= 0:
         return 0.0
     return rate(batch * (workload["answer"] - 1), times)

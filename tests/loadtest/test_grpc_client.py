@@ -9,9 +9,9 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from loadtest.client.grpc_client import GrpcDoor
+from loadtest.client.grpc_client import GrpcEndpoint
 from loadtest.load import numbered_answers
-from loadtest.load.check_reply import Judge
+from loadtest.load.check_reply import ReplyChecker
 from loadtest.load.load_requests import bad, grpc_chat, grpc_text
 from loadtest.load.prompts import Question
 
@@ -82,10 +82,10 @@ def judged(service):
     def send(said, ask=ASK, limit_s=60.0):
         service.said = said
         service.requests.clear()
-        door = GrpcDoor(service.address, limit_s)
+        door = GrpcEndpoint(service.address, limit_s)
         reply = door.send(ask)
         door.close()
-        return reply, [fault.kind for fault in Judge().faults(ask, reply)]
+        return reply, [fault.kind for fault in ReplyChecker().faults(ask, reply)]
 
     return send
 
@@ -142,7 +142,7 @@ def test_a_client_that_goes_away_cancels_its_call(judged, service):
 
 
 def test_a_connection_is_used_again_whatever_became_of_the_stream_before(service):
-    door = GrpcDoor(service.address)
+    door = GrpcEndpoint(service.address)
     for said, ask, expected in (
         (answer(TEN), ASK, "whole"),
         ([response({"content": TEN[0]}), 60.0], ASK.cancelled(0.2), "cancelled"),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from loadtest.client.reply import Reply
 from loadtest.load import numbered_answers
-from loadtest.load.check_reply import Judge
+from loadtest.load.check_reply import ReplyChecker
 from loadtest.load.load_requests import bad, chat, embedding
 from loadtest.load.prompts import Question
 
@@ -26,7 +26,7 @@ def reply(texts, *, end="whole", finish="length", **fields):
 
 
 def kinds(texts, ask=ASK, **fields):
-    return {fault.kind for fault in Judge().faults(ask, reply(texts, **fields))}
+    return {fault.kind for fault in ReplyChecker().faults(ask, reply(texts, **fields))}
 
 
 def test_the_whole_answer_is_fine():
@@ -44,7 +44,7 @@ def test_how_it_is_cut_into_pieces_does_not_matter(data):
 @given(st.integers(0, LENGTH - 2))
 def test_a_token_that_is_missing_in_the_middle_is_lost(place):
     said = [*NUMBERS[:place], *NUMBERS[place + 1 : LENGTH]]
-    [fault] = Judge().faults(ASK, reply(said))
+    [fault] = ReplyChecker().faults(ASK, reply(said))
     assert (fault.kind, fault.detail) == ("lost", NUMBERS[place])
 
 
@@ -110,7 +110,7 @@ def test_a_stream_without_a_finish_reason_is_unended():
 def test_a_stream_that_ends_twice_is_unended():
     said = reply(NUMBERS[:LENGTH])
     said.finish_reasons.append("length")
-    assert [fault.kind for fault in Judge().faults(ASK, said)] == ["unended"]
+    assert [fault.kind for fault in ReplyChecker().faults(ASK, said)] == ["unended"]
 
 
 def test_a_stream_that_breaks_off_is_broken_even_if_all_its_tokens_came():
@@ -140,7 +140,7 @@ def test_an_error_in_the_middle_is_an_error():
 )
 def test_bad_input_must_be_refused_as_such(status, error, expected):
     said = Reply(status=status, error=error, end="whole")
-    assert {f.kind for f in Judge().faults(bad(ASK, temperature=-1), said)} == expected
+    assert {f.kind for f in ReplyChecker().faults(bad(ASK, temperature=-1), said)} == expected
 
 
 def test_bad_input_that_is_answered_is_a_fault():
@@ -152,7 +152,7 @@ PLAIN = chat(Question("Hello!"), 10)
 
 @given(st.text(min_size=1), st.text(min_size=1))
 def test_every_answer_must_be_the_first_one(first, other):
-    judge = Judge()
+    judge = ReplyChecker()
     assert judge.faults(PLAIN, reply([first])) == []
     found = [fault.kind for fault in judge.faults(PLAIN, reply([other]))]
     if other == first:
@@ -162,13 +162,13 @@ def test_every_answer_must_be_the_first_one(first, other):
 
 
 def test_an_answer_that_was_wrong_is_no_first_one():
-    judge = Judge()
+    judge = ReplyChecker()
     assert judge.faults(PLAIN, reply(["half an ans"], finish=None))
     assert judge.faults(PLAIN, reply(["an answer"])) == []
 
 
 def test_a_client_that_went_away_sets_no_first_answer():
-    judge = Judge()
+    judge = ReplyChecker()
     assert judge.faults(PLAIN, reply(["an"], end="cancelled", finish=None)) == []
     assert judge.faults(PLAIN, reply(["an answer"])) == []
     assert judge.faults(PLAIN, reply(["a"], end="cancelled", finish=None)) == []
@@ -177,7 +177,7 @@ def test_a_client_that_went_away_sets_no_first_answer():
 
 
 def test_vectors_may_differ_by_rounding_and_no_more():
-    judge, ask = Judge(), embedding("embed", ["Hugo"])
+    judge, ask = ReplyChecker(), embedding("embed", ["Hugo"])
     for numbers, expected in (
         ([0.5, 0.25], []),
         ([0.5, 0.25001], []),
@@ -189,7 +189,7 @@ def test_vectors_may_differ_by_rounding_and_no_more():
 
 
 def test_between_reasoning_and_content_there_is_no_order():
-    judge = Judge()
+    judge = ReplyChecker()
     for order in (("reasoning", "content", "reasoning"), ("reasoning", "reasoning", "content")):
         said = reply([])
         for channel in order:

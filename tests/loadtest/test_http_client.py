@@ -7,9 +7,9 @@ import pytest
 from fakes.live_frontend import wait_for
 from fakes.streams import chunk, event, play, stream
 
-from loadtest.client.http_client import HttpDoor
+from loadtest.client.http_client import HttpEndpoint
 from loadtest.load import numbered_answers
-from loadtest.load.check_reply import Judge
+from loadtest.load.check_reply import ReplyChecker
 from loadtest.load.load_requests import bad, chat, chat_at_once, embedding, generate_stream, rerank
 from loadtest.load.prompts import Question
 
@@ -25,8 +25,8 @@ def judged():
 
     def send(parts, ask=ASK, status=200, ends=True, limit_s=60.0):
         with play(lambda body: (status, parts, ends)) as server:
-            reply = HttpDoor(server.url, limit_s).send(ask)
-        return reply, [fault.kind for fault in Judge().faults(ask, reply)]
+            reply = HttpEndpoint(server.url, limit_s).send(ask)
+        return reply, [fault.kind for fault in ReplyChecker().faults(ask, reply)]
 
     return send
 
@@ -115,8 +115,8 @@ def test_a_400_is_right_for_bad_input_only(judged):
 
 
 def test_nobody_listening_is_broken():
-    reply = HttpDoor("http://127.0.0.1:9").send(ASK)
-    assert [fault.kind for fault in Judge().faults(ASK, reply)] == ["broken"]
+    reply = HttpEndpoint("http://127.0.0.1:9").send(ASK)
+    assert [fault.kind for fault in ReplyChecker().faults(ASK, reply)] == ["broken"]
 
 
 def test_a_client_that_goes_away_closes_its_connection_in_time():
@@ -124,11 +124,11 @@ def test_a_client_that_goes_away_closes_its_connection_in_time():
     with play(lambda body: (200, parts)) as server:
         started = time.monotonic()
         ask = chat(QUESTION, 200, ignore_eos=True).cancelled(1.0)
-        reply = HttpDoor(server.url).send(ask)
+        reply = HttpEndpoint(server.url).send(ask)
         assert time.monotonic() - started < 15  # and not the 20 s of the whole stream
         assert reply.end == "cancelled"
         assert 0 < len(reply.pieces) < 200
-        assert Judge().faults(ask, reply) == []
+        assert ReplyChecker().faults(ask, reply) == []
         wait_for(lambda: server.num_lost_clients)
         assert server.num_lost_clients == 1
 

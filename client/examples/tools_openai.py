@@ -86,4 +86,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except openai.APIConnectionError as error:
+        sys.exit(f"The server cannot be reached ({error}). Start it, or pass its --base-url.")

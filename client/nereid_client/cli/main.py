@@ -4,6 +4,7 @@ Each subcommand is a module of this package with the functions `add_parser` and 
 """
 
 import argparse
+import difflib
 from collections.abc import Sequence
 
 import nereid_client
@@ -21,7 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns: the exit code: 0 after success, 1 after a failure, 2 for a wrong argument or setting.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_explain_unknown(args, unknown[0]))
     try:
         return int(args.run(args))
     except CliError as error:
@@ -41,4 +45,22 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (serve_command, chat_command, template_command, install_server_command):
         command.add_parser(commands)
+        command_parser = commands.choices[list(commands.choices)[-1]]
+        command_parser.set_defaults(flags=list(command_parser._option_string_actions))
     return parser
+
+
+def _explain_unknown(args: argparse.Namespace, argument: str) -> str:
+    """Return the message about an argument that a command does not know.
+
+    Example: for `nereid serve --max-model-length 2048`, the message suggests `--max-model-len`.
+    """
+    flag = argument.split("=")[0]
+    message = f"{args.command} does not have the argument {flag}."
+    nearest = difflib.get_close_matches(flag, args.flags, 1)
+    if nearest:
+        message += f" Did you mean {nearest[0]}?"
+    message += f" `nereid {args.command} --help` lists the flags."
+    if args.command == "serve":
+        message += " Settings without a flag are environment variables with the prefix NEREID_."
+    return message

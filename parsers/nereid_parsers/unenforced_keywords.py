@@ -77,7 +77,7 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether no value can match two of the schemas, checking by their types or constants.
+    """Return whether no value can match two of the schemas, based on their types or constants.
 
     If the result is True, `oneOf` and `anyOf` accept the same values.
     """

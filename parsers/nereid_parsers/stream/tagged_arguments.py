@@ -287,7 +287,7 @@ class TaggedReader(BodyReader):
         return value_end if value_end > pos else NEED_MORE
 
     def _can_only_be_string(self) -> bool:
-        """Return whether the value must be a string, checking by its stored text.
+        """Return whether the value must be a string, based on its stored text.
 
         Example: if all types are allowed, `Par` can only be a string, but `12` can be a number.
         """

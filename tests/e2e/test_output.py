@@ -223,14 +223,14 @@ def test_a_thinking_budget_ends_the_reasoning(served):
 
 
 REFUSED = {
-    "response_format: type must be text": {"response_format": {"type": "xml"}},
-    "best_of: the ensemble gives every answer": {"best_of": 3},
-    "guided_json: was replaced by structured_outputs": {"guided_json": SCHEMA},
+    "response_format: type must be one of": {"response_format": {"type": "xml"}},
+    "best_of: this server returns every choice that it generates": {"best_of": 3},
+    "guided_json: structured_outputs.json replaces this field": {"guided_json": SCHEMA},
     "tool_choice: no tool is called 'nobody'": {
         "tools": TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "nobody"}},
     },
-    "top_logprobs: must be between 0 and 20": {"logprobs": True, "top_logprobs": 21},
+    "top_logprobs: the value must be an integer from 0 to 20": {"logprobs": True, "top_logprobs": 21},
     "regex": {"regex": "(a"},
 }
 

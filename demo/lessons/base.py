@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Message = dict[str, Any]
 HELD_OUT_ONE_IN = 8
+_MAX_TRIES = 1000
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,27 @@ class Dialogue:
     thinking: bool
 
 
+class NoKeyError(Exception):
+    """No key of an exchange belongs to the evaluation, or none belongs to training."""
+
+
 def is_held_out(key: str) -> bool:
     """Return whether prompts with this key belong to the evaluation and never to training."""
     return zlib.crc32(key.encode()) % HELD_OUT_ONE_IN == 0
 
 
 def draw(make: Callable[[], tuple[str, T]], held_out: bool) -> T:
-    """Call `make` until the key that it returns is held out, or is not, as wanted."""
-    while True:
+    """Call `make` until the key that it returns is held out, or is not, as wanted.
+
+    Raises:
+        NoKeyError: if `make` does not return such a key. A tool without parameters, for example,
+            has only a few prompts, and possibly none of them is held out.
+    """
+    for _ in range(_MAX_TRIES):
         key, made = make()
         if is_held_out(key) == held_out:
             return made
+    raise NoKeyError(f"none of {_MAX_TRIES} keys has held_out={held_out}")
 
 
 def plain(skill: str, user: str, reasoning: str, content: str) -> Exchange:

@@ -17,7 +17,7 @@ from . import (
     world,
     writing,
 )
-from .base import Dialogue, Exchange, draw, plain, vary
+from .base import Dialogue, Exchange, NoKeyError, draw, plain, vary
 
 Lesson = Callable[[Random, bool], Exchange]
 
@@ -198,7 +198,7 @@ def make_dialogue(rng: Random, skill: str, held_out: bool, thinking: bool) -> Di
     Every exchange in it is on the same side of the hold-out. Only the last exchange has reasoning,
     and only with `thinking`, because earlier reasoning is no part of a prompt.
     """
-    exchanges, tools = SKILLS[skill].make(rng, held_out)
+    exchanges, tools = _make_exchanges(rng, skill, held_out)
     messages = []
     if rng.random() < 0.4 and exchanges[0].messages[0]["role"] != "system":
         messages.append({"role": "system", "content": rng.choice(_SYSTEMS)})
@@ -208,6 +208,15 @@ def make_dialogue(rng: Random, skill: str, held_out: bool, thinking: bool) -> Di
             kept = {k: v for k, v in message.items() if keep or k != "reasoning_content"}
             messages.append(kept)
     return Dialogue(skill, tuple(messages), tool_use.definitions(tools), thinking)
+
+
+def _make_exchanges(rng: Random, skill: str, held_out: bool) -> Drawn:
+    """Draw the exchanges of a dialogue, with other tools if those drawn have no fitting prompt."""
+    while True:
+        try:
+            return SKILLS[skill].make(rng, held_out)
+        except NoKeyError:
+            continue
 
 
 def training_dialogue(rng: Random) -> Dialogue:

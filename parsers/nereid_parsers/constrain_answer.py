@@ -186,7 +186,7 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
         place = f"response_format.structures[{number}]"
         if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
             raise ConstraintError(
-                f"{place}: must be an object with the key 'begin', a string of at least one "
+                f"{place}: must be an object whose key 'begin' contains a string of at least one "
                 "character"
             )
         end = structure.get("end")

@@ -96,8 +96,8 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
             nodes.append(one_of(*map(const, values[part.field])))
         else:
             raise ConstraintError(
-                f"The pattern {text!r} cannot be constrained, because the text of the field "
-                f"{part.field} is not known"
+                f"The format does not define the text of the field {part.field}, so output cannot "
+                f"be constrained to the pattern {text!r}"
             )
     return sequence(*nodes)
 

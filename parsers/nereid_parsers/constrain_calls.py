@@ -161,8 +161,8 @@ def _head_node(head: str, name: str) -> Node:
             nodes.append({"type": "regex", "pattern": _HEAD_FIELDS[part.field]})
         else:
             raise ConstraintError(
-                f"The tool call's head {head!r} cannot be constrained, because the text of its "
-                f"field {part.field} is not known"
+                f"Tool calls that begin with {head!r} cannot be constrained, because the format "
+                f"does not define the text of the field {part.field}"
             )
     return sequence(*nodes)
 

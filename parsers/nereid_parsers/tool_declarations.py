@@ -192,12 +192,12 @@ class Call:
             if not has_name:
                 raise FormatError(
                     f"Call.head: {self.head!r} must contain {{name}}, because the body "
-                    f"{type(self.body).__name__} has no name"
+                    f"{type(self.body).__name__} does not contain the name of the function"
                 )
         elif has_name:
             raise FormatError(
-                f"Call.head: {self.head!r} may not contain {{name}}, because the body contains the "
-                "name"
+                f"Call.head: {self.head!r} must not contain {{name}}, because the body contains "
+                "the name of the function"
             )
         pattern(self.id)
 
@@ -232,7 +232,7 @@ class ToolSection:
 
     def __post_init__(self) -> None:
         if not self.calls:
-            raise FormatError("ToolSection: calls must contain at least one spelling of a call")
+            raise FormatError("ToolSection: calls must contain at least one Call")
         if self.close.strip() and not self.open.strip():
             raise FormatError(
                 f"ToolSection: close is {self.close!r}, but open is blank. A section with a "

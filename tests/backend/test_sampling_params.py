@@ -53,7 +53,7 @@ from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
         ("logit_bias", 5, "logit_bias: the value must map token ids to numbers, but it is 5"),
         ("logit_bias", [5], "logit_bias: the value must map token ids to numbers"),
         ("allowed_token_ids", [], "allowed_token_ids: the list must contain at least one token id"),
-        ("bad_words_token_ids", [[]], "bad_words_token_ids: each list must contain at least one token id"),
+        ("bad_words_token_ids", [[]], "bad_words_token_ids: each list must contain at least one"),
         (
             "bad_words_token_ids",
             5,

@@ -107,14 +107,14 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
         ({"documents": ["a"]}, "query is required, but the request does not contain it", "query"),
         (
             {"query": "x"},
-            "Exactly one of documents and texts (the name in TEI's format) is required, but the",
+            "Either documents or texts is required, but the request has neither.",
             "documents",
         ),
         ({"query": "x", "documents": []}, "documents must not be an empty list", "documents"),
         ({"query": "x", "texts": []}, "texts must not be an empty list", "texts"),
         (
             {"query": "x", "documents": ["a"], "texts": ["a"]},
-            "Exactly one of documents and texts (the name in TEI's format) is required, but the",
+            "Either documents or texts is required, but the request has both.",
             "documents",
         ),
         (

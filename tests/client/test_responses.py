@@ -387,7 +387,7 @@ async def test_what_is_not_offered_of_a_tool_is_refused_by_name(respond, name):
         ),
         (
             {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
-            "input[1].content[0].type must be input_text, output_text, text or refusal, because",
+            "input[1].content[0].type must be input_text, output_text, text or refusal, but",
         ),
         (
             {"role": "user", "content": ["x"]},
@@ -427,7 +427,7 @@ async def test_what_is_not_offered_of_a_tool_is_refused_by_name(respond, name):
         ),
         (
             {"type": "reasoning", "content": [{"type": "input_text", "text": "x"}]},
-            "input[1].content[0] must be a part of type reasoning_text, but the request has",
+            "input[1].content[0] must be an object with the type reasoning_text",
         ),
     ],
 )

@@ -230,7 +230,7 @@ REFUSED = {
         "tools": TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "nobody"}},
     },
-    "top_logprobs: the value must be an integer from 0 to 20": {"logprobs": True, "top_logprobs": 21},
+    "top_logprobs: the value must be an integer from 0": {"logprobs": True, "top_logprobs": 21},
     "regex": {"regex": "(a"},
 }
 

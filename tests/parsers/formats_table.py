@@ -12,7 +12,7 @@ TARGET = ROOT / "docs" / "reference" / "format-names.md"
 
 HEAD = """# Names of chat formats
 
-The tables on this page list the names that `NEREID_REASONING_PARSER`, `NEREID_TOOL_PARSER` and the Python function `get_format` accept. Most checkpoints need no name, because Nereid infers the format from the chat template ([Chat formats](../explanation/formats.md)).
+The tables on this page list the names that `NEREID_REASONING_PARSER`, `NEREID_TOOL_PARSER` and the Python function `get_format` accept. Most checkpoints work without such a name, because Nereid infers the format from the chat template ([Chat formats](../explanation/formats.md)).
 
 Upper and lower case are equal, and so are the characters `-`, `_` and `.`. In Python, `get_format("name")` returns the format that has the given name, and `get_format(reasoning="...", tools="...")` combines two formats.
 

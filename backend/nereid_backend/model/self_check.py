@@ -144,8 +144,8 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     error = ((logits - expected).square().mean(-1).sqrt() / trial.expected.std()).median()
     if not error.item() <= _TOLERANCE[checkpoint.model.dtype]:
         raise UnfitError(
-            "its generation token by token differs from one pass over the whole sequence by "
-            f"{error.item():.2g} of the logits' standard deviation"
+            "the logits of token-by-token generation differ from those of one forward pass by "
+            f"{error.item():.2g} standard deviations"
         )
 
 

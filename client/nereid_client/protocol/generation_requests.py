@@ -339,8 +339,8 @@ class CompletionRequest(GenerationRequest):
         if self.stream and self.best_of > self.num_choices:
             raise FieldError(
                 "best_of",
-                "best_of requires stream=false if it is greater than n, because the best choices "
-                "are known only at the end",
+                "best_of must not be greater than n if stream=true, because the best choices are "
+                "known only at the end",
             )
         return self
 
@@ -350,8 +350,8 @@ class CompletionRequest(GenerationRequest):
         if self.max_tokens == 0 and (not self.echo or self.stream):
             raise FieldError(
                 "max_tokens",
-                "max_tokens must be at least 1, but the request has 0. The value 0 returns the "
-                "log-probabilities of the prompt, which requires echo=true and stream=false.",
+                "max_tokens must be at least 1, but the request has 0. The value 0 is allowed only "
+                "with echo=true and stream=false.",
             )
         if not self.echo:
             return self
@@ -445,8 +445,7 @@ def _string(item: object, index: int) -> str:
     if not isinstance(item, str):
         raise FieldError(
             "prompt",
-            f"prompt[{index}] must be a string, because prompt[0] is one, but the request has "
-            f"{shown(item)}",
+            f"prompt[{index}] must be a string like prompt[0], but the request has {shown(item)}",
         )
     return item
 

@@ -61,9 +61,8 @@ class RerankRequest(PoolingRequest):
             found = "neither" if self.documents is None else "both"
             raise FieldError(
                 "documents",
-                "Exactly one of documents and texts (the name in TEI's format) is required, but "
-                "the "
-                f"request has {found} of them",
+                "Either documents or texts is required, but the request has "
+                f"{found}. The field texts belongs to TEI's format.",
             )
         return self
 

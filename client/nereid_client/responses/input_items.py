@@ -212,9 +212,8 @@ def _text(part: object, place: str) -> str:
     if kind not in _TEXTS:
         raise field_error(
             f"{place}.type",
-            f"{place}.type must be input_text, output_text, text or refusal, because the served "
-            "model reads "
-            f"text only, but the request has {shown(kind)}",
+            f"{place}.type must be input_text, output_text, text or refusal, but the request has "
+            f"{shown(kind)}. The served model accepts only text.",
         )
     return _string(part, "text", place, may_be_empty=True)
 
@@ -231,7 +230,7 @@ def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
         if not isinstance(part, Mapping) or part.get("type") not in kinds:
             raise field_error(
                 f"{place}[{at}]",
-                f"{place}[{at}] must be a part of type {kinds[0]}, but the request has "
+                f"{place}[{at}] must be an object with the type {kinds[0]}, but the request has "
                 f"{shown(part)}",
             )
     return [

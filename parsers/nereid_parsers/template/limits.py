@@ -83,7 +83,7 @@ class Budget:
         self._made -= size
         if self._made < 0:
             raise LimitError(
-                f"the template makes more than {MAX_MADE} characters in all its renderings together"
+                f"all renderings of the template together have more than {MAX_MADE} characters"
             )
 
     def check(self, value: Any) -> Any:  # noqa: ANN401  # a template may make any value
@@ -99,7 +99,7 @@ class Budget:
         elif isinstance(value, int):
             size = 0
             if value.bit_length() > MAX_BITS:
-                raise LimitError(f"the template makes a number of more than {MAX_BITS} bits")
+                raise LimitError(f"the template computes an integer with more than {MAX_BITS} bits")
         else:
             return value
         if size > MAX_VALUE:

@@ -56,7 +56,7 @@ def alternatives(regex: str) -> list[Pieces]:
     reader = _Reader(regex)
     result = reader.read_alternatives()
     if reader.position != len(regex):
-        raise reader.error(f"the parenthesis at index {reader.position} closes no group")
+        raise reader.error(f"the parenthesis at index {reader.position} does not close a group")
     return [_join_literals(pieces) for pieces in result]
 
 

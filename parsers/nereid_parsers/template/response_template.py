@@ -129,7 +129,7 @@ def _reasoning(field: Mapping[str, Any]) -> Reasoning:
     opens = _literals(field, "open")
     closes = _literals(field, "close")
     if not opens or not closes:
-        raise _error("the field of reasoning must have a marker at each end: `open` and `close`")
+        raise _error("the field `reasoning` requires both markers, `open` and `close`")
     return Reasoning(opens[0], closes[0], also_open=opens[1:], also_close=closes[1:])
 
 
@@ -168,7 +168,9 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
         return [_call_start(pieces) for pieces in alternatives(field["open_pattern"])]
     opens = _literals(field, "open")
     if not opens:
-        raise _error("the field `tool_calls` needs an open marker: `open` or `open_pattern`")
+        raise _error(
+            "the field `tool_calls` requires an opening marker. Declare `open` or `open_pattern`."
+        )
     return [_CallStart(marker, "") for marker in opens]
 
 
@@ -188,7 +190,8 @@ def _call_start(pieces: Pieces) -> _CallStart:
     pieces = _without_leading_blanks(pieces)
     if not pieces or not isinstance(pieces[0], str):
         raise _error(
-            "a call must open with a literal, but `open_pattern` starts with a group or is empty"
+            "a tool call must begin with a literal, but `open_pattern` begins with a group or "
+            "is empty"
         )
     field_positions = [at for at, piece in enumerate(pieces) if isinstance(piece, Field)]
     if not field_positions:
@@ -279,7 +282,8 @@ def _keys(transform: object) -> Keys:
         return Keys(".".join((*path, "name")), ".".join((*path, "arguments")))
     if not isinstance(function, Mapping):
         raise _error(
-            f"the transform {transform!r} makes no call, because `function` is not an object"
+            f"the transform {transform!r} does not return a tool call, because `function` is not "
+            "an object"
         )
     name = _path(function.get("name"))
     arguments = _path(function.get("arguments"))

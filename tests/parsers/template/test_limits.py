@@ -50,7 +50,7 @@ def test_the_limits_apply_to_all_renderings_together():
         for _ in range(200):
             template.render({})
 
-    with pytest.raises(LimitError, match="in all"):
+    with pytest.raises(LimitError, match="all renderings"):
         render_often()
 
 

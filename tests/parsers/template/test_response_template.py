@@ -74,13 +74,13 @@ REFUSED = {
     "no fields": ({"start_anchor": "<A>"}, "dict of fields"),
     "another version": (spec(content={}) | {"version": 2}, "version 1"),
     "a field of its own": (spec(mood={"open": "<m>"}), "mood"),
-    "reasoning that nothing opens": (spec(reasoning={"close": "</t>"}), "at each end"),
-    "calls that nothing opens": (spec(tool_calls={"content": "json"}), "open marker"),
+    "reasoning that nothing opens": (spec(reasoning={"close": "</t>"}), "both markers"),
+    "calls that nothing opens": (spec(tool_calls={"content": "json"}), "opening marker"),
     "lines of keys": (spec(tool_calls={"open": "<c>", "content": "kv-lines"}), "kv-lines"),
     "a text for a call": (spec(tool_calls={"open": "<c>", "content": "text"}), "text"),
     "a transform of nothing": (
         spec(tool_calls={"open": "<c>", "content": "json", "transform": {"function": 3}}),
-        "makes no call",
+        "does not return a tool call",
     ),
     "a placeholder that is none": (
         spec(
@@ -104,7 +104,7 @@ REFUSED = {
     ),
     "a call that opens with a field": (
         spec(tool_calls={"open_pattern": r"(?P<name>\w+)\(", "content": "json"}),
-        "open with a literal",
+        "begin with a literal",
     ),
     "a look-ahead": (spec(content={"close_pattern": r"(?=<e>)"}), "looks ahead"),
 }

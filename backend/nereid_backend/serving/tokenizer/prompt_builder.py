@@ -263,7 +263,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(
-                f"tools: item {index} must have function.name, but it is {shown(tool)}."
+                f"tools: item {index} must contain function.name, but the item is {shown(tool)}."
             )
     return _allowed_tools(tools, body.get("tool_choice"))
 

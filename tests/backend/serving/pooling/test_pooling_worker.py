@@ -70,7 +70,7 @@ def test_jobs_of_different_options_are_answered_each_in_its_own_way(worker):
 def test_a_wrong_job_is_refused_and_the_next_one_is_served(worker):
     found = answers(worker, wrong=texts("x", "y " * 2000), right=texts("x"))
     assert isinstance(found["wrong"].error, RequestError)
-    assert str(found["wrong"].error).startswith("texts: element 1: has 2002 tokens")
+    assert str(found["wrong"].error).startswith("texts: element 1: the input has 2002 tokens")
     assert found["right"].outcome.values.shape == (1, 128)
 
 

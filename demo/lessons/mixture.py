@@ -53,6 +53,7 @@ def _declines(rng: Random, held_out: bool) -> Exchange:
 
 
 Drawn = tuple[list[Exchange], list[tool_use.Tool]]
+_MAX_TOOL_DRAWS = 50
 
 
 @dataclass(frozen=True)
@@ -211,12 +212,17 @@ def make_dialogue(rng: Random, skill: str, held_out: bool, thinking: bool) -> Di
 
 
 def _make_exchanges(rng: Random, skill: str, held_out: bool) -> Drawn:
-    """Draw the exchanges of a dialogue, with other tools if those drawn have no fitting prompt."""
-    while True:
+    """Draw the exchanges of a dialogue, with other tools if those drawn have no fitting prompt.
+
+    Raises:
+        NoKeyError: if no drawing of this skill has a fitting prompt.
+    """
+    for _ in range(_MAX_TOOL_DRAWS):
         try:
             return SKILLS[skill].make(rng, held_out)
         except NoKeyError:
             continue
+    raise NoKeyError(f"{skill}: no prompt has held_out={held_out}")
 
 
 def training_dialogue(rng: Random) -> Dialogue:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from backend.exactness import bytes_for, open_engine
 from backend.scripted_model import BLOCK, ScriptedModel
-from backend.test_scheduler_workload import KINDS, NUM_REQUESTS, Workload
+from backend.core.test_scheduler_workload import KINDS, NUM_REQUESTS, Workload
 from backend.tiny_models import VOCAB_SIZE
 from fakes.modular_guide import ModularGuide
 from nereid_backend import Engine, EngineConfig, EngineError, SamplingParams

@@ -18,7 +18,7 @@ NUM_CASES = int(os.environ.get("STRICT_CASES", "60"))
 CONCURRENT = 16
 PROMPTS = ("What is 27 + 45?", "Hello!", "Tell me about the weather in Tarn.", "Give me JSON.")
 
-_source = Path(__file__).parents[1] / "backend" / "constraints" / "random_schemas.py"
+_source = Path(__file__).parents[1] / "backend" / "grammar" / "random_schemas.py"
 _spec = importlib.util.spec_from_file_location("random_schemas", _source)
 random_schemas = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(random_schemas)

@@ -1,5 +1,5 @@
 import pytest
-from backend.output import tokenizers_zoo as zoo
+from backend.text import tokenizers_zoo as zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.text.detokenizer import Detokenizer

@@ -5,7 +5,7 @@ import os
 import random
 
 import pytest
-from backend.constraints.random_schemas import schema, walk
+from backend.grammar.random_schemas import schema, walk
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.request_spec import schema_spec

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def run(*arguments):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from backend.test_logits import VOCAB, make_request
+from backend.sampling.test_logits import VOCAB, make_request
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.core.request import Request
 from nereid_backend.core.step import Chunk, StepPlan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # What a program may have: 163 KiB on an A100 (compute capability 8.0), of which 8.6 and 8.9, cut in
 # the same way, have 99; 227 on an H100 (9.0).
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}

@@ -14,7 +14,7 @@ from fakes.live_server import ECHO_REPOSITORY, serve
 
 pytestmark = pytest.mark.triton
 
-EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
+EXAMPLES = Path(__file__).parents[3] / "client" / "examples"
 
 
 @pytest.fixture

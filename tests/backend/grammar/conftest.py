@@ -50,7 +50,7 @@ def problem(guides):
 def allowed(vocabulary):
     """The tokens that a guide allows next; None is every one."""
     import numpy as np
-    from backend.constraints.random_schemas import bits
+    from backend.grammar.random_schemas import bits
 
     @functools.wraps(bits)
     def find(guide):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from backend.exactness import open_engine
 from backend.tiny_models import BY_NAME, VOCAB_SIZE
-from kernels.recorded import CaptureError, Recorder, record, rerun
-from kernels.steps import SPECS, Steps
+from backend.gpu.recorded import CaptureError, Recorder, record, rerun
+from backend.gpu.steps import SPECS, Steps
 from nereid_backend import SamplingParams
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.gpu_attention import GpuInt8KVCache, GpuKVCache

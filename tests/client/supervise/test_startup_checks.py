@@ -54,7 +54,7 @@ def test_a_folder_with_a_part_missing_is_no_checkpoint(checkpoint, missing, mess
         checks.check_checkpoint(checkpoint)
 
 
-DEMO = Path(__file__).resolve().parents[2] / "demo"
+DEMO = Path(__file__).resolve().parents[3] / "demo"
 SEEN_LATER = ("tensor", "unknown", "hidden size", "tokenizer.json: an empty object")
 
 
@@ -144,7 +144,7 @@ def test_the_command_prints_one_line_and_ends_with_2(tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
+REPOSITORY = Path(__file__).resolve().parents[3] / "model_repository"
 
 
 @pytest.mark.parametrize(

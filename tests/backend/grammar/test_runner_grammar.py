@@ -16,7 +16,7 @@ from nereid_backend.grammar import Guides
 from nereid_backend.runner import Runner
 from tokenizers import Tokenizer
 
-MODEL = Path(__file__).parents[2] / "demo" / "chat"
+MODEL = Path(__file__).parents[3] / "demo" / "chat"
 VOCAB = json.loads((MODEL / "config.json").read_text())["vocab_size"]
 EOS = 2
 SCHEMA = {

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from kernels import sampling_reference as reference
-from kernels.sampling_reference import settings_of
+from backend.gpu import sampling_reference as reference
+from backend.gpu.sampling_reference import settings_of
 from nereid_backend import EngineConfig
 from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from kernels.steps import SPECS, Steps
+from backend.gpu.steps import SPECS, Steps
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.gpu_attention import (

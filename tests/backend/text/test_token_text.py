@@ -1,5 +1,5 @@
 import pytest
-from backend.output.tokenizers_zoo import ALL, SPECIAL, TEXT
+from backend.text.tokenizers_zoo import ALL, SPECIAL, TEXT
 from hypothesis import given
 from hypothesis import strategies as st
 from nereid_backend.text.logprob_entries import LOWEST, openai_entry, vllm_entry

@@ -32,7 +32,7 @@ def test_byte_fallback_pieces_are_bytes():
 
 
 def test_the_logits_may_be_narrower_than_the_vocabulary(vocabulary):
-    from backend.constraints.conftest import MODEL
+    from backend.grammar.conftest import MODEL
     from transformers import AutoTokenizer
 
     found = vocabulary_of(AutoTokenizer.from_pretrained(MODEL), 100)

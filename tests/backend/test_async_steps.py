@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from backend.core.test_scheduler_workload import KINDS, NUM_REQUESTS, Workload
 from backend.exactness import bytes_for, open_engine
 from backend.scripted_model import BLOCK, ScriptedModel
-from backend.core.test_scheduler_workload import KINDS, NUM_REQUESTS, Workload
 from backend.tiny_models import VOCAB_SIZE
 from fakes.modular_guide import ModularGuide
 from nereid_backend import Engine, EngineConfig, EngineError, SamplingParams

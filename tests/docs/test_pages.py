@@ -160,7 +160,11 @@ def test_the_commands_of_a_page_run_as_printed(page, servers, tmp_path):
 
 def test_make_serve_is_the_command_that_the_tests_start():
     dry = subprocess.run(
-        ["make", "--no-print-directory", "--dry-run", "serve"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "--dry-run", "serve"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert dry.stdout.splitlines()[-1].startswith("exec .venv/bin/nereid serve ")
     assert (BIN / "nereid").exists()

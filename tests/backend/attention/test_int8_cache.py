@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from backend.exactness import PROMPTS, open_engine, run_staggered
 from backend.attention.test_cpu_attention import BLOCK, SPECS, attention_of
+from backend.exactness import PROMPTS, open_engine, run_staggered
 from backend.tiny_models import BY_NAME
 from nereid_backend import EngineConfig
 from nereid_backend.attention.choose_backend import stored_type

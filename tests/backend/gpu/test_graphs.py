@@ -4,9 +4,9 @@ import random
 import pytest
 import torch
 from backend.exactness import open_engine
-from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from backend.gpu.recorded import CaptureError, Recorder, record, rerun
 from backend.gpu.steps import SPECS, Steps
+from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import SamplingParams
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.gpu_attention import GpuInt8KVCache, GpuKVCache

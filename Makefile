@@ -12,9 +12,10 @@ METRICS_PORT ?= 8002
 OPENAI_PORT ?= 9000
 ARGS ?=
 MINUTES ?= 10
+TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-parsers check docs prose lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory clean
+.PHONY: help setup serve test test-long test-parsers check docs prose lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,13 +40,17 @@ $(STAMP): $(MANIFESTS)
 serve: setup ## Serve the demo models, or the chat model in MODEL=/path, with the Triton server and the OpenAI frontend
 	@exec $(BIN)/nereid serve $(if $(MODEL),--model $(MODEL)) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT) $(ARGS)
 
-test: setup ## Run every test that needs no GPU, including those with a real Triton server
-	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+test: setup ## Run the tests that need no GPU, including those with a real Triton server, in two processes
+	@$(BIN)/python -m pytest -m "not gpu and not long" -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+
+test-long: setup ## Run what `make test` leaves out because of its duration: all kernel shapes, all architectures, a soak
+	@$(BIN)/python -m pytest -m "long and not gpu" $(ARGS)
+	@$(BIN)/python tests/backend/archs.py
 
 test-parsers: ## Run the tests of parsers/ in an empty environment that contains no other package of this repository
 	@rm -rf $(VENV)-parsers && $(PYTHON) -m venv $(VENV)-parsers
-	@$(VENV)-parsers/bin/python -m pip install --quiet ./parsers pytest pytest-timeout hypothesis
-	@$(VENV)-parsers/bin/python -m pytest -q tests/parsers
+	@$(VENV)-parsers/bin/python -m pip install --quiet ./parsers pytest pytest-timeout pytest-xdist hypothesis
+	@$(VENV)-parsers/bin/python -m pytest -q -m "not long" -n $(TEST_PROCESSES) tests/parsers
 	@rm -rf $(VENV)-parsers
 
 check: lint prose type deps docs test ## Run everything that CI checks: lint, prose, types, imports, documentation, tests

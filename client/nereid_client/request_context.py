@@ -34,20 +34,6 @@ class Context:
     backend: Backend
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def check_model(self, name: str | None) -> None:
-        """Check that a request names the served model, or no model.
-
-        Raises: ApiError 404 that names the served model.
-        """
-        served = self.settings.model_name
-        if name not in (None, served):
-            raise ApiError(
-                404,
-                f"The model {name!r} does not exist. This server serves {served!r}.",
-                param="model",
-                code="model_not_found",
-            )
-
 
 def context_of(request: Request) -> Context:
     """Return the context of the application that handles a request."""

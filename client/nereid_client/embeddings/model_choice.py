@@ -33,6 +33,8 @@ from nereid_client.streaming import sse
 R = TypeVar("R", bound=BaseModel)
 
 _DESCRIPTIONS = {EMBEDDING: "an embedding model", RERANK: "a reranker"}
+_ROUTES = {EMBEDDING: "POST /v1/embeddings", RERANK: "POST /v1/rerank"}
+_LANGUAGE_MODEL = ("the language model", "POST /v1/chat/completions")
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,47 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
     if not served:
         raise next((error for error in problems if error.status != 404), problems[0])
     suitable = " or ".join(repr(model.name) for model in served)
-    remedy = f"Use {suitable} for this request, or leave model out."
-    if name == context_of(request).settings.model_name:
-        message = f"The model {name!r} is the language model. {remedy}"
+    other = await _served_models(request)
+    message = _wrong_model_message(name or "", suitable, other)
+    if name in other:
         raise ApiError(400, message, param="model")
-    others = {model.name: model for model in await pooling_of(request).directory.all()}
-    if name in others:
-        message = f"The model {name!r} is {_DESCRIPTIONS[others[name].kind]}. {remedy}"
-        raise ApiError(400, message, param="model")
-    message = f"The model {name!r} does not exist. {remedy}"
     raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def check_language_model(request: Request, name: str | None) -> None:
+    """Check that a request to the language model names this model, or no model.
+
+    Raises: ApiError 404 that names the language model. If the request names an embedding model or
+        a reranker, the message also gives the route of that model.
+    """
+    language_model = context_of(request).settings.model_name
+    if name not in (None, language_model):
+        message = _wrong_model_message(
+            name or "", repr(language_model), await _served_models(request)
+        )
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _served_models(request: Request) -> dict[str, tuple[str, str]]:
+    """Return, for the name of each model that is served, its description and its main route."""
+    pooling_models = await pooling_of(request).directory.all()
+    models = {m.name: (_DESCRIPTIONS[m.kind], _ROUTES[m.kind]) for m in pooling_models}
+    return models | {context_of(request).settings.model_name: _LANGUAGE_MODEL}
+
+
+def _wrong_model_message(name: str, suitable: str, served: Mapping[str, tuple[str, str]]) -> str:
+    """Return the error message for a model that cannot answer a request.
+
+    Args:
+        name: the name of the model in the request.
+        suitable: the names of the models that can answer the request.
+        served: the description and the main route of each model that is served.
+    """
+    remedy = f"Use {suitable} for this request, or leave model out."
+    if name not in served:
+        return f"The model {name!r} does not exist. {remedy}"
+    description, route = served[name]
+    return f"The model {name!r} is {description}. {remedy} The route of {name!r} is {route}."
 
 
 def require_kind(served: ServedModel, kind: str, description: str) -> None:

@@ -7,11 +7,14 @@ frontend refuses, because the server never receives these.
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.errors import ApiError
 
+SUPERVISOR_USER_AGENT = "nereid-serve"
+"""The user agent of the health checks and first requests that `nereid serve` sends."""
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx introduced for this case
 _UNKNOWN_ROUTE = "unknown"
 
@@ -28,7 +31,8 @@ class RequestMetrics:
         self._requests = Counter(
             "nereid_frontend_requests",
             "HTTP requests that the frontend has answered. The status is 499 if the client closed "
-            "the connection before the response began.",
+            "the connection before the response began. The checks of `nereid serve` are not "
+            "counted.",
             ["route", "status"],
             registry=self._registry,
         )
@@ -71,6 +75,9 @@ class RequestMetrics:
 class CountRequests:
     """Middleware that counts each request by its route and the status of its response.
 
+    The requests of `nereid serve`, which checks the frontend several times a second while it
+    starts, are not counted.
+
     Args:
         app: the application that this middleware calls.
         metrics: the counters.
@@ -84,7 +91,7 @@ class CountRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application and count the request when its response ends."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or _is_from_supervisor(scope):
             await self._app(scope, receive, send)
             return
         status: int | None = None
@@ -116,3 +123,7 @@ class CountRequests:
             matches = (route for route in self._routes if route.matches(scope)[0] != Match.NONE)
             route = next(matches, None)
         return str(getattr(route, "path_format", _UNKNOWN_ROUTE))
+
+
+def _is_from_supervisor(scope: Scope) -> bool:
+    return Headers(scope=scope).get("user-agent") == SUPERVISOR_USER_AGENT

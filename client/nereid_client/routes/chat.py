@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from nereid_client.embeddings.model_choice import check_language_model
 from nereid_client.protocol.generation_requests import ChatCompletionRequest
 from nereid_client.request_context import (
     context_of,
@@ -30,7 +31,7 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_body(request)
     chat = validate(ChatCompletionRequest, body)
-    context.check_model(chat.model)
+    await check_language_model(request, chat.model)
     generation = Generation(
         unique_request_id(request),
         chat_request=to_json(chat.passed_on(body)),

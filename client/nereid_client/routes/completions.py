@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from nereid_client.embeddings.model_choice import check_language_model
 from nereid_client.errors import ApiError
 from nereid_client.protocol.generation_requests import CompletionRequest, Prompt
 from nereid_client.request_context import (
@@ -37,7 +38,7 @@ async def completions(request: Request) -> Response:
     """
     context = context_of(request)
     body = validate(CompletionRequest, await read_body(request))
-    context.check_model(body.model)
+    await check_language_model(request, body.model)
     _check_number(body.prompt, context.settings.max_prompts)
     generations = _generations(body, unique_request_id(request))
     frame = frame_for(request, body, "cmpl")

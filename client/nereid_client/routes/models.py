@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from nereid_client.embeddings.model_choice import pooling_of
+from nereid_client.errors import ApiError
 from nereid_client.request_context import Context, context_of
 
 router = APIRouter(tags=["Operation"])
@@ -14,21 +15,30 @@ router = APIRouter(tags=["Operation"])
 async def list_models(request: Request) -> dict[str, Any]:
     """Return the language model, and the embedding model and the reranker if they are served."""
     context = context_of(request)
-    names = [context.settings.model_name, *await _pooling_names(request)]
-    return {"object": "list", "data": [_model(context, name) for name in dict.fromkeys(names)]}
+    names = await _served_names(request)
+    return {"object": "list", "data": [_model(context, name) for name in names]}
 
 
 @router.get("/v1/models/{model_id:path}", summary="Get one served model")
 async def get_model(request: Request, model_id: str) -> dict[str, Any]:
-    """Return the model of this name, or a 404 that names the served model."""
-    context = context_of(request)
-    if model_id not in await _pooling_names(request):
-        context.check_model(model_id)
-    return _model(context, model_id)
+    """Return the model of this name, or a 404 that names the served models."""
+    names = await _served_names(request)
+    if model_id not in names:
+        raise ApiError(
+            404,
+            f"The model {model_id!r} does not exist. This server serves "
+            f"{', '.join(map(repr, names))}.",
+            param="model",
+            code="model_not_found",
+        )
+    return _model(context_of(request), model_id)
 
 
-async def _pooling_names(request: Request) -> list[str]:
-    return [served.name for served in await pooling_of(request).directory.all()]
+async def _served_names(request: Request) -> list[str]:
+    """Return the names of all models that are served, the language model first."""
+    pooling_models = await pooling_of(request).directory.all()
+    names = [context_of(request).settings.model_name, *(model.name for model in pooling_models)]
+    return list(dict.fromkeys(names))
 
 
 def _model(context: Context, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from nereid_client.embeddings.model_choice import check_language_model
 from nereid_client.errors import ApiError, BackendError, FrontendError, shown, to_api_error
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.request_context import (
@@ -56,7 +57,7 @@ async def create_response(request: Request) -> Response:
     responses = _responses(request)
     body = await read_body(request)
     responses_request = validate(ResponsesRequest, body)
-    context_of(request).check_model(responses_request.model)
+    await check_language_model(request, responses_request.model)
     to_json(body)  # checks that the body can be stored and returned as JSON
     is_stored = _will_be_stored(responses_request, responses.store)
     items = _conversation(responses_request, responses.store)
@@ -88,7 +89,7 @@ async def count_input_tokens(request: Request) -> Json:
     body = await read_body(request)
     responses_request = validate(ResponsesRequest, body)
     context = context_of(request)
-    context.check_model(responses_request.model)
+    await check_language_model(request, responses_request.model)
     items = _conversation(responses_request, _responses(request).store)
     chat = to_json(chat_request(responses_request, body, items))
     try:

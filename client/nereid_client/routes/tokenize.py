@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from nereid_client.embeddings.model_choice import check_language_model
 from nereid_client.protocol.tokenize_request import TokenizeRequest
 from nereid_client.request_context import (
     check_unicode,
@@ -29,7 +30,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     context = context_of(request)
     body = await read_body(request)
     tokenize_request = validate(TokenizeRequest, body)
-    context.check_model(tokenize_request.model)
+    await check_language_model(request, tokenize_request.model)
     if tokenize_request.prompt is not None:
         check_unicode(tokenize_request.prompt)
     chat = tokenize_request.chat_request(body)

@@ -8,7 +8,11 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
+from nereid_client.middleware.request_metrics import SUPERVISOR_USER_AGENT
+
 _ANSWER_TIMEOUT_S = 600.0
+# The frontend does not count requests with this user agent in its metrics.
+_HEADERS = {"User-Agent": SUPERVISOR_USER_AGENT}
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,11 @@ class FrontendClient:
 
     def get(self, path: str, timeout_s: float = 3.0) -> tuple[int | None, str]:
         """Return the HTTP status and the text of a GET, or (None, reason) if it failed."""
-        return self._send(urllib.request.Request(self.url + path), timeout_s)
+        return self._send(urllib.request.Request(self.url + path, headers=_HEADERS), timeout_s)
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int | None, str]:
         """Return the HTTP status and the text of a POST, or (None, reason) if it failed."""
-        headers = {"Content-Type": "application/json"}
+        headers = {**_HEADERS, "Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         data = json.dumps(body).encode()

@@ -224,6 +224,33 @@ async def test_the_wrong_model_is_told_which_one_is_right(ask, model, status, sa
     assert error["param"] == "model"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/tokenize", {"prompt": "hello"}),
+    ],
+)
+async def test_a_request_to_generate_that_names_the_embedding_model_gets_its_route(ask, path, body):
+    error = problem(await ask(path, model="tiny-embed", **body), 404)
+    assert error["message"] == (
+        "The model 'tiny-embed' is an embedding model. Use 'echo' for this request, or leave model "
+        "out. The route of 'tiny-embed' is POST /v1/embeddings."
+    )
+    assert error["code"] == "model_not_found"
+
+
+async def test_an_unknown_name_in_the_list_of_models_is_answered_with_all_names(open_client):
+    async with open_client() as client:
+        response = await client.get("/v1/models/nothing")
+    assert problem(response, 404)["message"] == (
+        "The model 'nothing' does not exist. This server serves 'echo', 'tiny-embed', "
+        "'tiny-rerank'."
+    )
+
+
 async def test_without_an_embedding_model_it_is_a_404(ask, pooling):
     pooling.missing.add("embedding")
     error = problem(await ask("/v1/embeddings", model="tiny-embed", input="a"), 404)

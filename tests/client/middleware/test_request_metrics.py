@@ -7,6 +7,7 @@ import httpx
 import pytest
 from fakes.fake_backend import FakeBackend
 from nereid_client.app import create_app
+from nereid_client.middleware.request_metrics import SUPERVISOR_USER_AGENT
 from nereid_client.settings import Settings
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -49,6 +50,14 @@ async def test_requests_are_counted_by_route_and_status(connect):
     assert samples[requests(CHAT, 400)] == 1
     assert samples[requests("/v1/models/{model_id}", 404)] == 1
     assert samples[requests("unknown", 404)] == 1
+
+
+async def test_the_checks_of_nereid_serve_are_not_counted(connect):
+    async with connect() as client:
+        await client.get("/health/ready", headers={"User-Agent": SUPERVISOR_USER_AGENT})
+        await client.post(CHAT, json=HELLO, headers={"User-Agent": SUPERVISOR_USER_AGENT})
+        samples = await samples_of(client)
+    assert not any(name == "nereid_frontend_requests_total" for name, *_ in samples)
 
 
 async def test_paths_that_clients_invent_add_no_series(connect):

@@ -8,7 +8,8 @@ import logging
 import operator
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nereid_backend.async_steps import AsyncSteps
@@ -17,9 +18,9 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.outputs import EngineInfo, RequestOutput, RequestUpdate
 from nereid_backend.core.pending_grammars import PendingGrammars
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan, StepResult
 from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.model.startup import load
@@ -137,7 +138,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: abc.Sequence[int],
         params: SamplingParams | None = None,
     ) -> None:
         """Add a request. Later calls of `step` compute its tokens.
@@ -166,7 +167,7 @@ class Engine:
             )
         room = self.info.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
-        request = Request(
+        sequence = Sequence(
             request_id,
             token_ids,
             params,
@@ -175,11 +176,11 @@ class Engine:
             seed=seed % 2**64,
         )
         if not _needs_guide(params):
-            self._scheduler.add(request)
+            self._scheduler.add(sequence)
             return
-        guide = self._load_guides().prepare(params, request.stop_token_ids)
+        guide = self._load_guides().prepare(params, sequence.stop_token_ids)
         self._pending_grammars.add(request_id, guide)
-        self._scheduler.add(request, is_prepared=False)
+        self._scheduler.add(sequence, is_prepared=False)
 
     def warm_up(self) -> None:
         """Load the grammar libraries in the background. Loading takes some seconds.
@@ -204,8 +205,8 @@ class Engine:
 
     def generate(
         self,
-        prompt_token_ids: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompt_token_ids: abc.Sequence[abc.Sequence[int]],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generate the answers to prompts and return them in the order of the prompts.
 
@@ -301,9 +302,9 @@ class Engine:
     def _record_start(self, plan: StepPlan) -> None:
         now = time.monotonic()
         self.begun += [
-            (chunk.request.request_id, now)
+            (chunk.sequence.request_id, now)
             for chunk in plan.chunks
-            if chunk.is_first and not chunk.request.was_reported
+            if chunk.is_first and not chunk.sequence.was_reported
         ]
 
     def _load_guides(self) -> "Guides":
@@ -337,7 +338,7 @@ class Engine:
         self._pending_grammars.wait(_GUIDE_WAIT_S)
         return []
 
-    def _check_prompt(self, prompt: Sequence[int]) -> list[int]:
+    def _check_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
         limit = self.info.max_model_len
         try:
             token_ids = [operator.index(token_id) for token_id in prompt]

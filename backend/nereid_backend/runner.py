@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
 from nereid_backend.device_transfer import HostCopy, upload
 from nereid_backend.sampling.draft_verification import Sampling, sampling_of
@@ -44,7 +44,7 @@ class ForwardPath(Protocol):
         Mutates: the state of the plan's sequences, such as their KV cache blocks.
         """
 
-    def clear(self, request: Request) -> None:
+    def clear(self, sequence: Sequence) -> None:
         """Overwrite the state of a sequence that failed.
 
         The blocks of the sequence may contain NaN. Without this call, the NaN would reach the next
@@ -182,7 +182,7 @@ class Runner:
         sampled = _read_sampled(step.sampling, sampled_tokens, step.masks)
         for chunk, outcome in zip((c for c in plan.chunks if c.samples), sampled, strict=True):
             if outcome.error == NOT_FINITE:
-                self._path.clear(chunk.request)
+                self._path.clear(chunk.sequence)
         return StepResult(sampled, reports, device_token_ids)
 
     def _launch_sampling(self, step: RunningStep) -> None:
@@ -204,7 +204,7 @@ class Runner:
             yield
         except BaseException:
             for chunk in plan.chunks:
-                self._path.clear(chunk.request)
+                self._path.clear(chunk.sequence)
             raise
 
     def _forward(self, plan: StepPlan, sampling: Sampling) -> tuple[Tensor, StepMasks]:
@@ -235,14 +235,14 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
     """
     reports: dict[int, list[_Report]] = {}
     end = 0
-    for index, (request, start, num_tokens, _, _, num_logits) in enumerate(plan.chunks):
+    for index, (sequence, start, num_tokens, _, _, num_logits) in enumerate(plan.chunks):
         begin, end = end, end + num_logits
-        num_top = request.params.prompt_logprobs
+        num_top = sequence.params.prompt_logprobs
         if num_top is None:
             continue
         first = start + num_tokens - num_logits + 1
-        following = request.token_ids[
-            first : min(start + num_tokens + 1, request.num_prompt_tokens)
+        following = sequence.token_ids[
+            first : min(start + num_tokens + 1, sequence.num_prompt_tokens)
         ]
         if following:
             pieces = rank_prompt(logits[begin : begin + len(following)], following, num_top)
@@ -258,22 +258,22 @@ def _read_sampled(
     end = 0
     for count in sampling.counts:
         begin, end = end, end + count
-        request = sampling.positions[begin].request
+        sequence = sampling.positions[begin].sequence
         if begin in masks.errors:
             sampled.append(Sampled([], [], masks.errors[begin]))
             continue
         try:
             drafts = sampling.positions[end - 1].drafts
-            sampled.append(_accept(request, drafts, sampled_tokens, begin))
+            sampled.append(_accept(sequence, drafts, sampled_tokens, begin))
         except Exception as error:
-            logger.exception("The grammar of request %s failed.", request.request_id)
+            logger.exception("The grammar of request %s failed.", sequence.request_id)
             message = f"The grammar of the request failed: {type(error).__name__}: {error}"
             sampled.append(Sampled([], [], message))
     return sampled
 
 
 def _accept(
-    request: Request, drafts: list[int], sampled_tokens: SampledTokens, begin: int
+    sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, begin: int
 ) -> Sampled:
     """Return the new tokens of a sequence: sampled tokens, and tokens that the grammar forces.
 
@@ -286,16 +286,16 @@ def _accept(
     replaces the draft 9, and 2 is discarded. The result is [5, 7, 4].
 
     Args:
-        request: the sequence. Its guide is advanced by the new tokens.
+        sequence: the sequence. Its guide is advanced by the new tokens.
         drafts: the draft tokens that went through the model after the known tokens.
         sampled_tokens: the tokens of the step. They contain one token after the known tokens and
             one token after each draft token.
         begin: the index in `sampled_tokens` of the token after the known tokens.
     """
-    guide, stops = guide_of(request), request.stop_token_ids
+    guide, stops = guide_of(sequence), sequence.stop_token_ids
     token_ids: list[int] = []
     logprobs: list[float] = []
-    top: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
+    top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
     while token_ids == drafts[: len(token_ids)]:
         index = begin + len(token_ids)
         if index in sampled_tokens.errors:
@@ -308,7 +308,7 @@ def _accept(
             break
         if guide is not None:
             guide.accept(token_ids[-1:])
-            forced = _forced(request, guide.forced(), len(token_ids))
+            forced = _forced(sequence, guide.forced(), len(token_ids))
             token_ids += forced
             logprobs += [0.0] * len(forced)
             if token_ids[-1] in stops:
@@ -318,7 +318,7 @@ def _accept(
     return Sampled(token_ids, logprobs, None, top)
 
 
-def _forced(request: Request, forced: list[int], num_new: int) -> list[int]:
+def _forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
     """Return the tokens that the grammar forces and that are added without the model.
 
     The result is empty in two cases. If the request reports log-probabilities, only the model can
@@ -326,20 +326,20 @@ def _forced(request: Request, forced: list[int], num_new: int) -> list[int]:
     combines these fields with the grammar.
 
     Args:
-        request: the sequence.
+        sequence: the sequence.
         forced: the tokens that the grammar forces next.
         num_new: the number of tokens that this step has already added to the sequence.
     """
-    params = request.params
+    params = sequence.params
     if (
         params.logprobs is not None
         or params.allowed_token_ids is not None
         or params.bad_words_token_ids
     ):
         return []
-    num_output = request.num_output_tokens + num_new
+    num_output = sequence.num_output_tokens + num_new
     for index, token_id in enumerate(forced):
-        if token_id in request.stop_token_ids:
+        if token_id in sequence.stop_token_ids:
             may_stop = num_output + index >= params.min_tokens
             return forced[: index + may_stop]
     return forced

@@ -21,8 +21,8 @@ from nereid_backend.attention.int8_cache import CpuInt8KVCache
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
 
@@ -86,9 +86,9 @@ def decode_call(
     blocks = torch.randperm(num_seqs * width).tolist()
     chunks = []
     for row in range(num_seqs):
-        request = Request(str(row), [1] * context, SamplingParams(), max_total_tokens=context + 1)
-        request.row, request.block_table = row, blocks[row * width : (row + 1) * width]
-        chunks.append(Chunk(request, context - 1, 1, True, True, 1))
+        sequence = Sequence(str(row), [1] * context, SamplingParams(), max_total_tokens=context + 1)
+        sequence.row, sequence.block_table = row, blocks[row * width : (row + 1) * width]
+        chunks.append(Chunk(sequence, context - 1, 1, True, True, 1))
     batch = builder.build(StepPlan(chunks, num_seqs), device)
     query = torch.randn(1, args.heads, num_seqs, args.dim).to(dtype)
     key = torch.randn(1, args.kv_heads, num_seqs, args.dim).to(dtype)

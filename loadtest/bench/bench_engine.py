@@ -78,7 +78,7 @@ def profile(engine: Engine, prompts: list[list[int]], params: SamplingParams) ->
             marks.append(time.perf_counter())
             logits = runner._path.forward(plan)
             marks.append(time.perf_counter())
-            sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+            sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
             sampled = sample(logits, sampling) if sampling else []
             marks.append(time.perf_counter())
             scheduler.commit(plan, StepResult(sampled))

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from nereid_backend import SamplingParams
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.sampler import Sampler
 from nereid_backend.sampling.token_masks import StepMasks
@@ -47,9 +47,9 @@ class Case:
         for row in range(batch):
             prompt = rng.integers(0, vocab_size, text_len).tolist()
             params = SamplingParams(**CASES[name])  # type: ignore[arg-type]
-            request = Request("r", prompt, params, max_total_tokens=10**9, seed=row)
-            request.row = row
-            self._requests.append(request)
+            sequence = Sequence("r", prompt, params, max_total_tokens=10**9, seed=row)
+            sequence.row = row
+            self._requests.append(sequence)
         self._masks = StepMasks()
         if "masks" in name:
             width = -(-vocab_size // 32)
@@ -65,11 +65,11 @@ class Case:
         if logits.is_cuda:
             torch.cuda.synchronize()
         started = clock()
-        positions = [Position(request, []) for request in self._requests]
+        positions = [Position(sequence, []) for sequence in self._requests]
         sampled_tokens = self._sampler.sample(logits, positions, self._masks)
         spent = clock() - started
-        for request, token_id in zip(self._requests, sampled_tokens.token_ids, strict=True):
-            request.token_ids.append(token_id)
+        for sequence, token_id in zip(self._requests, sampled_tokens.token_ids, strict=True):
+            sequence.token_ids.append(token_id)
         return spent * 1e6
 
 

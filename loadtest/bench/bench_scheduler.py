@@ -21,8 +21,8 @@ import torch
 from nereid_backend import SamplingParams
 from nereid_backend.async_steps import AsyncSteps
 from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import Runner
@@ -84,7 +84,7 @@ class _RandomPath:
         self.was_full = len(plan.chunks) == plan.num_tokens == self._max_num_seqs
         return logits
 
-    def clear(self, request: Request) -> None:
+    def clear(self, sequence: Sequence) -> None:
         """Do nothing, because this path stores nothing for a request."""
 
 
@@ -143,7 +143,7 @@ def _begin(num_running: int, num_waiting: int, steps: int) -> tuple[Scheduler, _
     for number in range(num_running + num_waiting):
         prompt = [rng.randrange(_VOCAB) for _ in range(_PROMPT)]
         params = SamplingParams(temperature=0.0)
-        scheduler.add(Request(str(number), prompt, params, max_total_tokens=length))
+        scheduler.add(Sequence(str(number), prompt, params, max_total_tokens=length))
     return scheduler, _RandomPath(num_running, length)
 
 

@@ -20,14 +20,15 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections import abc
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
 
 _TOKEN = 1
@@ -159,7 +160,7 @@ def simulate(arrivals: Iterable[Arrival], scheduler: Scheduler, cost: Cost) -> O
             scheduler.add(_request(number, records[number].arrival))
         plan = scheduler.plan()
         for chunk in plan.chunks:
-            record = records[int(chunk.request.request_id)]
+            record = records[int(chunk.sequence.request_id)]
             record.begun_s = clock if record.begun_s is None else record.begun_s
         clock += cost.of(plan)
         num_steps += 1
@@ -173,7 +174,7 @@ def simulate(arrivals: Iterable[Arrival], scheduler: Scheduler, cost: Cost) -> O
 
 
 def poisson(
-    num_requests: int, rate: float, seed: int, priorities: Sequence[int] = (0,)
+    num_requests: int, rate: float, seed: int, priorities: abc.Sequence[int] = (0,)
 ) -> list[Arrival]:
     """Return a random trace with `rate` arrivals per second on average.
 
@@ -219,7 +220,7 @@ def read_trace(lines: Iterable[str]) -> list[Arrival]:
     return arrivals
 
 
-def percentiles(values: Sequence[float]) -> tuple[float, float, float, float]:
+def percentiles(values: abc.Sequence[float]) -> tuple[float, float, float, float]:
     """Return the 50th, the 90th and the 99th percentile, and the largest value."""
     if len(values) < 2:
         only = values[0] if values else 0.0
@@ -228,7 +229,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float, float]:
     return cuts[49], cuts[89], cuts[98], max(values)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: abc.Sequence[str] | None = None) -> None:
     """Run the simulation that the command line describes, and print a table."""
     parser = argparse.ArgumentParser(
         prog="python -m loadtest.bench.scheduler_simulator",
@@ -271,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(outcome.report() + "\n")
 
 
-def _request(number: int, arrival: Arrival) -> Request:
+def _request(number: int, arrival: Arrival) -> Sequence:
     shared = min(arrival.prefix_tokens, arrival.prompt_tokens) if arrival.prefix else 0
     # The other tokens are random, so that the cache contains only the shared prefixes.
     tokens = random.Random(f"prefix {arrival.prefix}").choices(range(2, 50_000), k=shared)
@@ -280,7 +281,7 @@ def _request(number: int, arrival: Arrival) -> Request:
         n=arrival.n, priority=arrival.priority, max_tokens=arrival.output_tokens
     )
     length = arrival.prompt_tokens + arrival.output_tokens
-    return Request(str(number), tokens + own, params, max_total_tokens=length)
+    return Sequence(str(number), tokens + own, params, max_total_tokens=length)
 
 
 def _note(record: Record, clock: float, has_ended: bool) -> None:

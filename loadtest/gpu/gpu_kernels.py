@@ -20,8 +20,8 @@ from nereid_backend.attention.gpu.tuning import Entry, Table, Tuning
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.attention.scaled_cache import ScaledKVCache
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
 from torch import Tensor
@@ -127,11 +127,11 @@ class LayerStep:
         )
         chunks = []
         for row, ((cached, new), count) in enumerate(zip(self.shapes, counts, strict=True)):
-            request = Request(
+            sequence = Sequence(
                 str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=2**40
             )
-            request.row, request.block_table = row, list(itertools.islice(free, count))
-            chunks.append(Chunk(request, cached, new, True, True, 1))
+            sequence.row, sequence.block_table = row, list(itertools.islice(free, count))
+            chunks.append(Chunk(sequence, cached, new, True, True, 1))
         num_tokens = sum(new for _, new in self.shapes)
         self.batch = builder.build(StepPlan(chunks, num_tokens), device).attention
         self.inputs = tuple(

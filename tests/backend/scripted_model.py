@@ -1,10 +1,10 @@
 """Stands for a model and its KV cache in tests of the core."""
 
 import random
-from collections.abc import Sequence
+from collections import abc
 
 from nereid_backend.core.outputs import TokenLogprobs
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.window import AttentionWindow
 
@@ -59,7 +59,7 @@ class ScriptedModel:
         self._rng = rng or random.Random(0)
         self._forced = forced
         self._broken = broken
-        self._went_wrong: set[Request] = set()
+        self._went_wrong: set[Sequence] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
         self.compute(plan)
@@ -67,7 +67,7 @@ class ScriptedModel:
         self.clear_broken(plan, result)
         return result
 
-    def compute(self, plan: StepPlan, sampled: Sequence[int] = ()) -> None:
+    def compute(self, plan: StepPlan, sampled: abc.Sequence[int] = ()) -> None:
         """The forward pass; pending chunks get their tokens from what was sampled before."""
         blocks = [self.slots[a * BLOCK : (a + 1) * BLOCK] for a, _ in plan.copies]
         for (_, target), block in zip(plan.copies, blocks, strict=True):
@@ -78,7 +78,7 @@ class ScriptedModel:
             self._store(chunk, pending.get(index, []))
         if self._rng.random() < self._broken / 4:
             for chunk in plan.chunks:
-                self.clear(chunk.request)
+                self.clear(chunk.sequence)
             raise RuntimeError("a fault made by the test")
 
     def answer(self, plan: StepPlan) -> StepResult:
@@ -86,87 +86,89 @@ class ScriptedModel:
         prompts = {
             index: [TokenLogprobs([token], [-1.0], 1) for token in self._followers(chunk)]
             for index, chunk in enumerate(plan.chunks)
-            if chunk.request.params.prompt_logprobs is not None
+            if chunk.sequence.params.prompt_logprobs is not None
         }
         sampled = [self._answer(chunk) for chunk in plan.chunks if chunk.samples]
         return StepResult(sampled, prompts)
 
     def clear_broken(self, plan: StepPlan, result: StepResult) -> None:
         """What is done about sequences that went wrong, once that is known."""
-        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
-        for request, outcome in zip(sampling, result.sampled, strict=True):
+        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        for sequence, outcome in zip(sampling, result.sampled, strict=True):
             if outcome.error is not None:
-                self.clear(request)
+                self.clear(sequence)
 
-    def clear(self, request: Request) -> None:
-        for block in request.block_table[request.num_dropped_blocks :]:
+    def clear(self, sequence: Sequence) -> None:
+        for block in sequence.block_table[sequence.num_dropped_blocks :]:
             self.slots[block * BLOCK : (block + 1) * BLOCK] = [None] * BLOCK
 
     def _store(self, chunk: Chunk, pending: list[int]) -> None:
-        request, start, num_tokens = chunk[:3]
-        known = request.token_ids + request.draft_token_ids + pending
+        sequence, start, num_tokens = chunk[:3]
+        known = sequence.token_ids + sequence.draft_token_ids + pending
         assert start + num_tokens <= len(known)
-        if request in self._went_wrong:
+        if sequence in self._went_wrong:
             return  # Its step was begun before that was known.
-        blocks = request.block_table[request.num_dropped_blocks :]
+        blocks = sequence.block_table[sequence.num_dropped_blocks :]
         found = {slot for b in blocks for slot in self.slots[b * BLOCK : (b + 1) * BLOCK]}
-        assert NAN not in found, f"{request}: NaN has come to it"
+        assert NAN not in found, f"{sequence}: NaN has come to it"
         before = None
         if self._attention_window is not None:
             before = self._check(
-                request, known[:start], self._attention_window.first_visible(start)
+                sequence, known[:start], self._attention_window.first_visible(start)
             )
         for position in range(start, start + num_tokens):
             if self._attention_window is None:
-                before = self._read(request, position - 1)
+                before = self._read(sequence, position - 1)
             before = hash((before, known[position]))
-            self.slots[self._slot(request, position)] = before
+            self.slots[self._slot(sequence, position)] = before
         self.num_computed += num_tokens
 
     def _followers(self, chunk: Chunk) -> list[int]:
         first = chunk.start + chunk.num_tokens - chunk.num_logits + 1
-        end = min(chunk.start + chunk.num_tokens + 1, chunk.request.num_prompt_tokens)
-        return chunk.request.token_ids[first:end]
+        end = min(chunk.start + chunk.num_tokens + 1, chunk.sequence.num_prompt_tokens)
+        return chunk.sequence.token_ids[first:end]
 
     def _answer(self, chunk: Chunk) -> Sampled:
-        request = chunk.request
+        sequence = chunk.sequence
         if self._rng.random() < self._broken:
-            self._went_wrong.add(request)
-            self.slots[self._slot(request, chunk.start + chunk.num_tokens - 1)] = NAN
+            self._went_wrong.add(sequence)
+            self.slots[self._slot(sequence, chunk.start + chunk.num_tokens - 1)] = NAN
             return Sampled([], [], "not finite")
-        tokens = list(request.token_ids)
+        tokens = list(sequence.token_ids)
         attention_window = self._attention_window
         self._check(
-            request,
+            sequence,
             tokens,
             attention_window.first_visible(len(tokens) - 1) if attention_window else 0,
         )
-        assert chunk.num_logits in (len(request.draft_token_ids) + 1, chunk.num_tokens)
-        new = [next_token(tokens, request.index)]
-        for draft in request.draft_token_ids:
+        assert chunk.num_logits in (len(sequence.draft_token_ids) + 1, chunk.num_tokens)
+        new = [next_token(tokens, sequence.index)]
+        for draft in sequence.draft_token_ids:
             if new[-1] != draft:
                 break
-            new.append(next_token(tokens + new, request.index))
+            new.append(next_token(tokens + new, sequence.index))
         while self._rng.random() < self._forced:
-            new.append(next_token(tokens + new, request.index))
+            new.append(next_token(tokens + new, sequence.index))
         return Sampled(new, [-0.5] * len(new))
 
-    def _check(self, request: Request, tokens: list[int], first: int) -> int:
+    def _check(self, sequence: Sequence, tokens: list[int], first: int) -> int:
         """What these tokens should have left behind; the cache has it from the first one on."""
-        expected = hash(request.params.cache_salt)
+        expected = hash(sequence.params.cache_salt)
         for position, token in enumerate(tokens):
             expected = hash((expected, token))
             if position >= first:
-                found = self._read(request, position)
-                assert found == expected, f"{request}: the cache holds something else at {position}"
+                found = self._read(sequence, position)
+                assert found == expected, (
+                    f"{sequence}: the cache holds something else at {position}"
+                )
         return expected
 
-    def _read(self, request: Request, position: int) -> int | None:
+    def _read(self, sequence: Sequence, position: int) -> int | None:
         if position < 0:
-            return hash(request.params.cache_salt)
-        return self.slots[self._slot(request, position)]
+            return hash(sequence.params.cache_salt)
+        return self.slots[self._slot(sequence, position)]
 
     @staticmethod
-    def _slot(request: Request, position: int) -> int:
-        assert position // BLOCK >= request.num_dropped_blocks, "given back already"
-        return request.block_table[position // BLOCK] * BLOCK + position % BLOCK
+    def _slot(sequence: Sequence, position: int) -> int:
+        assert position // BLOCK >= sequence.num_dropped_blocks, "given back already"
+        return sequence.block_table[position // BLOCK] * BLOCK + position % BLOCK

@@ -13,8 +13,8 @@ from fakes.modular_guide import ModularGuide
 from nereid_backend import Engine, EngineConfig, EngineError, SamplingParams
 from nereid_backend.async_steps import AsyncSteps
 from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
 from nereid_backend.sampling import random_sampling, sampler
 from nereid_backend.step_failures import StepFailures
@@ -72,7 +72,7 @@ class ScriptedRunner:
         if self.rng.random() < self.faulty:
             self.under_way.remove(running)
             for chunk in running.plan.chunks:
-                self.model.clear(chunk.request)
+                self.model.clear(chunk.sequence)
             raise RuntimeError("a fault made by the test")
 
 
@@ -99,7 +99,7 @@ class OverlappedWorkload(Workload):
 
 def _check_plan(plan):
     assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
-    assert len({id(chunk.request) for chunk in plan.chunks}) == len(plan.chunks)
+    assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks)
     assert all(plan.chunks[index].num_tokens == 1 for index, _ in plan.pending)
 
 
@@ -169,24 +169,24 @@ class Answer:
             )
 
 
-def answers_of(engine, requests, *, guided=(), aborts=()):
+def answers_of(engine, sequences, *, guided=(), aborts=()):
     """Each sequence's answer, while requests arrive one by one.
 
     Args:
         engine: idle.
-        requests: by name: prompt and parameters.
+        sequences: by name: prompt and parameters.
         guided: names of requests with a guide.
         aborts: by name, how many tokens of a request are reported before it is aborted.
     """
     aborts = dict(aborts)
     answers = {}
-    pending = list(requests.items())
+    pending = list(sequences.items())
     while pending or engine.has_work():
         if pending:
             name, (prompt, params) = pending.pop()
             engine.add_request(name, prompt, params)
             if name in guided:
-                for sequence in engine._scheduler._groups.sequences_of(name):
+                for sequence in engine._scheduler._requests.sequences_of(name):
                     sequence.guide = ModularGuide(VOCAB_SIZE)
         for update in engine.step():
             answer = answers.setdefault((update.request_id, update.index), Answer())
@@ -211,12 +211,12 @@ WISHES = [
 
 
 def make_requests(rng, count):
-    requests = {}
+    sequences = {}
     stem = [rng.randrange(3, VOCAB_SIZE) for _ in range(24)]
     for number in range(count):
         prompt = stem[: rng.choice([0, 0, 9, 24])]
         prompt += [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(1, 20))]
-        requests[str(number)] = (
+        sequences[str(number)] = (
             prompt,
             SamplingParams(
                 temperature=rng.choice([0.0, 0.0, 1.0, 1.5]),
@@ -230,7 +230,7 @@ def make_requests(rng, count):
                 **rng.choice(WISHES),
             ),
         )
-    return requests
+    return sequences
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,9 @@ def make_requests(rng, count):
 def test_answers_are_the_same_with_and_without(checkpoint, family, num_tokens, seed, monkeypatch):
     monkeypatch.setattr(random_sampling, "_LIKELIEST_DEFERRED", 16)
     rng = random.Random(seed)
-    requests = make_requests(rng, 30)
-    guided = rng.sample(sorted(requests), 6)
-    aborts = dict.fromkeys(rng.sample(sorted(requests), 4), 3)
+    sequences = make_requests(rng, 30)
+    guided = rng.sample(sorted(sequences), 6)
+    aborts = dict.fromkeys(rng.sample(sorted(sequences), 4), 3)
     settings = {"max_num_seqs": 6, "max_num_batched_tokens": 19, "max_model_len": 80}
     size = open_engine(checkpoint(family), **settings)
     settings["kv_cache_memory"] = bytes_for(size, num_tokens)
@@ -259,7 +259,7 @@ def test_answers_are_the_same_with_and_without(checkpoint, family, num_tokens, s
         if is_on:
             # As on a GPU, so that some tokens are found to be wrong only afterwards.
             engine._runner._sampler.defers = True
-        found[is_on] = answers_of(engine, requests, guided=guided, aborts=aborts)
+        found[is_on] = answers_of(engine, sequences, guided=guided, aborts=aborts)
         assert engine.num_preemptions > 0
         assert engine.num_prefix_cache_hits > 0 or family != "qwen2"
         engine.close()
@@ -275,22 +275,22 @@ def test_answers_are_the_same_with_and_without(checkpoint, family, num_tokens, s
     assert {answer.end[0] for answer in on.values()} >= {"stop", "length", "abort"}
 
 
-def scheduler_of(*requests, num_blocks=20, **settings):
+def scheduler_of(*sequences, num_blocks=20, **settings):
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 40, **settings}
     scheduler = Scheduler(BlockPool(num_blocks), block_size=BLOCK, **settings)
-    for request in requests:
-        scheduler.add(request)
+    for sequence in sequences:
+        scheduler.add(sequence)
     return scheduler
 
 
 def request_of(name, prompt, max_tokens=9, **params):
     params = SamplingParams(max_tokens=max_tokens, **params)
-    return Request(name, prompt, params, max_total_tokens=len(prompt) + max_tokens)
+    return Sequence(name, prompt, params, max_total_tokens=len(prompt) + max_tokens)
 
 
 def result_of(plan, token=7, **others):
     """One token for each chunk that samples, or what is given by the request's name."""
-    names = [chunk.request.request_id for chunk in plan.chunks if chunk.samples]
+    names = [chunk.sequence.request_id for chunk in plan.chunks if chunk.samples]
     sampled = [others.get(name, Sampled([token], [-1.0])) for name in names]
     return StepResult(sampled, device_token_ids=[token] * len(sampled))
 
@@ -303,15 +303,15 @@ def test_a_step_planned_ahead_takes_its_tokens_from_the_one_before():
         request_of("a", [1] * 3), request_of("b", [1] * 50), request_of("c", [2])
     )
     first = scheduler.plan()
-    assert [(c.request.request_id, c.samples) for c in first.chunks] == [("a", True), ("b", False)]
+    assert [(c.sequence.request_id, c.samples) for c in first.chunks] == [("a", True), ("b", False)]
     second = scheduler.plan_ahead(first)
-    assert [(c.request.request_id, c.start, c.num_tokens) for c in second.chunks] == [
+    assert [(c.sequence.request_id, c.start, c.num_tokens) for c in second.chunks] == [
         ("a", 3, 1),
         ("c", 0, 1),
         ("b", 37, 13),
     ]
     assert second.pending == [(0, 0)]
-    assert [len(chunk.request.token_ids) for chunk in second.chunks] == [3, 1, 50]
+    assert [len(chunk.sequence.token_ids) for chunk in second.chunks] == [3, 1, 50]
     scheduler.commit(first, result_of(first))
     assert scheduler.settle(second, [7]) is second
     third = scheduler.plan_ahead(second)
@@ -323,7 +323,7 @@ def test_a_sequence_that_will_reach_its_length_is_not_planned_ahead():
     scheduler = scheduler_of(request_of("a", [1], max_tokens=1), request_of("b", [1], max_tokens=2))
     first = scheduler.plan()
     second = scheduler.plan_ahead(first)
-    assert [chunk.request.request_id for chunk in second.chunks] == ["b"]
+    assert [chunk.sequence.request_id for chunk in second.chunks] == ["b"]
     scheduler.commit(first, result_of(first))
     assert not scheduler.plan_ahead(scheduler.settle(second, [7, 7])).chunks
 
@@ -360,7 +360,7 @@ def test_what_goes_wrong_with_an_aborted_sequence_still_ends_the_sharing_of_its_
     second = scheduler.plan_ahead(first)
     scheduler.commit(first, result_of(first))
     scheduler.settle(second, [7, 7])
-    a, b = (chunk.request for chunk in second.chunks)
+    a, b = (chunk.sequence for chunk in second.chunks)
     assert a.block_table[:2] == b.block_table[:2]
     scheduler.abort("a")
     scheduler.commit(second, result_of(second, a=BROKEN))
@@ -393,12 +393,12 @@ def test_nobody_is_preempted_ahead_of_a_step():
     scheduler.add(request_of("c", [3], priority=-1))
     second = scheduler.plan_ahead(first)
     # One block is left and goes to a, so b has to wait.
-    assert [chunk.request.request_id for chunk in second.chunks] == ["a"]
+    assert [chunk.sequence.request_id for chunk in second.chunks] == ["a"]
     assert (scheduler.is_held_up, scheduler.num_preemptions) == (True, 0)
     for plan in (first, second):
         scheduler.commit(plan, result_of(plan))
     third = scheduler.plan()
-    assert [chunk.request.request_id for chunk in third.chunks] == ["a", "c"]
+    assert [chunk.sequence.request_id for chunk in third.chunks] == ["a", "c"]
     assert scheduler.num_preemptions == 1
     scheduler.check()
 
@@ -428,7 +428,7 @@ def test_tokens_behind_the_expected_one_are_computed_before_the_next_is_sampled(
 
 
 def test_a_sequence_whose_logits_are_not_finite_harms_no_other(checkpoint):
-    requests = {str(n): ([300 + n % 2, *range(5, 5 + n)], GREEDY) for n in range(1, 9)}
+    sequences = {str(n): ([300 + n % 2, *range(5, 5 + n)], GREEDY) for n in range(1, 9)}
     found = {}
     for is_on in (False, True):
         engine = open_engine(
@@ -436,7 +436,7 @@ def test_a_sequence_whose_logits_are_not_finite_harms_no_other(checkpoint):
         )
         with torch.inference_mode():
             engine._runner._path._model.get_input_embeddings().weight[301] = float("nan")
-        found[is_on] = answers_of(engine, requests)
+        found[is_on] = answers_of(engine, sequences)
         engine.close()
     assert [answer.end[0] for answer in found[True].values()].count("error") == 4
     for key, answer in found[True].items():

@@ -14,8 +14,8 @@ import torch
 from fakes.modular_guide import ModularGuide
 from nereid_backend import SamplingParams, device_transfer
 from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import Runner
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,7 +71,7 @@ class MetaPath:
         assert batch.input_ids.device == batch.attention.slots.device == DEVICE
         return torch.empty(batch.num_logits, self.vocab_size, dtype=self.dtype, device=DEVICE)
 
-    def clear(self, request):
+    def clear(self, sequence):
         raise AssertionError("a step failed")
 
 
@@ -102,9 +102,9 @@ def start_requests(logits_params, lengths):
         settings = dict(wish)
         has_guide = settings.pop("guide", False)
         prompt = [rng.randrange(40) for _ in range(length)]
-        request = Request(str(number), prompt, SamplingParams(**settings), max_total_tokens=4000)
-        request.guide = ModularGuide(45) if has_guide else None
-        scheduler.add(request)
+        sequence = Sequence(str(number), prompt, SamplingParams(**settings), max_total_tokens=4000)
+        sequence.guide = ModularGuide(45) if has_guide else None
+        scheduler.add(sequence)
     return scheduler
 
 

@@ -8,7 +8,7 @@ import torch
 from fakes.hashed_path import HashedPath
 from fakes.modular_guide import ModularGuide
 from nereid_backend import SamplingParams
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.errors import EngineError
 from nereid_backend.runner import Runner
@@ -19,8 +19,8 @@ VOCAB = 45
 EOS = 44
 
 
-def make_request(prompt=(1, 2, 3), row=0, seed=0, guide=False, **params):
-    request = Request(
+def make_sequence(prompt=(1, 2, 3), row=0, seed=0, guide=False, **params):
+    sequence = Sequence(
         "r",
         list(prompt),
         SamplingParams(**params),
@@ -28,20 +28,20 @@ def make_request(prompt=(1, 2, 3), row=0, seed=0, guide=False, **params):
         eos_token_ids=(EOS,),
         seed=seed,
     )
-    request.row = row
+    sequence.row = row
     if guide:
-        request.guide = guide if guide is not True else ModularGuide(VOCAB)
-    return request
+        sequence.guide = guide if guide is not True else ModularGuide(VOCAB)
+    return sequence
 
 
-def chunk_of(request, *, start=None, end=None, is_first=False, guesses=()):
+def chunk_of(sequence, *, start=None, end=None, is_first=False, guesses=()):
     """A chunk up to the last known token, or up to end, with guesses behind it."""
-    request.draft_token_ids = list(guesses)
-    known = len(request.token_ids)
-    start = request.num_computed_tokens if start is None else start
+    sequence.draft_token_ids = list(guesses)
+    known = len(sequence.token_ids)
+    start = sequence.num_computed_tokens if start is None else start
     samples = end is None
     count = (known if samples else end) - start + len(guesses)
-    return Chunk(request, start, count, samples, is_first, (1 + len(guesses)) if samples else 0)
+    return Chunk(sequence, start, count, samples, is_first, (1 + len(guesses)) if samples else 0)
 
 
 def run(runner, *chunks):
@@ -49,25 +49,25 @@ def run(runner, *chunks):
     result = runner.run(StepPlan(list(chunks), sum(chunk.num_tokens for chunk in chunks)))
     for chunk, sampled in zip((c for c in chunks if c.samples), result.sampled, strict=True):
         assert len(sampled.token_ids) == len(sampled.logprobs)
-        if sampled.error is None and sampled.token_ids[-1] not in chunk.request.stop_token_ids:
+        if sampled.error is None and sampled.token_ids[-1] not in chunk.sequence.stop_token_ids:
             # Something is left to compute in the next step.
-            guesses = chunk.request.draft_token_ids
+            guesses = chunk.sequence.draft_token_ids
             assert sampled.token_ids != guesses[: len(sampled.token_ids)]
-        chunk.request.num_computed_tokens = len(chunk.request.token_ids)
-        chunk.request.token_ids += sampled.token_ids
+        chunk.sequence.num_computed_tokens = len(chunk.sequence.token_ids)
+        chunk.sequence.token_ids += sampled.token_ids
     return result
 
 
-def output_of(request):
-    return request.token_ids[request.num_prompt_tokens :]
+def output_of(sequence):
+    return sequence.token_ids[sequence.num_prompt_tokens :]
 
 
-def answer_alone(request, num_tokens):
+def answer_alone(sequence, num_tokens):
     """A request's tokens when it has a runner for itself, one token a step."""
     runner = Runner(HashedPath(VOCAB))
-    while len(output_of(request)) < num_tokens and EOS not in output_of(request):
-        run(runner, chunk_of(request))
-    return output_of(request)[:num_tokens]
+    while len(output_of(sequence)) < num_tokens and EOS not in output_of(sequence):
+        run(runner, chunk_of(sequence))
+    return output_of(sequence)[:num_tokens]
 
 
 SETTINGS = [
@@ -88,47 +88,47 @@ def test_a_request_gets_the_same_tokens_whatever_companions_chunks_rows_and_gues
     rng = random.Random(seed)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))] for _ in SETTINGS]
     numbers = range(len(SETTINGS))
-    expected = [answer_alone(make_request(prompts[i], seed=i, **SETTINGS[i]), 30) for i in numbers]
+    expected = [answer_alone(make_sequence(prompts[i], seed=i, **SETTINGS[i]), 30) for i in numbers]
     assert len({tuple(tokens) for tokens in expected}) == len(SETTINGS)
     runner = Runner(HashedPath(VOCAB))
-    requests = [make_request(prompts[i], row=i, seed=i, **SETTINGS[i]) for i in numbers]
+    sequences = [make_sequence(prompts[i], row=i, seed=i, **SETTINGS[i]) for i in numbers]
     num_right = 0
-    while active := [r for r in requests if len(output_of(r)) < 30 and EOS not in output_of(r)]:
+    while active := [r for r in sequences if len(output_of(r)) < 30 and EOS not in output_of(r)]:
         chunks = []
-        for request in rng.sample(active, rng.randrange(1, len(active) + 1)):
-            chunk, guesses = _random_chunk(request, expected[requests.index(request)], rng)
+        for sequence in rng.sample(active, rng.randrange(1, len(active) + 1)):
+            chunk, guesses = _random_chunk(sequence, expected[sequences.index(sequence)], rng)
             chunks.append(chunk)
             num_right += len(guesses)
         if rng.random() < 0.1:
-            rows = rng.sample(range(20), len(requests))
-            for request, row in zip(requests, rows, strict=True):
-                request.row, request.num_computed_tokens = row, 0
+            rows = rng.sample(range(20), len(sequences))
+            for sequence, row in zip(sequences, rows, strict=True):
+                sequence.row, sequence.num_computed_tokens = row, 0
         run(runner, *chunks)
     assert num_right > 50
-    assert [output_of(request)[:30] for request in requests] == expected
+    assert [output_of(sequence)[:30] for sequence in sequences] == expected
 
 
-def _random_chunk(request, answer, rng):
+def _random_chunk(sequence, answer, rng):
     """A part of what is to compute, or all of it and some guesses, right ones and wrong ones."""
-    start, known = request.num_computed_tokens, len(request.token_ids)
+    start, known = sequence.num_computed_tokens, len(sequence.token_ids)
     if known - start > 1 and rng.random() < 0.3:
-        chunk = chunk_of(request, end=rng.randrange(start + 1, known))
-        request.num_computed_tokens += chunk.num_tokens
+        chunk = chunk_of(sequence, end=rng.randrange(start + 1, known))
+        sequence.num_computed_tokens += chunk.num_tokens
         return chunk, []
-    coming = answer[len(output_of(request)) :]
+    coming = answer[len(output_of(sequence)) :]
     guesses = coming[: rng.randrange(5)]
     if guesses and rng.random() < 0.5:
         guesses[rng.randrange(len(guesses))] = rng.randrange(VOCAB)
-    return chunk_of(request, guesses=guesses), guesses
+    return chunk_of(sequence, guesses=guesses), guesses
 
 
 def test_right_guesses_are_kept_and_the_first_wrong_one_is_replaced():
-    answer = answer_alone(make_request(temperature=0.0), 6)
+    answer = answer_alone(make_sequence(temperature=0.0), 6)
     wrong = (answer[2] + 1) % VOCAB
     for guesses, kept in ((answer[:4], 5), ([*answer[:2], wrong, answer[3]], 3), ([wrong], 1)):
-        request = make_request(temperature=0.0)
-        run(Runner(HashedPath(VOCAB)), chunk_of(request, guesses=guesses))
-        assert output_of(request) == answer[:kept]
+        sequence = make_sequence(temperature=0.0)
+        run(Runner(HashedPath(VOCAB)), chunk_of(sequence, guesses=guesses))
+        assert output_of(sequence) == answer[:kept]
 
 
 def test_guesses_leave_the_distribution_as_it_is():
@@ -136,20 +136,20 @@ def test_guesses_leave_the_distribution_as_it_is():
     vocab_size, count = 6, 6000
     path = HashedPath(vocab_size, spread=1.0)
     params = {"temperature": 1.2, "top_p": 0.9, "frequency_penalty": 0.4}
-    requests = [make_request((1, 2), row=i, seed=7 * i, **params) for i in range(count)]
+    sequences = [make_sequence((1, 2), row=i, seed=7 * i, **params) for i in range(count)]
     first = int(path.logits_after([1, 2]).argmax())
     guesses = [first, int(path.logits_after([1, 2, first]).argmax())]
-    run(Runner(path), *(chunk_of(request, guesses=guesses) for request in requests))
-    lengths = [len(output_of(request)) for request in requests]
+    run(Runner(path), *(chunk_of(sequence, guesses=guesses) for sequence in sequences))
+    lengths = [len(output_of(sequence)) for sequence in sequences]
     assert all(lengths.count(length) > 100 for length in (1, 2, 3))
-    for request in requests:  # those whose first guess was wrong have one token so far
-        request.draft_token_ids = []
+    for sequence in sequences:  # those whose first guess was wrong have one token so far
+        sequence.draft_token_ids = []
     runner = Runner(path)
-    short = [request for request in requests if len(output_of(request)) == 1]
-    run(runner, *(chunk_of(request, start=2) for request in short))
+    short = [sequence for sequence in sequences if len(output_of(sequence)) == 1]
+    run(runner, *(chunk_of(sequence, start=2) for sequence in short))
     seen = np.zeros((vocab_size, vocab_size))
-    for request in requests:
-        first, second = output_of(request)[:2]
+    for sequence in sequences:
+        first, second = output_of(sequence)[:2]
         seen[first, second] += 1
     expected = np.zeros((vocab_size, vocab_size))
     for first, p in enumerate(_exact(path.logits_after([1, 2]), [], **params)):
@@ -175,34 +175,34 @@ def _exact(logits, output, *, temperature, top_p, frequency_penalty):
 
 
 def test_a_stop_token_among_right_guesses_ends_the_answer_there():
-    request = make_request(temperature=0.0, logit_bias={EOS: 100})
-    run(Runner(HashedPath(VOCAB)), chunk_of(request, guesses=[EOS, EOS]))
-    assert output_of(request) == [EOS]
+    sequence = make_sequence(temperature=0.0, logit_bias={EOS: 100})
+    run(Runner(HashedPath(VOCAB)), chunk_of(sequence, guesses=[EOS, EOS]))
+    assert output_of(sequence) == [EOS]
 
 
 def test_a_guide_limits_every_token_and_learns_what_was_chosen():
-    request = make_request(guide=True, seed=3)
-    answer = answer_alone(request, 200)
+    sequence = make_sequence(guide=True, seed=3)
+    answer = answer_alone(sequence, 200)
     ModularGuide(VOCAB, tuple(t for t in answer if t != EOS))  # raises where one was not allowed
-    assert request.guide.accepted[: len(answer) - 1] == answer[:-1]
-    assert answer != answer_alone(make_request(seed=3), 200)
+    assert sequence.guide.accepted[: len(answer) - 1] == answer[:-1]
+    assert answer != answer_alone(make_sequence(seed=3), 200)
 
 
 def test_forced_tokens_come_with_the_token_that_forces_them():
-    request = make_request(temperature=0.0, guide=True, logit_bias={14: 100})
-    result = run(Runner(HashedPath(VOCAB)), chunk_of(request))
+    sequence = make_sequence(temperature=0.0, guide=True, logit_bias={14: 100})
+    result = run(Runner(HashedPath(VOCAB)), chunk_of(sequence))
     assert result.sampled[0].token_ids == [14, 8, 9, 10]
     assert result.sampled[0].logprobs[1:] == [0.0, 0.0, 0.0]
-    assert request.guide.accepted == [14, 8, 9, 10]
+    assert sequence.guide.accepted == [14, 8, 9, 10]
 
 
 def test_guesses_behind_what_is_forced_are_kept_too():
-    answer = answer_alone(make_request(temperature=0.0, guide=True, logit_bias={14: 100}), 6)
+    answer = answer_alone(make_sequence(temperature=0.0, guide=True, logit_bias={14: 100}), 6)
     assert answer[:5] == [14, 8, 9, 10, 14]
     for count in range(1, 6):
-        request = make_request(temperature=0.0, guide=True, logit_bias={14: 100})
-        run(Runner(HashedPath(VOCAB)), chunk_of(request, guesses=answer[:count]))
-        assert output_of(request) == ([14, 8, 9, 10] * 2 if count >= 4 else [14, 8, 9, 10])
+        sequence = make_sequence(temperature=0.0, guide=True, logit_bias={14: 100})
+        run(Runner(HashedPath(VOCAB)), chunk_of(sequence, guesses=answer[:count]))
+        assert output_of(sequence) == ([14, 8, 9, 10] * 2 if count >= 4 else [14, 8, 9, 10])
 
 
 @pytest.mark.parametrize(
@@ -210,17 +210,17 @@ def test_guesses_behind_what_is_forced_are_kept_too():
     [{"logprobs": 0}, {"allowed_token_ids": [8, 9, 10, 14]}, {"bad_words_token_ids": [[9, 9]]}],
 )
 def test_tokens_are_not_forced_where_the_model_must_be_asked(params):
-    request = make_request(temperature=0.0, guide=True, logit_bias={14: 100}, **params)
+    sequence = make_sequence(temperature=0.0, guide=True, logit_bias={14: 100}, **params)
     runner = Runner(HashedPath(VOCAB))
     for length in range(1, 5):
-        run(runner, chunk_of(request))
-        assert len(output_of(request)) == length
-    assert output_of(request) == [14, 8, 9, 10]
+        run(runner, chunk_of(sequence))
+        assert len(output_of(sequence)) == length
+    assert output_of(sequence) == [14, 8, 9, 10]
 
 
 def test_forced_tokens_end_at_a_stop_token_and_wait_for_min_tokens():
     for min_tokens, expected in ((0, [14, 8, 9]), (2, [14, 8, 9]), (3, [14, 8])):
-        request = make_request(
+        sequence = make_sequence(
             temperature=0.0,
             guide=True,
             logit_bias={14: 100},
@@ -228,15 +228,15 @@ def test_forced_tokens_end_at_a_stop_token_and_wait_for_min_tokens():
             min_tokens=min_tokens,
         )
         runner = Runner(HashedPath(VOCAB))
-        run(runner, chunk_of(request))
-        assert output_of(request) == expected
-    (sampled,) = run(runner, chunk_of(request)).sampled
+        run(runner, chunk_of(sequence))
+        assert output_of(sequence) == expected
+    (sampled,) = run(runner, chunk_of(sequence)).sampled
     assert "forbidden by the grammar and min_tokens" in sampled.error
 
 
 def test_a_guide_and_allowed_tokens_that_contradict_each_other_end_the_request_by_name():
-    contradiction = make_request((4,), guide=ModularGuide(VOCAB, (7,)), allowed_token_ids=[3, 4])
-    other = make_request(row=1, guide=True)
+    contradiction = make_sequence((4,), guide=ModularGuide(VOCAB, (7,)), allowed_token_ids=[3, 4])
+    other = make_sequence(row=1, guide=True)
     path = HashedPath(VOCAB)
     result = run(Runner(path), chunk_of(contradiction), chunk_of(other))
     assert "forbidden by the grammar and allowed_token_ids" in result.sampled[0].error
@@ -265,8 +265,8 @@ class BrokenGuide(ModularGuide):
 
 @pytest.mark.parametrize("where", ["fill", "accept", "forced"])
 def test_a_guide_that_fails_ends_its_own_request_only(where):
-    requests = [make_request(row=0, guide=BrokenGuide(where)), make_request(row=1, guide=True)]
-    result = run(Runner(HashedPath(VOCAB)), *(chunk_of(request) for request in requests))
+    sequences = [make_sequence(row=0, guide=BrokenGuide(where)), make_sequence(row=1, guide=True)]
+    result = run(Runner(HashedPath(VOCAB)), *(chunk_of(sequence) for sequence in sequences))
     assert result.sampled[0].token_ids == []
     assert "ZeroDivisionError: a bug" in result.sampled[0].error
     assert result.sampled[1].error is None
@@ -284,7 +284,7 @@ class BlindGuide(ModularGuide):
 
 
 def test_a_token_that_a_guide_does_not_accept_ends_the_request():
-    result = run(Runner(HashedPath(VOCAB)), chunk_of(make_request(guide=BlindGuide(VOCAB))))
+    result = run(Runner(HashedPath(VOCAB)), chunk_of(make_sequence(guide=BlindGuide(VOCAB))))
     assert "not allowed" in result.sampled[0].error
 
 
@@ -305,10 +305,10 @@ def test_masks_are_filled_while_the_model_computes():
 
     mask_filled.set()
     runner = Runner(Waiting(VOCAB))
-    run(runner, chunk_of(make_request()))  # the first step tells the vocabulary's size
+    run(runner, chunk_of(make_sequence()))  # the first step tells the vocabulary's size
     model_started.clear()
     mask_filled.clear()
-    result = run(runner, chunk_of(make_request(guide=Told(VOCAB))))
+    result = run(runner, chunk_of(make_sequence(guide=Told(VOCAB))))
     assert result.sampled[0].error is None
 
 
@@ -324,28 +324,28 @@ def test_a_failed_step_waits_for_its_masks_and_clears_all_it_has_touched():
             return super().fill(row)
 
     runner = Runner(HashedPath(VOCAB))
-    run(runner, chunk_of(make_request()))
+    run(runner, chunk_of(make_sequence()))
     runner._path = Failing(VOCAB)
-    request = make_request(guide=Slow(VOCAB))
+    sequence = make_sequence(guide=Slow(VOCAB))
     with pytest.raises(RuntimeError, match="out of memory"):
-        run(runner, chunk_of(request))
-    assert request.guide.is_filled
-    assert runner._path.cleared == [request]
+        run(runner, chunk_of(sequence))
+    assert sequence.guide.is_filled
+    assert runner._path.cleared == [sequence]
 
 
 def test_many_guides_are_asked_by_several_threads_and_each_gets_its_own_mask():
-    requests = [
-        make_request((i % VOCAB,), row=i, guide=ModularGuide(VOCAB, (i % VOCAB,)))
+    sequences = [
+        make_sequence((i % VOCAB,), row=i, guide=ModularGuide(VOCAB, (i % VOCAB,)))
         for i in range(1, 60)
         if i % 7
     ]
-    result = run(Runner(HashedPath(VOCAB)), *(chunk_of(request) for request in requests))
+    result = run(Runner(HashedPath(VOCAB)), *(chunk_of(sequence) for sequence in sequences))
     assert all(sampled.error is None for sampled in result.sampled)
 
 
 def test_logits_that_are_not_finite_clear_what_the_model_remembers_of_that_request_only():
     path = HashedPath(VOCAB, broken_after=9)
-    broken, sound = make_request((9,), row=0), make_request((8,), row=1)
+    broken, sound = make_sequence((9,), row=0), make_sequence((8,), row=1)
     result = run(Runner(path), chunk_of(broken), chunk_of(sound))
     assert result.sampled[0].error == NOT_FINITE
     assert result.sampled[1].error is None
@@ -353,9 +353,9 @@ def test_logits_that_are_not_finite_clear_what_the_model_remembers_of_that_reque
 
 
 def test_logits_that_are_not_finite_behind_a_wrong_guess_do_no_harm():
-    request = make_request(temperature=0.0, logit_bias={9: -100})
+    sequence = make_sequence(temperature=0.0, logit_bias={9: -100})
     (sampled,) = run(
-        Runner(HashedPath(VOCAB, broken_after=9)), chunk_of(request, guesses=[9, 9])
+        Runner(HashedPath(VOCAB, broken_after=9)), chunk_of(sequence, guesses=[9, 9])
     ).sampled
     assert sampled.error is None
     assert len(sampled.token_ids) == 1
@@ -363,8 +363,8 @@ def test_logits_that_are_not_finite_behind_a_wrong_guess_do_no_harm():
 
 def test_prompt_logprobs_come_beside_other_chunks_and_for_no_token_behind_the_prompt():
     path = HashedPath(VOCAB)
-    reporting = make_request((5, 6, 7, 8), row=0, prompt_logprobs=1, temperature=0.0)
-    other = make_request(row=1, temperature=0.0)
+    reporting = make_sequence((5, 6, 7, 8), row=0, prompt_logprobs=1, temperature=0.0)
+    other = make_sequence(row=1, temperature=0.0)
     plan = StepPlan([chunk_of(other), Chunk(reporting, 0, 4, True, True, 4)], 7)
     result = Runner(path).run(plan)
     (report,) = result.prompt_logprobs.values()
@@ -378,29 +378,29 @@ def test_prompt_logprobs_come_beside_other_chunks_and_for_no_token_behind_the_pr
 
 
 def test_a_chunk_inside_a_prompt_reports_without_sampling():
-    request = make_request((5, 6, 7, 8), prompt_logprobs=0)
-    result = Runner(HashedPath(VOCAB)).run(StepPlan([Chunk(request, 1, 2, False, False, 2)], 2))
+    sequence = make_sequence((5, 6, 7, 8), prompt_logprobs=0)
+    result = Runner(HashedPath(VOCAB)).run(StepPlan([Chunk(sequence, 1, 2, False, False, 2)], 2))
     assert result.sampled == []
     assert [top.token_ids for top in result.prompt_logprobs[0]] == [[7], [8]]
 
 
 def test_a_step_that_wants_no_logits_brings_nothing():
-    request = make_request((5, 6, 7, 8))
-    result = Runner(HashedPath(VOCAB)).run(StepPlan([Chunk(request, 0, 2, False, True, 0)], 2))
+    sequence = make_sequence((5, 6, 7, 8))
+    result = Runner(HashedPath(VOCAB)).run(StepPlan([Chunk(sequence, 0, 2, False, True, 0)], 2))
     assert result.sampled == []
     assert result.prompt_logprobs == {}
 
 
 def test_sequences_with_different_seeds_differ():
-    answers = {tuple(answer_alone(make_request(seed=seed), 20)) for seed in range(8)}
+    answers = {tuple(answer_alone(make_sequence(seed=seed), 20)) for seed in range(8)}
     assert len(answers) == 8
 
 
 def test_the_seed_alone_decides_whatever_torch_has_drawn():
-    first = answer_alone(make_request(seed=5), 20)
+    first = answer_alone(make_sequence(seed=5), 20)
     torch.manual_seed(123)
     torch.rand(7)
-    assert answer_alone(make_request(seed=5), 20) == first
+    assert answer_alone(make_sequence(seed=5), 20) == first
 
 
 def test_masks_that_are_quickly_filled_need_no_thread():
@@ -411,9 +411,9 @@ def test_masks_that_are_quickly_filled_need_no_thread():
             threads.append(threading.current_thread())
             return super().fill(row)
 
-    request = make_request(guide=Told(VOCAB), bad_words_token_ids=[[EOS]])
+    sequence = make_sequence(guide=Told(VOCAB), bad_words_token_ids=[[EOS]])
     runner = Runner(HashedPath(VOCAB))
     for _ in range(60):
-        assert run(runner, chunk_of(request)).sampled[0].error is None
+        assert run(runner, chunk_of(sequence)).sampled[0].error is None
     assert threads[1] is not threading.current_thread()
     assert threads[-1] is threading.current_thread()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from torch import Tensor
 
@@ -20,7 +20,7 @@ class HashedPath:
     ) -> None:
         self.vocab_size = vocab_size
         self.broken_after = broken_after
-        self.cleared: list[Request] = []
+        self.cleared: list[Sequence] = []
         self._spread = spread
 
     def logits_after(self, token_ids: list[int]) -> Tensor:
@@ -34,13 +34,13 @@ class HashedPath:
     def forward(self, plan: StepPlan) -> Tensor:
         """See ForwardPath.forward."""
         rows = []
-        for request, start, num_tokens, _, _, num_logits in plan.chunks:
-            token_ids = request.token_ids + list(getattr(request, "draft_token_ids", ()))
+        for sequence, start, num_tokens, _, _, num_logits in plan.chunks:
+            token_ids = sequence.token_ids + list(getattr(sequence, "draft_token_ids", ()))
             end = start + num_tokens
             assert end <= len(token_ids), "more tokens than there are"
             rows += [self.logits_after(token_ids[:i]) for i in range(end - num_logits + 1, end + 1)]
         return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
 
-    def clear(self, request: Request) -> None:
+    def clear(self, sequence: Sequence) -> None:
         """See ForwardPath.clear."""
-        self.cleared.append(request)
+        self.cleared.append(sequence)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from nereid_backend import SamplingParams
 from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import AGEING_STEPS, Scheduler
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepResult
 
 from loadtest.bench import scheduler_simulator
@@ -63,7 +63,7 @@ def test_no_priority_starves_while_requests_of_better_ones_keep_the_machine_full
 def _full_plan(scheduler):
     for number in range(40):
         params = SamplingParams(max_tokens=5)
-        scheduler.add(Request(f"x{number}", [number] * 500, params, max_total_tokens=505))
+        scheduler.add(Sequence(f"x{number}", [number] * 500, params, max_total_tokens=505))
     return scheduler.plan()
 
 
@@ -109,8 +109,8 @@ def calls_of_a_plan(num_running: int, num_waiting: int) -> int:
     """Function calls, Python's and built in, of one step's plan and commit."""
     scheduler = make_scheduler(num_running * 3, num_running, 4 * num_running)
     for number in range(num_running + num_waiting):
-        request = Request(str(number), [number] * 4, SamplingParams(), max_total_tokens=40)
-        scheduler.add(request)
+        sequence = Sequence(str(number), [number] * 4, SamplingParams(), max_total_tokens=40)
+        scheduler.add(sequence)
     count = 0
 
     def note(frame, event, arg):

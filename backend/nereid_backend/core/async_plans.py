@@ -10,10 +10,11 @@ discards B completely. A sequence that ends while an uncommitted plan contains t
 its row and its blocks until that plan is committed.
 """
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
 
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 
 # This token id stands for a token that is still being sampled while the next step is planned.
@@ -31,16 +32,16 @@ class PendingPlans:
 
     def __init__(self) -> None:
         self.is_planning = False
-        self.leaving: dict[Request, None] = {}
+        self.leaving: dict[Sequence, None] = {}
         self._plans: list[StepPlan] = []
 
     def __bool__(self) -> bool:
         """Return whether there is at least one uncommitted plan."""
         return bool(self._plans)
 
-    def __contains__(self, request: Request) -> bool:
-        """Return whether an uncommitted plan contains the sequence `request`."""
-        return any(request is chunk.request for plan in self._plans for chunk in plan.chunks)
+    def __contains__(self, sequence: Sequence) -> bool:
+        """Return whether an uncommitted plan contains the sequence `sequence`."""
+        return any(sequence is chunk.sequence for plan in self._plans for chunk in plan.chunks)
 
     def plan_next(self, before: StepPlan, plan_step: Callable[[], StepPlan]) -> StepPlan:
         """Plan the next step while the current step is still running.
@@ -53,30 +54,30 @@ class PendingPlans:
         Returns:
             The plan of the next step. A plan without chunks needs no commit.
         """
-        sampling = [chunk.request for chunk in before.chunks if chunk.samples]
+        sampling = [chunk.sequence for chunk in before.chunks if chunk.samples]
         for chunk in before.chunks:
-            chunk.request.num_computed_tokens = chunk.start + chunk.num_tokens
-        for request in sampling:
-            request.token_ids.append(_PENDING)
+            chunk.sequence.num_computed_tokens = chunk.start + chunk.num_tokens
+        for sequence in sampling:
+            sequence.token_ids.append(_PENDING)
         self.is_planning = True
         try:
             plan = plan_step()
         finally:
             self.is_planning = False
-            for request in sampling:
-                request.token_ids.pop()
+            for sequence in sampling:
+                sequence.token_ids.pop()
         if not plan.chunks:
             return plan
-        sources = {request: source for source, request in enumerate(sampling)}
+        sources = {sequence: source for source, sequence in enumerate(sampling)}
         plan.pending.extend(
-            (index, sources[chunk.request])
+            (index, sources[chunk.sequence])
             for index, chunk in enumerate(plan.chunks)
-            if chunk.request in sources
+            if chunk.sequence in sources
         )
         self._plans = [before, plan]
         return plan
 
-    def settle(self, plan: StepPlan, device_token_ids: Sequence[int]) -> StepPlan:
+    def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
         """Return the valid part of a plan that was made ahead. Call this after the previous commit.
 
         Args:
@@ -92,7 +93,7 @@ class PendingPlans:
         chunks = plan.chunks
         for index, source in plan.pending:
             chunk = chunks[index]
-            token_ids = chunk.request.token_ids
+            token_ids = chunk.sequence.token_ids
             is_right = token_ids[chunk.start] == device_token_ids[source]
             if is_right and len(token_ids) == chunk.start + 1:
                 continue
@@ -109,14 +110,14 @@ class PendingPlans:
         """Remove a plan that was committed or dropped. Do nothing if the plan is unknown."""
         self._plans = [other for other in self._plans if other is not plan]
 
-    def will_end(self, request: Request) -> bool:
+    def will_end(self, sequence: Sequence) -> bool:
         """Return whether a sequence has ended, or reaches its length limit in the running step."""
-        return request in self.leaving or len(request.token_ids) >= request.max_total_tokens
+        return sequence in self.leaving or len(sequence.token_ids) >= sequence.max_total_tokens
 
-    def take_free(self) -> list[Request]:
+    def take_free(self) -> list[Sequence]:
         """Remove the sequences from `leaving` that no uncommitted plan contains. Return them."""
-        busy = {chunk.request for plan in self._plans for chunk in plan.chunks}
-        free = [request for request in self.leaving if request not in busy]
-        for request in free:
-            del self.leaving[request]
+        busy = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
+        free = [sequence for sequence in self.leaving if sequence not in busy]
+        for sequence in free:
+            del self.leaving[sequence]
         return free

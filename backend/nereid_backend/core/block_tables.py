@@ -20,7 +20,8 @@ from collections.abc import Iterator
 
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.prefix_cache import PrefixCache
-from nereid_backend.core.request import Group, Request
+from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.window import AttentionWindow
 
 
@@ -52,10 +53,10 @@ class BlockTables:
         self._block_size = block_size
         self._attention_window = attention_window
         self._max_step_tokens = max_step_tokens
-        self._holding: dict[int, Group] = {}
+        self._holding: dict[int, Request] = {}
         self._copies: list[tuple[int, int]] = []
 
-    def try_admit(self, request: Request, group: Group) -> bool:
+    def try_admit(self, sequence: Sequence, request: Request) -> bool:
         """Allocate blocks for all known tokens of a waiting sequence, if enough blocks are free.
 
         If the model has an attention window, the number of blocks is limited to the largest number
@@ -68,73 +69,73 @@ class BlockTables:
             may
         add a block copy, which the next call of `take_copies` returns.
         """
-        if group.block_table and request in group.followers:
-            return self._try_share_prompt(request, group)
+        if request.block_table and sequence in request.followers:
+            return self._try_share_prompt(sequence, request)
         found: list[int] = []
-        if self.cache is not None and not request.wants_prompt_logprobs:
-            found = self.cache.find(request)
-        num_new = self._num_blocks(self._num_wanted(request, len(found))) - len(found)
+        if self.cache is not None and not sequence.wants_prompt_logprobs:
+            found = self.cache.find(sequence)
+        num_new = self._num_blocks(self._num_wanted(sequence, len(found))) - len(found)
         num_dropped = self._num_null(found)
         held = found[num_dropped:]
         if num_new > self._pool.num_free - self._pool.count_idle(held):
             return False
         self._pool.hold(held)
-        request.block_table = found + self._pool.allocate(num_new)
-        self._begin(request, len(found) * self._block_size, num_dropped)
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_reused_tokens
+        sequence.block_table = found + self._pool.allocate(num_new)
+        self._begin(sequence, len(found) * self._block_size, num_dropped)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_reused_tokens
             if self.cache is not None:
-                self.cache.num_queried_tokens += len(request.token_ids)
-                self.cache.num_hit_tokens += request.num_reused_tokens
+                self.cache.num_queried_tokens += len(sequence.token_ids)
+                self.cache.num_hit_tokens += sequence.num_reused_tokens
         return True
 
-    def missing(self, request: Request, num_tokens: int) -> int:
+    def missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many more blocks a sequence needs for its first `num_tokens` tokens."""
-        return max(0, self._num_blocks(num_tokens) - len(request.block_table))
+        return max(0, self._num_blocks(num_tokens) - len(sequence.block_table))
 
-    def grow(self, request: Request, num_blocks: int) -> None:
+    def grow(self, sequence: Sequence, num_blocks: int) -> None:
         """Append `num_blocks` new blocks to a sequence's block table.
 
         The pool must have enough free or idle blocks.
         """
         if num_blocks > 0:
-            request.block_table += self._pool.allocate(num_blocks)
+            sequence.block_table += self._pool.allocate(num_blocks)
 
-    def cache_blocks(self, request: Request) -> None:
+    def cache_blocks(self, sequence: Sequence) -> None:
         """Add the computed full blocks of a sequence to the prefix cache."""
         if self.cache is not None:
-            self.cache.add(request)
+            self.cache.add(sequence)
 
-    def free_invisible(self, request: Request) -> None:
+    def free_invisible(self, sequence: Sequence) -> None:
         """Free the leading blocks of a running sequence that no later token attends to."""
         if self._attention_window is None:
             return
         first = (
-            self._attention_window.first_visible(request.num_computed_tokens) // self._block_size
+            self._attention_window.first_visible(sequence.num_computed_tokens) // self._block_size
         )
-        old = request.num_dropped_blocks
+        old = sequence.num_dropped_blocks
         # `first` may be the block of the next token, which is allocated only when that token is
         # planned.
-        first = min(first, len(request.block_table))
+        first = min(first, len(sequence.block_table))
         if first > old:
-            self._pool.release(request.block_table[old:first])
-            request.block_table[old:first] = [self._pool.null_block] * (first - old)
-            request.num_dropped_blocks = first
+            self._pool.release(sequence.block_table[old:first])
+            sequence.block_table[old:first] = [self._pool.null_block] * (first - old)
+            sequence.num_dropped_blocks = first
 
-    def blocks_of(self, request: Request) -> set[int]:
+    def blocks_of(self, sequence: Sequence) -> set[int]:
         """Return the blocks of a sequence, including freed blocks that are still cached."""
-        blocks = set(request.block_table[request.num_dropped_blocks :])
-        if self.cache is not None and request.num_dropped_blocks:
-            blocks |= self.cache.cached_blocks(request.block_hashes)
+        blocks = set(sequence.block_table[sequence.num_dropped_blocks :])
+        if self.cache is not None and sequence.num_dropped_blocks:
+            blocks |= self.cache.cached_blocks(sequence.block_hashes)
         return blocks
 
-    def release(self, request: Request) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence and reset its number of computed tokens to 0."""
-        self._pool.release(request.block_table[request.num_dropped_blocks :])
-        request.block_table = []
-        self._begin(request, 0)
+        self._pool.release(sequence.block_table[sequence.num_dropped_blocks :])
+        sequence.block_table = []
+        self._begin(sequence, 0)
 
-    def hold_prompt(self, group: Group, leader: Request) -> None:
+    def hold_prompt(self, request: Request, leader: Sequence) -> None:
         """Keep the prompt blocks that `leader` has computed, so that followers can share them."""
         table = leader.block_table[: self._num_blocks(leader.num_prompt_tokens)]
         first = leader.num_dropped_blocks
@@ -147,18 +148,18 @@ class BlockTables:
             table[first:seen] = [self._pool.null_block] * (seen - first)
             first = seen
         self._pool.hold(table[first:])
-        group.block_table = table
-        self._holding[id(group)] = group
+        request.block_table = table
+        self._holding[id(request)] = request
         full = leader.num_prompt_tokens // self._block_size
-        for follower in group.followers:
+        for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
             follower.block_hashes = leader.block_hashes[:full]
 
-    def drop_prompt(self, group: Group) -> None:
+    def drop_prompt(self, request: Request) -> None:
         """Release the prompt blocks of a group. Do nothing if the group has none."""
-        if self._holding.pop(id(group), None) is not None:
-            self._pool.release(group.block_table[self._num_null(group.block_table) :])
-            group.block_table = []
+        if self._holding.pop(id(request), None) is not None:
+            self._pool.release(request.block_table[self._num_null(request.block_table) :])
+            request.block_table = []
 
     def drop_oldest_prompt(self) -> bool:
         """Release the prompt blocks of the group that has kept them for the longest time.
@@ -166,16 +167,16 @@ class BlockTables:
         Returns:
             False if no group has prompt blocks.
         """
-        for group in self._holding.values():
-            self.drop_prompt(group)
+        for request in self._holding.values():
+            self.drop_prompt(request)
             return True
         return False
 
     def drop_prompts_with(self, blocks: set[int]) -> None:
         """Release the prompt blocks of every group whose table contains any of `blocks`."""
-        for group in list(self._holding.values()):
-            if not blocks.isdisjoint(group.block_table):
-                self.drop_prompt(group)
+        for request in list(self._holding.values()):
+            if not blocks.isdisjoint(request.block_table):
+                self.drop_prompt(request)
 
     def forget(self, blocks: set[int]) -> None:
         """Remove `blocks` from the prefix cache."""
@@ -190,34 +191,34 @@ class BlockTables:
 
     def held_tables(self) -> Iterator[list[int]]:
         """Yield the block tables of the groups that keep prompt blocks."""
-        return (group.block_table for group in self._holding.values())
+        return (request.block_table for request in self._holding.values())
 
-    def _try_share_prompt(self, request: Request, group: Group) -> bool:
+    def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
         # The last prompt token is computed again, because its logits are needed.
-        num_reused = request.num_prompt_tokens - 1
+        num_reused = sequence.num_prompt_tokens - 1
         num_shared = num_reused // self._block_size
-        num_new = self._num_blocks(len(request.token_ids)) - num_shared
+        num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
         if num_new > self._pool.num_free:
             return False
-        shared = group.block_table[:num_shared]
+        shared = request.block_table[:num_shared]
         num_dropped = self._num_null(shared)
         self._pool.hold(shared[num_dropped:])
         own = self._pool.allocate(num_new)
         if num_reused % self._block_size:
-            self._copies.append((group.block_table[num_shared], own[0]))
-        request.block_table = shared + own
-        self._begin(request, num_reused, num_dropped)
+            self._copies.append((request.block_table[num_shared], own[0]))
+        sequence.block_table = shared + own
+        self._begin(sequence, num_reused, num_dropped)
         return True
 
-    def _begin(self, request: Request, num_reused: int, num_dropped: int = 0) -> None:
-        request.num_computed_tokens = num_reused
-        request.num_reused_tokens = num_reused
-        request.num_findable_blocks = num_reused // self._block_size
-        request.num_dropped_blocks = num_dropped
+    def _begin(self, sequence: Sequence, num_reused: int, num_dropped: int = 0) -> None:
+        sequence.num_computed_tokens = num_reused
+        sequence.num_reused_tokens = num_reused
+        sequence.num_findable_blocks = num_reused // self._block_size
+        sequence.num_dropped_blocks = num_dropped
 
-    def _num_wanted(self, request: Request, num_found: int) -> int:
+    def _num_wanted(self, sequence: Sequence, num_found: int) -> int:
         """Return how many tokens of a waiting sequence need blocks, including cached tokens."""
-        num_known = len(request.token_ids)
+        num_known = len(sequence.token_ids)
         if self._attention_window is None or self._max_step_tokens is None:
             return num_known
         # The first step needs the tokens of the window and the tokens of the step. After that

@@ -17,7 +17,7 @@ import hashlib
 from array import array
 
 from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.window import AttentionWindow
 
 # Users share the cache. With short hashes, an attacker could construct two prompts with equal
@@ -53,14 +53,14 @@ class PrefixCache:
         self._hashes: dict[int, bytes] = {}
         pool.on_reuse(self._drop)
 
-    def find(self, request: Request) -> list[int]:
+    def find(self, sequence: Sequence) -> list[int]:
         """Return the cached blocks that contain the longest prefix of a sequence's tokens.
 
         The last token is never part of the prefix, because sampling needs the logits of the last
         token. If the model has an attention window, the null block replaces leading blocks that are
         not needed.
         """
-        hashes = self._block_hashes(request, (len(request.token_ids) - 1) // self._block_size)
+        hashes = self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
         if self._attention_window is not None:
             return self._find_visible(hashes, self._attention_window)
         found: list[int] = []
@@ -75,21 +75,21 @@ class PrefixCache:
         """Return the ids of the cached blocks that have one of the given hashes."""
         return {self._blocks[block_hash] for block_hash in hashes if block_hash in self._blocks}
 
-    def add(self, request: Request) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Add the computed full blocks of a sequence to the cache."""
-        num_full = request.num_computed_tokens // self._block_size
-        if num_full <= request.num_findable_blocks:
+        num_full = sequence.num_computed_tokens // self._block_size
+        if num_full <= sequence.num_findable_blocks:
             return
-        hashes = self._block_hashes(request, num_full)
-        for index in range(request.num_findable_blocks, num_full):
+        hashes = self._block_hashes(sequence, num_full)
+        for index in range(sequence.num_findable_blocks, num_full):
             # If two requests computed the same tokens, the cache contains only the block that was
             # added first.
             if hashes[index] not in self._blocks:
-                block = request.block_table[index]
+                block = sequence.block_table[index]
                 self._blocks[hashes[index]] = block
                 self._hashes[block] = hashes[index]
                 self._pool.keep(block)
-        request.num_findable_blocks = num_full
+        sequence.num_findable_blocks = num_full
 
     def forget(self, block: int) -> None:
         """Remove a block from the cache."""
@@ -132,19 +132,19 @@ class PrefixCache:
         if block_hash is not None:
             del self._blocks[block_hash]
 
-    def _block_hashes(self, request: Request, count: int) -> list[bytes]:
+    def _block_hashes(self, sequence: Sequence, count: int) -> list[bytes]:
         """Return the hashes of the first `count` full blocks of a sequence.
 
-        The hashes are stored in `request.block_hashes`. A stored hash never changes, because tokens
-        are only appended to a sequence.
+        The hashes are stored in `sequence.block_hashes`. A stored hash never changes, because
+        tokens are only appended to a sequence.
         """
-        hashes = request.block_hashes
+        hashes = sequence.block_hashes
         size = self._block_size
         if not hashes and count > 0:
-            salt_hash = _hash_salt(request.params.cache_salt)
-            hashes.append(self._hash_block(salt_hash, request.token_ids[:size]))
+            salt_hash = _hash_salt(sequence.params.cache_salt)
+            hashes.append(self._hash_block(salt_hash, sequence.token_ids[:size]))
         for index in range(len(hashes), count):
-            tokens = request.token_ids[index * size : (index + 1) * size]
+            tokens = sequence.token_ids[index * size : (index + 1) * size]
             hashes.append(self._hash_block(hashes[-1], tokens))
         return hashes[:count]
 

@@ -10,7 +10,7 @@ Source: prompt lookup decoding (Saxena 2023). The drafts are verified as in spec
 (Leviathan et al. 2023, arXiv:2211.17192).
 """
 
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 
 # The number of last tokens that must occur earlier in the sequence.
 _NGRAM = 3
@@ -59,25 +59,25 @@ class PromptLookup:
         self.num_proposed = 0
         self.num_accepted = 0
         self._num_tokens = num_tokens
-        self._indices: dict[Request, _Index] = {}
+        self._indices: dict[Sequence, _Index] = {}
 
-    def propose(self, request: Request, limit: int) -> list[int]:
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return draft tokens that may follow the last token of a sequence, or an empty list.
 
         The call also indexes the tokens that the sequence got since the previous call.
 
         Args:
-            request: the sequence.
+            sequence: the sequence.
             limit: the largest number of draft tokens.
         """
         limit = min(limit, self._num_tokens)
-        if limit <= 0 or len(request.token_ids) <= _NGRAM:
+        if limit <= 0 or len(sequence.token_ids) <= _NGRAM:
             return []
-        index = self._indices.setdefault(request, _Index())
+        index = self._indices.setdefault(sequence, _Index())
         if index.pause > 0:
             index.pause -= 1
             return []
-        tokens = request.token_ids
+        tokens = sequence.token_ids
         for end in range(index.num_indexed + _NGRAM, len(tokens)):
             index.ends[tuple(tokens[end - _NGRAM : end])] = end
         index.num_indexed = len(tokens) - _NGRAM
@@ -89,11 +89,11 @@ class PromptLookup:
         period = tokens[continuation : continuation + limit]
         return (period * (limit // len(period) + 1))[:limit]
 
-    def learn(self, request: Request, num_proposed: int, num_accepted: int) -> None:
+    def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """Record how many of a sequence's proposed draft tokens were accepted."""
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted
-        index = self._indices.get(request)
+        index = self._indices.get(sequence)
         if index is None:
             return
         share = num_accepted / num_proposed
@@ -101,6 +101,6 @@ class PromptLookup:
         if index.acceptance < _THRESHOLD:
             index.pause = _RETRY_STEPS
 
-    def forget(self, request: Request) -> None:
+    def forget(self, sequence: Sequence) -> None:
         """Delete the index of a sequence that ended."""
-        self._indices.pop(request, None)
+        self._indices.pop(sequence, None)

@@ -1,157 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a request in the scheduler. A request consists of one or several sequences."""
 
-from collections.abc import Sequence
+from collections import abc
 
-from nereid_backend.core.grammar import Guide
-from nereid_backend.core.outputs import TokenLogprobs
-from nereid_backend.core.sampling_params import SamplingParams
-
-# The seeds of the sequences of a request differ by this number, which is the counter increment of
-# SplitMix64. The number is odd, so no two sequences have the same seed.
-_SEED_STEP = 0x9E3779B97F4A7C15
+from nereid_backend.core.sequence import Sequence
 
 
 class Request:
-    """The state of one sequence, which is one of the n outputs of a request.
-
-    Only the scheduler changes a sequence. The picture shows how the lists of a sequence relate:
-
-        token_ids            prompt ........ | output ....
-        num_computed_tokens  ============>                    keys and values are in the KV cache
-        draft_token_ids                           ....        proposed next tokens
-        block_table          [ 7 ][ 2 ][ 9 ]                  3 * block_size tokens have a slot
-
-    A waiting sequence has no row and no blocks. A running sequence has a row and blocks.
-
-    Attributes:
-        token_ids: prompt tokens followed by output tokens.
-        num_prompt_tokens: the number of prompt tokens in `token_ids`.
-        max_total_tokens: the length of `token_ids` at which the sequence ends.
-        stop_token_ids: the tokens that end the sequence.
-        seed: the 64-bit seed of the sequence's random numbers.
-        index: the number of this sequence among the n sequences of its request, from 0.
-        rank: the scheduling order. The sequence with the lowest rank is scheduled first. The
-            scheduler sets the rank.
-        guide: the grammar state that limits the next tokens; None allows every token. Only the
-            sampler changes the grammar state.
-        draft_token_ids: the tokens that are proposed to follow the last known token. The next step
-            computes these tokens, and the sequence gets those that verification accepts.
-        num_computed_tokens: the number of leading `token_ids` whose keys and values are in the
-            blocks of the sequence.
-        num_reused_tokens: the number of computed tokens that were found in the prefix cache.
-        num_cached_tokens: the number of prompt tokens that were found in the prefix cache when the
-            sequence first got a row; None before that.
-        block_table: the ids of the sequence's blocks in token order.
-        num_dropped_blocks: the number of leading blocks that were freed because no later token
-            attends to them. The table contains the null block in place of each freed block.
-        block_hashes: the hashes of the leading full blocks. Hashes that were not needed yet are
-            missing.
-        num_findable_blocks: the number of leading blocks that the prefix cache has stored.
-        prompt_logprobs: the log-probabilities of the prompt tokens from the second on. Entries of
-            tokens that have not been computed yet are missing.
-        was_reported: whether an update of this sequence has been returned.
-        row: the index of the sequence in the runner's tables; None while the sequence waits.
-    """
-
-    __slots__ = (
-        "block_hashes",
-        "block_table",
-        "cumulative_logprob",
-        "draft_token_ids",
-        "guide",
-        "index",
-        "max_total_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_dropped_blocks",
-        "num_findable_blocks",
-        "num_prompt_tokens",
-        "num_reused_tokens",
-        "params",
-        "prompt_logprobs",
-        "rank",
-        "request_id",
-        "row",
-        "seed",
-        "stop_token_ids",
-        "token_ids",
-        "was_reported",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        max_total_tokens: int,
-        eos_token_ids: Sequence[int] = (),
-        seed: int = 0,
-    ) -> None:
-        self.request_id = request_id
-        self.index = 0
-        self.rank: tuple[int, ...] = ()
-        self.guide: Guide | None = None
-        self.params = params
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
-        self.max_total_tokens = max_total_tokens
-        eos = () if params.ignore_eos else eos_token_ids
-        self.stop_token_ids = frozenset(params.stop_token_ids).union(eos)
-        self.seed = seed
-        self.cumulative_logprob = 0.0
-        self.draft_token_ids: list[int] = []
-        self.num_computed_tokens = 0
-        self.num_reused_tokens = 0
-        self.num_cached_tokens: int | None = None
-        self.block_table: list[int] = []
-        self.num_dropped_blocks = 0
-        self.block_hashes: list[bytes] = []
-        self.num_findable_blocks = 0
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        self.was_reported = False
-        self.row: int | None = None
-
-    @property
-    def num_output_tokens(self) -> int:
-        """The number of tokens generated so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt were requested and are not complete yet."""
-        return (
-            self.params.prompt_logprobs is not None
-            and self.index == 0
-            and len(self.token_ids) == self.num_prompt_tokens
-        )
-
-    def sequences(self) -> list["Request"]:
-        """Return the n sequences of the request: this one, and n - 1 copies with other seeds."""
-        others = []
-        for index in range(1, self.params.n):
-            other = Request(
-                self.request_id,
-                self.token_ids,
-                self.params,
-                max_total_tokens=self.max_total_tokens,
-                seed=(self.seed + index * _SEED_STEP) % 2**64,
-            )
-            other.index = index
-            other.stop_token_ids = self.stop_token_ids
-            others.append(other)
-        return [self, *others]
-
-    def __repr__(self) -> str:
-        return (
-            f"Request({self.request_id!r}, {self.index}, "
-            f"{self.num_prompt_tokens}+{self.num_output_tokens} tokens"
-            f", {self.num_computed_tokens} computed, {len(self.block_table)} blocks)"
-        )
-
-
-class Group:
     """The n sequences of one client request, which share a prompt.
 
     One sequence, the leader, computes the prompt. Meanwhile, the other sequences, the followers,
@@ -170,7 +25,7 @@ class Group:
 
     __slots__ = ("block_table", "followers", "is_prepared", "is_split", "sequences")
 
-    def __init__(self, sequences: Sequence[Request]) -> None:
+    def __init__(self, sequences: abc.Sequence[Sequence]) -> None:
         self.sequences = {sequence.index: sequence for sequence in sequences}
         self.followers = list(sequences[1:])
         self.is_split = False

@@ -29,19 +29,19 @@ step may still use the blocks. If a plan would have needed a preemption or a cop
 True.
 """
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import replace
 
+from nereid_backend.core.active_requests import ActiveRequests
 from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.block_tables import BlockTables
 from nereid_backend.core.grammar import Guide
-from nereid_backend.core.groups import Groups
 from nereid_backend.core.outputs import FinishReason, RequestUpdate
 from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.prompt_lookup import PromptLookup
-from nereid_backend.core.ranked_requests import RankedRequests
-from nereid_backend.core.request import Request
+from nereid_backend.core.ranked_sequences import RankedSequences
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.updates import append_sampled, make_update, num_equal
 from nereid_backend.core.window import AttentionWindow
@@ -116,10 +116,10 @@ class Scheduler:
             attention_window=attention_window,
             max_step_tokens=None if whole_prefill else max_num_batched_tokens,
         )
-        self._groups = Groups(self._tables, shares_prompts=self._shares)
+        self._requests = ActiveRequests(self._tables, shares_prompts=self._shares)
         self._num_added = 0
         self._num_steps = 0
-        self._running = RankedRequests()
+        self._running = RankedSequences()
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._ended: list[RequestUpdate] = []
         # Whether the last plan had no budget left for a waiting prompt that cannot be divided into
@@ -136,45 +136,46 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """The number of sequences that have no row and no blocks and have not ended."""
-        return self._groups.num_sequences - self.num_running
+        return self._requests.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
         """Return whether a request has not ended, or has ended but its end was not reported yet."""
-        return request_id in self._groups or any(
+        return request_id in self._requests or any(
             update.request_id == request_id for update in self._ended
         )
 
     def is_preparing(self, request_id: str) -> bool:
         """Return whether a request waits until `start` or `refuse` is called."""
-        return self._groups.is_preparing(request_id)
+        return self._requests.is_preparing(request_id)
 
     def has_work(self) -> bool:
         """Return whether the next step would compute tokens or return updates."""
-        return bool(self._groups or self._ended or self._pending_plans.leaving)
+        return bool(self._requests or self._ended or self._pending_plans.leaving)
 
-    def add(self, request: Request, *, is_prepared: bool = True) -> None:
+    def add(self, sequence: Sequence, *, is_prepared: bool = True) -> None:
         """Add a request and set the ranks of its sequences.
 
         The id must be new. The pool must have enough blocks for each sequence if it runs alone.
 
         Args:
-            request: sequence 0 of the request. The method creates the other sequences as copies.
+            sequence: sequence 0 of the request. The method creates the other sequences as copies.
             is_prepared: if False, the request waits until `start` or `refuse` is called.
         """
-        sequences = request.sequences()
-        level = max(-_MAX_LEVEL, min(_MAX_LEVEL, request.params.priority))
+        sequences = sequence.all_sequences()
+        priority = sequence.params.priority
+        level = max(-_MAX_LEVEL, min(_MAX_LEVEL, priority))
         due = self._num_steps + level * AGEING_STEPS
-        for sequence in sequences:
-            sequence.rank = (due, request.params.priority, self._num_added, sequence.index)
+        for each in sequences:
+            each.rank = (due, priority, self._num_added, each.index)
         self._num_added += 1
-        self._groups.add(sequences, is_prepared=is_prepared)
+        self._requests.add(sequences, is_prepared=is_prepared)
 
     def start(self, request_id: str, guide: Guide) -> None:
         """Attach a guide to a request and put the request into the waiting queue.
 
         Do nothing if the request has ended.
         """
-        self._groups.start(request_id, guide)
+        self._requests.start(request_id, guide)
 
     def refuse(self, request_id: str, error: str, *, is_refused: bool = True) -> None:
         """End a request whose guide could not be created.
@@ -186,7 +187,7 @@ class Scheduler:
         """
         self._ended += [
             self._end(sequence, "error", error=error, is_refused=is_refused)
-            for sequence in self._groups.sequences_of(request_id)
+            for sequence in self._requests.sequences_of(request_id)
         ]
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -194,7 +195,7 @@ class Scheduler:
 
         Do nothing if the request is unknown.
         """
-        sequences = self._groups.sequences_of(request_id)
+        sequences = self._requests.sequences_of(request_id)
         # End the last sequence first. Otherwise a follower would become the leader for a moment.
         matching = [s for s in reversed(sequences) if index in (None, s.index)]
         ended = [self._end(sequence, "abort") for sequence in matching]
@@ -222,7 +223,7 @@ class Scheduler:
         )
         return self._pending_plans.plan_next(before, self._plan)
 
-    def settle(self, plan: StepPlan, device_token_ids: Sequence[int]) -> StepPlan:
+    def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
         """Return the valid part of a plan that was made ahead; see `PendingPlans.settle`."""
         return self._pending_plans.settle(plan, device_token_ids)
 
@@ -260,26 +261,26 @@ class Scheduler:
         sampled = iter(result.sampled)
         invalid_blocks: set[int] = set()
         for index, chunk in enumerate(plan.chunks):
-            request = chunk.request
-            if request in leaving:
+            sequence = chunk.sequence
+            if sequence in leaving:
                 # The sequence has ended, but other sequences may share its blocks. If the step
                 # wrote invalid numbers into the blocks, they must not be reused.
                 if chunk.samples and next(sampled).error is not None:
-                    invalid_blocks |= self._tables.blocks_of(request)
+                    invalid_blocks |= self._tables.blocks_of(sequence)
                 continue
-            num_known = len(request.token_ids)
-            request.num_computed_tokens = min(chunk.start + chunk.num_tokens, num_known)
+            num_known = len(sequence.token_ids)
+            sequence.num_computed_tokens = min(chunk.start + chunk.num_tokens, num_known)
             if index in result.prompt_logprobs:
-                request.prompt_logprobs += result.prompt_logprobs[index]
+                sequence.prompt_logprobs += result.prompt_logprobs[index]
             if not chunk.samples:
-                self._tables.cache_blocks(request)
-                self._tables.free_invisible(request)
+                self._tables.cache_blocks(sequence)
+                self._tables.free_invisible(sequence)
                 continue
             outcome = next(sampled)
             if outcome.error is not None:
-                invalid_blocks |= self._tables.blocks_of(request)
-            updates.append(self._append(request, outcome))
-            self._tables.free_invisible(request)
+                invalid_blocks |= self._tables.blocks_of(sequence)
+            updates.append(self._append(sequence, outcome))
+            self._tables.free_invisible(sequence)
         self._purge(invalid_blocks)
         self._release_ended()
         return updates
@@ -288,11 +289,13 @@ class Scheduler:
         """End every sequence of a plan whose step failed, and return the last updates."""
         updates, self._ended = self._ended, []
         self._pending_plans.remove(plan)
-        invalid_blocks = {b for chunk in plan.chunks for b in self._tables.blocks_of(chunk.request)}
+        invalid_blocks = {
+            b for chunk in plan.chunks for b in self._tables.blocks_of(chunk.sequence)
+        }
         updates += [
-            self._end(chunk.request, "error", error=error)
+            self._end(chunk.sequence, "error", error=error)
             for chunk in plan.chunks
-            if chunk.request not in self._pending_plans.leaving
+            if chunk.sequence not in self._pending_plans.leaving
         ]
         self._purge(invalid_blocks)
         self._release_ended()
@@ -304,37 +307,37 @@ class Scheduler:
         Raises:
             AssertionError: if a block, a row or a sequence was lost.
         """
-        tables = [request.block_table for request in self._running]
+        tables = [sequence.block_table for sequence in self._running]
         self.pool.check([*tables, *self._tables.held_tables()])
         if self.cache is not None:
             self.cache.check()
-        rows = [request.row for request in self._running if request.row is not None]
+        rows = [sequence.row for sequence in self._running if sequence.row is not None]
         assert len(rows) == len(self._running), "A running sequence has no row."
         assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), (
             "A row is neither free nor used by exactly one sequence."
         )
-        self._groups.check(self.num_running)
+        self._requests.check(self.num_running)
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
         index = 0
         is_ahead = self._pending_plans.is_planning
         while index < len(self._running) and budget > 0:
-            request = self._running[index]
-            if is_ahead and self._pending_plans.will_end(request):
+            sequence = self._running[index]
+            if is_ahead and self._pending_plans.will_end(sequence):
                 index += 1
                 continue
             # Keep one token of the budget for each running sequence that is planned after this
             # sequence. Otherwise, a long chunk could leave no budget for those sequences.
             limit = max(1, budget - (len(self._running) - index - 1))
-            num_known = len(request.token_ids) - request.num_computed_tokens
+            num_known = len(sequence.token_ids) - sequence.num_computed_tokens
             num_tokens = min(num_known, 1 if self._whole_prefill else limit)
-            missing = self._tables.missing(request, request.num_computed_tokens + num_tokens)
+            missing = self._tables.missing(sequence, sequence.num_computed_tokens + num_tokens)
             if missing > 0 and not self._make_room(index, missing):
                 break
-            self._tables.grow(request, missing)
+            self._tables.grow(sequence, missing)
             if self.lookup is not None and num_tokens == num_known:
-                self._propose_drafts(request, limit - num_tokens)
-            chunks.append(_chunk(request, num_tokens, is_first=False))
+                self._propose_drafts(sequence, limit - num_tokens)
+            chunks.append(_chunk(sequence, num_tokens, is_first=False))
             budget -= chunks[-1].num_tokens
             index += 1
         return budget
@@ -345,34 +348,34 @@ class Scheduler:
         if self.is_held_up:
             return
         is_overdue, self._is_overdue = self._is_overdue, False
-        waiting = self._groups.waiting
+        waiting = self._requests.waiting
         while waiting and self._free_rows and budget > 0:
-            request = waiting[0]
-            if self._whole_prefill and chunks and len(request.token_ids) > budget:
+            sequence = waiting[0]
+            if self._whole_prefill and chunks and len(sequence.token_ids) > budget:
                 self._is_overdue = not is_overdue
                 break
-            if not self._try_admit(request):
+            if not self._try_admit(sequence):
                 break
-            num_known = len(request.token_ids) - request.num_computed_tokens
+            num_known = len(sequence.token_ids) - sequence.num_computed_tokens
             num_tokens = num_known if self._whole_prefill else min(num_known, budget)
-            chunks.append(_chunk(request, num_tokens, is_first=True))
+            chunks.append(_chunk(sequence, num_tokens, is_first=True))
             budget -= num_tokens
             if is_overdue:
                 break
 
-    def _try_admit(self, request: Request) -> bool:
-        group = self._groups.of(request)
-        if self._pending_plans.is_planning and request in group.followers:
+    def _try_admit(self, sequence: Sequence) -> bool:
+        request = self._requests.of(sequence)
+        if self._pending_plans.is_planning and sequence in request.followers:
             self.is_held_up = True
             return False
-        while not self._tables.try_admit(request, group):
+        while not self._tables.try_admit(sequence, request):
             # If no sequence is running, all used blocks belong to prompts that groups keep for
             # followers. Such prompts can be computed again, so they are dropped.
             if self._running or not self._tables.drop_oldest_prompt():
                 return False
-        self._groups.admit(request)
-        request.row = self._free_rows.pop()
-        self._running.add(request)
+        self._requests.admit(sequence)
+        sequence.row = self._free_rows.pop()
+        self._running.add(sequence)
         return True
 
     def _make_room(self, index: int, num_blocks: int) -> bool:
@@ -385,64 +388,64 @@ class Scheduler:
             False if the sequence at `index` itself was preempted, or if the plan is made ahead and
             therefore must not preempt a sequence.
         """
-        request = self._running[index]
+        sequence = self._running[index]
         while self.pool.num_free < num_blocks:
             if self._tables.drop_oldest_prompt():
                 continue
             if self._pending_plans.is_planning:
                 self.is_held_up = True
                 return False
-            victim = min(self._running.after(index), key=_preemption_cost, default=request)
+            victim = min(self._running.after(index), key=_preemption_cost, default=sequence)
             self._preempt(victim)
-            if victim is request:
+            if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, request: Request) -> None:
-        self._release(request)
-        request.prompt_logprobs = []
-        self._groups.waiting.add(request)
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        sequence.prompt_logprobs = []
+        self._requests.waiting.add(sequence)
         self.num_preemptions += 1
 
-    def _propose_drafts(self, request: Request, limit: int) -> None:
+    def _propose_drafts(self, sequence: Sequence, limit: int) -> None:
         """Set the draft tokens of a sequence if enough blocks are free for the draft tokens."""
         assert self.lookup is not None
-        room = request.max_total_tokens - len(request.token_ids) - 1
-        drafts = self.lookup.propose(request, min(limit, room))
-        missing = self._tables.missing(request, len(request.token_ids) + len(drafts))
+        room = sequence.max_total_tokens - len(sequence.token_ids) - 1
+        drafts = self.lookup.propose(sequence, min(limit, room))
+        missing = self._tables.missing(sequence, len(sequence.token_ids) + len(drafts))
         if missing > self.pool.num_free:
             return
-        self._tables.grow(request, missing)
-        request.draft_token_ids = drafts
+        self._tables.grow(sequence, missing)
+        sequence.draft_token_ids = drafts
 
-    def _append(self, request: Request, sampled: Sampled) -> RequestUpdate:
+    def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
         """Append sampled tokens to a sequence and return its update.
 
         End the sequence if one of the tokens ends it.
         """
-        drafts, request.draft_token_ids = request.draft_token_ids, []
+        drafts, sequence.draft_token_ids = sequence.draft_token_ids, []
         if sampled.error is not None:
-            return self._end(request, "error", error=sampled.error)
-        num_known = len(request.token_ids)
-        reason, stop_reason = append_sampled(request, sampled)
-        new_token_ids = request.token_ids[num_known:]
+            return self._end(sequence, "error", error=sampled.error)
+        num_known = len(sequence.token_ids)
+        reason, stop_reason = append_sampled(sequence, sampled)
+        new_token_ids = sequence.token_ids[num_known:]
         if drafts:
             # The step has already computed the keys and values of the accepted draft tokens.
             num_accepted = num_equal(drafts, new_token_ids)
-            request.num_computed_tokens += num_accepted
+            sequence.num_computed_tokens += num_accepted
             assert self.lookup is not None
-            self.lookup.learn(request, len(drafts), num_accepted)
-        self._tables.cache_blocks(request)
-        self._groups.share_prompt(request)
+            self.lookup.learn(sequence, len(drafts), num_accepted)
+        self._tables.cache_blocks(sequence)
+        self._requests.share_prompt(sequence)
         top = sampled.top[: len(new_token_ids)] if sampled.top is not None else None
-        update = make_update(request, new_token_ids, top)
+        update = make_update(sequence, new_token_ids, top)
         if reason is None:
             return update
-        return self._end(request, reason, update=update, stop_reason=stop_reason)
+        return self._end(sequence, reason, update=update, stop_reason=stop_reason)
 
     def _end(
         self,
-        request: Request,
+        sequence: Sequence,
         reason: FinishReason,
         *,
         update: RequestUpdate | None = None,
@@ -452,14 +455,14 @@ class Scheduler:
     ) -> RequestUpdate:
         """Remove a sequence and return its last update."""
         if self.lookup is not None:
-            self.lookup.forget(request)
-        self._groups.remove(request)
-        if request.row is not None:
-            if request in self._pending_plans:
-                self._pending_plans.leaving[request] = None
+            self.lookup.forget(sequence)
+        self._requests.remove(sequence)
+        if sequence.row is not None:
+            if sequence in self._pending_plans:
+                self._pending_plans.leaving[sequence] = None
             else:
-                self._release(request)
-        update = update or make_update(request, [], None)
+                self._release(sequence)
+        update = update or make_update(sequence, [], None)
         return replace(
             update,
             finish_reason=reason,
@@ -471,17 +474,17 @@ class Scheduler:
     def _release_ended(self) -> None:
         """Release the rows and blocks of ended sequences that no uncommitted plan contains."""
         if self._pending_plans.leaving:
-            for request in self._pending_plans.take_free():
-                self._release(request)
+            for sequence in self._pending_plans.take_free():
+                self._release(sequence)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, sequence: Sequence) -> None:
         """Release the row and the blocks of a running sequence."""
-        assert request.row is not None
-        self._running.remove(request)
-        self._free_rows.append(request.row)
-        request.row = None
-        request.draft_token_ids = []
-        self._tables.release(request)
+        assert sequence.row is not None
+        self._running.remove(sequence)
+        self._free_rows.append(sequence.row)
+        sequence.row = None
+        sequence.draft_token_ids = []
+        self._tables.release(sequence)
 
     def _purge(self, blocks: set[int]) -> None:
         """Remove blocks with invalid content from the prefix cache and from all block tables.
@@ -492,32 +495,32 @@ class Scheduler:
         if not blocks:
             return
         self._tables.drop_prompts_with(blocks)
-        for request in list(self._running):
-            if request not in self._pending_plans.leaving and not blocks.isdisjoint(
-                request.block_table
+        for sequence in list(self._running):
+            if sequence not in self._pending_plans.leaving and not blocks.isdisjoint(
+                sequence.block_table
             ):
-                self._tables.forget(self._tables.blocks_of(request))
-                self._preempt(request)
+                self._tables.forget(self._tables.blocks_of(sequence))
+                self._preempt(sequence)
         self._tables.forget(blocks)
 
 
-def _chunk(request: Request, num_tokens: int, *, is_first: bool) -> Chunk:
-    start = request.num_computed_tokens
-    samples = start + num_tokens == len(request.token_ids)
-    num_logits = int(samples) + len(request.draft_token_ids)
-    num_tokens += len(request.draft_token_ids)
-    if request.wants_prompt_logprobs:
+def _chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
+    start = sequence.num_computed_tokens
+    samples = start + num_tokens == len(sequence.token_ids)
+    num_logits = int(samples) + len(sequence.draft_token_ids)
+    num_tokens += len(sequence.draft_token_ids)
+    if sequence.wants_prompt_logprobs:
         num_logits = num_tokens
-    return Chunk(request, start, num_tokens, samples, is_first, num_logits)
+    return Chunk(sequence, start, num_tokens, samples, is_first, num_logits)
 
 
-def _preemption_cost(request: Request) -> tuple[int, int, int]:
+def _preemption_cost(sequence: Sequence) -> tuple[int, int, int]:
     """Return a sort key. The sequence with the smallest key should be preempted first.
 
     The order is: lower priority, fewer tokens to compute again, later arrival.
     """
-    num_lost = request.num_computed_tokens - request.num_reused_tokens
-    return -request.params.priority, num_lost, -request.rank[2]
+    num_lost = sequence.num_computed_tokens - sequence.num_reused_tokens
+    return -sequence.params.priority, num_lost, -sequence.rank[2]
 
 
 def _has_many_tokens(chunk: Chunk) -> bool:

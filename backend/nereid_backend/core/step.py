@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nereid_backend.core.outputs import TokenLogprobs
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 
 
 class Chunk(NamedTuple):
     """Consecutive tokens of one sequence that the model computes in one step.
 
     Attributes:
-        request: the sequence.
-        start: the index of the first token in `request.token_ids`. The keys and values of all
+        sequence: the sequence.
+        start: the index of the first token in `sequence.token_ids`. The keys and values of all
             earlier tokens are in the KV cache.
         num_tokens: the number of tokens.
         samples: whether the chunk includes the last known token, so that the step samples a token.
@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
             more.
     """
 
-    request: Request
+    sequence: Sequence
     start: int
     num_tokens: int
     samples: bool

@@ -4,11 +4,11 @@
 from collections.abc import Iterable
 
 from nereid_backend.core.outputs import FinishReason, RequestUpdate, TokenLogprobs
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled
 
 
-def append_sampled(request: Request, sampled: Sampled) -> tuple[FinishReason | None, int | None]:
+def append_sampled(sequence: Sequence, sampled: Sampled) -> tuple[FinishReason | None, int | None]:
     """Append sampled tokens to a sequence. Stop after the first token that ends the sequence.
 
     Returns:
@@ -16,17 +16,17 @@ def append_sampled(request: Request, sampled: Sampled) -> tuple[FinishReason | N
         the length limit ended the sequence, the id is None.
     """
     for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
-        request.token_ids.append(token_id)
-        request.cumulative_logprob += logprob
-        if token_id in request.stop_token_ids:
+        sequence.token_ids.append(token_id)
+        sequence.cumulative_logprob += logprob
+        if token_id in sequence.stop_token_ids:
             return "stop", token_id
-        if len(request.token_ids) >= request.max_total_tokens:
+        if len(sequence.token_ids) >= sequence.max_total_tokens:
             return "length", None
     return None, None
 
 
 def make_update(
-    request: Request, new_token_ids: list[int], top: list[TokenLogprobs] | None
+    sequence: Sequence, new_token_ids: list[int], top: list[TokenLogprobs] | None
 ) -> RequestUpdate:
     """Create the update that reports new tokens of a sequence.
 
@@ -34,25 +34,25 @@ def make_update(
     sequence 0 also contains the log-probabilities of the prompt.
 
     Args:
-        request: the sequence. `request.was_reported` and `request.prompt_logprobs` are mutated.
+        sequence: the sequence. `sequence.was_reported` and `sequence.prompt_logprobs` are mutated.
         new_token_ids: the new tokens; empty if the sequence ended without a new token.
         top: one entry for each new token; None if the request did not ask for log-probabilities.
     """
-    is_first = not request.was_reported
-    request.was_reported = True
+    is_first = not sequence.was_reported
+    sequence.was_reported = True
     prompt: list[TokenLogprobs | None] | None = None
-    if is_first and new_token_ids and request.index == 0:
-        wanted = request.params.prompt_logprobs is not None
-        prompt = [None, *request.prompt_logprobs] if wanted else None
-        request.prompt_logprobs = []
+    if is_first and new_token_ids and sequence.index == 0:
+        wanted = sequence.params.prompt_logprobs is not None
+        prompt = [None, *sequence.prompt_logprobs] if wanted else None
+        sequence.prompt_logprobs = []
     return RequestUpdate(
-        request.request_id,
+        sequence.request_id,
         new_token_ids,
-        cumulative_logprob=request.cumulative_logprob,
-        index=request.index,
+        cumulative_logprob=sequence.cumulative_logprob,
+        index=sequence.index,
         logprobs=top,
         prompt_logprobs=prompt,
-        num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
+        num_cached_tokens=(sequence.num_cached_tokens or 0) if is_first else 0,
     )
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from nereid_backend.checkpoint import Checkpoint
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model.choose_path import PathSpec
 from nereid_backend.model.probe_layers import plain_token_ids
@@ -44,10 +44,10 @@ def measure_activations(
     path = spec.build(Sizes(num_blocks, block_size, 1, num_measured))
     token_id = plain_token_ids(checkpoint)[0]
     prompt = [token_id] * num_measured
-    request = Request("", prompt, SamplingParams(), max_total_tokens=num_measured + 1)
-    request.row = 0
-    request.block_table = list(range(num_blocks))
-    plan = StepPlan([Chunk(request, 0, num_measured, True, True, 1)], num_measured)
+    sequence = Sequence("", prompt, SamplingParams(), max_total_tokens=num_measured + 1)
+    sequence.row = 0
+    sequence.block_table = list(range(num_blocks))
+    plan = StepPlan([Chunk(sequence, 0, num_measured, True, True, 1)], num_measured)
     if on_gpu:
         torch.cuda.synchronize(checkpoint.device)
         before = torch.cuda.memory_allocated(checkpoint.device)

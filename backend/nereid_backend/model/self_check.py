@@ -8,7 +8,7 @@ attention and whole prompts. So a path with wrong results is never used.
 
 import random
 import re
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.checkpoint import Checkpoint
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall, Sizes, UnfitError
@@ -68,7 +68,7 @@ class Trial:
 
 @torch.inference_mode()
 def make_trial(
-    checkpoint: Checkpoint, layers: Sequence[LayerSpec], max_len: int, block_size: int
+    checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec], max_len: int, block_size: int
 ) -> Trial:
     """Return random sequences, and the logits of the model for each whole sequence alone.
 
@@ -135,10 +135,10 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     path = SinglePath(checkpoint, keeps=True)
     tokens, prompt_len = trial.sequences[0]
     count = len(tokens) - prompt_len + 1
-    request = Request("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
-    request.row = 0
-    request.num_prompt_tokens = prompt_len
-    plan = StepPlan([Chunk(request, 0, len(tokens), True, True, count)], len(tokens))
+    sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
+    sequence.row = 0
+    sequence.num_prompt_tokens = prompt_len
+    plan = StepPlan([Chunk(sequence, 0, len(tokens), True, True, count)], len(tokens))
     logits = path.forward(plan).float()
     expected = trial.expected[:count]
     error = ((logits - expected).square().mean(-1).sqrt() / trial.expected.std()).median()
@@ -191,7 +191,7 @@ def check_path(
 
 
 def _sequences(
-    checkpoint: Checkpoint, layers: Sequence[LayerSpec], max_len: int
+    checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec], max_len: int
 ) -> list[tuple[list[int], int]]:
     """Return random sequences with the numbers of their prompt tokens.
 
@@ -225,41 +225,41 @@ def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
 
 def _run(path: ForwardPath, trial: Trial) -> Tensor:
     """Return the path's logits at the rows of the trial, float32 [num_rows, vocab_size]."""
-    requests = _requests(trial)
-    computed = [0] * len(requests)
-    rows: list[list[Tensor]] = [[] for _ in requests]
-    while plan := _plan(requests, computed):
+    sequences = _prompt_sequences(trial)
+    computed = [0] * len(sequences)
+    rows: list[list[Tensor]] = [[] for _ in sequences]
+    while plan := _plan(sequences, computed):
         logits = path.forward(StepPlan(plan, sum(chunk.num_tokens for chunk in plan)))
         wanted = [chunk for chunk in plan if chunk.num_logits]
         for chunk, row in zip(wanted, logits, strict=True):
-            number = requests.index(chunk.request)
+            number = sequences.index(chunk.sequence)
             rows[number].append(row.float())
             # Append the next token of the test sequence instead of sampling one.
             tokens = trial.sequences[number][0]
-            chunk.request.token_ids += tokens[chunk.start + chunk.num_tokens :][:1]
+            chunk.sequence.token_ids += tokens[chunk.start + chunk.num_tokens :][:1]
         for chunk in plan:
-            computed[requests.index(chunk.request)] += chunk.num_tokens
+            computed[sequences.index(chunk.sequence)] += chunk.num_tokens
     return torch.cat([torch.stack(sequence_rows) for sequence_rows in rows])
 
 
-def _requests(trial: Trial) -> list[Request]:
-    """Return the prompts of the trial as requests with rows and scattered blocks."""
+def _prompt_sequences(trial: Trial) -> list[Sequence]:
+    """Return the prompts of the trial as sequences with rows and scattered blocks."""
     sizes = trial.sizes
     blocks = list(range(sizes.num_blocks))
     random.Random(0).shuffle(blocks)
     each = -(-sizes.max_model_len // sizes.block_size)
-    requests = []
+    sequences = []
     for number, (tokens, prompt_len) in enumerate(trial.sequences):
-        request = Request(
+        sequence = Sequence(
             str(number), tokens[:prompt_len], SamplingParams(), max_total_tokens=len(tokens) + 1
         )
-        request.row = number
-        request.block_table = blocks[number * each : (number + 1) * each]
-        requests.append(request)
-    return requests
+        sequence.row = number
+        sequence.block_table = blocks[number * each : (number + 1) * each]
+        sequences.append(sequence)
+    return sequences
 
 
-def _plan(requests: list[Request], computed: list[int]) -> list[Chunk]:
+def _plan(sequences: list[Sequence], computed: list[int]) -> list[Chunk]:
     """Return the chunks of the next step under a small token budget.
 
     Requests that have computed tokens come before new ones. In the result, single tokens come
@@ -267,15 +267,15 @@ def _plan(requests: list[Request], computed: list[int]) -> list[Chunk]:
     """
     chunks = []
     budget = _BUDGET
-    order = sorted(range(len(requests)), key=lambda number: computed[number] == 0)
+    order = sorted(range(len(sequences)), key=lambda number: computed[number] == 0)
     for number in order:
-        num_known = len(requests[number].token_ids)
+        num_known = len(sequences[number].token_ids)
         start = computed[number]
         num_tokens = min(num_known - start, budget)
         if num_tokens > 0:
             samples = start + num_tokens == num_known
             chunks.append(
-                Chunk(requests[number], start, num_tokens, samples, start == 0, int(samples))
+                Chunk(sequences[number], start, num_tokens, samples, start == 0, int(samples))
             )
             budget -= num_tokens
     return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)

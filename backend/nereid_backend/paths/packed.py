@@ -9,7 +9,7 @@ from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.paths.compiled_forward import CompiledForward
 from nereid_backend.paths.cuda_graphs import DecodeGraphs
@@ -111,6 +111,6 @@ class PackedPath:
         for tensor in self._cache.tensors():
             tensor.zero_()
 
-    def clear(self, request: Request) -> None:
+    def clear(self, sequence: Sequence) -> None:
         """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""
-        self._cache.clear(request.block_table)
+        self._cache.clear(sequence.block_table)

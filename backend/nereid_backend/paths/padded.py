@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.checkpoint import Checkpoint
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import (
     ModelCall,
@@ -140,9 +140,9 @@ class PaddedPath:
                 parts[index] = rows[len(rows) - chunk.num_logits :]
         return join_logits(parts, logits, self._vocab_size)
 
-    def clear(self, request: Request) -> None:
+    def clear(self, sequence: Sequence) -> None:
         """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""
-        self._cache.clear(request.block_table)
+        self._cache.clear(sequence.block_table)
 
     def _groups(self, chunks: list[Chunk]) -> list[list[int]]:
         """Divide chunks into groups that share a forward pass, as lists of their indices.
@@ -170,7 +170,7 @@ class PaddedPath:
             ids = ids_of(chunks[0], self._device)
             positions = positions_of(chunks[0], self._device)
         else:
-            tokens = [[chunk.request.token_ids[chunk.start]] for chunk in chunks]
+            tokens = [[chunk.sequence.token_ids[chunk.start]] for chunk in chunks]
             ids = torch.tensor(tokens, device=self._device)
             positions = torch.tensor([[chunk.start] for chunk in chunks], device=self._device)
         step = _Step.of(chunks, self._cache)
@@ -220,7 +220,7 @@ class _Step:
         longest = int(starts.max()) + num_tokens
         width = -(-longest // size)
         padding = [cache.null_block] * width
-        tables = [(chunk.request.block_table[:width] + padding)[:width] for chunk in chunks]
+        tables = [(chunk.sequence.block_table[:width] + padding)[:width] for chunk in chunks]
         blocks = torch.tensor(tables)
         positions = starts[:, None] + torch.arange(num_tokens)
         slots = blocks.gather(1, positions // size) * size + positions % size

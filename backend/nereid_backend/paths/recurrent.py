@@ -34,7 +34,7 @@ from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.checkpoint import Checkpoint
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import (
     ModelCall,
@@ -184,12 +184,12 @@ class RowsPath:
                 parts[index] = self._prefill(chunk)
         return join_logits(parts, logits if decodes else None, self._vocab_size)
 
-    def clear(self, request: Request) -> None:
+    def clear(self, sequence: Sequence) -> None:
         """Delete the state of a sequence and set its blocks to zero; see `ForwardPath.clear`."""
-        if request.row is not None:
-            self._forget(request.row)
+        if sequence.row is not None:
+            self._forget(sequence.row)
         if self._paged is not None:
-            self._paged[0].clear(request.block_table)
+            self._paged[0].clear(sequence.block_table)
 
     def state_bytes(self) -> int:
         """Return the size of one sequence's state in bytes.
@@ -216,7 +216,7 @@ class RowsPath:
         # pass and stored again afterwards.
         self._batch_cache = None
         lengths = [self._lengths.pop(row) for row in rows]
-        tokens = [[chunk.request.token_ids[chunk.start]] for chunk in chunks]
+        tokens = [[chunk.sequence.token_ids[chunk.start]] for chunk in chunks]
         ids = torch.tensor(tokens, device=self._device)
         positions = torch.tensor([[chunk.start] for chunk in chunks], device=self._device)
         logits = self._run(chunks, ids, positions, cache, 1)
@@ -233,7 +233,7 @@ class RowsPath:
         row = _row(chunk)
         state_length = self._lengths.get(row, 0)
         if self._whole:
-            is_last = chunk.start + chunk.num_tokens >= len(chunk.request.token_ids)
+            is_last = chunk.start + chunk.num_tokens >= len(chunk.sequence.token_ids)
             if not is_last and chunk.num_logits == 0:
                 # The last chunk of the prompt will compute these tokens, too.
                 return None
@@ -241,7 +241,7 @@ class RowsPath:
             # The state covers rejected draft tokens, or earlier chunks were left for this one. The
             # state is therefore computed again from the first token.
             chunk = extend_to_start(chunk)
-            prompt_len = chunk.request.num_prompt_tokens
+            prompt_len = chunk.sequence.num_prompt_tokens
             if self._replays and chunk.num_tokens > prompt_len:
                 return self._replay(chunk, prompt_len)
         return self._continue(chunk)
@@ -368,8 +368,8 @@ class RowsForward:
 
 def _row(chunk: Chunk) -> int:
     """Return the row of a chunk's sequence."""
-    assert chunk.request.row is not None
-    return chunk.request.row
+    assert chunk.sequence.row is not None
+    return chunk.sequence.row
 
 
 def _is_plain(layer: object) -> bool:

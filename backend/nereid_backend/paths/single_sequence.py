@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from nereid_backend.checkpoint import Checkpoint
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import join_logits
 
@@ -57,7 +57,7 @@ class SinglePath:
         """Return the logits of a plan; see `ForwardPath.forward`."""
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
-            row = chunk.request.row
+            row = chunk.sequence.row
             assert row is not None
             if chunk.is_first:
                 self._states.pop(row, None)
@@ -65,10 +65,10 @@ class SinglePath:
         first = next((part for part in parts if part is not None), None)
         return join_logits(parts, first, self._vocab_size)
 
-    def clear(self, request: Request) -> None:
+    def clear(self, sequence: Sequence) -> None:
         """Delete the state of a sequence; see `ForwardPath.clear`."""
-        if request.row is not None:
-            self._states.pop(request.row, None)
+        if sequence.row is not None:
+            self._states.pop(sequence.row, None)
 
     def kept_bytes(self) -> int:
         """Return the size of all stored states in bytes."""
@@ -89,8 +89,8 @@ class SinglePath:
         if self._keeps and (state is None or state.num_tokens != shortest - 1):
             # A preempted sequence is computed as it was the first time: the prompt in one pass and
             # then token by token. On some models, one pass over all tokens gives different logits.
-            shortest = min(shortest, chunk.request.num_prompt_tokens)
-        token_ids = chunk.request.token_ids
+            shortest = min(shortest, chunk.sequence.num_prompt_tokens)
+        token_ids = chunk.sequence.token_ids
         logits = [self._after(row, token_ids[:n]) for n in range(shortest, longest + 1)]
         return torch.stack(logits[-chunk.num_logits :])
 

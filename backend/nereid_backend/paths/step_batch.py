@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup, Prefill
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
 
@@ -46,9 +46,9 @@ class StepBatch:
 
 def tokens_of(chunk: Chunk) -> list[int]:
     """Return the token ids of a chunk: known tokens, followed by draft tokens."""
-    request = chunk.request
-    token_ids = request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-    return token_ids + request.draft_token_ids[: chunk.num_tokens - len(token_ids)]
+    sequence = chunk.sequence
+    token_ids = sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    return token_ids + sequence.draft_token_ids[: chunk.num_tokens - len(token_ids)]
 
 
 class BatchBuilder:
@@ -167,14 +167,14 @@ class BatchBuilder:
         rows: list[int] = []
         logits_index: list[int] = []
         for chunk in plan.chunks:
-            request, start, num_tokens, _, is_first, num_logits = chunk
-            row = request.row
+            sequence, start, num_tokens, _, is_first, num_logits = chunk
+            row = sequence.row
             assert row is not None
-            self._fill_row(row, request, is_first)
+            self._fill_row(row, sequence, is_first)
             if num_tokens > 1:
                 token_ids += tokens_of(chunk)
-            elif start < len(request.token_ids):
-                token_ids.append(request.token_ids[start])
+            elif start < len(sequence.token_ids):
+                token_ids.append(sequence.token_ids[start])
             else:
                 # The token is pending: the previous step has not sampled it yet.
                 token_ids.append(0)
@@ -183,20 +183,20 @@ class BatchBuilder:
             logits_index.extend(range(end - num_logits, end))
         return token_ids, rows, logits_index
 
-    def _fill_row(self, row: int, request: Request, is_first: bool) -> None:
+    def _fill_row(self, row: int, sequence: Sequence, is_first: bool) -> None:
         """Copy a sequence's new blocks into its row, and replace freed blocks by the null block."""
-        block_table = request.block_table
+        block_table = sequence.block_table
         num_filled = self._num_filled[row]
         if is_first:
             self._tables[row, :num_filled] = self._null_block
             num_filled = 0
             self._num_dropped[row] = 0
-        elif request.num_dropped_blocks > self._num_dropped[row]:
+        elif sequence.num_dropped_blocks > self._num_dropped[row]:
             # Another sequence may use the freed blocks by now.
-            self._tables[row, self._num_dropped[row] : request.num_dropped_blocks] = (
+            self._tables[row, self._num_dropped[row] : sequence.num_dropped_blocks] = (
                 self._null_block
             )
-            self._num_dropped[row] = request.num_dropped_blocks
+            self._num_dropped[row] = sequence.num_dropped_blocks
         if len(block_table) > num_filled:
             self._tables[row, num_filled : len(block_table)] = block_table[num_filled:]
             self._num_filled[row] = len(block_table)

@@ -15,7 +15,7 @@ are the same, too. Source: Leviathan et al., arXiv:2211.17192.
 
 from typing import NamedTuple
 
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 
 
@@ -23,17 +23,17 @@ class Position(NamedTuple):
     """A position in a sequence at which a token is sampled.
 
     Attributes:
-        request: the sequence with its known tokens.
+        sequence: the sequence with its known tokens.
         drafts: the draft tokens between the known tokens and this position.
     """
 
-    request: Request
+    sequence: Sequence
     drafts: list[int]
 
     @property
     def num_output_tokens(self) -> int:
         """The number of output tokens before this position, including draft tokens."""
-        return self.request.num_output_tokens + len(self.drafts)
+        return self.sequence.num_output_tokens + len(self.drafts)
 
 
 class Sampling(NamedTuple):
@@ -62,14 +62,14 @@ def sampling_of(plan: StepPlan) -> Sampling:
         if not chunk.samples:
             continue
         if chunk.num_logits == 1:  # the usual case, without draft tokens
-            positions.append(Position(chunk.request, []))
+            positions.append(Position(chunk.sequence, []))
             rows.append(end - 1)
             counts.append(1)
             continue
         drafts = drafts_of(chunk)
         count = len(drafts) + 1
-        positions.append(Position(chunk.request, []))
-        positions += [Position(chunk.request, drafts[:i]) for i in range(1, count)]
+        positions.append(Position(chunk.sequence, []))
+        positions += [Position(chunk.sequence, drafts[:i]) for i in range(1, count)]
         rows += range(end - count, end)
         counts.append(count)
     return Sampling(positions, rows, counts)
@@ -77,7 +77,7 @@ def sampling_of(plan: StepPlan) -> Sampling:
 
 def drafts_of(chunk: Chunk) -> list[int]:
     """Return the draft tokens that the model computes together with a chunk that samples."""
-    drafts: list[int] = getattr(chunk.request, "draft_token_ids", None) or []
+    drafts: list[int] = getattr(chunk.sequence, "draft_token_ids", None) or []
     # A chunk that reports log-probabilities of the prompt has several logits, but its sequence has
     # no draft tokens, so the slice is empty.
     return drafts[: chunk.num_logits - 1]

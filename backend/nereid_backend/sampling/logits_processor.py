@@ -10,7 +10,7 @@ If one stage forbids a token, later stages cannot allow the token again. If a re
 these parameters, its row is not changed. The other rows are processed together.
 """
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.errors import RequestError
 from nereid_backend.sampling.draft_verification import Position
@@ -69,7 +69,7 @@ class LogitsParams:
         has_penalties: whether the request has a penalty, so that its tokens must be counted.
     """
 
-    owner: Request
+    owner: Sequence
     is_plain: bool
     bias_ids: Integers = field(default_factory=lambda: _NONE)
     bias_values: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -80,9 +80,9 @@ class LogitsParams:
     has_penalties: bool = False
 
     @classmethod
-    def of(cls, request: Request, vocab_size: int) -> "LogitsParams":
+    def of(cls, sequence: Sequence, vocab_size: int) -> "LogitsParams":
         """Prepare the logits parameters of a request."""
-        params = request.params
+        params = sequence.params
         has_penalties = asks_for_penalties(params)
         if not (
             has_penalties
@@ -91,7 +91,7 @@ class LogitsParams:
             or params.bad_words_token_ids
             or params.min_tokens
         ):
-            return cls(request, is_plain=True)
+            return cls(sequence, is_plain=True)
         bias = _pairs(params)
         words: dict[int, list[tuple[list[int], int]]] = {}
         for *before, last in params.bad_words_token_ids:
@@ -99,7 +99,7 @@ class LogitsParams:
                 words.setdefault(before[-1], []).append((before, last))
         allowed = params.allowed_token_ids
         return cls(
-            request,
+            sequence,
             is_plain=False,
             bias_ids=np.array([token_id for token_id, _ in bias], np.int64),
             bias_values=np.array([value for _, value in bias], np.float32),
@@ -108,7 +108,7 @@ class LogitsParams:
                 [word[0] for word in params.bad_words_token_ids if len(word) == 1], np.int64
             ),
             bad_words=words,
-            stops=np.array([t for t in request.stop_token_ids if t < vocab_size], np.int64),
+            stops=np.array([t for t in sequence.stop_token_ids if t < vocab_size], np.int64),
             has_penalties=has_penalties,
         )
 
@@ -153,24 +153,26 @@ class LogitsProcessor:
         self._logits_params: dict[int, LogitsParams] = {}
         self._counts = TokenCounts()
 
-    def logits_params(self, positions: Sequence[Position], vocab_size: int) -> list[LogitsParams]:
+    def logits_params(
+        self, positions: abc.Sequence[Position], vocab_size: int
+    ) -> list[LogitsParams]:
         """Return the prepared logits parameters of the positions' requests."""
         found = []
         for index, position in enumerate(positions):
-            request = position.request
+            sequence = position.sequence
             row = _row_of(position, index)
             logits_params = self._logits_params.get(row)
-            if logits_params is None or logits_params.owner is not request:
-                logits_params = self._logits_params[row] = LogitsParams.of(request, vocab_size)
+            if logits_params is None or logits_params.owner is not sequence:
+                logits_params = self._logits_params[row] = LogitsParams.of(sequence, vocab_size)
             found.append(logits_params)
         return found
 
     def process(
         self,
         logits: Tensor,
-        positions: Sequence[Position],
-        logits_params: Sequence[LogitsParams],
-        masks: Sequence[Words | None],
+        positions: abc.Sequence[Position],
+        logits_params: abc.Sequence[LogitsParams],
+        masks: abc.Sequence[Words | None],
     ) -> Tensor:
         """Apply the sampling parameters and token masks of requests to the logits.
 
@@ -199,9 +201,9 @@ class LogitsProcessor:
     @staticmethod
     def _forbid_tokens(
         logits: Tensor,
-        positions: Sequence[Position],
-        logits_params: Sequence[LogitsParams],
-        asking: Sequence[int],
+        positions: abc.Sequence[Position],
+        logits_params: abc.Sequence[LogitsParams],
+        asking: abc.Sequence[int],
     ) -> None:
         rows: list[Integers] = []
         columns: list[Integers] = []
@@ -214,14 +216,14 @@ class LogitsProcessor:
             logits.index_put_(index_pair, logits.new_full((), float("-inf")))
 
     def _penalise(
-        self, logits: Tensor, positions: Sequence[Position], asking: Sequence[int]
+        self, logits: Tensor, positions: abc.Sequence[Position], asking: abc.Sequence[int]
     ) -> None:
         if not asking:
             return
         chosen = [positions[i] for i in asking]
         rows = [_row_of(position, i) for position, i in zip(chosen, asking, strict=True)]
         ids, counts = self._counts.lists(rows, chosen)
-        params = [position.request.params for position in chosen]
+        params = [position.sequence.params for position in chosen]
         if len(asking) == len(logits):
             apply_penalties(logits, ids, counts, params)
         else:
@@ -231,21 +233,21 @@ class LogitsProcessor:
             logits.index_copy_(0, index, some)
 
 
-def explain_no_token(request: Request) -> str:
+def explain_no_token(sequence: Sequence) -> str:
     """Return a sentence that names the fields of a request that together forbid every token."""
-    params = request.params
+    params = sequence.params
     limits = [
         name
         for name, is_set in (
-            ("the grammar", request.guide is not None),
+            ("the grammar", sequence.guide is not None),
             ("allowed_token_ids", params.allowed_token_ids is not None),
             ("bad_words_token_ids", bool(params.bad_words_token_ids)),
-            ("min_tokens", request.num_output_tokens < params.min_tokens),
+            ("min_tokens", sequence.num_output_tokens < params.min_tokens),
         )
         if is_set
     ]
     return (
-        f"No token can be sampled after {request.num_output_tokens} output tokens, because every "
+        f"No token can be sampled after {sequence.num_output_tokens} output tokens, because every "
         f"token is forbidden by {' and '.join(limits) or 'the request'}."
     )
 
@@ -258,7 +260,7 @@ def _pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
 def _row_of(position: Position, index: int) -> int:
     # A request outside a scheduler has no row, so it can use any row. The caches compare the owner
     # of a row with the request, so two requests never share a cached entry.
-    row = position.request.row
+    row = position.sequence.row
     return index if row is None else row
 
 
@@ -268,7 +270,9 @@ def _both(first: Words | None, second: Words | None) -> Words | None:
     return first & second
 
 
-def _add_bias(logits: Tensor, logits_params: Sequence[LogitsParams], asking: Sequence[int]) -> None:
+def _add_bias(
+    logits: Tensor, logits_params: abc.Sequence[LogitsParams], asking: abc.Sequence[int]
+) -> None:
     biased = [i for i in asking if len(logits_params[i].bias_ids)]
     if biased:
         rows = [np.full(len(logits_params[i].bias_ids), i) for i in biased]
@@ -280,5 +284,5 @@ def _add_bias(logits: Tensor, logits_params: Sequence[LogitsParams], asking: Seq
         logits.index_put_(index_pair, upload(values, logits.device), accumulate=True)
 
 
-def _to_device(parts: Sequence[Integers], like: Tensor) -> Tensor:
+def _to_device(parts: abc.Sequence[Integers], like: Tensor) -> Tensor:
     return upload(np.concatenate(parts), like.device)

@@ -6,7 +6,7 @@ of its distinct tokens, not one number for each token of the vocabulary. The lis
 request is first seen in its row. Later calls add the tokens that were sampled since then.
 """
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling.draft_verification import Position
 
@@ -41,7 +41,7 @@ class _Text:
         places: a mapping from each distinct token to its index in the request's row.
     """
 
-    owner: Request
+    owner: Sequence
     num_counted: int = 0
     places: dict[int, int] = field(default_factory=dict)
 
@@ -60,7 +60,7 @@ class TokenCounts:
         self._counts: NDArray[np.float32] = np.zeros((0, _FIRST_WIDTH), np.float32)
 
     def lists(
-        self, rows: Sequence[int], positions: Sequence[Position]
+        self, rows: abc.Sequence[int], positions: abc.Sequence[Position]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the distinct tokens before each position, and their counts in the output.
 
@@ -76,7 +76,7 @@ class TokenCounts:
             Token ids [n, width] int64 and counts [n, width] float32. Both are copies.
         """
         sizes = [
-            self._count(row, position.request)
+            self._count(row, position.sequence)
             for row, position in zip(rows, positions, strict=True)
         ]
         extra = max(len(position.drafts) for position in positions)
@@ -89,12 +89,12 @@ class TokenCounts:
                 _add(ids[index], counts[index], position.drafts, dict(places))
         return ids, counts
 
-    def _count(self, row: int, request: Request) -> int:
+    def _count(self, row: int, sequence: Sequence) -> int:
         """Count the new tokens of a request. Return the number of distinct tokens."""
         text = self._texts.get(row)
-        if text is None or text.owner is not request:
-            text = self._begin(row, request)
-        token_ids = request.token_ids
+        if text is None or text.owner is not sequence:
+            text = self._begin(row, sequence)
+        token_ids = sequence.token_ids
         if text.num_counted < len(token_ids):
             new = token_ids[text.num_counted :]
             self._widen(len(text.places) + len(new))
@@ -102,16 +102,16 @@ class TokenCounts:
             text.num_counted = len(token_ids)
         return len(text.places)
 
-    def _begin(self, row: int, request: Request) -> _Text:
+    def _begin(self, row: int, sequence: Sequence) -> _Text:
         if row >= len(self._ids):
             missing = max(row + 1, 2 * len(self._ids)) - len(self._ids)
             self._ids = np.pad(self._ids, ((0, missing), (0, 0)))
             self._counts = np.pad(self._counts, ((0, missing), (0, 0)))
-        text = self._texts[row] = _Text(request, request.num_prompt_tokens)
+        text = self._texts[row] = _Text(sequence, sequence.num_prompt_tokens)
         self._ids[row] = 0
         self._counts[row] = 0
-        if request.params.repetition_penalty != 1:
-            prompt = list(dict.fromkeys(request.token_ids[: request.num_prompt_tokens]))
+        if sequence.params.repetition_penalty != 1:
+            prompt = list(dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens]))
             self._widen(len(prompt))
             self._ids[row] = prompt[0]
             self._ids[row, : len(prompt)] = prompt
@@ -132,7 +132,7 @@ def apply_penalties(
     logits: Tensor,
     ids: NDArray[np.int64],
     counts: NDArray[np.float32],
-    params: Sequence[SamplingParams],
+    params: abc.Sequence[SamplingParams],
 ) -> None:
     """Change the logits of the tokens that the texts of the requests contain.
 
@@ -165,7 +165,7 @@ def apply_penalties(
 def _add(
     ids: NDArray[np.int64],
     counts: NDArray[np.float32],
-    token_ids: Sequence[int],
+    token_ids: abc.Sequence[int],
     places: dict[int, int],
 ) -> None:
     """Count output tokens in one row of the tables.

@@ -62,8 +62,8 @@ class SamplingBatch:
     @classmethod
     def of(cls, positions: Sequence[Position]) -> "SamplingBatch":
         """Return the sampling parameters and random numbers of some positions."""
-        params = [position.request.params for position in positions]
-        seeds = np.array([position.request.seed for position in positions], dtype=np.uint64)
+        params = [position.sequence.params for position in positions]
+        seeds = np.array([position.sequence.seed for position in positions], dtype=np.uint64)
         counters = np.array([position.num_output_tokens for position in positions], dtype=np.uint64)
         return cls(
             temperature=np.array([p.temperature for p in params], dtype=np.float32).clip(min=1e-6),

@@ -8,7 +8,8 @@ tokens (gpu_sampling.py).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled
 from nereid_backend.device_transfer import HostCopy, upload
 from nereid_backend.sampling import gpu_sampling
@@ -65,11 +66,11 @@ class _SliceInputs(NamedTuple):
     """
 
     start: int
-    positions: Sequence[Position]
-    logits_params: Sequence[LogitsParams]
-    masks: Sequence[Words | None]
+    positions: abc.Sequence[Position]
+    logits_params: abc.Sequence[LogitsParams]
+    masks: abc.Sequence[Words | None]
 
-    def select(self, indices: Sequence[int]) -> "_SliceInputs":
+    def select(self, indices: abc.Sequence[int]) -> "_SliceInputs":
         """Return the inputs of the positions at `indices`. `start` of the result has no meaning."""
         return _SliceInputs(
             0,
@@ -162,7 +163,7 @@ class PendingTokens:
                 if not math.isfinite(logprobs[index]):
                     sampled_tokens.errors[index] = NOT_FINITE
                 elif not has_allowed[index]:
-                    sampled_tokens.errors[index] = explain_no_token(position.request)
+                    sampled_tokens.errors[index] = explain_no_token(position.sequence)
         return sampled_tokens, device_token_ids
 
     def _read_slice(
@@ -210,13 +211,13 @@ class Sampler:
         self._processor = LogitsProcessor()
 
     def sample(
-        self, logits: Tensor, positions: Sequence[Position], masks: StepMasks | None = None
+        self, logits: Tensor, positions: abc.Sequence[Position], masks: StepMasks | None = None
     ) -> SampledTokens:
         """Sample one token at each position and wait for the result; see `launch`."""
         return self.launch(logits, positions, masks).result()[0]
 
     def launch(
-        self, logits: Tensor, positions: Sequence[Position], masks: StepMasks | None = None
+        self, logits: Tensor, positions: abc.Sequence[Position], masks: StepMasks | None = None
     ) -> PendingTokens:
         """Launch the sampling of one token at each position, without waiting for a GPU.
 
@@ -292,7 +293,7 @@ class Sampler:
 def _rank_positions(
     logits: Tensor,
     token_ids: Tensor,
-    positions: Sequence[Position],
+    positions: abc.Sequence[Position],
     logsumexp: Tensor | None = None,
 ) -> _RankedPositions | None:
     """Compute the log-probabilities that requests ask for.
@@ -307,12 +308,12 @@ def _rank_positions(
     Returns:
         The log-probabilities, or None if no request asks for log-probabilities.
     """
-    indices = [i for i, p in enumerate(positions) if p.request.params.logprobs is not None]
+    indices = [i for i, p in enumerate(positions) if p.sequence.params.logprobs is not None]
     if not indices:
         return None
     if logsumexp is None:
         logsumexp = row_facts(logits).logsumexp
-    num_top = [positions[i].request.params.logprobs or 0 for i in indices]
+    num_top = [positions[i].sequence.params.logprobs or 0 for i in indices]
     is_all = len(indices) == len(positions)
     rows = slice(None) if is_all else upload(np.array(indices), logits.device)
     ranked = rank_tokens(logits[rows].float(), logsumexp[rows], token_ids[rows], num_top)
@@ -320,7 +321,7 @@ def _rank_positions(
 
 
 def _sample_rows(
-    logits: Tensor, likeliest: Tensor | None, positions: Sequence[Position], *, defers: bool
+    logits: Tensor, likeliest: Tensor | None, positions: abc.Sequence[Position], *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
     """Return the likeliest token of every greedy row and a random token of every other row.
 
@@ -336,7 +337,7 @@ def _sample_rows(
     Returns:
         Token ids [n] int64, and the rows that may have to be sampled again.
     """
-    random = [i for i, p in enumerate(positions) if not p.request.params.is_greedy]
+    random = [i for i, p in enumerate(positions) if not p.sequence.params.is_greedy]
     if len(random) == len(positions):
         return draw_or_defer(logits, SamplingBatch.of(positions), defers=defers)
     token_ids = argmax(logits) if likeliest is None else likeliest
@@ -352,17 +353,17 @@ def _sample_rows(
     return token_ids.index_copy(0, rows, drawn), uncertain
 
 
-def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
     """Sample one token for each request, without guides, draft tokens or cached state.
 
     Args:
         logits: [num_requests, vocab_size], any float dtype. Not changed.
-        requests: the sequence of each row of `logits`. The call does not append the new tokens.
+        sequences: the sequence of each row of `logits`. The call does not append the new tokens.
 
     Returns:
         One result for each request. The result contains an error if no token could be sampled.
     """
-    sampled_tokens = Sampler().sample(logits, [Position(request, []) for request in requests])
+    sampled_tokens = Sampler().sample(logits, [Position(sequence, []) for sequence in sequences])
     return [
         Sampled([], [], sampled_tokens.errors[index])
         if index in sampled_tokens.errors
@@ -371,14 +372,14 @@ def sample(logits: Tensor, requests: list[Request]) -> list[Sampled]:
             [sampled_tokens.logprobs[index]],
             top=[sampled_tokens.top[index]] if index in sampled_tokens.top else None,
         )
-        for index in range(len(requests))
+        for index in range(len(sequences))
     ]
 
 
-def _kernel_settings(positions: Sequence[Position]) -> gpu_sampling.Settings:
+def _kernel_settings(positions: abc.Sequence[Position]) -> gpu_sampling.Settings:
     """Return the sampling settings [5, n] that `gpu_sampling.sample` takes as an argument."""
     batch = SamplingBatch.of(positions)
-    is_greedy = [position.request.params.is_greedy for position in positions]
+    is_greedy = [position.sequence.params.is_greedy for position in positions]
     temperature = np.where(is_greedy, 0.0, batch.temperature)
     top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)
     return np.stack([temperature, batch.top_p, top_k, batch.min_p, batch.uniform])

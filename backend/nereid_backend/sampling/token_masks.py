@@ -9,7 +9,8 @@ threads fill the masks. Then the masks are applied to the logits of all position
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.core.grammar import Guide
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.errors import EngineError
 from nereid_backend.sampling.draft_verification import Position
@@ -64,7 +65,7 @@ class MaskingGuide(Guide, Protocol):
 
     @staticmethod
     def fill_all(
-        guides: "Sequence[MaskingGuide]", rows: Words, places: Sequence[int]
+        guides: "abc.Sequence[MaskingGuide]", rows: Words, places: abc.Sequence[int]
     ) -> list[bool]:
         """Fill the masks of several guides of this class.
 
@@ -81,9 +82,9 @@ class MaskingGuide(Guide, Protocol):
         """Return the next tokens that have no alternative; empty if several tokens are allowed."""
 
 
-def guide_of(request: Request) -> MaskingGuide | None:
+def guide_of(sequence: Sequence) -> MaskingGuide | None:
     """Return the guide of a request as a `MaskingGuide`; None if the request has no guide."""
-    return cast(MaskingGuide | None, request.guide)
+    return cast(MaskingGuide | None, sequence.guide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +141,12 @@ class MaskFiller:
         # A moving average of the seconds that one mask takes.
         self._seconds_per_mask = 1e-3
 
-    def start(self, positions: Sequence[Position], vocab_size: int) -> Sequence[Job]:
+    def start(self, positions: abc.Sequence[Position], vocab_size: int) -> abc.Sequence[Job]:
         """Start to fill the masks of some positions. `join` waits for the masks.
 
         The masks are views of one buffer, which the next call overwrites.
         """
-        guided = [i for i, position in enumerate(positions) if position.request.guide is not None]
+        guided = [i for i, position in enumerate(positions) if position.sequence.guide is not None]
         if not guided:
             return []
         width = -(-vocab_size // 32)
@@ -177,7 +178,7 @@ class MaskFiller:
         return StepMasks(words, errors, seconds)
 
 
-def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
+def with_masks(logits: Tensor, words: abc.Sequence[Words | None]) -> Tensor:
     """Return the logits with -inf for every token that is not allowed.
 
     Args:
@@ -211,14 +212,14 @@ def with_masks(logits: Tensor, words: Sequence[Words | None]) -> Tensor:
     return logits.index_copy(0, limited, logits[limited].masked_fill_(forbidden, float("-inf")))
 
 
-def pack(token_ids: Sequence[int], vocab_size: int) -> Words:
+def pack(token_ids: abc.Sequence[int], vocab_size: int) -> Words:
     """Return a mask that allows only `token_ids`, [ceil(vocab_size / 32)] int32."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _by_request(guided: Sequence[int], positions: Sequence[Position]) -> list[list[int]]:
+def _by_request(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -> list[list[int]]:
     """Group the indices of positions by request.
 
     The first position of a request has no draft tokens. Example: positions with 0, 1, 2 and 0 draft
@@ -233,12 +234,14 @@ def _by_request(guided: Sequence[int], positions: Sequence[Position]) -> list[li
     return groups
 
 
-def _fill(groups: Sequence[Sequence[int]], positions: Sequence[Position], rows: _Rows) -> StepMasks:
+def _fill(
+    groups: abc.Sequence[abc.Sequence[int]], positions: abc.Sequence[Position], rows: _Rows
+) -> StepMasks:
     masks = StepMasks()
     started = time.thread_time()
     of_class: dict[type[MaskingGuide], list[int]] = {}
     for first, *_ in groups:
-        guide = guide_of(positions[first].request)
+        guide = guide_of(positions[first].sequence)
         assert guide is not None
         of_class.setdefault(type(guide), []).append(first)
     for kind, indices in of_class.items():
@@ -256,13 +259,13 @@ def _fill(groups: Sequence[Sequence[int]], positions: Sequence[Position], rows: 
 
 def _fill_first(
     kind: type[MaskingGuide],
-    indices: Sequence[int],
-    positions: Sequence[Position],
+    indices: abc.Sequence[int],
+    positions: abc.Sequence[Position],
     rows: _Rows,
     masks: StepMasks,
 ) -> None:
     """Fill the masks of positions without draft tokens. Mutates: rows, masks."""
-    guides = [cast(MaskingGuide, positions[index].request.guide) for index in indices]
+    guides = [cast(MaskingGuide, positions[index].sequence.guide) for index in indices]
     places = [rows.places[index] for index in indices]
     is_limited = kind.fill_all(guides, rows.buffer, places)
     for index, place, limited in zip(indices, places, is_limited, strict=True):
@@ -273,31 +276,31 @@ def _fill_first(
 def _fill_alone(
     kind: type[MaskingGuide],
     index: int,
-    positions: Sequence[Position],
+    positions: abc.Sequence[Position],
     rows: _Rows,
     masks: StepMasks,
 ) -> None:
     try:
         _fill_first(kind, [index], positions, rows, masks)
     except Exception as error:
-        logger.exception("The grammar of request %s failed.", positions[index].request.request_id)
+        logger.exception("The grammar of request %s failed.", positions[index].sequence.request_id)
         masks.errors[index] = _failure(error)
 
 
 def _fill_drafts(
-    group: Sequence[int], positions: Sequence[Position], rows: _Rows, masks: StepMasks
+    group: abc.Sequence[int], positions: abc.Sequence[Position], rows: _Rows, masks: StepMasks
 ) -> None:
     """Fill the masks of the positions after the draft tokens of one request.
 
     Stop at the first draft token that the grammar does not allow. The mask before that token
     prevents sampling the token, so the positions after it are ignored.
     """
-    request = positions[group[0]].request
+    sequence = positions[group[0]].sequence
     try:
-        ahead = cast(MaskingGuide, cast(Guide, request.guide).fork())
+        ahead = cast(MaskingGuide, cast(Guide, sequence.guide).fork())
         for index in group[1:]:
             guess = positions[index].drafts[-1]
-            if guess in request.stop_token_ids:
+            if guess in sequence.stop_token_ids:
                 return
             try:
                 ahead.accept([guess])
@@ -307,7 +310,7 @@ def _fill_drafts(
             if ahead.fill(row):
                 masks.words[index] = row
     except Exception as error:
-        logger.exception("The grammar of request %s failed.", request.request_id)
+        logger.exception("The grammar of request %s failed.", sequence.request_id)
         masks.errors[group[0]] = _failure(error)
 
 

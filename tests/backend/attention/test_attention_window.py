@@ -10,8 +10,8 @@ from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.layers import LayerSpec, Span
 from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.window import AttentionWindow
 from nereid_backend.errors import ConfigError
 from nereid_backend.model.limits import attention_window_of
@@ -54,11 +54,11 @@ def test_one_layer_that_sees_everything_keeps_every_block():
     assert attention_window_of([]) is None
 
 
-def run(scheduler, model, requests):
-    answers = {request.request_id: [] for request in requests}
+def run(scheduler, model, sequences):
+    answers = {sequence.request_id: [] for sequence in sequences}
     most = 0
-    for request in requests:
-        scheduler.add(request)
+    for sequence in sequences:
+        scheduler.add(sequence)
     while scheduler.has_work():
         plan = scheduler.plan()
         assert plan.chunks
@@ -76,9 +76,9 @@ def expected(prompt, max_tokens):
     return tokens[len(prompt) :]
 
 
-def make_request(name, prompt, max_tokens):
+def make_sequence(name, prompt, max_tokens):
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Request(name, prompt, params, max_total_tokens=len(prompt) + max_tokens)
+    return Sequence(name, prompt, params, max_total_tokens=len(prompt) + max_tokens)
 
 
 def make_scheduler(num_blocks, *, attention_window=WINDOW_OF_5, budget=8, **settings):
@@ -97,7 +97,7 @@ def test_a_sequence_never_holds_more_blocks_than_it_sees_and_computes_at_once():
     scheduler = make_scheduler(most_blocks)
     model = ScriptedModel(most_blocks, attention_window=WINDOW_OF_5)
     prompt = [random.Random(0).randrange(2, 40) for _ in range(50)]
-    answers, most = run(scheduler, model, [make_request("a", prompt, 60)])
+    answers, most = run(scheduler, model, [make_sequence("a", prompt, 60)])
     assert answers["a"] == expected(prompt, 60)
     assert most <= most_blocks
     assert scheduler.num_preemptions == 0
@@ -107,9 +107,9 @@ def test_what_is_behind_the_beginning_is_found_though_the_beginning_is_gone():
     scheduler = make_scheduler(7)
     model = ScriptedModel(7, attention_window=WINDOW_OF_5)
     prompt = [random.Random(1).randrange(2, 40) for _ in range(50)]
-    run(scheduler, model, [make_request("a", prompt, 1)])
+    run(scheduler, model, [make_sequence("a", prompt, 1)])
     before = model.num_computed
-    second = make_request("b", prompt, 3)
+    second = make_sequence("b", prompt, 3)
     answers, _ = run(scheduler, model, [second])
     assert second.num_cached_tokens == 48
     assert answers["b"] == expected(prompt, 3)
@@ -121,8 +121,8 @@ def test_several_at_once_share_a_pool_that_none_of_them_would_fit_if_blocks_were
     model = ScriptedModel(8, attention_window=WINDOW_OF_5)
     rng = random.Random(2)
     prompts = {str(n): [rng.randrange(2, 40) for _ in range(40 + n)] for n in range(5)}
-    requests = [make_request(name, prompt, 30) for name, prompt in prompts.items()]
-    answers, most = run(scheduler, model, requests)
+    sequences = [make_sequence(name, prompt, 30) for name, prompt in prompts.items()]
+    answers, most = run(scheduler, model, sequences)
     for name, prompt in prompts.items():
         assert answers[name] == expected(prompt, 30)
     assert most > WINDOW_OF_5.max_blocks(8, BLOCK), "never two at once"

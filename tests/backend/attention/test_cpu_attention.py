@@ -12,8 +12,8 @@ from nereid_backend.attention.cpu.cpu_attention import CpuKVCache, KernelBuildEr
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
 
@@ -51,12 +51,12 @@ def attention_of(cache_type, spec, dtype, *, poison=None):
     blocks = list(range(num_blocks))
     random.Random(0).shuffle(blocks)
     free = iter(blocks)
-    requests = []
+    sequences = []
     for row, (cached, new) in enumerate(SHAPES):
-        request = Request(str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=9999)
-        request.row = row
-        request.block_table = list(itertools.islice(free, -(-(cached + new) // BLOCK)))
-        requests.append(request)
+        sequence = Sequence(str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=9999)
+        sequence.row = row
+        sequence.block_table = list(itertools.islice(free, -(-(cached + new) // BLOCK)))
+        sequences.append(sequence)
     sinks = torch.randn(spec.num_heads) if spec.has_sinks else None
 
     def step(chunks):
@@ -77,15 +77,15 @@ def attention_of(cache_type, spec, dtype, *, poison=None):
         )
 
     past = [
-        Chunk(request, 0, cached, False, True, 0)
-        for request, (cached, _) in zip(requests, SHAPES, strict=True)
+        Chunk(sequence, 0, cached, False, True, 0)
+        for sequence, (cached, _) in zip(sequences, SHAPES, strict=True)
         if cached
     ]
     step(sorted(past, key=lambda chunk: chunk.num_tokens > 1))
     return step(
         [
-            Chunk(request, cached, new, True, not cached, 1)
-            for request, (cached, new) in zip(requests, SHAPES, strict=True)
+            Chunk(sequence, cached, new, True, not cached, 1)
+            for sequence, (cached, new) in zip(sequences, SHAPES, strict=True)
         ]
     )
 

@@ -6,8 +6,8 @@ import torch
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache, store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths import step_batch as batches
 from nereid_backend.paths.step_batch import BatchBuilder
@@ -74,14 +74,14 @@ def test_packed_attention_equals_its_definition(spec, short_blocks, monkeypatch)
     chunks, sequences = [], []
     for row, (num_cached, num_new) in enumerate(SHAPES):
         total = num_cached + num_new
-        request = Request(str(row), [1] * total, SamplingParams(), max_total_tokens=99)
-        request.row = row
-        request.block_table = list(itertools.islice(free, -(-total // BLOCK)))
-        chunks.append(Chunk(request, num_cached, num_new, True, True, 1))
+        sequence = Sequence(str(row), [1] * total, SamplingParams(), max_total_tokens=99)
+        sequence.row = row
+        sequence.block_table = list(itertools.islice(free, -(-total // BLOCK)))
+        chunks.append(Chunk(sequence, num_cached, num_new, True, True, 1))
         keys = torch.randn(total, spec.num_kv_heads, spec.key_dim)
         values = torch.randn(total, spec.num_kv_heads, spec.value_dim)
         sequences.append((keys, values))
-        slots = [request.block_table[i // BLOCK] * BLOCK + i % BLOCK for i in range(num_cached)]
+        slots = [sequence.block_table[i // BLOCK] * BLOCK + i % BLOCK for i in range(num_cached)]
         rows = store_rows(torch.tensor(slots).long(), spec.num_kv_heads, BLOCK)
         cache.store(0, keys[:num_cached], values[:num_cached], rows)
     plan = StepPlan(chunks, sum(new for _, new in SHAPES))
@@ -123,10 +123,10 @@ def test_slices_of_queries_give_what_all_queries_at_once_give(monkeypatch):
 
 def test_a_reused_row_forgets_the_longer_table_of_the_request_before():
     builder = BatchBuilder(max_num_seqs=1, max_model_len=40, block_size=BLOCK, null_block=50)
-    first = Request("a", [1] * 20, SamplingParams(), max_total_tokens=99)
+    first = Sequence("a", [1] * 20, SamplingParams(), max_total_tokens=99)
     first.row, first.block_table = 0, [7, 8, 9, 10, 11]
     builder.build(StepPlan([Chunk(first, 0, 20, True, True, 1)], 20), CPU)
-    second = Request("b", [1] * 3, SamplingParams(), max_total_tokens=99)
+    second = Sequence("b", [1] * 3, SamplingParams(), max_total_tokens=99)
     second.row, second.block_table = 0, [3]
     builder.build(StepPlan([Chunk(second, 0, 3, True, True, 1)], 3), CPU)
     assert builder._tables[0].tolist() == [3] + [50] * 9

@@ -1,11 +1,11 @@
 import pytest
 from nereid_backend import SamplingParams
 from nereid_backend.core.prompt_lookup import PromptLookup
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 
 
-def make_request(tokens: list[int]) -> Request:
-    return Request("r", tokens, SamplingParams(), max_total_tokens=1000)
+def make_sequence(tokens: list[int]) -> Sequence:
+    return Sequence("r", tokens, SamplingParams(), max_total_tokens=1000)
 
 
 @pytest.mark.parametrize(
@@ -22,26 +22,26 @@ def make_request(tokens: list[int]) -> Request:
     ],
 )
 def test_what_followed_the_last_three_tokens_before_is_proposed(tokens, limit, expected):
-    assert PromptLookup(4).propose(make_request(tokens), limit) == expected
+    assert PromptLookup(4).propose(make_sequence(tokens), limit) == expected
 
 
 def test_tokens_that_came_since_are_searched_too():
     lookup = PromptLookup(4)
-    request = make_request([1, 2, 3, 4])
-    assert lookup.propose(request, 2) == []
-    request.token_ids += [5, 6, 2, 3, 4]
-    assert lookup.propose(request, 2) == [5, 6]
+    sequence = make_sequence([1, 2, 3, 4])
+    assert lookup.propose(sequence, 2) == []
+    sequence.token_ids += [5, 6, 2, 3, 4]
+    assert lookup.propose(sequence, 2) == [5, 6]
 
 
 def test_a_request_whose_guesses_are_wrong_pauses_and_tries_again_later():
     lookup = PromptLookup(2)
-    request = make_request([1, 2, 3, 4, 1, 2, 3])
+    sequence = make_sequence([1, 2, 3, 4, 1, 2, 3])
     tries = []
     for _ in range(60):
-        proposed = lookup.propose(request, 2)
+        proposed = lookup.propose(sequence, 2)
         tries.append(bool(proposed))
         if proposed:
-            lookup.learn(request, len(proposed), 0)
+            lookup.learn(sequence, len(proposed), 0)
     assert all(tries[:6])
     assert 1 <= sum(tries[6:]) <= 2
     assert lookup.num_accepted == 0
@@ -49,9 +49,9 @@ def test_a_request_whose_guesses_are_wrong_pauses_and_tries_again_later():
 
 def test_guesses_that_are_right_go_on():
     lookup = PromptLookup(2)
-    request = make_request([1, 2, 3, 4, 1, 2, 3])
+    sequence = make_sequence([1, 2, 3, 4, 1, 2, 3])
     for _ in range(50):
-        proposed = lookup.propose(request, 2)
+        proposed = lookup.propose(sequence, 2)
         assert proposed == [4, 1]
-        lookup.learn(request, 2, 2)
+        lookup.learn(sequence, 2, 2)
     assert lookup.num_accepted == lookup.num_proposed == 100

@@ -4,8 +4,8 @@ import pytest
 from backend.scripted_model import BLOCK, EOS, ScriptedModel
 from nereid_backend import SamplingParams
 from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import AGEING_STEPS, Scheduler
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepResult
 
 
@@ -19,8 +19,8 @@ def make_scheduler(num_blocks=16, max_num_seqs=4, budget=8, **settings) -> Sched
     )
 
 
-def make_request(name: str, prompt: list[int], max_tokens: int = 5, **params) -> Request:
-    return Request(
+def make_sequence(name: str, prompt: list[int], max_tokens: int = 5, **params) -> Sequence:
+    return Sequence(
         name,
         prompt,
         SamplingParams(max_tokens=max_tokens, **params),
@@ -35,12 +35,12 @@ def commit(scheduler, plan, token=9):
 
 
 def summary(plan):
-    return [(c.request.request_id, c.start, c.num_tokens, c.samples) for c in plan.chunks]
+    return [(c.sequence.request_id, c.start, c.num_tokens, c.samples) for c in plan.chunks]
 
 
 def test_a_long_prompt_is_cut_into_chunks_that_fill_the_budget():
     scheduler = make_scheduler(budget=8)
-    scheduler.add(make_request("a", list(range(2, 22))))
+    scheduler.add(make_sequence("a", list(range(2, 22))))
     seen = []
     for _ in range(3):
         plan = scheduler.plan()
@@ -51,9 +51,9 @@ def test_a_long_prompt_is_cut_into_chunks_that_fill_the_budget():
 
 def test_single_tokens_share_steps_with_chunks_and_come_first():
     scheduler = make_scheduler(budget=8)
-    scheduler.add(make_request("a", [2, 3]))
+    scheduler.add(make_sequence("a", [2, 3]))
     commit(scheduler, scheduler.plan())
-    scheduler.add(make_request("b", list(range(2, 14))))
+    scheduler.add(make_sequence("b", list(range(2, 14))))
     plan = scheduler.plan()
     assert summary(plan) == [("a", 2, 1, True), ("b", 0, 7, False)]
     assert plan.num_tokens == 8
@@ -62,18 +62,18 @@ def test_single_tokens_share_steps_with_chunks_and_come_first():
 def test_requests_wait_when_all_rows_are_taken_and_are_served_in_order():
     scheduler = make_scheduler(max_num_seqs=2, budget=8)
     for name in "abc":
-        scheduler.add(make_request(name, [2], max_tokens=1))
+        scheduler.add(make_sequence(name, [2], max_tokens=1))
     plan = scheduler.plan()
-    assert [c.request.request_id for c in plan.chunks] == ["a", "b"]
+    assert [c.sequence.request_id for c in plan.chunks] == ["a", "b"]
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
     commit(scheduler, plan)
-    assert [c.request.request_id for c in scheduler.plan().chunks] == ["c"]
+    assert [c.sequence.request_id for c in scheduler.plan().chunks] == ["c"]
 
 
 def test_the_newest_request_gives_its_blocks_back_when_they_run_out():
     scheduler = make_scheduler(num_blocks=4, budget=16)
-    scheduler.add(make_request("old", [2] * 8, max_tokens=8))
-    scheduler.add(make_request("new", [3] * 8, max_tokens=8))
+    scheduler.add(make_sequence("old", [2] * 8, max_tokens=8))
+    scheduler.add(make_sequence("new", [3] * 8, max_tokens=8))
     commit(scheduler, scheduler.plan())
     plan = scheduler.plan()
     assert summary(plan) == [("old", 8, 1, True)]
@@ -83,8 +83,8 @@ def test_the_newest_request_gives_its_blocks_back_when_they_run_out():
 
 def test_a_preempted_request_computes_its_prompt_and_answer_again():
     scheduler = make_scheduler(num_blocks=4, budget=16, enable_prefix_caching=False)
-    scheduler.add(make_request("old", [2] * 8, max_tokens=2))
-    scheduler.add(make_request("new", [3] * 8, max_tokens=8))
+    scheduler.add(make_sequence("old", [2] * 8, max_tokens=2))
+    scheduler.add(make_sequence("new", [3] * 8, max_tokens=8))
     commit(scheduler, scheduler.plan())
     commit(scheduler, scheduler.plan())
     assert summary(scheduler.plan()) == [("new", 0, 9, True)]
@@ -92,7 +92,7 @@ def test_a_preempted_request_computes_its_prompt_and_answer_again():
 
 def test_a_stop_token_ends_a_request_and_is_reported():
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", [2]))
+    scheduler.add(make_sequence("a", [2]))
     (update,) = commit(scheduler, scheduler.plan(), token=EOS)
     assert (update.finish_reason, update.stop_reason, update.new_token_ids) == ("stop", EOS, [EOS])
     assert not scheduler.has_work()
@@ -101,7 +101,7 @@ def test_a_stop_token_ends_a_request_and_is_reported():
 
 def test_tokens_after_a_stop_token_of_the_same_step_are_dropped():
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", [2]))
+    scheduler.add(make_sequence("a", [2]))
     result = StepResult([Sampled([7, EOS, 8], [-1.0, -2.0, -4.0])])
     (update,) = scheduler.commit(scheduler.plan(), result)
     assert update.new_token_ids == [7, EOS]
@@ -111,7 +111,7 @@ def test_tokens_after_a_stop_token_of_the_same_step_are_dropped():
 @pytest.mark.parametrize("steps_before", [0, 1, 2])
 def test_an_aborted_request_is_reported_once_and_leaves_nothing(steps_before):
     scheduler = make_scheduler(budget=4)
-    scheduler.add(make_request("a", [2] * 7))
+    scheduler.add(make_sequence("a", [2] * 7))
     for _ in range(steps_before):
         commit(scheduler, scheduler.plan())
     scheduler.abort("a")
@@ -134,8 +134,8 @@ def test_aborting_an_unknown_request_does_nothing():
 
 def test_a_failed_step_ends_the_requests_of_its_plan_and_no_other():
     scheduler = make_scheduler(max_num_seqs=1)
-    scheduler.add(make_request("a", [2]))
-    scheduler.add(make_request("b", [2]))
+    scheduler.add(make_sequence("a", [2]))
+    scheduler.add(make_sequence("b", [2]))
     updates = scheduler.fail(scheduler.plan(), "broken")
     assert [(u.request_id, u.finish_reason, u.error) for u in updates] == [("a", "error", "broken")]
     assert summary(scheduler.plan()) == [("b", 0, 1, True)]
@@ -144,8 +144,8 @@ def test_a_failed_step_ends_the_requests_of_its_plan_and_no_other():
 
 def test_an_error_of_one_request_leaves_the_others_running():
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", [2]))
-    scheduler.add(make_request("b", [2]))
+    scheduler.add(make_sequence("a", [2]))
+    scheduler.add(make_sequence("b", [2]))
     result = StepResult([Sampled([], [], "not finite"), Sampled([9], [-0.5])])
     first, second = scheduler.commit(scheduler.plan(), result)
     assert (first.finish_reason, first.error) == ("error", "not finite")
@@ -162,7 +162,7 @@ def test_every_running_request_moves_within_bounded_steps_while_others_keep_comi
     for step in range(600):
         name = f"r{step}"
         if scheduler.num_waiting < 10:
-            scheduler.add(make_request(name, [rng.randrange(2, 40) for _ in range(9)], 6))
+            scheduler.add(make_sequence(name, [rng.randrange(2, 40) for _ in range(9)], 6))
             added[name] = step
         plan = scheduler.plan()
         for update in scheduler.commit(plan, model.run(plan)):
@@ -173,19 +173,19 @@ def test_every_running_request_moves_within_bounded_steps_while_others_keep_comi
 
 
 def sequences(plan):
-    return [(c.request.index, c.start, c.num_tokens, c.samples) for c in plan.chunks]
+    return [(c.sequence.index, c.start, c.num_tokens, c.samples) for c in plan.chunks]
 
 
 def test_one_sequence_computes_the_prompt_and_the_others_only_its_last_token():
     scheduler = make_scheduler(num_blocks=8, budget=16)
-    scheduler.add(make_request("a", list(range(2, 12)), n=3))
+    scheduler.add(make_sequence("a", list(range(2, 12)), n=3))
     plan = scheduler.plan()
     assert sequences(plan) == [(0, 0, 10, True)]
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
     commit(scheduler, plan)
     plan = scheduler.plan()
     assert sequences(plan) == [(0, 10, 1, True), (1, 9, 1, True), (2, 9, 1, True)]
-    first, *others = [chunk.request.block_table for chunk in plan.chunks]
+    first, *others = [chunk.sequence.block_table for chunk in plan.chunks]
     assert all(table[:2] == first[:2] and table[2] != first[2] for table in others)
     assert plan.copies == [(first[2], table[2]) for table in others]
     scheduler.check()
@@ -193,7 +193,7 @@ def test_one_sequence_computes_the_prompt_and_the_others_only_its_last_token():
 
 def test_no_block_is_copied_when_the_prompts_last_token_begins_a_block():
     scheduler = make_scheduler(num_blocks=8, budget=16)
-    scheduler.add(make_request("a", list(range(2, 11)), n=2))
+    scheduler.add(make_sequence("a", list(range(2, 11)), n=2))
     commit(scheduler, scheduler.plan())
     plan = scheduler.plan()
     assert sequences(plan) == [(0, 9, 1, True), (1, 8, 1, True)]
@@ -202,16 +202,16 @@ def test_no_block_is_copied_when_the_prompts_last_token_begins_a_block():
 
 def test_a_sequence_whose_sibling_ended_at_its_first_token_still_shares_the_prompt():
     scheduler = make_scheduler(num_blocks=8, max_num_seqs=1, budget=16)
-    scheduler.add(make_request("a", list(range(2, 12)), max_tokens=1, n=2))
+    scheduler.add(make_sequence("a", list(range(2, 12)), max_tokens=1, n=2))
     commit(scheduler, scheduler.plan())
     assert sequences(scheduler.plan()) == [(1, 9, 1, True)]
     scheduler.check()
 
 
 def test_the_sequences_of_a_request_have_seeds_that_differ_and_the_first_keeps_its_own():
-    request = make_request("a", [2], n=4)
-    request.seed = 2**64 - 1
-    seeds = [sequence.seed for sequence in request.sequences()]
+    sequence = make_sequence("a", [2], n=4)
+    sequence.seed = 2**64 - 1
+    seeds = [each.seed for each in sequence.all_sequences()]
     assert seeds[0] == 2**64 - 1
     assert len(set(seeds)) == 4
     assert all(0 <= seed < 2**64 for seed in seeds)
@@ -219,7 +219,7 @@ def test_the_sequences_of_a_request_have_seeds_that_differ_and_the_first_keeps_i
 
 def test_one_sequence_can_be_aborted_and_the_others_go_on():
     scheduler = make_scheduler(budget=16)
-    scheduler.add(make_request("a", [2, 3, 4], n=3))
+    scheduler.add(make_sequence("a", [2, 3, 4], n=3))
     scheduler.abort("a", 0)
     (update,) = scheduler.commit(plan := scheduler.plan(), StepResult([Sampled([9], [-0.5])]))[:1]
     assert (update.index, update.finish_reason) == (0, "abort")
@@ -229,7 +229,7 @@ def test_one_sequence_can_be_aborted_and_the_others_go_on():
 
 def test_aborting_a_request_reports_each_of_its_sequences_in_order():
     scheduler = make_scheduler(budget=16)
-    scheduler.add(make_request("a", [2, 3, 4], n=3))
+    scheduler.add(make_sequence("a", [2, 3, 4], n=3))
     scheduler.abort("a")
     updates = scheduler.commit(scheduler.plan(), StepResult())
     assert [(u.index, u.finish_reason) for u in updates] == [(i, "abort") for i in range(3)]
@@ -239,7 +239,7 @@ def test_aborting_a_request_reports_each_of_its_sequences_in_order():
 def test_a_lower_priority_number_goes_first():
     scheduler = make_scheduler(max_num_seqs=1)
     for name, priority in (("late", 5), ("normal", 0), ("urgent", -5)):
-        scheduler.add(make_request(name, [2], max_tokens=1, priority=priority))
+        scheduler.add(make_sequence(name, [2], max_tokens=1, priority=priority))
     order = []
     while scheduler.has_work():
         order += [update.request_id for update in commit(scheduler, scheduler.plan())]
@@ -248,9 +248,9 @@ def test_a_lower_priority_number_goes_first():
 
 def test_a_request_of_low_priority_ends_though_better_ones_keep_coming():
     scheduler = make_scheduler(max_num_seqs=1)
-    scheduler.add(make_request("patient", [2], max_tokens=1, priority=3))
+    scheduler.add(make_sequence("patient", [2], max_tokens=1, priority=3))
     for step in range(5 * AGEING_STEPS):
-        scheduler.add(make_request(f"r{step}", [2], max_tokens=1))
+        scheduler.add(make_sequence(f"r{step}", [2], max_tokens=1))
         updates = commit(scheduler, scheduler.plan())
         if updates[0].request_id == "patient":
             break
@@ -259,19 +259,19 @@ def test_a_request_of_low_priority_ends_though_better_ones_keep_coming():
 
 def test_of_the_lowest_priority_the_one_with_the_least_to_compute_again_gives_way():
     scheduler = make_scheduler(num_blocks=9, budget=64, enable_prefix_caching=False)
-    scheduler.add(make_request("first", [2] * 8, max_tokens=30))
-    scheduler.add(make_request("long", [3] * 15, priority=1))
-    scheduler.add(make_request("short", [4] * 7, priority=1))
-    scheduler.add(make_request("better", [5] * 3))
+    scheduler.add(make_sequence("first", [2] * 8, max_tokens=30))
+    scheduler.add(make_sequence("long", [3] * 15, priority=1))
+    scheduler.add(make_sequence("short", [4] * 7, priority=1))
+    scheduler.add(make_sequence("better", [5] * 3))
     commit(scheduler, scheduler.plan())
     plan = scheduler.plan()
     assert scheduler.num_preemptions == 1
-    assert [c.request.request_id for c in plan.chunks] == ["first", "better", "long"]
+    assert [c.sequence.request_id for c in plan.chunks] == ["first", "better", "long"]
 
 
 def test_forced_tokens_are_computed_together_in_the_next_step():
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", [2, 3], max_tokens=9))
+    scheduler.add(make_sequence("a", [2, 3], max_tokens=9))
     result = StepResult([Sampled([7, 8, 9], [-1.0, 0.0, 0.0])])
     (update,) = scheduler.commit(scheduler.plan(), result)
     assert update.new_token_ids == [7, 8, 9]
@@ -280,7 +280,7 @@ def test_forced_tokens_are_computed_together_in_the_next_step():
 
 def test_tokens_beyond_the_limit_are_dropped():
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", [2], max_tokens=2))
+    scheduler.add(make_sequence("a", [2], max_tokens=2))
     (update,) = scheduler.commit(
         scheduler.plan(), StepResult([Sampled([7, 8, 9], [-1.0, -1.0, -1.0], None, list("xyz"))])
     )
@@ -290,7 +290,7 @@ def test_tokens_beyond_the_limit_are_dropped():
 
 def test_all_tokens_of_a_prompts_chunks_have_logits_where_they_are_reported():
     scheduler = make_scheduler(budget=4)
-    scheduler.add(make_request("a", [2, 3, 4, 5, 6, 7], prompt_logprobs=0))
+    scheduler.add(make_sequence("a", [2, 3, 4, 5, 6, 7], prompt_logprobs=0))
     first = scheduler.plan()
     scheduler.commit(first, StepResult([], {0: ["b", "c", "d", "e"]}))
     second = scheduler.plan()
@@ -304,9 +304,9 @@ def test_all_tokens_of_a_prompts_chunks_have_logits_where_they_are_reported():
 
 def test_a_prompt_that_must_go_whole_takes_a_step_of_its_own_when_it_does_not_fit_beside_others():
     scheduler = make_scheduler(budget=8, whole_prefill=True)
-    scheduler.add(make_request("a", [2, 3], max_tokens=9))
+    scheduler.add(make_sequence("a", [2, 3], max_tokens=9))
     commit(scheduler, scheduler.plan())
-    scheduler.add(make_request("b", [4] * 20, max_tokens=9))
+    scheduler.add(make_sequence("b", [4] * 20, max_tokens=9))
     seen = []
     for _ in range(3):
         plan = scheduler.plan()
@@ -318,7 +318,7 @@ def test_a_prompt_that_must_go_whole_takes_a_step_of_its_own_when_it_does_not_fi
 
 def test_where_blocks_cannot_be_shared_each_sequence_computes_the_prompt():
     scheduler = make_scheduler(budget=16, shares_blocks=False)
-    scheduler.add(make_request("a", [2, 3, 4], n=2))
+    scheduler.add(make_sequence("a", [2, 3, 4], n=2))
     assert sequences(scheduler.plan()) == [(0, 0, 3, True), (1, 0, 3, True)]
 
 
@@ -335,8 +335,8 @@ class Forks:
 
 def test_a_request_waits_for_its_guide_and_each_sequence_gets_one():
     scheduler = make_scheduler(budget=16)
-    request = make_request("a", [2, 3, 4], n=2)
-    scheduler.add(request, is_prepared=False)
+    sequence = make_sequence("a", [2, 3, 4], n=2)
+    scheduler.add(sequence, is_prepared=False)
     assert scheduler.plan().chunks == []
     assert (scheduler.num_waiting, scheduler.is_preparing("a")) == (2, True)
     scheduler.check()
@@ -344,12 +344,12 @@ def test_a_request_waits_for_its_guide_and_each_sequence_gets_one():
     scheduler.start("a", guide)
     commit(scheduler, scheduler.plan())
     plan = scheduler.plan()
-    assert [chunk.request.guide for chunk in plan.chunks] == [guide, guide.forks[0]]
+    assert [chunk.sequence.guide for chunk in plan.chunks] == [guide, guide.forks[0]]
 
 
 def test_a_request_whose_guide_cannot_be_made_is_refused_once_a_sequence():
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", [2], n=2), is_prepared=False)
+    scheduler.add(make_sequence("a", [2], n=2), is_prepared=False)
     scheduler.refuse("a", "regex: unbalanced")
     updates = scheduler.commit(scheduler.plan(), StepResult())
     assert [(u.index, u.finish_reason, u.is_refused, u.error) for u in updates] == [
@@ -360,7 +360,7 @@ def test_a_request_whose_guide_cannot_be_made_is_refused_once_a_sequence():
 
 def test_an_aborted_request_may_still_get_its_guide():
     scheduler = make_scheduler()
-    scheduler.add(make_request("a", [2]), is_prepared=False)
+    scheduler.add(make_sequence("a", [2]), is_prepared=False)
     scheduler.abort("a")
     scheduler.start("a", Forks())
     (update,) = scheduler.commit(scheduler.plan(), StepResult())
@@ -370,11 +370,11 @@ def test_an_aborted_request_may_still_get_its_guide():
 
 def test_guessed_tokens_are_appended_only_as_far_as_they_were_right():
     scheduler = make_scheduler(num_speculative_tokens=3)
-    scheduler.add(make_request("a", [2, 3, 4, 5, 6, 2, 3, 4], max_tokens=9))
+    scheduler.add(make_sequence("a", [2, 3, 4, 5, 6, 2, 3, 4], max_tokens=9))
     commit(scheduler, scheduler.plan(), token=5)
     plan = scheduler.plan()
-    request = plan.chunks[0].request
-    assert request.draft_token_ids == [6, 2, 3]
+    sequence = plan.chunks[0].sequence
+    assert sequence.draft_token_ids == [6, 2, 3]
     assert (plan.chunks[0].num_tokens, plan.chunks[0].num_logits) == (4, 4)
     (update,) = scheduler.commit(plan, StepResult([Sampled([6, 9], [-0.5, -0.5])]))
     assert update.new_token_ids == [6, 9]
@@ -384,7 +384,7 @@ def test_guessed_tokens_are_appended_only_as_far_as_they_were_right():
 
 def test_guessing_stops_for_a_request_that_it_does_not_help():
     scheduler = make_scheduler(num_blocks=64, num_speculative_tokens=2)
-    scheduler.add(make_request("a", [2, 3, 4] * 4, max_tokens=100))
+    scheduler.add(make_sequence("a", [2, 3, 4] * 4, max_tokens=100))
     widths = []
     for step in range(60):
         plan = scheduler.plan()

@@ -8,8 +8,8 @@ from backend.scripted_model import BLOCK, EOS, ScriptedModel, expected_answer
 from nereid_backend import SamplingParams
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.outputs import RequestUpdate
-from nereid_backend.core.request import Request
 from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.window import AttentionWindow
 
 NUM_REQUESTS = int(os.environ.get("NEREID_WORKLOAD_REQUESTS", "120"))
@@ -54,7 +54,7 @@ class Workload:
         # Two of them hold the same blocks, behind different ones.
         self.stems = [self.tokens(longest // 2) for _ in range(3)]
         self.stems.append(self.stems[0][BLOCK:])
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, Sequence] = {}
         self.answers: dict[tuple[str, int], list[int]] = {}
         self.prompt_logprobs: dict[str, list] = {}
         self.ends: dict[tuple[str, int], str] = {}
@@ -74,18 +74,18 @@ class Workload:
             prompt_logprobs=rng.choice([None, None, None, 0]),
             cache_salt=rng.choice(["", "", "tenant"]),
         )
-        request = Request(
+        sequence = Sequence(
             name,
             prompt,
             params,
             max_total_tokens=len(prompt) + params.max_tokens,
             eos_token_ids=[EOS],
         )
-        self.requests[name] = request
+        self.requests[name] = sequence
         for index in range(params.n):
             self.answers[name, index] = []
             self.alive.add((name, index))
-        self.scheduler.add(request)
+        self.scheduler.add(sequence)
 
     def cancel(self) -> None:
         name, index = self.rng.choice(sorted(self.alive))
@@ -95,7 +95,7 @@ class Workload:
         plan = self.scheduler.plan()
         assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
         assert all(1 <= chunk.num_tokens >= chunk.num_logits for chunk in plan.chunks)
-        assert len({id(chunk.request) for chunk in plan.chunks}) == len(plan.chunks)
+        assert len({id(chunk.sequence) for chunk in plan.chunks}) == len(plan.chunks)
         try:
             updates = self.scheduler.commit(plan, self.model.run(plan))
         except RuntimeError as error:
@@ -132,14 +132,14 @@ class Workload:
         assert self.ends.keys() == self.answers.keys()
         assert self.scheduler.pool.num_used == 0
         for (name, index), answer in self.answers.items():
-            request = self.requests[name]
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            tokens, reason = expected_answer(prompt, request.params.max_tokens, index)
+            sequence = self.requests[name]
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            tokens, reason = expected_answer(prompt, sequence.params.max_tokens, index)
             if self.ends[name, index] in ("abort", "error"):
                 assert answer == tokens[: len(answer)]
             else:
                 assert (answer, self.ends[name, index]) == (tokens, reason)
-            wants = request.params.prompt_logprobs is not None
+            wants = sequence.params.prompt_logprobs is not None
             if wants and self.answers[name, 0]:
                 first, *others = self.prompt_logprobs[name]
                 assert first is None

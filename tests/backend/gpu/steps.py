@@ -7,8 +7,8 @@ import torch
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import store_rows
 from nereid_backend.attention.layers import LayerSpec, Span
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
 
@@ -62,12 +62,12 @@ class Steps:
         free = iter(blocks)
         self._requests = []
         for row, ((cached, new), count) in enumerate(zip(self.shapes, needed, strict=True)):
-            request = Request(
+            sequence = Sequence(
                 str(row), [1] * (cached + new), SamplingParams(), max_total_tokens=10**9
             )
-            request.row = row
-            request.block_table = list(itertools.islice(free, count))
-            self._requests.append(request)
+            sequence.row = row
+            sequence.block_table = list(itertools.islice(free, count))
+            self._requests.append(sequence)
         # What numbers are rounded to before they become dtype.
         self._rounded = rounded or dtype
         self._random = torch.Generator().manual_seed(seed)
@@ -76,7 +76,9 @@ class Steps:
     def fill(self, *, poison=()):
         """Store what is cached already; NaN at (sequence, first position, end)."""
         spec, size = self.spec, self.cache.values[0].shape[2]
-        for row, (request, (cached, _)) in enumerate(zip(self._requests, self.shapes, strict=True)):
+        for row, (sequence, (cached, _)) in enumerate(
+            zip(self._requests, self.shapes, strict=True)
+        ):
             if not cached:
                 continue
             key = self._randn(cached, spec.num_kv_heads, spec.key_dim)
@@ -85,7 +87,7 @@ class Steps:
                 if sequence == row:
                     key[start:end] = value[start:end] = float("nan")
             places = torch.arange(cached)
-            slots = torch.tensor(request.block_table)[places // size] * size + places % size
+            slots = torch.tensor(sequence.block_table)[places // size] * size + places % size
             rows = store_rows(slots, spec.num_kv_heads, size).to(self.device)
             new = [tensor.to(self.device, self.dtype) for tensor in (key, value)]
             self.cache.store(0, *new, rows)
@@ -94,8 +96,8 @@ class Steps:
     def run(self):
         """Attention of the step under test, [num_tokens, num_heads, value_dim] on the host."""
         chunks = [
-            Chunk(request, cached, new, True, True, 1)
-            for request, (cached, new) in zip(self._requests, self.shapes, strict=True)
+            Chunk(sequence, cached, new, True, True, 1)
+            for sequence, (cached, new) in zip(self._requests, self.shapes, strict=True)
         ]
         return self._step(chunks).squeeze(0).cpu()
 

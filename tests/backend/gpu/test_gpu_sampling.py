@@ -6,8 +6,8 @@ import torch
 from backend.gpu import sampling_reference as reference
 from backend.gpu.sampling_reference import settings_of
 from nereid_backend import EngineConfig
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.model import startup
 from nereid_backend.sampling import gpu_sampling, random_sampling, sampler
 from nereid_backend.sampling.draft_verification import Position
@@ -185,9 +185,9 @@ def test_a_kernel_that_fails_to_run_is_a_reason_not_an_error(device, monkeypatch
 def positions_of(*params):
     positions = []
     for number, some in enumerate(params):
-        request = Request(str(number), [1, 2, 3], some, max_total_tokens=99)
-        request.seed = number
-        positions.append(Position(request, []))
+        sequence = Sequence(str(number), [1, 2, 3], some, max_total_tokens=99)
+        sequence.seed = number
+        positions.append(Position(sequence, []))
     return positions
 
 

@@ -13,7 +13,7 @@ from nereid_backend.attention.gpu.gpu_attention import GpuInt8KVCache, GpuKVCach
 from nereid_backend.attention.gpu.gpu_batch import DecodeRows
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import Span
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model import choose_path, startup
 from nereid_backend.paths import compiled_forward, cuda_graphs, packed
@@ -204,9 +204,9 @@ def decodes_of(lengths, device):
     )
     chunks = []
     for row, length in enumerate(lengths):
-        request = Request(str(row), [7] * length, SamplingParams(), max_total_tokens=length + 1)
-        request.row, request.block_table = row, list(range(10 * row, 10 * row + length // 16 + 1))
-        chunks.append(Chunk(request, length - 1, 1, True, True, 1))
+        sequence = Sequence(str(row), [7] * length, SamplingParams(), max_total_tokens=length + 1)
+        sequence.row, sequence.block_table = row, list(range(10 * row, 10 * row + length // 16 + 1))
+        chunks.append(Chunk(sequence, length - 1, 1, True, True, 1))
     return builder.build(StepPlan(chunks, len(lengths)), device)
 
 

@@ -11,7 +11,7 @@ from backend.test_runner import chunk_of, output_of, run
 from fakes.hashed_path import HashedPath
 from nereid_backend import SamplingParams
 from nereid_backend.core.grammar import GrammarSpec
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.grammar import Guides
 from nereid_backend.runner import Runner
 from tokenizers import Tokenizer
@@ -46,29 +46,31 @@ def decode():
     return lambda token_ids: tokenizer.decode(token_ids)
 
 
-def make_request(guides, spec, seed=0, row=0, **params):
+def make_sequence(guides, spec, seed=0, row=0, **params):
     sampling = SamplingParams(grammar=spec, **params)
-    request = Request("r", [5, 6], sampling, max_total_tokens=999, eos_token_ids=(EOS,), seed=seed)
-    request.row = row
-    request.guide = guides.prepare(sampling, request.stop_token_ids).result(30)
-    return request
+    sequence = Sequence(
+        "r", [5, 6], sampling, max_total_tokens=999, eos_token_ids=(EOS,), seed=seed
+    )
+    sequence.row = row
+    sequence.guide = guides.prepare(sampling, sequence.stop_token_ids).result(30)
+    return sequence
 
 
-def answer(runner, requests, rng=None, expected=None, limit=400):
+def answer(runner, sequences, rng=None, expected=None, limit=400):
     """Run until all have ended, with guesses where there is something to guess from."""
     for _ in range(limit):
-        active = [request for request in requests if request.token_ids[-1] != EOS]
+        active = [sequence for sequence in sequences if sequence.token_ids[-1] != EOS]
         if not active:
             return
         chunks = []
-        for request in active:
+        for sequence in active:
             guesses = []
             if expected:
-                done = len(output_of(request))
-                guesses = list(expected[requests.index(request)][done : done + rng.randrange(4)])
+                done = len(output_of(sequence))
+                guesses = list(expected[sequences.index(sequence)][done : done + rng.randrange(4)])
                 if guesses and rng.random() < 0.4:
                     guesses[-1] = rng.randrange(VOCAB)
-            chunks.append(chunk_of(request, guesses=guesses))
+            chunks.append(chunk_of(sequence, guesses=guesses))
         for sampled in run(runner, *chunks).sampled:
             assert sampled.error is None, sampled.error
     raise AssertionError("an answer does not end")
@@ -79,25 +81,25 @@ def test_answers_match_their_schema_and_guesses_change_nothing(guides, decode, p
     spec = GrammarSpec("json_schema", json.dumps(SCHEMA))
 
     def batch():
-        return [make_request(guides, spec, seed=i, row=i, **params) for i in range(10)]
+        return [make_sequence(guides, spec, seed=i, row=i, **params) for i in range(10)]
 
-    requests = batch()
-    answer(Runner(HashedPath(VOCAB)), requests)
-    for request in requests:
-        jsonschema.validate(json.loads(decode(output_of(request)[:-1])), SCHEMA)
-    expected = [output_of(request) for request in requests]
+    sequences = batch()
+    answer(Runner(HashedPath(VOCAB)), sequences)
+    for sequence in sequences:
+        jsonschema.validate(json.loads(decode(output_of(sequence)[:-1])), SCHEMA)
+    expected = [output_of(sequence) for sequence in sequences]
     again = batch()
     answer(Runner(HashedPath(VOCAB)), again, random.Random(1), expected)
-    assert [output_of(request) for request in again] == expected
+    assert [output_of(sequence) for sequence in again] == expected
 
 
 def test_guesses_do_not_take_the_place_of_what_is_forced(guides):
     def answer_of(guesses=(), **params):
-        request = make_request(guides, GrammarSpec("ebnf", EBNF), temperature=0.0, **params)
+        sequence = make_sequence(guides, GrammarSpec("ebnf", EBNF), temperature=0.0, **params)
         runner = Runner(HashedPath(VOCAB))
-        run(runner, chunk_of(request, guesses=guesses))
-        answer(runner, [request])
-        return output_of(request)
+        run(runner, chunk_of(sequence, guesses=guesses))
+        answer(runner, [sequence])
+        return output_of(sequence)
 
     # With log-probabilities every token is drawn: the same text, cut in another way.
     drawn, forced = answer_of(logprobs=0), answer_of()
@@ -106,11 +108,11 @@ def test_guesses_do_not_take_the_place_of_what_is_forced(guides):
 
 
 def test_what_is_forced_comes_in_few_steps(guides, decode):
-    request = make_request(guides, GrammarSpec("regex", REGEX), temperature=0.0)
+    sequence = make_sequence(guides, GrammarSpec("regex", REGEX), temperature=0.0)
     path = HashedPath(VOCAB)
     runner, steps = Runner(path), 0
-    while request.token_ids[-1] != EOS:
-        run(runner, chunk_of(request))
+    while sequence.token_ids[-1] != EOS:
+        run(runner, chunk_of(sequence))
         steps += 1
-    assert re.fullmatch(REGEX, decode(output_of(request)[:-1]))
-    assert steps < len(output_of(request)) / 2
+    assert re.fullmatch(REGEX, decode(output_of(sequence)[:-1]))
+    assert steps < len(output_of(sequence)) / 2

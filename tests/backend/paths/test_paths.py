@@ -9,8 +9,8 @@ from backend.exactness import PARAMS, PROMPTS, open_engine, reference
 from nereid_backend import EngineConfig, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import load_checkpoint
-from nereid_backend.core.request import Request
 from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model.choose_path import choose_path
 from nereid_backend.paths import padded, recurrent
@@ -48,11 +48,11 @@ def tier_of(folder, lines=None, **settings):
 
 
 def request_of(row, token_ids, num_prompt_tokens=None):
-    request = Request(str(row), list(token_ids), SamplingParams(), max_total_tokens=128)
-    request.row = row
-    request.num_prompt_tokens = num_prompt_tokens or len(request.token_ids)
-    request.block_table = list(range(row * 8, row * 8 + 8))
-    return request
+    sequence = Sequence(str(row), list(token_ids), SamplingParams(), max_total_tokens=128)
+    sequence.row = row
+    sequence.num_prompt_tokens = num_prompt_tokens or len(sequence.token_ids)
+    sequence.block_table = list(range(row * 8, row * 8 + 8))
+    return sequence
 
 
 @torch.inference_mode()
@@ -60,25 +60,25 @@ def forward(path, *chunks):
     return path.forward(StepPlan(list(chunks), sum(chunk.num_tokens for chunk in chunks)))
 
 
-def prompt_chunk(request):
-    return Chunk(request, 0, len(request.token_ids), True, True, 1)
+def prompt_chunk(sequence):
+    return Chunk(sequence, 0, len(sequence.token_ids), True, True, 1)
 
 
-def next_chunk(request, token_id):
-    request.token_ids.append(token_id)
-    return Chunk(request, len(request.token_ids) - 1, 1, True, False, 1)
+def next_chunk(sequence, token_id):
+    sequence.token_ids.append(token_id)
+    return Chunk(sequence, len(sequence.token_ids) - 1, 1, True, False, 1)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba"])
 def test_a_state_starts_anew_when_tokens_were_taken_back(saved, model_type):
     tier = tier_of(saved(model_type))
     path, fresh = tier.build(SIZES), tier.build(SIZES)
-    request = request_of(0, PROMPTS[2])
-    forward(path, prompt_chunk(request))
-    forward(path, next_chunk(request, 7))
-    forward(path, next_chunk(request, 8))
-    del request.token_ids[-2:]
-    found = forward(path, next_chunk(request, 9))
+    sequence = request_of(0, PROMPTS[2])
+    forward(path, prompt_chunk(sequence))
+    forward(path, next_chunk(sequence, 7))
+    forward(path, next_chunk(sequence, 8))
+    del sequence.token_ids[-2:]
+    found = forward(path, next_chunk(sequence, 9))
     expected = forward(fresh, prompt_chunk(request_of(0, [*PROMPTS[2], 9])))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
@@ -88,8 +88,8 @@ def test_a_request_that_failed_leaves_the_others_their_states(saved, model_type)
     tier = tier_of(saved(model_type))
     path, fresh = tier.build(SIZES), tier.build(SIZES)
     first, second = request_of(0, PROMPTS[1]), request_of(1, PROMPTS[2])
-    for request in (first, second):
-        forward(path, prompt_chunk(request))
+    for sequence in (first, second):
+        forward(path, prompt_chunk(sequence))
     forward(path, next_chunk(first, 5), next_chunk(second, 6))
     path.clear(first)
     found = forward(path, next_chunk(second, 7))
@@ -102,10 +102,10 @@ def test_a_request_that_failed_leaves_the_others_their_states(saved, model_type)
 def test_logits_are_given_for_as_many_tokens_as_are_wanted(saved, model_type):
     tier = tier_of(saved(model_type))
     path = tier.build(SIZES)
-    request = request_of(0, PROMPTS[2])
-    many = forward(path, prompt_chunk(request)._replace(num_logits=4))
-    one = forward(path, prompt_chunk(request))
-    none = forward(path, prompt_chunk(request)._replace(num_logits=0, samples=False, num_tokens=5))
+    sequence = request_of(0, PROMPTS[2])
+    many = forward(path, prompt_chunk(sequence)._replace(num_logits=4))
+    one = forward(path, prompt_chunk(sequence))
+    none = forward(path, prompt_chunk(sequence)._replace(num_logits=0, samples=False, num_tokens=5))
     assert many.shape[0] == 4
     assert none.shape[0] == 0
     torch.testing.assert_close(many[-1:], one, atol=1e-4, rtol=1e-4)

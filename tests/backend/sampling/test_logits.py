@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from nereid_backend import SamplingParams
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.errors import RequestError
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.logits_processor import LogitsProcessor, check_token_ids
@@ -13,8 +13,8 @@ VOCAB = 70
 INF = float("inf")
 
 
-def make_request(prompt=(1, 2, 3), output=(), row=0, seed=0, eos=(), **params):
-    request = Request(
+def make_sequence(prompt=(1, 2, 3), output=(), row=0, seed=0, eos=(), **params):
+    sequence = Sequence(
         "r",
         list(prompt),
         SamplingParams(**{"temperature": 0.0, **params}),
@@ -22,14 +22,14 @@ def make_request(prompt=(1, 2, 3), output=(), row=0, seed=0, eos=(), **params):
         eos_token_ids=eos,
         seed=seed,
     )
-    request.row = row
-    request.token_ids += output
-    return request
+    sequence.row = row
+    sequence.token_ids += output
+    return sequence
 
 
-def processed(logits, *requests, processor=None, drafts=()):
+def processed(logits, *sequences, processor=None, drafts=()):
     processor = processor or LogitsProcessor()
-    positions = [Position(request, list(drafts)) for request in requests]
+    positions = [Position(sequence, list(drafts)) for sequence in sequences]
     logits_params = processor.logits_params(positions, logits.shape[1])
     return processor.process(logits, positions, logits_params, [None] * len(positions))
 
@@ -48,7 +48,7 @@ def slow_penalties(logits, prompt, output, params):
 
 def test_logits_of_requests_that_ask_for_nothing_are_handed_through():
     logits = torch.randn(2, VOCAB)
-    assert processed(logits, make_request(), make_request(row=1, temperature=1.0)) is logits
+    assert processed(logits, make_sequence(), make_sequence(row=1, temperature=1.0)) is logits
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_penalties_follow_their_definition_while_texts_grow_and_rows_change_hand
     torch.manual_seed(3)
     processor = LogitsProcessor()
     texts = [
-        make_request(rng.integers(0, VOCAB, size).tolist(), row=row, **penalties)
+        make_sequence(rng.integers(0, VOCAB, size).tolist(), row=row, **penalties)
         for row, size in enumerate((1, 5, 90, 30))
     ]
-    plain = make_request(row=9)
+    plain = make_sequence(row=9)
     for step in range(100):
         if step % 20 == 19:  # as after preemptions: other rows, some of them another's before
             for text, row in zip(texts, rng.permutation(6).tolist(), strict=False):
@@ -92,32 +92,32 @@ def test_guessed_tokens_count_as_the_answers_at_the_places_behind_them():
     torch.manual_seed(0)
     params = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.5}
     for output in ([], [4], [9, 9, 2]):
-        request = make_request((4, 5, 4), output, **params)
+        sequence = make_sequence((4, 5, 4), output, **params)
         processor = LogitsProcessor()
-        positions = [Position(request, [4, 9, 8, 4][:count]) for count in range(5)]
+        positions = [Position(sequence, [4, 9, 8, 4][:count]) for count in range(5)]
         logits = torch.randn(5, VOCAB)
         logits_params = processor.logits_params(positions, VOCAB)
         found = processor.process(logits, positions, logits_params, [None] * 5)
         for row, position in enumerate(positions):
             expected = slow_penalties(
-                logits[row], [4, 5, 4], output + position.drafts, request.params
+                logits[row], [4, 5, 4], output + position.drafts, sequence.params
             )
             torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
         # Nothing of the guesses stays behind.
-        again = processed(logits[:1], request, processor=processor)
+        again = processed(logits[:1], sequence, processor=processor)
         torch.testing.assert_close(again[0], found[0])
 
 
 def test_presence_and_frequency_do_not_count_the_prompt():
     logits = torch.randn(1, VOCAB)
-    request = make_request((1, 2, 3), presence_penalty=2.0, frequency_penalty=2.0)
-    assert torch.equal(processed(logits, request), logits)
+    sequence = make_sequence((1, 2, 3), presence_penalty=2.0, frequency_penalty=2.0)
+    assert torch.equal(processed(logits, sequence), logits)
 
 
 def test_a_bias_is_added_and_may_outweigh_everything_else():
     logits = torch.zeros(2, VOCAB)
     found = processed(
-        logits, make_request(logit_bias={5: 100, 7: -3.5}), make_request(row=1, logit_bias={5: 1})
+        logits, make_sequence(logit_bias={5: 100, 7: -3.5}), make_sequence(row=1, logit_bias={5: 1})
     )
     assert found[0, 5] == 100
     assert found[0, 7] == -3.5
@@ -126,22 +126,22 @@ def test_a_bias_is_added_and_may_outweigh_everything_else():
 
 
 def test_the_bias_comes_before_the_penalties():
-    request = make_request((5,), logit_bias={5: 10.0}, repetition_penalty=2.0)
-    assert processed(torch.full((1, VOCAB), 2.0), request)[0, 5] == 6.0
+    sequence = make_sequence((5,), logit_bias={5: 10.0}, repetition_penalty=2.0)
+    assert processed(torch.full((1, VOCAB), 2.0), sequence)[0, 5] == 6.0
 
 
 def test_only_allowed_tokens_are_left():
     allowed = [0, 31, 32, 64, 69]
     found = processed(
-        torch.zeros(2, VOCAB), make_request(allowed_token_ids=allowed), make_request()
+        torch.zeros(2, VOCAB), make_sequence(allowed_token_ids=allowed), make_sequence()
     )
     assert (found[0] == 0).nonzero().squeeze(1).tolist() == allowed
     assert (found[1] == 0).all()
 
 
 def test_a_bias_does_not_bring_back_a_token_that_is_not_allowed():
-    request = make_request(allowed_token_ids=[3], logit_bias={4: 100})
-    assert sample(torch.zeros(1, VOCAB), [request])[0].token_ids == [3]
+    sequence = make_sequence(allowed_token_ids=[3], logit_bias={4: 100})
+    assert sample(torch.zeros(1, VOCAB), [sequence])[0].token_ids == [3]
 
 
 @pytest.mark.parametrize(
@@ -157,26 +157,26 @@ def test_a_bias_does_not_bring_back_a_token_that_is_not_allowed():
     ],
 )
 def test_the_last_token_of_a_bad_word_is_out_of_reach_behind_the_others(output, drafts, forbidden):
-    request = make_request(
+    sequence = make_sequence(
         (10, 20), output, bad_words_token_ids=[[10, 20, 30], [20, 21], [40], [10, 20, 30, 50]]
     )
-    found = processed(torch.zeros(1, VOCAB), request, drafts=drafts)
+    found = processed(torch.zeros(1, VOCAB), sequence, drafts=drafts)
     assert found[0].isinf().nonzero().squeeze(1).tolist() == forbidden
 
 
 def test_min_tokens_counts_guessed_tokens():
-    request = make_request(eos=(5,), min_tokens=2, output=[9])
+    sequence = make_sequence(eos=(5,), min_tokens=2, output=[9])
     logits = torch.zeros(1, VOCAB)
-    assert processed(logits, request)[0, 5] == -INF
-    assert processed(logits, request, drafts=[8])[0, 5] == 0
+    assert processed(logits, sequence)[0, 5] == -INF
+    assert processed(logits, sequence, drafts=[8])[0, 5] == 0
 
 
 @pytest.mark.parametrize("params", [{"temperature": 1.0}, {}], ids=["random", "greedy"])
 def test_a_request_whose_limits_exclude_all_tokens_ends_with_an_error_that_names_them(params):
-    impossible = make_request(
+    impossible = make_sequence(
         row=0, allowed_token_ids=[5, 6], bad_words_token_ids=[[6]], eos=(5,), min_tokens=3, **params
     )
-    outcomes = sample(torch.randn(2, VOCAB), [impossible, make_request(row=1, **params)])
+    outcomes = sample(torch.randn(2, VOCAB), [impossible, make_sequence(row=1, **params)])
     assert outcomes[0].token_ids == []
     fields = "allowed_token_ids and bad_words_token_ids and min_tokens"
     assert f"forbidden by {fields}" in outcomes[0].error
@@ -186,12 +186,12 @@ def test_a_request_whose_limits_exclude_all_tokens_ends_with_an_error_that_names
 def test_greedy_takes_the_argmax_of_the_processed_logits():
     torch.manual_seed(5)
     logits = torch.randn(20, VOCAB)
-    requests = [
-        make_request((1, 2), [3, 4], row=i, presence_penalty=2, logit_bias={i: 1.5})
+    sequences = [
+        make_sequence((1, 2), [3, 4], row=i, presence_penalty=2, logit_bias={i: 1.5})
         for i in range(20)
     ]
-    expected = processed(logits, *requests).argmax(-1).tolist()
-    assert [s.token_ids[0] for s in sample(logits, requests)] == expected
+    expected = processed(logits, *sequences).argmax(-1).tolist()
+    assert [s.token_ids[0] for s in sample(logits, sequences)] == expected
     assert expected != logits.argmax(-1).tolist()
 
 
@@ -212,9 +212,9 @@ def test_masks_set_all_and_only_forbidden_tokens_to_minus_infinity():
 def test_choices_do_not_depend_on_how_a_batch_is_cut(monkeypatch):
     torch.manual_seed(1)
     settings = [{"logprobs": 3}, {"temperature": 1.0, "repetition_penalty": 1.3}, {"logprobs": 0}]
-    requests = [make_request(row=i, seed=i, **settings[i % 3]) for i in range(30)]
+    sequences = [make_sequence(row=i, seed=i, **settings[i % 3]) for i in range(30)]
     logits = torch.randn(30, VOCAB)
-    positions = [Position(request, []) for request in requests]
+    positions = [Position(sequence, []) for sequence in sequences]
     whole = Sampler().sample(logits, positions)
     monkeypatch.setattr(
         "nereid_backend.sampling.sampler.slices",

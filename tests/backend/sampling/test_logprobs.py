@@ -1,8 +1,8 @@
 import pytest
 import torch
-from backend.sampling.test_logits import VOCAB, make_request
+from backend.sampling.test_logits import VOCAB, make_sequence
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.sampling.ranked_logprobs import rank_prompt, slices
 from nereid_backend.sampling.sampler import sample
@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM
 def test_top_logprobs_are_log_softmax_of_the_models_own_logits():
     torch.manual_seed(0)
     logits = torch.randn(4, VOCAB) * 4
-    requests = [
-        make_request(row=0, logprobs=5, repetition_penalty=1.8),
-        make_request(row=1, logprobs=0, temperature=2.0, allowed_token_ids=[7, 9]),
-        make_request(row=2),
-        make_request(row=3, logprobs=20, temperature=0.3, logit_bias={3: 50}),
+    sequences = [
+        make_sequence(row=0, logprobs=5, repetition_penalty=1.8),
+        make_sequence(row=1, logprobs=0, temperature=2.0, allowed_token_ids=[7, 9]),
+        make_sequence(row=2),
+        make_sequence(row=3, logprobs=20, temperature=0.3, logit_bias={3: 50}),
     ]
     expected = logits.log_softmax(-1)
-    for row, outcome in enumerate(sample(logits, requests)):
-        wanted = requests[row].params.logprobs
+    for row, outcome in enumerate(sample(logits, sequences)):
+        wanted = sequences[row].params.logprobs
         if wanted is None:
             assert outcome.top is None
             continue
@@ -36,13 +36,13 @@ def test_top_logprobs_are_log_softmax_of_the_models_own_logits():
 def test_equal_logits_share_the_better_rank():
     logits = torch.zeros(1, VOCAB)
     logits[0, 3] = -1
-    allowed = make_request(logprobs=1, allowed_token_ids=[3])
+    allowed = make_sequence(logprobs=1, allowed_token_ids=[3])
     assert sample(logits, [allowed])[0].top[0].rank == VOCAB
-    assert sample(logits, [make_request(logprobs=1)])[0].top[0].rank == 1
+    assert sample(logits, [make_sequence(logprobs=1)])[0].top[0].rank == 1
 
 
 def test_more_top_tokens_than_the_vocabulary_has_are_all_of_it():
-    (outcome,) = sample(torch.randn(1, 6), [make_request((1,), logprobs=20)])
+    (outcome,) = sample(torch.randn(1, 6), [make_sequence((1,), logprobs=20)])
     assert sorted(outcome.top[0].token_ids[1:]) == list(range(6))
 
 
@@ -70,11 +70,11 @@ def test_prompt_logprobs_in_chunks_equal_those_of_transformers(checkpoint):
         expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
     engine = Engine(EngineConfig(str(path), dtype="float32", num_threads=1))
     params = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=4)
-    request = Request("r", prompt, params, max_total_tokens=99)
-    request.row, request.block_table = 0, [0, 1]
+    sequence = Sequence("r", prompt, params, max_total_tokens=99)
+    sequence.row, sequence.block_table = 0, [0, 1]
     found = []
     for start, end in ((0, 9), (9, 10), (10, 23)):
-        chunk = Chunk(request, start, end - start, end == 23, start == 0, end - start)
+        chunk = Chunk(sequence, start, end - start, end == 23, start == 0, end - start)
         result = engine._runner.run(StepPlan([chunk], end - start))
         found += result.prompt_logprobs[0]
     engine.close()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from nereid_backend import SamplingParams
-from nereid_backend.core.request import Request
+from nereid_backend.core.sequence import Sequence
 from nereid_backend.sampling import random_sampling, sampler
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.random_sampling import uniform_numbers
@@ -11,8 +11,8 @@ from nereid_backend.sampling.sampler import sample
 VOCAB = 50
 
 
-def make_request(seed=0, num_output=0, prompt_len=3, eos=(), **params):
-    request = Request(
+def make_sequence(seed=0, num_output=0, prompt_len=3, eos=(), **params):
+    sequence = Sequence(
         "r",
         [1] * prompt_len,
         SamplingParams(**params),
@@ -20,8 +20,8 @@ def make_request(seed=0, num_output=0, prompt_len=3, eos=(), **params):
         eos_token_ids=eos,
         seed=seed,
     )
-    request.token_ids += [1] * num_output
-    return request
+    sequence.token_ids += [1] * num_output
+    return sequence
 
 
 def slow_probs(logits, params):
@@ -60,8 +60,8 @@ def test_draws_follow_the_distribution_by_its_definition(params):
     torch.manual_seed(1)
     logits = torch.randn(VOCAB) * 2
     count = 8_000
-    requests = [make_request(seed=i, **params) for i in range(count)]
-    tokens = torch.tensor([s.token_ids[0] for s in sample(logits.expand(count, -1), requests)])
+    sequences = [make_sequence(seed=i, **params) for i in range(count)]
+    tokens = torch.tensor([s.token_ids[0] for s in sample(logits.expand(count, -1), sequences)])
     seen = torch.bincount(tokens, minlength=VOCAB).double() / count
     expected = slow_probs(logits, SamplingParams(**params))
     assert (seen[expected == 0] == 0).all(), "a token was drawn that the filters exclude"
@@ -87,8 +87,8 @@ def test_what_the_filters_leave_does_not_depend_on_how_many_tokens_are_looked_at
     monkeypatch.setattr(random_sampling, "_LIKELIEST", width)
     for params in settings:
         row = torch.randn(VOCAB) * 2
-        requests = [make_request(seed=seed, **params) for seed in range(1500)]
-        found = sample(row.expand(1500, -1), requests)
+        sequences = [make_sequence(seed=seed, **params) for seed in range(1500)]
+        found = sample(row.expand(1500, -1), sequences)
         tokens = torch.tensor([s.token_ids[0] for s in found])
         expected = slow_probs(row, SamplingParams(**params))
         seen = torch.bincount(tokens, minlength=VOCAB).double() / 1500
@@ -102,7 +102,7 @@ def test_tokens_that_tie_with_the_last_one_that_a_filter_leaves_stay(monkeypatch
     monkeypatch.setattr(random_sampling, "_LIKELIEST", width)
     logits = torch.tensor([[1.0, 3.0, 1.0, 1.0, 0.0]]).expand(400, -1)
     for params in ({"top_k": 2}, {"top_p": 0.75}):
-        found = sample(logits, [make_request(seed=seed, **params) for seed in range(400)])
+        found = sample(logits, [make_sequence(seed=seed, **params) for seed in range(400)])
         assert {outcome.token_ids[0] for outcome in found} == {0, 1, 2, 3}
 
 
@@ -116,23 +116,23 @@ def test_rows_of_a_batch_are_sampled_as_if_each_were_alone():
         {"min_p": 0.1},
         {"top_k": 7, "top_p": 0.9},
     ]
-    requests = [make_request(seed=i, num_output=i, **s) for i, s in enumerate(settings)]
-    logits = torch.randn(len(requests), VOCAB)
-    together = sample(logits, requests)
-    alone = [sample(logits[i : i + 1], [r])[0] for i, r in enumerate(requests)]
+    sequences = [make_sequence(seed=i, num_output=i, **s) for i, s in enumerate(settings)]
+    logits = torch.randn(len(sequences), VOCAB)
+    together = sample(logits, sequences)
+    alone = [sample(logits[i : i + 1], [r])[0] for i, r in enumerate(sequences)]
     assert [s.token_ids for s in together] == [s.token_ids for s in alone]
 
 
 def test_temperature_zero_takes_the_likeliest_token():
     logits = torch.randn(3, VOCAB)
-    requests = [make_request(temperature=0.0) for _ in range(3)]
-    assert [s.token_ids[0] for s in sample(logits, requests)] == logits.argmax(-1).tolist()
+    sequences = [make_sequence(temperature=0.0) for _ in range(3)]
+    assert [s.token_ids[0] for s in sample(logits, sequences)] == logits.argmax(-1).tolist()
 
 
 def test_the_logprob_is_that_of_the_models_own_distribution():
     logits = torch.randn(2, VOCAB)
-    requests = [make_request(temperature=0.0), make_request(temperature=0.1, top_k=2)]
-    for row, outcome in zip(logits, sample(logits, requests), strict=True):
+    sequences = [make_sequence(temperature=0.0), make_sequence(temperature=0.1, top_k=2)]
+    for row, outcome in zip(logits, sample(logits, sequences), strict=True):
         expected = row.log_softmax(-1)[outcome.token_ids[0]].item()
         assert outcome.logprobs[0] == pytest.approx(expected, abs=1e-5)
 
@@ -142,7 +142,7 @@ def test_the_logprob_is_that_of_the_models_own_distribution():
 def test_logits_that_are_not_finite_are_an_error_of_that_row_only(value, temperature):
     logits = torch.randn(3, VOCAB)
     logits[1, 7] = value
-    outcomes = sample(logits, [make_request(temperature=temperature) for _ in range(3)])
+    outcomes = sample(logits, [make_sequence(temperature=temperature) for _ in range(3)])
     assert [o.error is None for o in outcomes] == [True, False, True]
     assert outcomes[1].token_ids == []
 
@@ -150,7 +150,7 @@ def test_logits_that_are_not_finite_are_an_error_of_that_row_only(value, tempera
 def test_a_model_may_forbid_tokens_with_minus_infinity():
     logits = torch.full((1, VOCAB), float("-inf"))
     logits[0, 4] = 1.0
-    assert sample(logits, [make_request()])[0].token_ids == [4]
+    assert sample(logits, [make_sequence()])[0].token_ids == [4]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -158,7 +158,7 @@ def test_stop_tokens_are_out_of_reach_before_min_tokens(temperature):
     logits = torch.zeros(2, VOCAB)
     logits[:, 5] = 50.0
     params = {"min_tokens": 2, "stop_token_ids": (5, VOCAB + 9), "temperature": temperature}
-    early, late = make_request(num_output=1, **params), make_request(num_output=2, **params)
+    early, late = make_sequence(num_output=1, **params), make_sequence(num_output=2, **params)
     first, second = sample(logits, [early, late])
     assert first.token_ids != [5]
     assert second.token_ids == [5]
@@ -208,7 +208,9 @@ def test_rows_in_doubt_are_chosen_again_when_the_choices_are_read(monkeypatch):
     monkeypatch.setattr(random_sampling, "_LIKELIEST_DEFERRED", 2)
     torch.manual_seed(5)
     settings = [{"top_p": 0.9, "logprobs": 2}, {"top_k": 30}, {"temperature": 0.0}, {}]
-    positions = [Position(make_request(seed=seed, **settings[seed % 4]), []) for seed in range(200)]
+    positions = [
+        Position(make_sequence(seed=seed, **settings[seed % 4]), []) for seed in range(200)
+    ]
     logits = torch.randn(len(positions), VOCAB)
     expected = sampler.Sampler(defers=False).sample(logits, positions)
     given = logits.clone()

@@ -14,13 +14,10 @@ JSON follow the reasoning, as the format declares them. Three details are import
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from nereid_parsers.constrain_answer import answer_node, report_unenforced
-from nereid_parsers.constrain_arguments import ToolSchema
-from nereid_parsers.constrain_calls import call_tag, section_node, trigger_of
+from nereid_parsers.constrain_answer import report_unenforced
+from nereid_parsers.constrain_calls import call_node, section_node, trigger_of
 from nereid_parsers.constrain_nodes import (
     BLANKS,
     Node,
@@ -33,6 +30,7 @@ from nereid_parsers.constrain_nodes import (
     tag,
     without_outer_blanks,
 )
+from nereid_parsers.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
     Messages,
@@ -50,108 +48,6 @@ from nereid_parsers.tool_declarations import JsonArguments, JsonArray, PythonCal
 
 # Matches a character that cannot start an array of tool calls.
 _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The validated constraints that a request places on the output.
-
-    Attributes:
-        tools: The tools that the model may call, in the order of the request.
-        must_call: Whether the model must make at least one tool call.
-        is_single: Whether the model may make at most one tool call.
-        answer: The structural-tag node that the content must match, or None for free text.
-    """
-
-    tools: tuple[ToolSchema, ...] = ()
-    must_call: bool = False
-    is_single: bool = False
-    answer: Node | None = None
-
-    @classmethod
-    def of(
-        cls,
-        tools: Sequence[Mapping[str, Any]] | None,
-        tool_choice: str | Mapping[str, Any] | None,
-        response_format: Mapping[str, Any] | None,
-        parallel_tool_calls: bool,
-    ) -> Request:
-        """Convert the fields of an OpenAI request.
-
-        Raises:
-            ConstraintError: A field is invalid, or `tool_choice` contradicts `tools`.
-        """
-        allowed = tuple(ToolSchema.of(tool) for tool in tools or ())
-        mode, names = _parse_tool_choice(tool_choice, bool(allowed))
-        if names is not None:
-            missing = names - {tool.name for tool in allowed}
-            if missing:
-                raise ConstraintError(f"tool_choice: no tool is called {sorted(missing)[0]!r}")
-            allowed = tuple(tool for tool in allowed if tool.name in names)
-        if mode == "required" and not allowed:
-            raise ConstraintError("tool_choice: a tool call is required, but tools is empty")
-        if mode == "none":
-            allowed = ()
-        is_named = isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
-        return cls(
-            tools=allowed,
-            must_call=mode == "required",
-            is_single=is_named or not parallel_tool_calls,
-            answer=answer_node(response_format),
-        )
-
-    @property
-    def is_unconstrained(self) -> bool:
-        """Whether the request allows any output."""
-        constrains_calls = self.must_call or any(tool.is_strict for tool in self.tools)
-        limits_calls = bool(self.tools) and self.is_single
-        return self.answer is None and not constrains_calls and not limits_calls
-
-
-def _parse_tool_choice(
-    choice: str | Mapping[str, Any] | None, has_tools: bool
-) -> tuple[str, frozenset[str] | None]:
-    """Return the mode (auto, required or none) and the names of the tools that the model may call.
-
-    The names are None if the model may call all tools. Example:
-    `{"type": "function", "function": {"name": "f"}}` gives `("required", {"f"})`.
-
-    Raises:
-        ConstraintError: The value is not a `tool_choice` of the OpenAI API.
-    """
-    if choice is None:
-        return ("auto" if has_tools else "none"), None
-    if isinstance(choice, str):
-        if choice not in ("auto", "required", "none"):
-            raise ConstraintError(f"tool_choice: {choice!r} is not auto, required or none")
-        return choice, None
-    kind = choice.get("type")
-    if kind == "function":
-        return "required", frozenset({_function_name(choice)})
-    if kind == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)
-        mode = allowed.get("mode", "auto")
-        if mode not in ("auto", "required"):
-            raise ConstraintError(
-                f"tool_choice: allowed_tools.mode must be auto or required, but is {mode!r}"
-            )
-        return mode, frozenset(_function_name(tool) for tool in allowed.get("tools", ()))
-    raise ConstraintError(f"tool_choice: type must be function or allowed_tools, but is {kind!r}")
-
-
-def _function_name(choice: Mapping[str, Any]) -> str:
-    """Return the function's name from `{"function": {"name": ..}}` or `{"name": ..}`.
-
-    Raises:
-        ConstraintError: The object contains no name.
-    """
-    function = choice.get("function", choice)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise ConstraintError(
-            f"tool_choice: {dict(choice)!r} names no function. Set function.name."
-        )
-    return name
 
 
 def structural_tag(
@@ -178,31 +74,25 @@ def structural_tag(
     for tool in request.tools:
         report_unenforced(tool.parameters, tool.is_strict, f"tools: {tool.name}")
     layout = fmt.layout
+    parts: list[Node] = []
     if isinstance(layout, Messages):
         if skip_reasoning:
-            return _wrap(sequence(const(layout.start), _final_messages(fmt, layout, request)))
-        return _wrap(_all_messages(fmt, layout, request, stage))
-    if skip_reasoning:
-        return _wrap(_answer_or_calls(fmt, layout, request))
-    parts: list[Node] = []
-    if layout.reasoning is not None:
-        parts += _reasoning_nodes(layout.reasoning, fmt.ends, stage, may_reason)
-    elif stage is Stage.REASONING:
-        raise _no_end_marker(fmt)
-    parts.append(_answer_or_calls(fmt, layout, request))
-    return _wrap(sequence(*parts))
-
-
-def _wrap(node: Node) -> dict[str, Any]:
-    """Return a complete structural tag that contains `node`."""
-    return {"type": "structural_tag", "format": node}
+            parts.append(const(layout.start))
+        else:
+            parts += _reasoning_messages(fmt, layout, stage)
+        parts.append(_final_messages(fmt, layout, request))
+    else:
+        if not skip_reasoning:
+            parts += _reasoning_nodes(fmt, layout.reasoning, stage, may_reason)
+        parts.append(_answer_or_calls(fmt, layout, request))
+    return {"type": "structural_tag", "format": sequence(*parts)}
 
 
 def _no_end_marker(fmt: FormatData) -> ConstraintError:
     """Return the error for output that starts inside reasoning that no marker can close."""
     return ConstraintError(
-        f"The output starts inside the reasoning, but the format {fmt.name!r} has no end marker "
-        "for the reasoning"
+        f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
+        "ends the reasoning. The output after such a prompt cannot be constrained."
     )
 
 
@@ -236,15 +126,22 @@ def gate_of(fmt: FormatData, stage: Stage, has_reasoned: bool) -> ReasoningGate 
 
 
 def _reasoning_nodes(
-    part: Reasoning, ends: tuple[str, ...], stage: Stage, may_reason: bool
+    fmt: FormatData, part: Reasoning | None, stage: Stage, may_reason: bool
 ) -> list[Node]:
     """Return the structural-tag nodes for the reasoning, its markers and white space.
 
     Example of matching text: `<think>Let me see.</think>`. If `stage` is REASONING, the opening
     marker is omitted.
+
+    Raises:
+        ConstraintError: The output starts inside the reasoning, but the format has no reasoning.
     """
+    if part is None:
+        if stage is Stage.REASONING:
+            raise _no_end_marker(fmt)
+        return []
     close = part.close.strip()
-    text = any_text((*part.also_close, *part.interrupted_by, *ends))
+    text = any_text((*part.also_close, *part.interrupted_by, *fmt.ends))
     if stage is Stage.REASONING:
         return [{"type": "tag", "begin": "", "content": text, "end": close}, BLANKS]
     if not may_reason:
@@ -268,7 +165,8 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
         return content
     if layout.tools is None:
         raise ConstraintError(
-            f"The format {fmt.name!r} has no tool section, so the model cannot call tools"
+            f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
+            "format that defines tool calls, or send a request without tools."
         )
     if not request.must_call and content is None:
         return _text_with_calls(layout.tools, request)
@@ -321,9 +219,9 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
     if tools.opens:
         tags = [tag(section_node(tools, request.tools, request.is_single))]
     elif accepts_all_tools:
-        tags = [call_tag(first, request.tools, request.is_single)]
+        tags = [tag(call_node(first, request.tools, request.is_single))]
     else:
-        tags = [call_tag(first, (tool,), request.is_single) for tool in request.tools]
+        tags = [tag(call_node(first, (tool,), request.is_single)) for tool in request.tools]
     return {
         "type": "triggered_tags",
         "triggers": [trigger_of(tools)],
@@ -358,34 +256,35 @@ def _header_text(layout: Messages, route: Route, name: str = "") -> str:
     for part in pattern(route.form):
         if isinstance(part, Slot) and part.field != "name":
             raise ConstraintError(
-                f"The message header {route.header!r} cannot be constrained, because the text of "
-                f"its field {part.field} is not known. Declare the header's text in Route.written."
+                f"The message header {route.header!r} contains the field {{{part.field}}}, which "
+                "can match different texts. Constrained output needs one exact header. Set "
+                "Route.written to the header that the model writes."
             )
         text += name if isinstance(part, Slot) else part
     return text + layout.header_end
 
 
-def _all_messages(fmt: FormatData, layout: Messages, request: Request, stage: Stage) -> Node:
-    """Return the structural-tag node for output that starts in a header or in a reasoning message.
+def _reasoning_messages(fmt: FormatData, layout: Messages, stage: Stage) -> list[Node]:
+    """Return the structural-tag nodes for the reasoning message and the start of the next message.
 
-    Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`, followed
-    by the header of a tool call or of the answer.
+    Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`. If
+    `stage` is REASONING, the header is omitted. Otherwise the whole message is optional.
+
+    Raises:
+        ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
     """
-    end = layout.ends[0] if layout.ends else ""
-    reasoning_route = _first_route(layout, Stage.REASONING)
-    parts: list[Node] = []
-    if reasoning_route is not None and end:
-        text = any_text((layout.start, *layout.ends[1:], *fmt.ends))
-        body = {"type": "tag", "begin": "", "content": text, "end": end}
-        body_and_next_start = sequence(body, const(layout.start))
+    route = _first_route(layout, Stage.REASONING)
+    if route is None or not layout.ends:
         if stage is Stage.REASONING:
-            parts.append(body_and_next_start)
-        else:
-            header = const(_header_text(layout, reasoning_route))
-            parts.append(optional(sequence(header, body_and_next_start)))
-    elif stage is Stage.REASONING:
-        raise _no_end_marker(fmt)
-    return sequence(*parts, _final_messages(fmt, layout, request))
+            raise _no_end_marker(fmt)
+        return []
+    text = any_text((layout.start, *layout.ends[1:], *fmt.ends))
+    body = {"type": "tag", "begin": "", "content": text, "end": layout.ends[0]}
+    body_and_next_start = sequence(body, const(layout.start))
+    if stage is Stage.REASONING:
+        return [body_and_next_start]
+    header = const(_header_text(layout, route))
+    return [optional(sequence(header, body_and_next_start))]
 
 
 def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
@@ -401,8 +300,8 @@ def _final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node
         content_route = _first_route(layout, Stage.CONTENT)
         if content_route is None:
             raise ConstraintError(
-                f"The format {fmt.name!r} cannot express an answer, because no message contains "
-                "content. Use a format that declares a route for the content."
+                f"The format {fmt.name!r} has no route with the stage CONTENT, so the model can "
+                "only call tools. Set tool_choice to required, or use a format with such a route."
             )
         text = any_text() if request.answer is None else request.answer
         options.append(sequence(const(_header_text(layout, content_route)), text))
@@ -420,8 +319,8 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     routes = [route for route in layout.routes if route.stage is Stage.CALLS]
     if not routes or not isinstance(layout.body, JsonArguments):
         raise ConstraintError(
-            f"The tool calls of the format {fmt.name!r} cannot be constrained, because the format "
-            "writes tool calls inside content messages"
+            f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
+            "writes them inside messages that also contain other text"
         )
     # The first route is the usual header. Other headers are allowed if their text is declared.
     written_routes = [routes[0], *(route for route in routes[1:] if route.written)]

@@ -7,24 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from nereid_parsers.constrain_nodes import Node, const, json_schema, one_of
-from nereid_parsers.errors import ConstraintError
+from nereid_parsers.errors import ConstraintError, shorten
 from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The node types of xgrammar 0.2.8, and the keys under which a node contains other nodes.
-_NODE_TYPES: dict[str, tuple[str, ...]] = {
-    "const_string": (), "json_schema": (), "any_text": (), "token": (), "exclude_token": (),
-    "any_tokens": (), "grammar": (), "regex": (), "qwen_xml_parameter": (),
-    "sequence": ("elements",), "or": ("elements",), "tag": ("content",),
-    "triggered_tags": ("tags",), "token_triggered_tags": ("tags",),
-    "tags_with_separator": ("tags",), "optional": ("content",), "plus": ("content",),
-    "star": ("content",), "repeat": ("content",), "dispatch": ("rules",),
-    "token_dispatch": ("rules",),
-}  # fmt: skip
-# The value of the first key is one node. The value of each other key is a list of nodes.
-_NODE_KEYS = ("content",)
-_NODE_LIST_KEYS = ("elements", "tags")
+# The node types of xgrammar 0.2.8, each with the key under which the node contains other nodes. The
+# types without such a key are in _LEAF_TYPES.
+_LEAF_TYPES = frozenset({
+    "const_string", "json_schema", "any_text", "token", "exclude_token", "any_tokens", "grammar",
+    "regex", "qwen_xml_parameter", "dispatch", "token_dispatch",
+})  # fmt: skip
+_KEY_OF_INNER_NODE = dict.fromkeys(("tag", "optional", "plus", "star", "repeat"), "content")
+_KEY_OF_INNER_NODES = {
+    "sequence": "elements",
+    "or": "elements",
+    "triggered_tags": "tags",
+    "token_triggered_tags": "tags",
+    "tags_with_separator": "tags",
+}
+_NODE_TYPES = sorted({*_LEAF_TYPES, *_KEY_OF_INNER_NODE, *_KEY_OF_INNER_NODES})
 
 
 def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
@@ -60,8 +62,8 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
     if kind == "choice":
         return _choice_node(response_format.get("choice"))
     raise ConstraintError(
-        f"response_format: type {kind!r} is not one of text, json_object, json_schema, "
-        "structural_tag, regex, grammar and choice"
+        "response_format: type must be text, json_object, json_schema, structural_tag, regex, "
+        f"grammar or choice, but is {shorten(kind)}"
     )
 
 
@@ -81,10 +83,14 @@ def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa
         return
     if is_strict:
         raise ConstraintError(
-            f"{field}: strict is true, but these parts of the schema are not enforced: "
-            f"{'; '.join(keywords)}. Remove them, or set strict to false."
+            f"{field}: strict is true, but constrained decoding cannot enforce these parts of the "
+            f"schema: {'; '.join(keywords)}. Remove these parts, or set strict to false."
         )
-    log.warning("%s: these parts of the schema are not enforced: %s", field, "; ".join(keywords))
+    log.warning(
+        "%s: constrained decoding does not enforce these parts of the schema: %s",
+        field,
+        "; ".join(keywords),
+    )
 
 
 def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
@@ -92,21 +98,16 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
     spec = response_format.get("json_schema", response_format)
     if not isinstance(spec, Mapping):
         raise ConstraintError(
-            f"response_format: json_schema must be an object, but is {_shorten(spec)}"
+            f"response_format: json_schema must be an object, but is {shorten(spec)}"
         )
     schema = spec.get("schema", {})
     if not isinstance(schema, Mapping | bool):
         raise ConstraintError(
             "response_format: json_schema.schema must be an object, true or false, but is "
-            f"{_shorten(schema)}"
+            f"{shorten(schema)}"
         )
     report_unenforced(schema, bool(spec.get("strict")), "response_format")
     return json_schema(schema)
-
-
-def _shorten(value: object) -> str:
-    """Return the representation of a value for an error message, cut to 80 characters."""
-    return f"{value!r:.80}"
 
 
 def _required_text(response_format: Mapping[str, Any], key: str) -> str:
@@ -114,7 +115,8 @@ def _required_text(response_format: Mapping[str, Any], key: str) -> str:
     value = response_format.get(key)
     if not isinstance(value, str) or not value:
         raise ConstraintError(
-            f"response_format: {key} must be a string of at least one character, but is {value!r}"
+            f"response_format: {key} must be a string of at least one character, but is "
+            f"{shorten(value)}"
         )
     return value
 
@@ -122,12 +124,15 @@ def _required_text(response_format: Mapping[str, Any], key: str) -> str:
 def _choice_node(choices: object) -> Node:
     """Return the structural-tag node that matches exactly one of the strings in `choices`."""
     if not isinstance(choices, list) or not choices:
-        raise ConstraintError("response_format: choice must be a list of at least one string")
+        raise ConstraintError(
+            "response_format: choice must be a list of at least one string, but is "
+            f"{shorten(choices)}"
+        )
     for number, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice:
             raise ConstraintError(
                 f"response_format: choice[{number}] must be a string of at least one character, "
-                f"but is {choice!r}"
+                f"but is {shorten(choice)}"
             )
     return one_of(*map(const, dict.fromkeys(choices)))
 
@@ -143,27 +148,43 @@ def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _check_node(node: object, path: str) -> None:
-    """Raise ConstraintError if xgrammar does not support `node` or a node inside it."""
+    """Raise ConstraintError if xgrammar does not support `node` or a node inside it.
+
+    Args:
+        node: The structural-tag node.
+        path: The place of the node in the request, for the error message, for example
+            `response_format.format.elements[0]`.
+    """
     kind = node.get("type") if isinstance(node, Mapping) else None
     if not isinstance(node, Mapping) or not isinstance(kind, str):
         raise ConstraintError(
-            f"{path}: must be an object with the key 'type', but is {_shorten(node)}"
+            f"{path}: the value must be an object with a string under the key 'type', but is "
+            f"{shorten(node)}"
         )
     if kind not in _NODE_TYPES:
-        names = ", ".join(sorted(_NODE_TYPES))
-        raise ConstraintError(f"{path}.type: {kind!r} is not one of {names}")
+        raise ConstraintError(
+            f"{path}.type: the value must be one of {', '.join(_NODE_TYPES)}, but is "
+            f"{shorten(kind)}"
+        )
     if kind == "json_schema":
         schema = node.get("json_schema")
         report_unenforced(schema, bool(node.get("strict")), f"{path}.json_schema")
-    for key in _NODE_TYPES[kind]:
-        inner = node.get(key)
-        if key in _NODE_KEYS:
-            _check_node(inner, f"{path}.{key}")
-        elif key in _NODE_LIST_KEYS:
-            if not isinstance(inner, list) or not inner:
-                raise ConstraintError(f"{path}.{key}: must be a list of at least one node")
-            for number, part in enumerate(inner):
-                _check_node(part, f"{path}.{key}[{number}]")
+    elif kind in _KEY_OF_INNER_NODE:
+        key = _KEY_OF_INNER_NODE[kind]
+        _check_node(node.get(key), f"{path}.{key}")
+    elif kind in _KEY_OF_INNER_NODES:
+        key = _KEY_OF_INNER_NODES[kind]
+        for number, inner in enumerate(_required_list(node.get(key), f"{path}.{key}")):
+            _check_node(inner, f"{path}.{key}[{number}]")
+
+
+def _required_list(value: object, path: str) -> list[Any]:
+    """Return `value`. Raise ConstraintError if it is not a list of at least one member."""
+    if not isinstance(value, list) or not value:
+        raise ConstraintError(
+            f"{path}: the value must be a list of at least one object, but is {shorten(value)}"
+        )
+    return value
 
 
 def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
@@ -173,35 +194,39 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
     gives a node of type `triggered_tags` with one tag.
     """
     triggers = response_format.get("triggers")
-    structures = response_format.get("structures")
     if not isinstance(triggers, list) or not triggers or not all(map(_is_text, triggers)):
         raise ConstraintError(
-            "response_format.triggers: must be a list of at least one string, and no string may be "
-            "empty"
+            "response_format.triggers: the value must be a list of strings that are not empty, "
+            f"but is {shorten(triggers)}"
         )
-    if not isinstance(structures, list) or not structures:
-        raise ConstraintError("response_format.structures: must be a list of at least one object")
-    tags: list[Node] = []
-    for number, structure in enumerate(structures):
-        place = f"response_format.structures[{number}]"
-        if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
-            raise ConstraintError(
-                f"{place}: must be an object whose key 'begin' contains a string of at least one "
-                "character"
-            )
-        end = structure.get("end")
-        if not isinstance(end, str):
-            raise ConstraintError(f"{place}.end: must be a string, but is {end!r}")
-        begin = structure["begin"]
-        if not any(begin.startswith(trigger) for trigger in triggers):
-            raise ConstraintError(
-                f"{place}.begin: must start with one of the strings in response_format.triggers, "
-                f"but is {begin!r}"
-            )
-        schema = structure.get("schema", {})
-        report_unenforced(schema, False, f"{place}.schema")
-        tags.append({"type": "tag", "begin": begin, "content": json_schema(schema), "end": end})
+    path = "response_format.structures"
+    structures = _required_list(response_format.get("structures"), path)
+    tags = [
+        _legacy_tag(structure, triggers, f"{path}[{number}]")
+        for number, structure in enumerate(structures)
+    ]
     return {"type": "triggered_tags", "triggers": list(triggers), "tags": tags}
+
+
+def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
+    """Return the tag for one member of `structures`, see `_legacy_tag_node`."""
+    if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
+        raise ConstraintError(
+            f"{path}: the value must be an object with a string of at least one character under "
+            f"the key 'begin', but is {shorten(structure)}"
+        )
+    begin = structure["begin"]
+    end = structure.get("end")
+    if not isinstance(end, str):
+        raise ConstraintError(f"{path}.end: the value must be a string, but is {shorten(end)}")
+    if not begin.startswith(tuple(triggers)):
+        raise ConstraintError(
+            f"{path}.begin: the value must start with one of the strings in "
+            f"response_format.triggers, but is {shorten(begin)}"
+        )
+    schema = structure.get("schema", {})
+    report_unenforced(schema, False, f"{path}.schema")
+    return {"type": "tag", "begin": begin, "content": json_schema(schema), "end": end}
 
 
 def _is_text(value: object) -> bool:

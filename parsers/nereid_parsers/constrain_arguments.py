@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nereid_parsers.constrain_nodes import (
@@ -17,6 +16,7 @@ from nereid_parsers.constrain_nodes import (
     repeated,
     sequence,
 )
+from nereid_parsers.constrain_request import ToolSchema
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import pattern
 from nereid_parsers.stream.argument_types import json_types_of
@@ -31,52 +31,13 @@ from nereid_parsers.tool_declarations import (
 _NESTED_MARK = "]<]minimax[>["
 _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
-# The regex for Python strings in single quotes cannot enforce these keywords of a schema.
+# A string whose schema has one of these keywords is not written in single quotes, because the regex
+# for single quotes cannot enforce the keyword.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# Without required arguments, only this number of optional arguments can be the first argument.
-_MAX_FREE_STARTS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class ToolSchema:
-    """One tool of the request: its name and the JSON schema of its parameters."""
-
-    name: str
-    parameters: Mapping[str, Any]
-    is_strict: bool = False
-
-    @classmethod
-    def of(cls, tool: Mapping[str, Any]) -> ToolSchema:
-        """Convert one member of the OpenAI tools list. Raise ConstraintError if it has no name."""
-        function = tool.get("function", tool)
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not name:
-            raise ConstraintError(f"tools: the tool {dict(tool)!r} has no name. Set function.name.")
-        parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        return cls(name, parameters, bool(function.get("strict") or tool.get("strict")))
-
-    def argument(self, key: str) -> Mapping[str, Any]:
-        """Return the JSON schema of the argument `key`, with the definitions that it refers to."""
-        schema = self.parameters["properties"][key]
-        definitions = {
-            keyword: self.parameters[keyword]
-            for keyword in ("$defs", "definitions")
-            if keyword in self.parameters
-        }
-        return {**definitions, **schema} if isinstance(schema, Mapping) else {}
-
-    @property
-    def keys(self) -> tuple[list[str], list[str]]:
-        """The names of the required and the optional arguments, in the schema's order."""
-        properties = self.parameters.get("properties")
-        names = list(properties) if isinstance(properties, Mapping) else []
-        listed = self.parameters.get("required")
-        required = set(listed) if isinstance(listed, list) else set()
-        return (
-            [name for name in names if name in required],
-            [name for name in names if name not in required],
-        )
+# If a tool has no required arguments, a list of arguments can start with any of this number of
+# optional arguments. The limit keeps the grammar small.
+_MAX_FIRST_MEMBERS = 12
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
@@ -96,8 +57,8 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
             nodes.append(one_of(*map(const, values[part.field])))
         else:
             raise ConstraintError(
-                f"The format does not define the text of the field {part.field}, so output cannot "
-                f"be constrained to the pattern {text!r}"
+                f"The format writes tool calls with the pattern {text!r}, but does not define the "
+                f"text of the field {{{part.field}}}. Constrained output needs this text."
             )
     return sequence(*nodes)
 
@@ -110,9 +71,8 @@ def tagged_arguments(part: TaggedArguments, tool: ToolSchema) -> Node:
 
     Example of matching text: `<parameter=city>Paris</parameter><parameter=days>3</parameter>`.
     """
-    required, optional_keys = tool.keys
-    nodes = [_tagged_value(part, key, tool.argument(key)) for key in required]
-    nodes += [optional(_tagged_value(part, key, tool.argument(key))) for key in optional_keys]
+    nodes = [_tagged_value(part, key, tool.argument(key)) for key in tool.required_keys]
+    nodes += [optional(_tagged_value(part, key, tool.argument(key))) for key in tool.optional_keys]
     return sequence(*nodes) if nodes else BLANKS
 
 
@@ -195,26 +155,21 @@ def nested_arguments(part: NestedTags, tool: ToolSchema) -> Node:
     """
     if part.mark != _NESTED_MARK:
         raise ConstraintError(
-            f"Nested elements with the mark {part.mark!r} cannot be constrained, because xgrammar "
-            f"supports only the mark {_NESTED_MARK!r}"
+            f"The format writes arguments as nested elements with the mark {part.mark!r}. Such "
+            f"arguments cannot be constrained, because xgrammar supports only the mark "
+            f"{_NESTED_MARK!r}."
         )
     return {**json_schema(tool.parameters), "style": _NESTED_STYLE}
 
 
 def python_call(part: PythonCalls, tool: ToolSchema) -> Node:
     """Return the node for one tool call in Python syntax, for example `f(city="Paris", days=3)`."""
-    required, optional_keys = tool.keys
-    arguments = _comma_separated(
-        [_python_argument(key, tool) for key in required],
-        [_python_argument(key, tool) for key in optional_keys],
-        const(", "),
-    )
+
+    def argument(key: str) -> Node:
+        return sequence(const(f"{key}="), _python_value(tool.argument(key)))
+
+    arguments = _comma_separated(tool, argument, const(", "))
     return sequence(const(f"{tool.name}{part.suffix}("), arguments, const(")"))
-
-
-def _python_argument(key: str, tool: ToolSchema) -> Node:
-    """Return the node for one keyword argument, for example `days=3`."""
-    return sequence(const(f"{key}="), _python_value(tool.argument(key)))
 
 
 def _python_value(schema: Mapping[str, Any]) -> Node:
@@ -236,18 +191,11 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
 
 def bare_key_arguments(part: BareKeyArguments, tool: ToolSchema) -> Node:
     """Return the node for an object with unquoted keys, for example `{city:<q>Paris<q>,days:3}`."""
-    required, optional_keys = tool.keys
-    members = _comma_separated(
-        [_bare_key_member(part, key, tool) for key in required],
-        [_bare_key_member(part, key, tool) for key in optional_keys],
-        const(","),
-    )
-    return sequence(const("{"), members, const("}"))
 
+    def member(key: str) -> Node:
+        return sequence(const(f"{key}:"), _bare_key_value(part, tool.argument(key)))
 
-def _bare_key_member(part: BareKeyArguments, key: str, tool: ToolSchema) -> Node:
-    """Return the node for one member of an object with unquoted keys, for example `days:3`."""
-    return sequence(const(f"{key}:"), _bare_key_value(part, tool.argument(key)))
+    return sequence(const("{"), _comma_separated(tool, member, const(",")), const("}"))
 
 
 def _bare_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
@@ -270,21 +218,29 @@ def _bare_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
     return json_schema(schema)
 
 
-def _comma_separated(required: list[Node], others: list[Node], separator: Node) -> Node:
-    """Return the node for a list of members. Optional members may be omitted.
+def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separator: Node) -> Node:
+    """Return the node for a list with one member for each argument of `tool`.
 
-    Example: for the required member a and the optional members b and c, the matching texts are `a`,
-    `a,b`, `a,c` and `a,b,c`. Without a required member, `b,c`, `b`, `c` and the empty text match.
+    Members for optional arguments may be omitted. Example: for the required argument a and the
+    optional arguments b and c, the matching texts are `a`, `a,b`, `a,c` and `a,b,c`. Without a
+    required argument, `b,c`, `b`, `c` and the empty text match.
+
+    Args:
+        tool: The tool whose arguments are the members.
+        member_node: A function that returns the node for the argument with the given name.
+        separator: The node for the text between two members.
     """
+    required = [member_node(key) for key in tool.required_keys]
+    omissible = [member_node(key) for key in tool.optional_keys]
     if required:
-        nodes = [required[0]]
-        nodes += [sequence(separator, node) for node in required[1:]]
-        nodes += [optional(sequence(separator, node)) for node in others]
-        return sequence(*nodes)
-    if not others:
+        further_required = [sequence(separator, node) for node in required[1:]]
+        further_optional = [optional(sequence(separator, node)) for node in omissible]
+        return sequence(required[0], *further_required, *further_optional)
+    if not omissible:
         return const("")
+    # One option for each member that can be the first member of the list.
     options = [
-        sequence(first, *(optional(sequence(separator, node)) for node in others[number + 1 :]))
-        for number, first in enumerate(others[:_MAX_FREE_STARTS])
+        sequence(first, *(optional(sequence(separator, node)) for node in omissible[number:]))
+        for number, first in enumerate(omissible[:_MAX_FIRST_MEMBERS], start=1)
     ]
     return optional(one_of(*options))

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 from nereid_parsers.constrain_arguments import (
-    ToolSchema,
     bare_key_arguments,
     nested_arguments,
     python_call,
@@ -22,8 +21,8 @@ from nereid_parsers.constrain_nodes import (
     optional,
     repeated,
     sequence,
-    tag,
 )
+from nereid_parsers.constrain_request import ToolSchema
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.pattern_syntax import pattern
 from nereid_parsers.tool_declarations import (
@@ -62,24 +61,16 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], is_single:
     call = section.calls[0]
     separator = const(section.separator) if section.separator.strip() else BLANKS
     if isinstance(call.body, JsonArray | PythonCalls):
-        calls = _call_node(call, tools, is_single)
+        calls = call_node(call, tools, is_single)
         if len(section.calls) > 1 and isinstance(section.calls[1].body, JsonObject):
-            single_objects = [_call_node(section.calls[1], (tool,), True) for tool in tools]
+            single_objects = [call_node(section.calls[1], (tool,), True) for tool in tools]
             calls = one_of(calls, *single_objects)
         if call.open.strip() and call.close.strip():
             # If the array has its own markers, models also write one array for each tool call.
             calls = repeated([calls], separator, is_single)
     else:
-        calls = repeated([_call_node(call, (tool,), True) for tool in tools], separator, is_single)
+        calls = repeated([call_node(call, (tool,), True) for tool in tools], separator, is_single)
     return sequence(const(section.open), calls, const(section.close))
-
-
-def call_tag(call: Call, tools: tuple[ToolSchema, ...], is_single: bool = False) -> Node:
-    """Return the tag for one tool call and its markers. The tool call may call any of the tools.
-
-    If `call` is an array or a list of Python calls, the tag covers the whole list.
-    """
-    return tag(_call_node(call, tools, is_single))
 
 
 def trigger_of(section: ToolSection) -> str:
@@ -101,15 +92,18 @@ def trigger_of(section: ToolSection) -> str:
         before, _ = _object_around_arguments(call.body.keys, _NAME_PLACEHOLDER)
         return before.partition(_NAME_PLACEHOLDER)[0]
     raise ConstraintError(
-        "Tool calls of this format cannot be constrained, because they have no marker and "
-        "therefore cannot be distinguished from content"
+        "The format writes tool calls without a marker, so constrained output cannot separate "
+        "them from other text. Set tool_choice to 'required', so that the output contains only "
+        "tool calls."
     )
 
 
-def _call_node(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
+def call_node(call: Call, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
     """Return the node for a tool call: opening marker, head, body and closing marker.
 
-    Arrays and lists of Python calls accept all `tools`. Other bodies accept only the first tool.
+    Example of matching text: `<tool_call>{"name": "f", "arguments": {}}</tool_call>`. Arrays and
+    lists of Python calls accept all `tools`, and match the whole list of tool calls. Other bodies
+    accept only the first tool.
     """
     head = _head_node(call.head, tools[0].name)
     return sequence(const(call.open), head, _body_node(call, tools, is_single), const(call.close))
@@ -161,8 +155,8 @@ def _head_node(head: str, name: str) -> Node:
             nodes.append({"type": "regex", "pattern": _HEAD_FIELDS[part.field]})
         else:
             raise ConstraintError(
-                f"Tool calls that begin with {head!r} cannot be constrained, because the format "
-                f"does not define the text of the field {part.field}"
+                f"The format writes tool calls that begin with {head!r}, but does not define the "
+                f"text of the field {{{part.field}}}. Constrained output needs this text."
             )
     return sequence(*nodes)
 

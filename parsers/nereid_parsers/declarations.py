@@ -119,8 +119,9 @@ class Wrapper:
     def __post_init__(self) -> None:
         if not self.open.strip() and not self.close.strip():
             raise FormatError(
-                "Wrapper: both markers are blank, but at least one marker is required. "
-                "Use content=None for content without markers."
+                f"Wrapper.open is {self.open!r} and Wrapper.close is {self.close!r}, but at least "
+                "one of the two markers must contain a visible character. If no markers surround "
+                "the content, set Sections.content to None."
             )
 
 
@@ -192,10 +193,11 @@ class Messages:
         check_markers("Messages", start=self.start)
         if not self.header_end:
             raise FormatError(
-                "Messages: header_end must not be empty, because it marks the end of a header"
+                "Messages.header_end must not be empty, because this text separates the header of "
+                "a message from its body"
             )
         if not self.routes:
-            raise FormatError("Messages: routes must contain at least one route")
+            raise FormatError("Messages.routes must contain at least one Route, but is empty")
 
 
 # ---- the format ----------------------------------------------------------------------------------

@@ -32,3 +32,8 @@ class ConstraintError(NereidParsersError, ValueError):
 
 class TemplateError(NereidParsersError, ValueError):
     """A chat template cannot be compiled, or cannot be rendered for the analysis."""
+
+
+def shorten(value: object) -> str:
+    """Return the representation of a value for an error message, cut to 80 characters."""
+    return f"{value!r:.80}"

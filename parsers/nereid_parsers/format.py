@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nereid_parsers.constrain import Request, gate_of, structural_tag
+from nereid_parsers.constrain import gate_of, structural_tag
+from nereid_parsers.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
     Messages,

@@ -50,15 +50,15 @@ def pattern(text: str) -> tuple[str | Slot, ...]:
         elif match.group(1) in FIELDS:
             if match.group(1) != "rest" and parts and isinstance(parts[-1], Slot):
                 raise FormatError(
-                    f"pattern {text!r}: there is nothing between two fields, so the end of the "
-                    "first field is not defined. Add a literal between them."
+                    f"The pattern {text!r} has two fields without text between them, so the end "
+                    "of the first field is not defined. Insert text between the two fields."
                 )
             parts.append(Slot(match.group(1)))
         else:
-            fields = ", ".join(sorted(FIELDS))
+            fields = ", ".join(f"{{{name}}}" for name in sorted(FIELDS))
             raise FormatError(
-                f"pattern {text!r}: {match.group()!r} is not a field. The fields are {fields}. "
-                "Write literal braces as {{ and }}."
+                f"The pattern {text!r} contains {match.group()!r}, which is not a field. The "
+                f"fields are {fields}. Write literal braces as {{{{ and }}}}."
             )
     _append_literal(parts, text[literal_start:])
     return tuple(parts)
@@ -85,13 +85,18 @@ def check_pattern(place: str, text: str, *required: str) -> None:
     fields = [part.field for part in pattern(text) if isinstance(part, Slot)]
     for name in required:
         if fields.count(name) != 1:
-            raise FormatError(f"{place}: {text!r} must contain {{{name}}} exactly once")
+            raise FormatError(f"{place} is {text!r}, but must contain {{{name}}} exactly once")
 
 
 def check_markers(part: str, **markers: str) -> None:
-    """Raise FormatError if one of the markers is empty or contains only white space."""
+    """Raise FormatError if one of the markers is empty or contains only white space.
+
+    Args:
+        part: The name of the class that declares the markers, for the error message.
+        markers: The markers, by the names of their attributes.
+    """
     for name, marker in markers.items():
         if not marker.strip():
             raise FormatError(
-                f"{part}: {name} is blank, but a marker must contain visible characters"
+                f"{part}.{name} is {marker!r}, but a marker must contain a visible character"
             )

@@ -39,14 +39,19 @@ class Keys:
         for path in paths:
             if not all(path.split(".")):
                 raise FormatError(
-                    f"Keys: {path!r} must consist of key names that are separated by dots"
+                    f"Keys: the path {path!r} must consist of key names, with one dot between two "
+                    "names"
                 )
         if not {"name", "arguments"} <= set(self.order) <= {"name", "arguments", "id"}:
             raise FormatError(
-                f"Keys: order must contain name, arguments and optionally id, but is {self.order!r}"
+                "Keys.order must contain 'name' and 'arguments', and may contain 'id', but is "
+                f"{self.order!r}"
             )
         if "id" in self.order and self.id is None:
-            raise FormatError("Keys: order contains id, but no id key is declared (id=None)")
+            raise FormatError(
+                "Keys.order contains 'id', but Keys.id is None. Set Keys.id to the key of the id, "
+                "or remove 'id' from Keys.order."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +196,13 @@ class Call:
         if isinstance(self.body, NAMED_BY_HEAD):
             if not has_name:
                 raise FormatError(
-                    f"Call.head: {self.head!r} must contain {{name}}, because the body "
-                    f"{type(self.body).__name__} does not contain the name of the function"
+                    f"Call.head is {self.head!r}, but must contain the field {{name}}, because a "
+                    f"{type(self.body).__name__} body does not contain the function's name"
                 )
         elif has_name:
             raise FormatError(
-                f"Call.head: {self.head!r} must not contain {{name}}, because the body contains "
-                "the name of the function"
+                f"Call.head is {self.head!r}. Remove the field {{name}}, because a "
+                f"{type(self.body).__name__} body already contains the function's name."
             )
         pattern(self.id)
 
@@ -232,11 +237,11 @@ class ToolSection:
 
     def __post_init__(self) -> None:
         if not self.calls:
-            raise FormatError("ToolSection: calls must contain at least one Call")
+            raise FormatError("ToolSection.calls must contain at least one Call, but is empty")
         if self.close.strip() and not self.open.strip():
             raise FormatError(
-                f"ToolSection: close is {self.close!r}, but open is blank. A section with a "
-                "closing marker needs an opening marker."
+                f"ToolSection.close is {self.close!r}, but ToolSection.open is {self.open!r}. A "
+                "section with a closing marker also needs an opening marker."
             )
 
     @property

@@ -226,7 +226,7 @@ REFUSED = {
     "response_format: type must be one of": {"response_format": {"type": "xml"}},
     "best_of: this server returns every choice that it generates": {"best_of": 3},
     "guided_json: structured_outputs.json replaces this field": {"guided_json": SCHEMA},
-    "tool_choice: no tool is called 'nobody'": {
+    "tool_choice: tools contains no function with the name 'nobody'": {
         "tools": TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "nobody"}},
     },

@@ -111,7 +111,7 @@ async def run_all(url):
         if reply.status_code != 200:
             outcomes[kind, reply.status_code] += 1
             refusal = reply.json()["error"]["message"]
-            if reply.status_code != 400 or "not enforced" not in refusal:
+            if reply.status_code != 400 or "cannot enforce" not in refusal:
                 problems.append((number, kind, reply.status_code, refusal))
             return
         answer = reply.json()

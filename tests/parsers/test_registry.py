@@ -98,7 +98,7 @@ def test_two_halves_of_one_message_format_combine():
     ],
 )
 def test_a_message_format_cannot_be_combined_with_another_format(names):
-    with pytest.raises(FormatError, match="cannot be combined"):
+    with pytest.raises(FormatError, match=r"cannot be combined.*get_format\('gpt_oss'\)"):
         get_format(**names)
 
 
@@ -108,7 +108,7 @@ def test_a_tool_name_may_add_the_reasoning_of_its_family():
 
 @pytest.mark.parametrize("kwargs", [{"name": "qwen3_codr"}, {"reasoning": "qwen"}, {"tools": "no"}])
 def test_the_error_for_an_unknown_name_lists_similar_names(kwargs):
-    with pytest.raises(UnknownFormatError, match="no format is called") as caught:
+    with pytest.raises(UnknownFormatError, match="There is no format with the name") as caught:
         get_format(**kwargs)
     if "name" in kwargs:
         assert "qwen3_coder" in str(caught.value)
@@ -118,7 +118,7 @@ def test_the_error_for_an_unknown_name_lists_similar_names(kwargs):
 def test_a_name_and_separate_names_exclude_each_other():
     with pytest.raises(FormatError, match="not both"):
         get_format("qwen3", tools="hermes")
-    with pytest.raises(FormatError, match="needs a name"):
+    with pytest.raises(FormatError, match="requires the name of a format"):
         get_format()
 
 

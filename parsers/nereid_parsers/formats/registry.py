@@ -58,14 +58,18 @@ def get_format(
     if name is not None:
         if reasoning is not None or tools is not None:
             raise FormatError(
-                "get_format accepts either a name, or reasoning= and tools=, but not both"
+                "get_format() accepts either one name, as in get_format('qwen3'), or the keyword "
+                "arguments reasoning and tools, but not both"
             )
         reasoning = name if _find(name, REASONING_ALIASES, REASONING_MODULES) else None
         tools = name if _find(name, TOOL_ALIASES, TOOL_MODULES) else None
         if reasoning is None and tools is None:
             raise _unknown_format(name, (*REASONING_MODULES, *TOOL_MODULES))
     if reasoning is None and tools is None:
-        raise FormatError("get_format needs a name. Pass name, reasoning= or tools=.")
+        raise FormatError(
+            "get_format() requires the name of a format, for example get_format('hermes') or "
+            "get_format(reasoning='qwen3', tools='hermes')"
+        )
     label = name or "+".join(part for part in (reasoning, tools) if part)
     reasoning_part = reasoning_entry(reasoning) if reasoning is not None else None
     tool_part = tool_entry(tools) if tools is not None else None
@@ -151,7 +155,8 @@ def _unknown_format(name: str, names: Iterable[str]) -> UnknownFormatError:
     similar = difflib.get_close_matches(normalize(name), list(names), n=4, cutoff=0.5)
     hint = f" Similar names: {', '.join(similar)}." if similar else ""
     return UnknownFormatError(
-        f"no format is called {name!r}.{hint} format_names() returns all names."
+        f"There is no format with the name {name!r}.{hint} nereid_parsers.format_names() returns "
+        "all names."
     )
 
 
@@ -169,9 +174,13 @@ def _combine(
     if message_layouts:
         layout = message_layouts.pop()
         if any(entry.part != layout for entry in entries):
+            has_reasoning_layout = reasoning is not None and isinstance(reasoning.part, Messages)
+            reasoning_name, _, tool_name = label.partition("+")
+            name = reasoning_name if has_reasoning_layout else tool_name
             raise FormatError(
-                f"The formats in {label} cannot be combined, because one of them describes whole "
-                "messages. Use the same name for the reasoning and for the tool calls."
+                f"The formats in {label} cannot be combined, because {name} describes whole "
+                "messages, including their reasoning and their tool calls. Use this format alone: "
+                f"get_format({name!r})."
             )
         return Format(label, layout, policy, ends, sources=sources)
     sections = Sections(

@@ -157,7 +157,7 @@ REPOSITORY = Path(__file__).resolve().parents[3] / "model_repository"
         ),
         (["--dtype=float8"], {}, "dtype: the value must be one of auto, "),
         (["--kv-cache-memory=-1GiB"], {}, "kv_cache_memory: the value must be a positive number"),
-        (["--tool-parser=mine"], {}, "tool_parser: no format is called 'mine'"),
+        (["--tool-parser=mine"], {}, "tool_parser: There is no format with the name 'mine'"),
         (["--max-concurrent-requests=x"], {}, "NEREID_MAX_CONCURRENT_REQUESTS must be an integer"),
         ([], {"NEREID_BLOCK_SIZE": "0"}, "block_size: the value must be an integer of at least 1"),
         (

@@ -1,0 +1,171 @@
+"""Reads and validates the fields of an OpenAI request that constrain the output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nereid_parsers.constrain_answer import answer_node
+from nereid_parsers.constrain_nodes import Node
+from nereid_parsers.errors import ConstraintError, shorten
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSchema:
+    """One tool of the request: its name and the JSON schema of its parameters."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    is_strict: bool = False
+
+    @classmethod
+    def of(cls, tool: Mapping[str, Any]) -> ToolSchema:
+        """Convert one member of the OpenAI tools list. Raise ConstraintError if it has no name."""
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise ConstraintError(
+                f"tools: the tool {shorten(dict(tool))} has no function name. Set function.name."
+            )
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        return cls(name, parameters, bool(function.get("strict") or tool.get("strict")))
+
+    def argument(self, key: str) -> Mapping[str, Any]:
+        """Return the JSON schema of the argument `key`, with the definitions that it refers to."""
+        schema = self.parameters["properties"][key]
+        definitions = {
+            keyword: self.parameters[keyword]
+            for keyword in ("$defs", "definitions")
+            if keyword in self.parameters
+        }
+        return {**definitions, **schema} if isinstance(schema, Mapping) else {}
+
+    @property
+    def required_keys(self) -> list[str]:
+        """The names of the required arguments, in the schema's order."""
+        required = self.parameters.get("required")
+        return [key for key in self._keys() if isinstance(required, list) and key in required]
+
+    @property
+    def optional_keys(self) -> list[str]:
+        """The names of all other arguments, in the schema's order."""
+        required = self.required_keys
+        return [key for key in self._keys() if key not in required]
+
+    def _keys(self) -> list[str]:
+        properties = self.parameters.get("properties")
+        return list(properties) if isinstance(properties, Mapping) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The validated constraints that a request places on the output.
+
+    Attributes:
+        tools: The tools that the model may call, in the order of the request.
+        must_call: Whether the model must make at least one tool call.
+        is_single: Whether the model may make at most one tool call.
+        answer: The structural-tag node that the content must match, or None for free text.
+    """
+
+    tools: tuple[ToolSchema, ...] = ()
+    must_call: bool = False
+    is_single: bool = False
+    answer: Node | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tools: Sequence[Mapping[str, Any]] | None,
+        tool_choice: str | Mapping[str, Any] | None,
+        response_format: Mapping[str, Any] | None,
+        parallel_tool_calls: bool,
+    ) -> Request:
+        """Convert the fields of an OpenAI request.
+
+        Raises:
+            ConstraintError: A field is invalid, or `tool_choice` contradicts `tools`.
+        """
+        allowed = tuple(ToolSchema.of(tool) for tool in tools or ())
+        mode, names = _parse_tool_choice(tool_choice, bool(allowed))
+        if names is not None:
+            missing = names - {tool.name for tool in allowed}
+            if missing:
+                raise ConstraintError(
+                    f"tool_choice: tools contains no function with the name {sorted(missing)[0]!r}"
+                )
+            allowed = tuple(tool for tool in allowed if tool.name in names)
+        if mode == "required" and not allowed:
+            raise ConstraintError(
+                "tool_choice: a tool call is required, but tools is empty. Add a function to "
+                "tools, or set tool_choice to auto."
+            )
+        if mode == "none":
+            allowed = ()
+        is_named = isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function"
+        return cls(
+            tools=allowed,
+            must_call=mode == "required",
+            is_single=is_named or not parallel_tool_calls,
+            answer=answer_node(response_format),
+        )
+
+    @property
+    def is_unconstrained(self) -> bool:
+        """Whether the request allows any output."""
+        constrains_calls = self.must_call or any(tool.is_strict for tool in self.tools)
+        limits_calls = bool(self.tools) and self.is_single
+        return self.answer is None and not constrains_calls and not limits_calls
+
+
+def _parse_tool_choice(
+    choice: str | Mapping[str, Any] | None, has_tools: bool
+) -> tuple[str, frozenset[str] | None]:
+    """Return the mode (auto, required or none) and the names of the tools that the model may call.
+
+    The names are None if the model may call all tools. Example:
+    `{"type": "function", "function": {"name": "f"}}` gives `("required", {"f"})`.
+
+    Raises:
+        ConstraintError: The value is not a `tool_choice` of the OpenAI API.
+    """
+    if choice is None:
+        return ("auto" if has_tools else "none"), None
+    if isinstance(choice, str):
+        if choice not in ("auto", "required", "none"):
+            raise ConstraintError(
+                f"tool_choice: the value must be auto, required, none or an object, but is "
+                f"{shorten(choice)}"
+            )
+        return choice, None
+    kind = choice.get("type")
+    if kind == "function":
+        return "required", frozenset({_function_name(choice)})
+    if kind == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        mode = allowed.get("mode", "auto")
+        if mode not in ("auto", "required"):
+            raise ConstraintError(
+                f"tool_choice: allowed_tools.mode must be auto or required, but is {shorten(mode)}"
+            )
+        return mode, frozenset(_function_name(tool) for tool in allowed.get("tools", ()))
+    raise ConstraintError(
+        f"tool_choice: type must be function or allowed_tools, but is {shorten(kind)}"
+    )
+
+
+def _function_name(choice: Mapping[str, Any]) -> str:
+    """Return the function's name from `{"function": {"name": ..}}` or `{"name": ..}`.
+
+    Raises:
+        ConstraintError: The object contains no name.
+    """
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise ConstraintError(
+            f"tool_choice: the object {shorten(dict(choice))} has no function name. Set "
+            "function.name."
+        )
+    return name

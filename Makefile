@@ -99,8 +99,8 @@ bench-attention: setup ## Compare decode attention of the native CPU kernel with
 bench-serve: setup ## Compare tokens/s through the Triton server and the frontend with the same engine in process
 	@$(BIN)/python -m loadtest.bench.bench_serve $(ARGS)
 
-bench-engine: setup ## Compare the engine with generate() of transformers
-	@$(BIN)/python -m loadtest.bench.bench_engine $(ARGS)
+bench-engine: setup ## Compare the engine with generate() of transformers, without llama.cpp
+	@$(BIN)/python -m loadtest.bench.bench --contestants nereid generate $(ARGS)
 
 bench-parsers: setup ## Measure the parsing time for each character, by kind of tool call
 	@$(BIN)/python -m loadtest.bench.bench_parsers $(ARGS)

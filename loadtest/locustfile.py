@@ -26,6 +26,7 @@ from locust import events  # noqa: F401 - locust comes first: it replaces socket
 # `locust -f` puts only this file's folder on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from loadtest.client.traffic import WEATHER_TOOL, structured
 from loadtest.load.arrivals import Closed, Constant, Poisson
 from loadtest.load.load_requests import (
     Ask,
@@ -45,25 +46,6 @@ from loadtest.load.prompts import Question
 _GUIDE = "You are a guide to the town of Pinemark and know all of its streets. " * 12
 _LONG = "The road from Pinemark to Korvale is long, and every mile of it has a story. " * 60
 _TEXTS = ["Hugo lives in Pinemark.", "Paris is a city.", "Turtles are slow.", "Korvale is far."]
-_WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a place",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Pinemark", "Rome"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
-_PET = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 
 
 class SteadyChat(LoadUser):
@@ -138,12 +120,10 @@ class Agents(LoadUser):
 
     def asks(self) -> list[Ask]:
         """Return a tool call and a chat with a schema, like two steps of an agent."""
-        wrapped = {"name": "pet", "schema": _PET, "strict": True}
-        form = {"type": "json_schema", "json_schema": wrapped}
         weather = Question("What is the weather in Paris?")
         return [
-            chat(weather, 96, tools=[_WEATHER], tool_choice="required"),
-            chat(Question("Describe a pet."), 96, response_format=form),
+            chat(weather, 96, tools=[WEATHER_TOOL], tool_choice="required"),
+            chat(Question("Describe a pet."), 96, **structured()),
         ]
 
 

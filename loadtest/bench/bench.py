@@ -2,10 +2,13 @@
 """Compare the speed of Nereid's engine with transformers and llama.cpp on this machine.
 
     python -m loadtest.bench.bench --shapes demo 0.1b --dtype bfloat16 --decode 1 4 16
+    python -m loadtest.bench.bench --contestants nereid generate          # without llama.cpp
+    python -m loadtest.bench.bench --contestants nereid "int8 weights" "int8 cache" "int8"
 
-The program compares five engines on the same random weights with the same number of threads:
-Nereid, Nereid with compile_forward, `generate` of transformers (static batches), `generate_batch`
-of transformers (continuous batching), and llama.cpp. `make bench-peers` installs llama.cpp.
+By default, the program compares five engines on the same random weights with the same number of
+threads: Nereid, Nereid with compile_forward, `generate` of transformers (static batches),
+`generate_batch` of transformers (continuous batching), and llama.cpp. `make bench-peers` installs
+llama.cpp. The contestants "int8 ..." are Nereid with 8-bit weights, an 8-bit KV cache, or both.
 Each engine runs in a process of its own. The program also measures the limits of the machine, which
 are its memory bandwidth and its speed of matrix products. The engines take turns for several
 rounds, and the table shows medians, because other work on the machine varies over time.
@@ -42,8 +45,12 @@ CONTESTANTS: dict[str, tuple[str, Path, dict[str, Any]]] = {
     "generate": ("transformers_generate", Path(sys.executable), {}),
     "generate_batch": ("transformers_batching", Path(sys.executable), {}),
     "llama.cpp": ("llama", PEERS_PYTHON, {}),
+    "int8 weights": ("nereid", Path(sys.executable), {"weight_dtype": "int8"}),
+    "int8 cache": ("nereid", Path(sys.executable), {"kv_cache_dtype": "int8"}),
+    "int8": ("nereid", Path(sys.executable), {"weight_dtype": "int8", "kv_cache_dtype": "int8"}),
 }
-OURS = ("nereid", "nereid compiled")
+OURS = {name for name, (program, _, _) in CONTESTANTS.items() if program == "nereid"}
+_USUAL = list(CONTESTANTS)[:5]
 # For each shape of Qwen3: the hidden size, the intermediate size, and the numbers of layers, heads
 # and key-value heads; then the head dimension and the vocabulary size.
 SHAPES = {
@@ -82,7 +89,7 @@ def arguments() -> argparse.ArgumentParser:
     engines = list(CONTESTANTS)
     threads = len(os.sched_getaffinity(0))
     add("--shapes", nargs="+", choices=SHAPES, default=["demo", "0.1b"], help="shapes of the model")
-    add("--contestants", nargs="+", choices=engines, default=engines, help="engines to compare")
+    add("--contestants", nargs="+", choices=engines, default=_USUAL, help="engines to compare")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="dtype of the weights")
     add("--prefill", type=int, nargs="*", default=[512], help="prompt lengths of the prefill rows")
     add("--decode", type=int, nargs="*", default=[1, 4, 16], help="batch sizes of the decode rows")
@@ -317,17 +324,27 @@ def table(
         for key in ("tokens_per_s", "ttft_p50_s", "ttft_p95_s"):
             cells = [f"{value[key]:.3g}" if value else "-" for value in mixed.values()]
             lines.append(f"| mixed arrivals, {key} | " + " | ".join(cells) + " | | |")
-    cells = [
-        f"{rounds[name]['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in rounds[name] else "-"
-        for name in names
-    ]
-    lines.append("| peak memory, MiB | " + " | ".join(cells) + " | | |")
+    for label, key in (
+        ("peak memory, MiB", "peak_bytes"),
+        ("weights, MiB", "weights_bytes"),
+        ("KV cache of 1,000 tokens, MiB", "cache_bytes_per_1000_tokens"),
+    ):
+        sizes = [rounds[name].get(key) for name in names]
+        cells = ["-" if size is None else f"{size / 2**20:.1f}" for size in sizes]
+        lines.append(f"| {label} | " + " | ".join(cells) + " | | |")
     lines += [f"\n{name}: {rounds[name]['error']}" for name in names if "error" in rounds[name]]
     return "\n".join(lines) + "\n"
 
 
 def row(label: str, rates: dict[str, float | None], ours: float, share: str) -> str:
-    """Return one row of the table."""
+    """Return one row of the table.
+
+    Args:
+        label: the first cell.
+        rates: the tokens per second of each engine, or None if an engine was not measured.
+        ours: the tokens per second of the fastest Nereid engine.
+        share: the last cell.
+    """
     others = [value for name, value in rates.items() if name not in OURS and value]
     ratio = f"{ours / max(others):.2f}" if ours and others else "-"
     cells = [f"{value:,.0f}" if value else "-" for value in rates.values()]

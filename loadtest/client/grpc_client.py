@@ -15,16 +15,26 @@ import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
+from loadtest.client.ask import Ask
 from loadtest.client.reply import Reply
-from loadtest.load.load_requests import Ask
 
+# A stream whose finish reason has arrived ends by itself within this time, in seconds.
+_END_TIMEOUT_S = 5.0
+# A restarted server should be reached within a second.
+_CHANNEL_ARGS = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
 _STATUS_OF = {"INVALID_ARGUMENT": 400, "NOT_FOUND": 404, "UNAVAILABLE": 503}
 
 
 class GrpcEndpoint:
     """A client of one Triton server's gRPC endpoint.
 
-    A connection serves one stream at a time and is reused afterwards.
+    A connection serves one stream at a time and is reused afterwards. A stream whose finish reason
+    has arrived is not cancelled, because Triton server 2.51 can crash if a client cancels a stream
+    that ends at the same moment.
 
     Args:
         address: host and port, such as 127.0.0.1:8001.
@@ -39,7 +49,10 @@ class GrpcEndpoint:
     def send(self, ask: Ask) -> Reply:
         """Send a request, and read the reply until its end or until the client cancels it."""
         reply = Reply()
-        client = self._idle.pop() if self._idle else InferenceServerClient(self._address)
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            client = InferenceServerClient(self._address, channel_args=_CHANNEL_ARGS)
         try:
             self._read(client, ask, reply)
         except InferenceServerException as error:
@@ -68,13 +81,19 @@ class GrpcEndpoint:
             outputs=[InferRequestedOutput("delta")],
             enable_empty_final_response=True,  # so that a separate response marks the end
         )
+        num_responses = 0
         while reply.end == "running":
+            if ask.cancel_after_s is not None and reply.finish_reasons:
+                ends = reply.started + ask.cancel_after_s + _END_TIMEOUT_S
             try:
                 result, error = answers.get(timeout=max(0.0, ends - time.monotonic()))
             except queue.Empty:
                 reply.end = "hung" if ask.cancel_after_s is None else "cancelled"
                 return
             _take(result, error, reply)
+            num_responses += 1
+            if num_responses == ask.cancel_after_events and not reply.finish_reasons:
+                reply.end = "cancelled"
 
 
 def _into(answers: queue.Queue[tuple[Any, Any]], pause_s: float) -> Callable[..., None]:

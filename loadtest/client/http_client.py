@@ -13,8 +13,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
+from loadtest.client.ask import Ask
 from loadtest.client.reply import Reply
-from loadtest.load.load_requests import Ask
 
 Json = dict[str, Any]
 
@@ -110,22 +110,38 @@ def _read(ask: Ask, reply: Reply, wire: _Wire) -> None:
         if response.status == 200:
             _take_whole(json.loads(body), reply)
         else:
-            reply.error = body.decode(errors="replace")[:300]
+            reply.error = _message(body.decode(errors="replace"))
         reply.end = "whole"
         return
-    is_done = False
-    for event in _events(wire.blocks(response)):
+    # A stream of the OpenAI API must end with [DONE] or an error. A generate_stream has no such
+    # event, but http.client raises an error if its body is incomplete.
+    has_ended = ask.endpoint == "triton"
+    for count, event in enumerate(_events(wire.blocks(response)), start=1):
         if event is None:
-            is_done = True
+            has_ended = True
         elif "error" in event:
-            reply.error = json.dumps(event["error"])[:300]
-        elif ask.door == "triton":
+            reply.error = _message(json.dumps(event))
+            has_ended = True
+        elif ask.endpoint == "triton":
             _take_delta(event, reply)
         else:
             _take_chunk(event, reply)
-    # A stream of the OpenAI API must end with [DONE]. A generate_stream has no such event, but
-    # http.client raises an error if its body is incomplete.
-    reply.end = "whole" if is_done or ask.door == "triton" else "broken"
+        if count == ask.cancel_after_events and not reply.finish_reasons:
+            reply.end = "cancelled"
+            return
+    reply.end = "whole" if has_ended else "broken"
+
+
+def _message(body: str) -> str:
+    """Return the message in the JSON body of an error, or the beginning of a body of another form.
+
+    Example: `_message('{"error": {"message": "busy"}}')` returns `"busy"`.
+    """
+    try:
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return body[:300]
 
 
 def _events(blocks: Iterator[bytes]) -> Iterator[Json | None]:
@@ -143,7 +159,7 @@ def _take_chunk(chunk: Json, reply: Reply) -> None:
     """Add a chunk of a chat completion or a text completion to the reply."""
     reply.ids.update([chunk["id"]] if "id" in chunk else [])
     for choice in chunk["choices"]:
-        reply.say_delta(choice.get("delta", choice))
+        reply.say_delta(choice.get("delta", choice), choice.get("index", 0))
         if choice.get("finish_reason"):
             reply.finish_reasons.append(choice["finish_reason"])
     if chunk.get("usage"):
@@ -168,7 +184,7 @@ def _take_whole(answer: Json, reply: Reply) -> None:
         rows = sorted(answer["results"], key=lambda row: row["index"])
         reply.numbers = [row["relevance_score"] for row in rows]
     else:
-        choice = answer["choices"][0]
-        reply.say_delta(choice.get("message", choice))
-        reply.finish_reasons.append(choice["finish_reason"])
+        for choice in answer["choices"]:
+            reply.say_delta(choice.get("message", choice), choice.get("index", 0))
+            reply.finish_reasons.append(choice["finish_reason"])
         reply.num_tokens = answer["usage"]["completion_tokens"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reply to one request, with the times of its parts."""
 
+import json
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,8 +19,9 @@ class Reply:
         status: the HTTP status, or an equivalent one for gRPC; 0 before it is known.
         error: the error message of the server, instead of an answer or within an answer.
         pieces: the texts of the chunks in order of arrival: reasoning, content, and tool calls.
-        channels: the same text, separated into reasoning, content and each tool call. The order of
-            text in different channels does not matter, because one response may contain both.
+        channels: the same text, separated into the reasoning, the content and the tool calls of
+            each choice. The order of text in different channels does not matter, because one
+            response may contain text of several channels.
         times: the arrival time of each chunk with text.
         finish_reasons: all finish reasons; a correct stream has exactly one.
         num_tokens: the number of tokens of the answer as the server reported it, or None.
@@ -47,15 +49,29 @@ class Reply:
         """The text of all chunks."""
         return "".join(self.pieces)
 
-    def say_delta(self, delta: dict[str, Any]) -> None:
-        """Add the text of a delta of a chat, a completion or the ensemble."""
+    @property
+    def answer(self) -> str:
+        """The answer as JSON: the numbers, or the text of each channel.
+
+        Two correct replies to the same request have the same answer, with or without streaming.
+        """
+        return json.dumps(self.channels if self.numbers is None else self.numbers, sort_keys=True)
+
+    def say_delta(self, delta: dict[str, Any], choice: int = 0) -> None:
+        """Add the text of a delta of a chat, a completion or the ensemble.
+
+        Args:
+            delta: the delta, or the whole message of an answer that is not streamed.
+            choice: the index of the choice that the delta belongs to.
+        """
         now = len(self.pieces)
-        for name in ("reasoning", "content", "text"):
-            self.say(delta.get(name) or "", name)
-        for call in delta.get("tool_calls") or ():
+        prefix = f"choice {choice} " if choice else ""
+        self.say(delta.get("reasoning") or "", f"{prefix}reasoning")
+        self.say(delta.get("content") or delta.get("text") or "", f"{prefix}content")
+        for number, call in enumerate(delta.get("tool_calls") or ()):
             function = call.get("function", call)
             text = (function.get("name") or "") + (function.get("arguments") or "")
-            self.say(text, f"call {call.get('index', 0)}")
+            self.say(text, f"{prefix}call {call.get('index', number)}")
         self._join(now)
 
     def _join(self, first: int) -> None:

@@ -36,14 +36,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from loadtest.client.cancellable_stream import GrpcEndpoint
-from loadtest.client.traffic import Ask, Asker, Manner, Outcome
+from loadtest.bench.markdown_table import table
+from loadtest.client.ask import Ask
+from loadtest.client.traffic import Asker, Outcome
 from loadtest.faults import cancel_storm_requests
-from loadtest.faults.cancel_storm_requests import Load, door_of
+from loadtest.faults.cancel_storm_requests import Load, endpoint_of
 from loadtest.faults.leftovers import Rests
-from loadtest.faults.process_faults import table
 from loadtest.faults.server_watch import Watch
 from loadtest.faults.soak import growing, process_table, server_side
 from loadtest.server import processes
@@ -65,7 +66,6 @@ class Storm:
         rng: the source of all random choices.
         watch: the observer that detects crashes of the server.
         tell: a function that prints a line of progress.
-        is_rude: whether gRPC clients also cancel streams whose finish reason they have read.
 
     Attributes:
         counts: the number of requests for each endpoint, kind of request and outcome.
@@ -80,7 +80,6 @@ class Storm:
         rng: random.Random,
         watch: Watch,
         tell: Callable[[str], None] = print,
-        is_rude: bool = False,
     ) -> None:
         self._served = served
         self._load = load
@@ -88,9 +87,7 @@ class Storm:
         self._watch = watch
         self._tell = tell
         url = f"http://127.0.0.1:{served.openai_port}"
-        self._asker = Asker(
-            url, served.http_url, make_grpc=lambda: GrpcEndpoint(served.grpc_url, is_rude)
-        )
+        self._asker = Asker(url, served.http_url, served.grpc_url)
         self._asks = [ask for group in load.groups for ask in group]
         self._expected = dict(load.known)
         self._typical_s: dict[str, float] = {}
@@ -130,35 +127,32 @@ class Storm:
         while self._left > 0:
             self._left -= 1
             ask = rng.choice(self._asks)
-            manner = self._manner(rng, ask)
             expected = self._expected[ask.key]
             if ask.kind == cancel_storm_requests.LONG:
-                ask = cancel_storm_requests.fresh(ask, rng)
-            outcome = await self._asker.ask(ask, manner, expected)
+                ask = cancel_storm_requests.with_new_prefix(ask, rng)
+            outcome = await self._asker.ask(self._perhaps_cancelled(rng, ask), expected)
             self._take(outcome)
             if outcome.kind in ("refused", "lost", "failed"):
                 await asyncio.sleep(0.2)  # as a well-behaved client does after an error
 
-    def _manner(self, rng: random.Random, ask: Ask) -> Manner:
+    def _perhaps_cancelled(self, rng: random.Random, ask: Ask) -> Ask:
         """Choose whether a client cancels, and at which moment of a typical request's duration."""
         if rng.random() >= _SHARE_GIVEN_UP:
-            return Manner()
+            return ask
         if ask.is_stream and rng.random() < 0.3:
-            return Manner(cancel_after_events=1 + int(rng.expovariate(0.3)))
-        return Manner(cancel_after_s=0.001 + rng.random() * self._typical(ask))
-
-    def _typical(self, ask: Ask) -> float:
-        return self._typical_s.get(ask.kind, _FIRST_GUESS_S)
+            return replace(ask, cancel_after_events=1 + int(rng.expovariate(0.3)))
+        typical_s = self._typical_s.get(ask.kind, _FIRST_GUESS_S)
+        return ask.cancelled(0.001 + rng.random() * typical_s)
 
     def _take(self, outcome: Outcome) -> None:
         ask, kind = outcome.ask, outcome.kind
         if kind == "cancelled":
-            label = "given up" if outcome.first is None else "given up half-way"
+            label = "given up half-way" if outcome.reply.times else "given up"
         else:
             label = kind
-        self.counts[door_of(ask), ask.kind, label] += 1
+        self.counts[endpoint_of(ask), ask.kind, label] += 1
         if kind == "ok":
-            took_s = outcome.ended - outcome.started
+            took_s = outcome.reply.ended - outcome.reply.started
             before_s = self._typical_s.get(ask.kind, took_s)
             self._typical_s[ask.kind] = _REMEMBERED * before_s + (1 - _REMEMBERED) * took_s
         elif kind in _CHECKED_ENDS:
@@ -180,7 +174,7 @@ class Storm:
     def _judge(self) -> None:
         """Add a failed check for each failed request that no outage explains."""
         for outcome in self._suspects:
-            span = (outcome.started, outcome.ended)
+            span = (outcome.reply.started, outcome.reply.ended)
             if not any(outage.explains(*span) for outage in self._watch.outages):
                 self.broken.append(_description(outcome))
         self._suspects = []
@@ -190,15 +184,14 @@ class Storm:
         for group in self._load.groups:
             for ask in group:
                 outcome = await self._asker.ask(ask)
-                request = f"{when}: {door_of(ask)}, {ask.kind}"
+                request = f"{when}: {endpoint_of(ask)}, {ask.kind}"
                 if outcome.kind != "ok":
                     self.broken.append(f"{request}: {outcome.kind}: {outcome.detail}")
-                wanted = self._expected.setdefault(ask.key, outcome.answer)
-                if outcome.answer != wanted:
-                    self.broken.append(
-                        f"{request}: expected the answer {wanted!r}, got {outcome.answer!r}"
-                    )
-            answers = {self._expected[ask.key].split("\x1f")[-1] for ask in group}
+                answer = outcome.reply.answer
+                expected = self._expected.setdefault(ask.key, answer)
+                if answer != expected:
+                    self.broken.append(f"{request}: expected the answer {expected}, got {answer}")
+            answers = {self._expected[ask.key] for ask in group}
             if len(answers) > 1:
                 self.broken.append(
                     f"{when}: {group[0].kind}: the answers of the endpoints differ: {answers}"
@@ -218,7 +211,7 @@ class Storm:
 
 def _description(outcome: Outcome) -> str:
     ask = outcome.ask
-    return f"{door_of(ask)}, {ask.kind}: {outcome.kind}: {outcome.detail[:300]}"
+    return f"{endpoint_of(ask)}, {ask.kind}: {outcome.kind}: {outcome.detail[:300]}"
 
 
 def states(watch: Watch) -> str:
@@ -283,7 +276,7 @@ def serve(load: Load) -> Served:
 def _run(args: argparse.Namespace, load: Load, engine: str, num_requests: int) -> tuple[str, bool]:
     with serve(load) as served, Watch(served) as watch:
         print(f"{engine}: {num_requests} requests, {load.num_users} at a time", flush=True)
-        storm = Storm(served, load, random.Random(args.seed), watch, _print, args.rude)
+        storm = Storm(served, load, random.Random(args.seed), watch, _print)
         asyncio.run(storm.run(num_requests, args.rest))
         watch.look()
         if watch.outages and args.keep_log:
@@ -315,11 +308,6 @@ def main() -> int:
     add("--rest", type=int, default=1000, metavar="N", help="requests between two idle checks")
     add("--variety", type=int, default=8, metavar="N", help="prompts of each kind (default: 8)")
     add("--crashes", type=int, default=0, metavar="N", help="allowed crashes of each server")
-    add(
-        "--rude",
-        action="store_true",
-        help="gRPC clients also cancel streams whose finish reason they have read",
-    )
     add("--keep-log", type=Path, metavar="PATH", help="write the server's log there if it crashed")
     add("--markdown", type=Path, metavar="PATH", help="also write the report to this file")
     args = parser.parse_args()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the cancel storm: long phases in every state, through every endpoint.
+"""The requests of cancel_storm.py: long phases in every state, through every endpoint.
 
 Requests of one group have the same prompt and must have the same answer through every endpoint.
 """
@@ -10,21 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from loadtest.client.traffic import Ask, Json, generate_stream, grpc_stream
+from loadtest.client.ask import Ask, Json, generate_stream, grpc_stream
+from loadtest.client.traffic import CHATS, COMPLETIONS, structured
 
 MODEL = "storm"
-CHATS = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 LONG = "long prompt"
 _PLACES = ("Pinemark", "Korvale", "the harbour", "the old mill", "a garden", "the northern road")
 _DEEDS = ("waits for", "counts", "remembers", "asks about", "paints", "looks for")
-_THINGS = ("a turtle", "the lanterns", "seven stones", "the rain", "a blue door", "its name")
-_SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
+_THINGS = ("a turtle", "the lanterns", "seven stones", "the rain", "a blue house", "its name")
 
 
 @dataclass(frozen=True)
@@ -68,10 +61,7 @@ def _demo_groups(rng: random.Random, variety: int) -> Iterator[list[Ask]]:
         regex = {"regex": f"[a-z ]{{{rng.randint(20, 60)}}}", "max_tokens": 80}
         yield _through_all("grammar", _story(rng, 1), regex)
         yield _chats("chat", _story(rng, 1), long)
-        schema = {"name": "pet", "schema": _SCHEMA, "strict": True}
-        response_format = {"type": "json_schema", "json_schema": schema}
-        fields = {"response_format": response_format, "max_tokens": 80}
-        yield _chats("schema", _story(rng, 1), fields)
+        yield _chats("schema", _story(rng, 1), structured() | {"max_tokens": 80})
         yield _completions("two answers", _story(rng, 2), {"n": 2, "max_tokens": 40})
 
 
@@ -94,7 +84,7 @@ def scripted(rng: random.Random, variety: int, folder: Path) -> Load:
         for group in (_through_all("scripted", name, {}), _chats("chat", name, {})):
             groups.append(group)
             for ask in group:
-                known[ask.key] = "\x1f" + text  # the reasoning before the separator is empty
+                known[ask.key] = json.dumps({"content": text})
     path = folder / "script.json"
     path.write_text(json.dumps(script))
     environment = {
@@ -117,35 +107,41 @@ def _story(rng: random.Random, num_sentences: int) -> str:
 def _through_all(kind: str, prompt: str, fields: Json) -> list[Ask]:
     """Return requests with one prompt for the endpoints that accept text, except `generate`."""
     exact = {"temperature": 0, "max_tokens": 200, **fields}
-    direct = [grpc_stream(kind, prompt, exact), generate_stream(kind, prompt, exact)]
+    direct = [grpc_stream(prompt, exact, kind), generate_stream(prompt, exact, kind)]
     return [*_completions(kind, prompt, fields), *direct]
 
 
 def _completions(kind: str, prompt: str, fields: Json) -> list[Ask]:
     body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 200, **fields}
-    return [Ask(kind, COMPLETIONS, body | {"stream": flag}) for flag in (True, False)]
+    return _whole_and_stream(kind, COMPLETIONS, body)
 
 
 def _chats(kind: str, prompt: str, fields: Json) -> list[Ask]:
     messages = [{"role": "user", "content": prompt}]
-    body = {"model": MODEL, "messages": messages, "temperature": 0, **fields}
-    return [Ask(kind, CHATS, body | {"stream": flag}) for flag in (True, False)]
+    return _whole_and_stream(
+        kind, CHATS, {"model": MODEL, "messages": messages, "temperature": 0, **fields}
+    )
 
 
-def fresh(ask: Ask, rng: random.Random) -> Ask:
+def _whole_and_stream(kind: str, path: str, body: Json) -> list[Ask]:
+    return [Ask("openai", path, body | {"stream": flag}, kind=kind) for flag in (True, False)]
+
+
+def with_new_prefix(ask: Ask, rng: random.Random) -> Ask:
     """Return a copy of a request with a random cache salt, so that no prefix is cached."""
+    assert isinstance(ask.body, dict)
     salt = {"cache_salt": f"{rng.getrandbits(64):x}"}
-    if not ask.is_direct:
+    if ask.endpoint == "openai":
         return replace(ask, body=ask.body | salt)
     fields = json.loads(ask.body["sampling_parameters"]) | salt
     return replace(ask, body=ask.body | {"sampling_parameters": json.dumps(fields)})
 
 
-def door_of(ask: Ask) -> str:
+def endpoint_of(ask: Ask) -> str:
     """Return the name of a request's endpoint for the report."""
-    if ask.door == "grpc":
+    if ask.endpoint == "grpc":
         return "Triton gRPC stream"
-    if ask.door == "http":
+    if ask.endpoint == "triton":
         return "Triton generate_stream"
     what = "chat" if ask.path == CHATS else "completion"
     return f"OpenAI {what}, {'stream' if ask.is_stream else 'whole'}"

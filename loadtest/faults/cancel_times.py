@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure how soon a cancelled request is gone, for every endpoint and every state of the request.
 
-    python -m loadtest.faults.cancel_times [--repeats 5] [--states queued ...] [--doors WORD]
+    python -m loadtest.faults.cancel_times [--repeats 5] [--states queued ...] [--endpoints WORD]
 
 The program serves the demo model with one sequence at a time and a small token budget, so that
 requests stay in each state for a while. A measurement ends when the server's metrics show that the
@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -72,55 +73,52 @@ async def _http(port: int, path: str, body: Json) -> Close:
     return close
 
 
-def _tensor(name: str, value: str | bool) -> Any:  # noqa: ANN401 - untyped library
-    kind = ("BOOL", np.bool_) if isinstance(value, bool) else ("BYTES", np.object_)
-    made = InferInput(name, [1], kind[0])
-    made.set_data_from_numpy(
-        np.array([value if isinstance(value, bool) else value.encode()], kind[1])
-    )
-    return made
+def _direct(fields: Json, *, stream: bool) -> Json:
+    """Return the body or the tensors of a request to the Triton server."""
+    sampling = {name: value for name, value in fields.items() if name != "prompt"}
+    return {
+        "text_input": fields["prompt"],
+        "stream": stream,
+        "sampling_parameters": json.dumps(sampling),
+    }
 
 
-async def open_grpc(url: str, fields: Json, stream: bool) -> tuple[Any, Any]:
-    """Send a gRPC request; return the client, and the call with the task that reads it."""
-    body = dict(fields)
-    prompt = body.pop("prompt")
-    inputs = [
-        _tensor("text_input", prompt),
-        _tensor("stream", stream),
-        _tensor("sampling_parameters", json.dumps(body)),
-    ]
+def _tensor(name: str, value: str | bool) -> InferInput:
+    """Return an input tensor of shape [1] that contains `value`."""
+    is_flag = isinstance(value, bool)
+    tensor = InferInput(name, [1], "BOOL" if is_flag else "BYTES")
+    tensor.set_data_from_numpy(np.array([value], np.bool_ if is_flag else np.object_))
+    return tensor
+
+
+async def _open_grpc(url: str, fields: Json, stream: bool) -> tuple[Any, Any, asyncio.Task[None]]:
+    """Send a gRPC request; return the client, the call, and the task that reads the responses."""
+    inputs = [_tensor(name, value) for name, value in _direct(fields, stream=stream).items()]
 
     async def requests() -> AsyncIterator[Json]:
         yield {"model_name": "llm", "inputs": inputs}
 
     client = grpcclient.InferenceServerClient(url)
-    answers = client.stream_infer(requests())
+    call = client.stream_infer(requests())
 
     async def read() -> None:
         with contextlib.suppress(BaseException):  # the end of a cancelled call does not matter
-            async for _ in answers:
+            async for _ in call:
                 pass
 
-    task = asyncio.create_task(read())
-    return client, (answers, task)
+    return client, call, asyncio.create_task(read())
 
 
 async def grpc_cancel(served: Served, fields: Json, stream: bool = True) -> Close:
-    """Open a gRPC stream that the returned function cancels."""
-    client, (answers, task) = await open_grpc(served.grpc_url, fields, stream)
+    """Send a gRPC request that the returned function cancels."""
+    client, call, reading = await _open_grpc(served.grpc_url, fields, stream)
 
     async def close() -> None:
-        answers.cancel()
-        await task
+        call.cancel()
+        await reading
         await client.close()
 
     return close
-
-
-async def grpc_whole_cancel(served: Served, fields: Json) -> Close:
-    """Send a gRPC request without streaming that the returned function cancels."""
-    return await grpc_cancel(served, fields, stream=False)
 
 
 async def grpc_loss(served: Served, fields: Json) -> Close:
@@ -143,45 +141,28 @@ async def grpc_loss(served: Served, fields: Json) -> Close:
 
     server = await asyncio.start_server(relay, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    client, (_, task) = await open_grpc(f"127.0.0.1:{port}", fields, stream=True)
+    client, _, reading = await _open_grpc(f"127.0.0.1:{port}", fields, stream=True)
 
     async def close() -> None:
         server.close()
         for writer in writers:
             writer.transport.abort()
-        task.cancel()
+        reading.cancel()
         asyncio.get_running_loop().call_later(3, lambda: asyncio.ensure_future(client.close()))
 
     return close
 
 
-def _direct(fields: Json, *, stream: bool) -> Json:
-    body = dict(fields)
-    prompt = body.pop("prompt")
-    return {"text_input": prompt, "stream": stream, "sampling_parameters": json.dumps(body)}
+async def http(served: Served, fields: Json, stream: bool) -> Close:
+    """Send a request to the HTTP endpoint of the Triton server."""
+    path = "/v2/models/llm/generate_stream" if stream else "/v2/models/llm/generate"
+    return await _http(served.http_port, path, _direct(fields, stream=stream))
 
 
-async def http_stream(served: Served, fields: Json) -> Close:
-    """Open a `generate_stream` of the Triton server."""
-    path = "/v2/models/llm/generate_stream"
-    return await _http(served.http_port, path, _direct(fields, stream=True))
-
-
-async def http_whole(served: Served, fields: Json) -> Close:
-    """Send a `generate` request to the Triton server."""
-    path = "/v2/models/llm/generate"
-    return await _http(served.http_port, path, _direct(fields, stream=False))
-
-
-async def openai_stream(served: Served, fields: Json) -> Close:
-    """Open a stream of the OpenAI API."""
-    body = {"model": _NAME, "stream": True, **fields}
+async def openai(served: Served, fields: Json, stream: bool) -> Close:
+    """Send a request to the OpenAI API."""
+    body = {"model": _NAME, "stream": stream, **fields}
     return await _http(served.openai_port, "/v1/completions", body)
-
-
-async def openai_whole(served: Served, fields: Json) -> Close:
-    """Send a request without streaming to the OpenAI API."""
-    return await _http(served.openai_port, "/v1/completions", {"model": _NAME, **fields})
 
 
 async def openai_timeout(served: Served, fields: Json) -> Close:
@@ -219,12 +200,12 @@ async def responses_cancel(served: Served, fields: Json) -> Close:
 
 ENDPOINTS: dict[str, Callable[[Served, Json], Awaitable[Close]]] = {
     "gRPC stream cancelled": grpc_cancel,
-    "gRPC cancelled, no stream": grpc_whole_cancel,
+    "gRPC cancelled, no stream": partial(grpc_cancel, stream=False),
     "gRPC connection lost": grpc_loss,
-    "HTTP generate_stream": http_stream,
-    "HTTP generate": http_whole,
-    "OpenAI stream": openai_stream,
-    "OpenAI, no stream": openai_whole,
+    "HTTP generate_stream": partial(http, stream=True),
+    "HTTP generate": partial(http, stream=False),
+    "OpenAI stream": partial(openai, stream=True),
+    "OpenAI, no stream": partial(openai, stream=False),
     "OpenAI, X-Request-Timeout": openai_timeout,
     "Responses, cancelled": responses_cancel,
 }
@@ -251,14 +232,14 @@ def _is_in(state: str, num_others: int) -> Callable[[dict[str, float]], bool]:
     return holds
 
 
-async def measure(served: Served, door: str, state: str) -> float:
+async def measure(served: Served, endpoint: str, state: str) -> float:
     """Return the seconds from the cancellation of a request until its blocks are free."""
     blocker = None  # a request that runs, so that the measured one must wait
     if state == "queued":
         blocker = await grpc_cancel(served, fields_of("decoding"))
         await _until(served, _is_in("decoding", 0), "busy")
     num_others = int(blocker is not None)
-    close = await ENDPOINTS[door](served, fields_of(state))
+    close = await ENDPOINTS[endpoint](served, fields_of(state))
     await _until(served, _is_in(state, num_others), state)
     await asyncio.sleep(_PREFILL_S)
     now = time.monotonic()
@@ -282,20 +263,22 @@ async def measure(served: Served, door: str, state: str) -> float:
 
 
 async def measure_all(
-    served: Served, repeats: int, states: Sequence[str], doors: Sequence[str]
+    served: Served, repeats: int, states: Sequence[str], endpoints: Sequence[str]
 ) -> dict[tuple[str, str], list[float]]:
     """Return the seconds of each repetition, by endpoint and state."""
     found: dict[tuple[str, str], list[float]] = {}
     for state in states:
-        for door in doors:
-            found[door, state] = [await measure(served, door, state) for _ in range(repeats)]
-            print(_row(door, state, found[door, state]), flush=True)
+        for endpoint in endpoints:
+            found[endpoint, state] = [
+                await measure(served, endpoint, state) for _ in range(repeats)
+            ]
+            print(_row(endpoint, state, found[endpoint, state]), flush=True)
     return found
 
 
-def _row(door: str, state: str, seconds: list[float]) -> str:
+def _row(endpoint: str, state: str, seconds: list[float]) -> str:
     median, worst = statistics.median(seconds) * 1000, max(seconds) * 1000
-    return f"| {door} | {state} | {median:.0f} | {worst:.0f} |"
+    return f"| {endpoint} | {state} | {median:.0f} | {worst:.0f} |"
 
 
 def main() -> int:
@@ -306,14 +289,14 @@ def main() -> int:
     add = parser.add_argument
     add("--repeats", type=int, default=5, help="number of measurements for each row")
     add("--states", nargs="*", default=STATES, choices=STATES, help="states to measure")
-    add("--doors", default="", metavar="WORD", help="measure endpoints with WORD in their name")
+    add("--endpoints", default="", metavar="WORD", help="measure endpoints with WORD in their name")
     args = parser.parse_args()
-    doors = [door for door in ENDPOINTS if args.doors in door]
+    endpoints = [endpoint for endpoint in ENDPOINTS if args.endpoints in endpoint]
     with Served(
         environment=_SETTINGS, arguments=["--log-level=warning", f"--served-model-name={_NAME}"]
     ) as served:
         print("| Endpoint | State | median ms | longest ms |\n|---|---|---|---|", flush=True)
-        found = asyncio.run(measure_all(served, args.repeats, args.states, doors))
+        found = asyncio.run(measure_all(served, args.repeats, args.states, endpoints))
     every = [seconds for row in found.values() for seconds in row]
     median, worst = statistics.median(every) * 1000, max(every) * 1000
     print(f"| all | all | {median:.0f} | {worst:.0f} |")

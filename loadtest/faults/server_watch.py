@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -80,12 +79,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
 

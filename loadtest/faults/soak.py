@@ -18,6 +18,7 @@ part of the server failed without an injected fault.
 import argparse
 import asyncio
 import collections
+import itertools
 import random
 import signal
 import statistics
@@ -27,10 +28,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadtest.client.traffic import Asker, Manner, Outcome, asks
+from loadtest.bench.markdown_table import table
+from loadtest.client.traffic import Asker, Outcome, asks
+from loadtest.faults.fault_rows import Fault, recovered
 from loadtest.faults.leftovers import Rests
 from loadtest.faults.memory_slope import MAX_SLOPE_MIB_PER_MINUTE
-from loadtest.faults.process_faults import FAULTS, Fault, recovered, table
+from loadtest.faults.process_faults import FAULTS
 from loadtest.faults.server_watch import Watch
 from loadtest.server import processes
 from loadtest.server.served import Served
@@ -76,7 +79,7 @@ class InjectedFault:
 
     def explains(self, outcome: Outcome) -> bool:
         """Return whether a failed request may have failed because of this fault."""
-        return not self.fault.is_harmless and self.meets(outcome.started, outcome.ended)
+        return not self.fault.is_harmless and self.meets(outcome.reply.started, outcome.reply.ended)
 
     def meets(self, began: float, ended: float) -> bool:
         """Return whether the fault had an effect at some moment between `began` and `ended`."""
@@ -92,8 +95,8 @@ class Book:
         broken: descriptions of failed checks.
         injected: the injected faults.
         unexplained: failed requests that no injected fault explains.
-        firsts_s: the times to the first event of streams, in seconds.
-        gaps_s: the times between two events of streams, in seconds.
+        firsts_s: the times to the first text of streams, in seconds.
+        gaps_s: the times between two chunks with text, in seconds.
     """
 
     counts: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
@@ -107,9 +110,10 @@ class Book:
         """Add one request to the results; an outcome that is not allowed is a failed check."""
         kind = outcome.kind
         self.counts[outcome.ask.kind, kind] += 1
-        if outcome.first is not None and outcome.ask.is_stream:
-            self.firsts_s.append(outcome.first)
-            self.gaps_s += outcome.gaps[:50]
+        reply = outcome.reply
+        if reply.times and outcome.ask.is_stream:
+            self.firsts_s.append(reply.times[0] - reply.started)
+            self.gaps_s += [b - a for a, b in itertools.pairwise(reply.times[:50])]
         if kind in ("ok", "cancelled"):
             return
         injection = next((w for w in reversed(self.injected) if w.explains(outcome)), None)
@@ -120,8 +124,8 @@ class Book:
             self.unexplained.append(outcome)
             return
         injection.num_hurt += 1
-        if outcome.started < injection.happened:
-            injection.last_error_s = max(injection.last_error_s, outcome.ended - injection.happened)
+        if reply.started < injection.happened:
+            injection.last_error_s = max(injection.last_error_s, reply.ended - injection.happened)
 
 
 class Soak:
@@ -174,7 +178,7 @@ class Soak:
                     f"The idle server did not answer a request of the kind {ask.kind!r}: "
                     f"{outcome.kind}: {outcome.detail}"
                 )
-            self._expected[ask.key] = outcome.answer
+            self._expected[ask.key] = outcome.reply.answer
 
     async def _round(self, seconds: float, fault: Fault | None) -> None:
         """Send traffic for `seconds`, and inject one fault in the first half."""
@@ -206,12 +210,12 @@ class Soak:
         rng = random.Random(self._rng.random())
         while time.monotonic() < stop:
             ask = rng.choice(self._asks)
-            manner = Manner()
+            expected = self._expected[ask.key]
             if rng.random() < 0.5:
-                manner = Manner(cancel_after_s=10 ** rng.uniform(-3.0, 0.0))
+                ask = ask.cancelled(10 ** rng.uniform(-3.0, 0.0))
             elif ask.is_stream and rng.random() < 0.1:
-                manner = Manner(pause_s=rng.uniform(0.02, 0.2))
-            outcome = await self._asker.ask(ask, manner, self._expected[ask.key])
+                ask = ask.read_slowly(rng.uniform(0.02, 0.2))
+            outcome = await self._asker.ask(ask, expected)
             self.book.take(outcome)
             await asyncio.sleep(rng.uniform(0.0, 2 * self._pause_s))
             if outcome.kind not in ("ok", "cancelled"):
@@ -242,8 +246,8 @@ def report(soak: Soak, watch: Watch, title: str) -> str:
         f"**{f'{len(broken)} checks failed' if broken else 'no check failed'}**",
         *(f"- {line}" for line in broken[:20]),
         table(["Requests", *kinds], [*rows, ["all", *total]]),
-        _quantiles("Time to the first event", book.firsts_s),
-        _quantiles("Time between two events", book.gaps_s),
+        _quantiles("Time to the first text", book.firsts_s),
+        _quantiles("Time between two chunks with text", book.gaps_s),
         _quantiles("Time until the server was idle", soak.rests.took_s),
         server_side(watch),
     ]
@@ -268,7 +272,7 @@ def _unplanned(book: Book, watch: Watch) -> list[str]:
     broken = []
     failed = book.unexplained
     for outage in outages:
-        hurt = [one for one in failed if outage.explains(one.started, one.ended)]
+        hurt = [one for one in failed if outage.explains(one.reply.started, one.reply.ended)]
         failed = [one for one in failed if one not in hurt]
         took = f"{len(hurt)} requests failed, and it recovered within {outage.seconds:.0f} s"
         broken.append(f"the server failed without an injected fault ({outage.reason}): {took}")

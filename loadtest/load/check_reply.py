@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from loadtest.client.ask import Ask
 from loadtest.client.reply import Reply
-from loadtest.load.load_requests import Ask
 from loadtest.load.numbered_answers import TOKEN
 from loadtest.load.prompts import Expected
 

@@ -6,56 +6,13 @@ advance, or it is the first answer that the server gave to the same request.
 """
 
 import json
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
-from loadtest.load.prompts import Expected, Question
-
-Json = dict[str, Any]
-Door = Literal["openai", "triton", "grpc"]
+from loadtest.client import ask as asks
+from loadtest.client.ask import Ask, Json
+from loadtest.load.prompts import Question
 
 _LLM = "llm"
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One request.
-
-    Attributes:
-        door: the endpoint: the OpenAI API, or the HTTP or gRPC endpoint of the Triton server.
-        path: the path of the URL. For gRPC, the name of the model.
-        body: the JSON body. For gRPC, the inputs by name. A string is sent as it is.
-        expected: the expected answer of numbered tokens, if it is known.
-        refused_with: the HTTP status with which the server must reject the request, or None.
-        cancel_after_s: the client cancels the request after this time, or never if None.
-        pause_s: the client waits for this time after each chunk that it reads.
-    """
-
-    door: Door
-    path: str
-    body: Json | str
-    expected: Expected | None = None
-    refused_with: int | None = None
-    cancel_after_s: float | None = None
-    pause_s: float = 0.0
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the answer is streamed."""
-        return self.door != "openai" or (isinstance(self.body, dict) and "stream" in self.body)
-
-    @property
-    def key(self) -> str:
-        """A text that is equal for two requests that must have the same answer."""
-        return f"{self.door} {self.path} {json.dumps(self.body, sort_keys=True)}"
-
-    def cancelled(self, after_s: float) -> "Ask":
-        """Return this request from a client that cancels it after `after_s` seconds."""
-        return replace(self, cancel_after_s=after_s)
-
-    def read_slowly(self, pause_s: float) -> "Ask":
-        """Return this request from a client that waits `pause_s` seconds after each chunk."""
-        return replace(self, pause_s=pause_s)
 
 
 def chat(question: Question, max_tokens: int, *, system: str = "", **fields: object) -> Ask:
@@ -78,13 +35,8 @@ def completion(question: Question, max_tokens: int, **fields: object) -> Ask:
 
 def generate_stream(question: Question, max_tokens: int, **fields: object) -> Ask:
     """Return a streamed text completion through the HTTP endpoint of the Triton server."""
-    body = {
-        "text_input": question.text,
-        "stream": True,
-        "sampling_parameters": json.dumps(_limits(max_tokens) | fields),
-    }
-    path = f"/v2/models/{_LLM}/generate_stream"
-    return Ask("triton", path, body, question.expected(max_tokens))
+    ask = asks.generate_stream(question.text, _limits(max_tokens) | fields)
+    return replace(ask, expected=question.expected(max_tokens))
 
 
 def grpc_chat(question: Question, max_tokens: int, *, system: str = "", **fields: object) -> Ask:
@@ -96,9 +48,8 @@ def grpc_chat(question: Question, max_tokens: int, *, system: str = "", **fields
 
 def grpc_text(question: Question, max_tokens: int, **fields: object) -> Ask:
     """Return a text completion through the gRPC endpoint of the Triton server."""
-    sampling = json.dumps(_limits(max_tokens) | fields)
-    inputs = {"text_input": question.text, "sampling_parameters": sampling}
-    return Ask("grpc", _LLM, inputs, question.expected(max_tokens))
+    ask = asks.grpc_stream(question.text, _limits(max_tokens) | fields)
+    return replace(ask, expected=question.expected(max_tokens))
 
 
 def embedding(model: str, texts: list[str]) -> Ask:

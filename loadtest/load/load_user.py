@@ -15,13 +15,13 @@ from locust import User, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 
+from loadtest.client.ask import Ask
 from loadtest.client.grpc_client import GrpcEndpoint
 from loadtest.client.http_client import HttpEndpoint
 from loadtest.client.reply import Reply
 from loadtest.load import arrivals, records
 from loadtest.load.arrivals import Arrivals, Closed
 from loadtest.load.check_reply import ReplyChecker
-from loadtest.load.load_requests import Ask
 from loadtest.load.prompts import Question, plain, recited
 from loadtest.load.records import Record
 
@@ -119,7 +119,7 @@ class LoadUser(User):
         return ask.cancelled(self.rng.expovariate(1 / self.mean_stay_s) + 0.001)
 
     def _send(self, ask: Ask, late_s: float) -> None:
-        reply = self._run.endpoints[ask.door].send(ask)
+        reply = self._run.endpoints[ask.endpoint].send(ask)
         faults = self._run.checker.faults(ask, reply)
         made = records.record(type(self).__name__, ask, reply, faults, late_s)
         self._run.records.append(made)
@@ -130,7 +130,12 @@ class LoadUser(User):
         fire = self.environment.events.request.fire
         common = {"name": made.scenario, "response_length": 0, "context": {}}
         exception = None if made.is_fine else RuntimeError(made.faults[0])
-        fire(request_type=made.door, response_time=made.e2e_s * 1000, exception=exception, **common)
+        fire(
+            request_type=made.endpoint,
+            response_time=made.e2e_s * 1000,
+            exception=exception,
+            **common,
+        )
         if made.is_stream and made.ttft_s is not None:
             fire(request_type="TTFT", response_time=made.ttft_s * 1000, exception=None, **common)
         if made.is_stream and made.gaps_s:

@@ -5,16 +5,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from loadtest.client.traffic import QUESTIONS
 from loadtest.load import numbered_answers
-
-_PLAIN = (
-    "Hello! Who are you?",
-    "Where does Hugo live?",
-    "Tell me a story about a turtle.",
-    "What is 3 + 4?",
-    "What is the weather in Paris?",
-    "Say the days of the week.",
-)
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ Chooser = Callable[[random.Random], Question]
 
 def plain(rng: random.Random) -> Question:
     """Return a random question for a model."""
-    return Question(rng.choice(_PLAIN))
+    return Question(rng.choice(QUESTIONS))
 
 
 def recited(rng: random.Random) -> Question:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from loadtest.client.ask import Ask
 from loadtest.client.reply import Reply
 from loadtest.load.check_reply import Fault
-from loadtest.load.load_requests import Ask
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Record:
 
     Attributes:
         scenario: the scenario that sent the request.
-        door: the endpoint.
+        endpoint: the endpoint.
         started: the time of sending, from time.time, to match the times of the server's metrics.
         late_s: the delay between the planned and the actual sending, caused by the load generator.
         ttft_s: the time to the first chunk with text, or None if no text arrived.
@@ -31,7 +31,7 @@ class Record:
     """
 
     scenario: str
-    door: str
+    endpoint: str
     started: float
     late_s: float
     ttft_s: float | None
@@ -63,7 +63,7 @@ def record(
     outcome = "cancelled" if reply.end == "cancelled" else fine
     return Record(
         scenario,
-        ask.door,
+        ask.endpoint,
         time.time() - (time.monotonic() - reply.started),
         late_s,
         reply.times[0] - reply.started if reply.times else None,

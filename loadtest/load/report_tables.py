@@ -50,7 +50,7 @@ class Phase:
     def failures(self) -> list[str]:
         """The descriptions of everything that went wrong."""
         of_requests = [
-            f"{one.scenario} over {one.door}: {fault}"
+            f"{one.scenario} over {one.endpoint}: {fault}"
             for one in self.records
             for fault in one.faults
         ]
@@ -152,7 +152,7 @@ def write_csv(folder: Path, phases: Sequence[Phase]) -> None:
     with (folder / "requests.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([
-            "phase", "scenario", "door", "started", "late_ms", "ttft_ms", "token_ms",
+            "phase", "scenario", "endpoint", "started", "late_ms", "ttft_ms", "token_ms",
             "longest_gap_ms", "e2e_ms", "tokens", "pieces", "outcome", "faults",
         ])  # fmt: skip
         writer.writerows(_request(phase, one) for phase in phases for one in phase.records)
@@ -179,7 +179,7 @@ def _request(phase: Phase, one: Record) -> list[str]:
     return [
         phase.name,
         one.scenario,
-        one.door,
+        one.endpoint,
         f"{one.started:.3f}",
         _ms(one.late_s),
         _ms(one.ttft_s),

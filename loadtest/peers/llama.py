@@ -62,10 +62,6 @@ class LlamaCpp:
         self._threads = workload["threads"]
         self._vocab_size = workload["vocab_size"]
 
-    def start(self, prompts: list[list[int]]) -> None:
-        """Process the prompts, and generate one token for each."""
-        self.generate(prompts, 1)
-
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
         """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
         with self._context(len(prompts), len(prompts[0]) + num_tokens) as (context, batch):

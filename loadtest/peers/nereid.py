@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nereid's engine in process, as a compared engine."""
 
+import json
 import os
 import statistics
 import time
@@ -78,16 +79,12 @@ class Nereid:
     """One engine. Its prefix cache has no effect, because every prompt is random."""
 
     def __init__(self, path: str, workload: dict[str, Any]) -> None:
-        options: dict[str, Any] = json_options()
+        options = json.loads(os.environ.get("BENCH_ENGINE", "{}"))  # the settings of the engine
         self._engine = Engine(
             EngineConfig(path, dtype=workload["dtype"], num_threads=workload["threads"], **options)
         )
         self._batches = workload["decode"]
         self._times = StepTimes(self._engine)
-
-    def start(self, prompts: list[list[int]]) -> None:
-        """Process the prompts, and generate one token for each."""
-        self.generate(prompts, 1)
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
         """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
@@ -96,9 +93,17 @@ class Nereid:
         assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
 
     def facts(self) -> dict[str, Any]:
-        """Return the median times of steps, and the number of steps that replayed a CUDA graph."""
+        """Return the memory of weights and KV cache, and what the steps did.
+
+        The key `steps` has the median times of steps, and `replays` has the number of steps that
+        replayed a CUDA graph.
+        """
         graphs = getattr(self._engine._runner._path, "graphs", None)
+        info = self._engine.info
+        bytes_per_token = info.kv_cache_bytes / (info.num_blocks + 1) / info.block_size
         return {
+            "weights_bytes": info.weights_bytes,
+            "cache_bytes_per_1000_tokens": 1000 * bytes_per_token,
             "steps": self._times.summary(self._batches),
             "replays": 0 if graphs is None else graphs.num_replays,
         }
@@ -120,14 +125,6 @@ class Nereid:
                 time.sleep(max(0.0, waiting[0][1][0] - (time.perf_counter() - started)))
         waits = [first[str(number)] - at for number, (at, _, _) in enumerate(plan)]
         return summary(waits, total, time.perf_counter() - started)
-
-
-def json_options() -> dict[str, Any]:
-    """Return the engine settings in the environment variable BENCH_ENGINE, which contains JSON."""
-    import json
-
-    options: dict[str, Any] = json.loads(os.environ.get("BENCH_ENGINE", "{}"))
-    return options
 
 
 if __name__ == "__main__":

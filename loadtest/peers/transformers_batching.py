@@ -44,10 +44,6 @@ class GenerateBatch:
         self._manager.warmup()
         self._manager.start()
 
-    def start(self, prompts: list[list[int]]) -> None:
-        """Process the prompts, and generate one token for each."""
-        self.generate(prompts, 1)
-
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
         """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
         waiting = set(self._manager.add_requests(prompts, max_new_tokens=num_tokens))

@@ -38,10 +38,6 @@ class Generate:
         if torch.cuda.is_available():
             self._model.to("cuda")
 
-    def start(self, prompts: list[list[int]]) -> None:
-        """Process the prompts, and generate one token for each."""
-        self.generate(prompts, 1)
-
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
         """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""

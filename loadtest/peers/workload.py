@@ -22,9 +22,6 @@ from typing import Any, Protocol
 class Peer(Protocol):
     """A loaded engine that is measured."""
 
-    def start(self, prompts: list[list[int]]) -> None:
-        """Process the prompts, and generate one token for each."""
-
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
         """Generate exactly `num_tokens` tokens for each prompt, greedily, in one batch."""
 
@@ -45,7 +42,7 @@ def main(load: Callable[[str, dict[str, Any]], Peer]) -> None:
     peer.generate(prompts(1, 16), 4)
     result["prefill"] = {
         str(length): rate(
-            length, [spent(peer.start, prompts(1, length)) for _ in range(workload["repeat"])]
+            length, [spent(peer.generate, prompts(1, length), 1) for _ in range(workload["repeat"])]
         )
         for length in workload["prefill"]
     }
@@ -106,7 +103,7 @@ def decode_rate(
         texts = prompts(batch, workload["context"])
         whole = spent(peer.generate, texts, workload["answer"])
         # The prompts are new, because a prefix cache would otherwise contain them.
-        times.append(whole - spent(peer.start, prompts(batch, workload["context"])))
+        times.append(whole - spent(peer.generate, prompts(batch, workload["context"]), 1))
     if statistics.median(times) <= 0:
         return 0.0
     return rate(batch * (workload["answer"] - 1), times)

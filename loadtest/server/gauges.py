@@ -1,22 +1,23 @@
-# SPDX-License-Identifier: Apache-2.0
 """Nereid's values from a server's metrics page, read once or periodically.
 
 docs/reference/metrics.md describes the metrics.
 """
 
-import re
+import http.client
 import threading
 import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
+
+from prometheus_client.parser import text_string_to_metric_families
 
 Gauges = dict[str, float]
 
-_LINE = re.compile(r"^nereid:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_PREFIX = "nereid:"
 _BUSY = ("num_requests", "num_requests_running", "num_requests_waiting", "kv_cache_blocks_used")
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def read(url: str) -> Gauges:
@@ -28,20 +29,31 @@ def read(url: str) -> Gauges:
     Raises:
         OSError: the page cannot be read.
     """
-    with urllib.request.urlopen(url, timeout=10) as page:
-        return parse(page.read().decode())
+    try:
+        with _DIRECT.open(url, timeout=10) as page:
+            return parse(page.read().decode())
+    except http.client.HTTPException as error:
+        raise OSError(f"the page {url} is incomplete: {error!r}") from error
 
 
 def parse(page: str) -> Gauges:
     """Return the values on a metrics page by name. Values with different labels are summed.
 
-    For a histogram, only its sum and count are returned.
-    Example: the line `nereid:num_requests{model_name="llm"} 2` gives `{"num_requests": 2.0}`.
+    For a histogram, only its sum and count are returned. A value with the label `finished_reason`
+    is also returned alone, under a name that contains the reason.
+
+    Example: the line `nereid:success_total{finished_reason="stop"} 2` gives
+    `{"success_total": 2.0, "success_total stop": 2.0}`.
     """
     found: Gauges = {}
-    for name, value in _LINE.findall(page):
-        if not name.endswith("_bucket"):
-            found[name] = found.get(name, 0.0) + float(value)
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            name = sample.name.removeprefix(_PREFIX)
+            if name == sample.name or name.endswith("_bucket"):
+                continue
+            found[name] = found.get(name, 0.0) + sample.value
+            if reason := sample.labels.get("finished_reason"):
+                found[f"{name} {reason}"] = sample.value
     return found
 
 
@@ -58,21 +70,22 @@ def wait_for_rest(url: str, limit_s: float = 15.0) -> str | None:
     ends = time.monotonic() + limit_s
     while True:
         time.sleep(0.3)  # the server publishes gauges every tenth of a second
-        busy = _busy_now(url)
+        try:
+            busy = what_is_busy(read(url))
+        except OSError as error:
+            busy = f"the metrics page cannot be read: {error}"
         if busy is None or time.monotonic() > ends:
             return busy
 
 
-def _busy_now(url: str) -> str | None:
-    try:
-        return what_is_busy(read(url))
-    except OSError as error:
-        return f"the metrics page cannot be read: {error}"
-
-
 @dataclass(frozen=True)
 class Sample:
-    """The values of the metrics page at one time, from time.time."""
+    """The values on a metrics page at one time.
+
+    Attributes:
+        at: the time, from time.time.
+        gauges: the values by name.
+    """
 
     at: float
     gauges: Gauges
@@ -80,6 +93,10 @@ class Sample:
 
 class Sampler:
     """Reads a metrics page periodically in a thread while its `with` block runs.
+
+    Args:
+        url: the address of the page.
+        every_s: the seconds between two samples.
 
     Attributes:
         samples: the samples in order. If the page could not be read, the sample is left out.
@@ -96,12 +113,7 @@ class Sampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
 

@@ -14,13 +14,11 @@ from typing import Any
 
 import psutil
 
+from loadtest.server import gauges as metrics_page
 from loadtest.server.served import Served
 
-_GAUGE = re.compile(r"^nereid:(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
-_REASON = re.compile(r'finished_reason="(\w+)"')
 _NUMBER = re.compile(r"\d{3,}")
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_BUSY = ("num_requests", "num_requests_running", "num_requests_waiting", "kv_cache_blocks_used")
 
 
 @dataclass(frozen=True)
@@ -95,21 +93,11 @@ def _sizes(served: Served) -> Iterator[tuple[str, Size]]:
 
 
 def gauges(served: Served) -> dict[str, float]:
-    """Return Nereid's metrics by name, or an empty dictionary if the server does not answer.
-
-    The name of a metric with the label `finished_reason` contains the reason:
-    `request_success_total stop`.
-    """
+    """Return Nereid's metrics by name, or an empty dictionary if the server does not answer."""
     try:
-        with _DIRECT.open(f"http://127.0.0.1:{served.metrics_port}/metrics", timeout=10) as page:
-            text = page.read().decode()
-    except (OSError, http.client.HTTPException):
+        return metrics_page.read(f"http://127.0.0.1:{served.metrics_port}/metrics")
+    except OSError:
         return {}
-    found = {}
-    for name, labels, value in _GAUGE.findall(text):
-        reason = _REASON.search(labels)
-        found[f"{name} {reason[1]}" if reason else name] = float(value)
-    return found
 
 
 def num_in_frontend(served: Served) -> int | None:
@@ -123,15 +111,13 @@ def num_in_frontend(served: Served) -> int | None:
 
 
 def what_is_busy(served: Served) -> str | None:
-    """Return the gauges that must be 0 on an idle server but are not; None for an idle server."""
+    """Return what must be 0 on an idle server but is not; None for an idle server."""
     found = gauges(served)
-    if not found:
-        return "the metrics page cannot be read"
-    busy = [f"{name} {found[name]:g}" for name in _BUSY if found.get(name)]
+    busy = [metrics_page.what_is_busy(found) if found else "the metrics page cannot be read"]
     in_frontend = num_in_frontend(served)
     if in_frontend != 0:
         busy.append(f"requests in the frontend: {in_frontend}")
-    return ", ".join(busy) or None
+    return ", ".join(filter(None, busy)) or None
 
 
 def shared_memory(served: Served) -> list[str]:

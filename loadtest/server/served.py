@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -42,6 +41,7 @@ class Served:
 
     Attributes:
         http_port, grpc_port, metrics_port, openai_port: the ports of the server on 127.0.0.1.
+        environment: all environment variables of the server.
         output: the text that the server has printed so far.
         process: the process of the supervisor.
     """
@@ -68,7 +68,7 @@ class Served:
             f"--log-file={self._server_log}",
             *arguments,
         ]
-        self._environment = {**os.environ, **(environment or {})}
+        self.environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -112,7 +112,7 @@ class Served:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=self._environment,
+                env=self.environment,
                 cwd=_REPOSITORY,
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
@@ -135,12 +135,7 @@ class Served:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(120)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
         self._remove_logs()
 

@@ -8,9 +8,11 @@ import time
 import pytest
 from fakes.live_frontend import wait_for
 
-from loadtest.client.traffic import Ask, Asker, asks
-from loadtest.faults import process_faults
-from loadtest.faults.process_faults import FAULTS, long_requests, measure
+from loadtest.client.ask import Ask
+from loadtest.client.traffic import Asker, asks
+from loadtest.faults import fault_rows
+from loadtest.faults.fault_rows import measure
+from loadtest.faults.process_faults import FAULTS, long_requests
 from loadtest.server import processes
 from loadtest.server.served import ALONE, Served
 
@@ -46,7 +48,7 @@ def probe():
     ids=lambda fault: fault.role,
 )
 def test_nobody_waits_for_what_died_and_service_comes_back(stack, fault, monkeypatch):
-    monkeypatch.setattr(process_faults, "_RECOVERY_LIMIT_S", 400.0)
+    monkeypatch.setattr(fault_rows, "_RECOVERY_LIMIT_S", 400.0)
     requests = [probe(), *long_requests("chat", {})]
     row = with_asker(stack, lambda asker: measure(stack, asker, fault, requests))
     kinds = {outcome.kind for outcome in row.outcomes}
@@ -66,7 +68,7 @@ def test_sigterm_lets_a_stream_finish_and_frees_everything():
             asker = Asker(url, running.http_url)
             # What it was asked before it was ready may be over for its client alone.
             wait_for(lambda: processes.num_in_frontend(running) == 0)
-            task = asyncio.create_task(asker.ask(Ask("chat", "/v1/chat/completions", long)))
+            task = asyncio.create_task(asker.ask(Ask("openai", "/v1/chat/completions", long)))
             while not await asyncio.to_thread(processes.num_in_frontend, running):
                 assert not task.done()
             running.process.send_signal(signal.SIGTERM)

@@ -29,15 +29,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path == "/metrics":
-            gauge = f'nereid:num_requests{{model_name="llm"}} {STATE["num_requests"]}\n'
-            self.answer(gauge + 'nereid:request_success_total{finished_reason="stop"} 3\n')
+            page = f'nereid:num_requests{{model_name="llm"}} {STATE["num_requests"]}\n'
+            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_blocks_used"):
+                page += f"nereid:{name} 0\n"
+            self.answer(page + 'nereid:request_success_total{finished_reason="stop"} 3\n')
         else:
             self.answer(json.dumps({"num_requests": STATE["num_requests"]}))
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
         leak(self.path)
-        self.answer(json.dumps({"choices": [{"index": 0, "text": "done"}]}))
+        choice = {"index": 0, "text": "done", "finish_reason": "stop"}
+        self.answer(json.dumps({"choices": [choice], "usage": {"completion_tokens": 1}}))
 
     def answer(self, text):
         data = text.encode()

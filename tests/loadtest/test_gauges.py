@@ -20,7 +20,9 @@ nereid:request_success_total{finished_reason="length",model_name="llm"} 5
 nereid:inter_token_latency_seconds_bucket{le="0.1",model_name="llm"} 9
 nv_inference_count{model="llm"} 7
 """
-REST = "".join(line[:-1] + "0\n" for line in PAGE.splitlines() if "num" in line or "kv" in line)
+REST = "".join(
+    line[:-1] + "0\n" for line in PAGE.splitlines() if "llm" in line and "_total" not in line
+)
 
 
 @contextmanager

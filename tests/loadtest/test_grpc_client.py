@@ -82,9 +82,9 @@ def judged(service):
     def send(said, ask=ASK, limit_s=60.0):
         service.said = said
         service.requests.clear()
-        door = GrpcEndpoint(service.address, limit_s)
-        reply = door.send(ask)
-        door.close()
+        endpoint = GrpcEndpoint(service.address, limit_s)
+        reply = endpoint.send(ask)
+        endpoint.close()
         return reply, [fault.kind for fault in ReplyChecker().faults(ask, reply)]
 
     return send
@@ -142,7 +142,7 @@ def test_a_client_that_goes_away_cancels_its_call(judged, service):
 
 
 def test_a_connection_is_used_again_whatever_became_of_the_stream_before(service):
-    door = GrpcEndpoint(service.address)
+    endpoint = GrpcEndpoint(service.address)
     for said, ask, expected in (
         (answer(TEN), ASK, "whole"),
         ([response({"content": TEN[0]}), 60.0], ASK.cancelled(0.2), "cancelled"),
@@ -150,5 +150,5 @@ def test_a_connection_is_used_again_whatever_became_of_the_stream_before(service
         (answer(TEN), ASK, "whole"),
     ):
         service.said = said
-        assert door.send(ask).end == expected
-    door.close()
+        assert endpoint.send(ask).end == expected
+    endpoint.close()

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from loadtest.client.traffic import Ask, Asker
+from loadtest.client.ask import Ask
+from loadtest.client.traffic import Asker
 from loadtest.faults import leftovers
 from loadtest.faults.server_watch import Watch
 from loadtest.server import processes
@@ -42,7 +43,7 @@ def check_around(served, paths, num_rests=1):
         assert await looks.check("before") == []
         found = []
         for _ in range(num_rests):
-            await asyncio.gather(*(asker.ask(Ask("completion", path, {})) for path in paths))
+            await asyncio.gather(*(asker.ask(Ask("openai", path, {})) for path in paths))
             found.append(await looks.check("behind"))
         await asker.close()
         return found

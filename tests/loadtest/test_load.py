@@ -133,5 +133,5 @@ def test_a_few_seconds_of_the_mix_on_the_real_server(tmp_path, monkeypatch, caps
     found = records.read(tmp_path / "records-numbered.jsonl")
     assert {one.scenario for one in found} == set(chosen)
     assert {"ok", "rejected"} <= {one.outcome for one in found} <= {"ok", "rejected", "cancelled"}
-    assert {one.door for one in found} == {"openai", "triton", "grpc"}
+    assert {one.endpoint for one in found} == {"openai", "triton", "grpc"}
     assert (tmp_path / "report.html").exists()

@@ -17,7 +17,7 @@ from loadtest.server.gauges import Sample
 
 def made(scenario="Chat", outcome="ok", **fields):
     values = {
-        "door": "openai",
+        "endpoint": "openai",
         "started": 100.0,
         "late_s": 0.0,
         "ttft_s": 0.1,

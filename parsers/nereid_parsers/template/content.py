@@ -14,8 +14,8 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.difference import (
     MARKER,
-    Comparison,
     closing_spellings,
+    compound_closing,
     leading_markers,
     markers,
 )
@@ -27,7 +27,7 @@ _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}
 
 def compare_content(
     frame: TurnFrame, reasoning: Reasoning | None, wrapper_of_reasoning: Wrapper | None
-) -> tuple[Wrapper | None, list[Comparison]]:
+) -> Wrapper | None:
     """Compare a conversation that ends with a question and one that ends with an answer (C1).
 
     Set `frame.end_markers`. Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the
@@ -39,40 +39,31 @@ def compare_content(
         wrapper_of_reasoning: The wrapper of the content in a message with reasoning.
 
     Returns:
-        A pair: the wrapper of the content (None if the content has no markers), and a list with the
-        comparison (empty if the template renders no content).
+        The wrapper of the content, or None if the content has no markers.
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
-    text = frame.text_after_header(conversation)
-    if text is None or CONTENT_TEXT not in text:
-        return wrapper_of_reasoning, []
-    before, _, after = text.partition(CONTENT_TEXT)
-    before = strip_reasoning_markers(before, reasoning).lstrip()
+    text = frame.text_after_header(conversation) or ""
+    before, content, after = text.partition(CONTENT_TEXT)
+    if not content:
+        return wrapper_of_reasoning
     wrapper = wrapper_of_reasoning
-    if before:
-        marker = _wrapper_close(after, before.strip(), frame)
-        close = after[: after.find(marker)] + marker if marker else ""
-        wrapper = Wrapper(before, close)
-        after = after[len(wrapper.close) :]
+    opening = strip_reasoning_markers(before, reasoning).lstrip()
+    if opening:
+        wrapper = Wrapper(opening, _wrapper_close(after, opening.strip(), frame))
+        after = after.removeprefix(wrapper.close)
     frame.end_markers = tuple(_end_markers(after, frame))
     finding = "Content is written without markers."
     if wrapper is not None:
         finding = f"Content is written between {wrapper.open!r} and {wrapper.close!r}."
     if frame.end_markers:
         finding += f" {frame.end_markers[0]!r} ends the turn."
-    comparison = Comparison(
-        name="C1 content",
-        changed="The assistant answers.",
-        left=frame.prober.render(Conversation()) or "",
-        right=frame.prober.render(conversation) or "",
-        finding=finding,
+    frame.prober.record(
+        "C1 content", "The assistant answers.", Conversation(), conversation, finding
     )
-    return wrapper, [comparison]
+    return wrapper
 
 
-def compare_content_with_call(
-    frame: TurnFrame, reasoning: Reasoning | None
-) -> tuple[Wrapper | None, list[Comparison]]:
+def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> Wrapper | None:
     """Compare a tool call without content and a tool call with content before it (C2).
 
     Some templates write markers around the content only in messages with tool calls, and also if
@@ -80,37 +71,25 @@ def compare_content_with_call(
     "<say>CONTENT</say><call>.." with content show the wrapper `<say>`, `</say>`.
 
     Returns:
-        A pair: the wrapper, and a list with the comparison. None and [] if there are no such
-        markers.
+        The wrapper of the content, or None if there are no such markers.
     """
     call_only = Conversation(AssistantMessage(calls=ONE_CALL), tools=True)
     with_content = Conversation(AssistantMessage(CONTENT_TEXT, calls=ONE_CALL), tools=True)
-    text_with_content = frame.text_after_header(with_content)
-    text_of_call = frame.text_after_header(call_only)
-    if text_with_content is None or text_of_call is None:
-        return None, []
-    if CONTENT_TEXT not in text_with_content:
-        return None, []
-    text_with_content = strip_reasoning_markers(text_with_content, reasoning)
-    before, _, after = text_with_content.partition(CONTENT_TEXT)
+    text = strip_reasoning_markers(frame.text_after_header(with_content) or "", reasoning)
+    before, _, after = text.partition(CONTENT_TEXT)
     opening = before.strip()
-    following = leading_markers(after)
-    if not following or MARKER.fullmatch(opening) is None:
-        return None, []
-    closing = following[0]
+    closing = next(iter(leading_markers(after)), "")
+    if not closing or MARKER.fullmatch(opening) is None:
+        return None
+    text_of_call = strip_reasoning_markers(frame.text_after_header(call_only) or "", reasoning)
     empty_pair = rf"\s*{re.escape(opening)}\s*{re.escape(closing)}"
-    if not re.match(empty_pair, strip_reasoning_markers(text_of_call, reasoning)):
-        return None, []
-    comparison = Comparison(
-        name="C2 content with a call",
-        changed="The message has content.",
-        left=frame.prober.render(call_only) or "",
-        right=frame.prober.render(with_content) or "",
-        finding=(
-            f"In messages with calls, content is written between {opening!r} and {closing!r}."
-        ),
+    if not re.match(empty_pair, text_of_call):
+        return None
+    finding = f"In messages with calls, content is written between {opening!r} and {closing!r}."
+    frame.prober.record(
+        "C2 content with a call", "The message has content.", call_only, with_content, finding
     )
-    return Wrapper(opening, closing), [comparison]
+    return Wrapper(opening, closing)
 
 
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
@@ -122,13 +101,13 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     if reasoning is None:
         return text
     reasoning_markers = [mark.strip() for mark in (*reasoning.opens, *reasoning.closes)]
-    space_after_close = reasoning.close[len(reasoning.close.rstrip()) :]
+    space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     while True:
         bare = text.lstrip()
         marker = next((marker for marker in reasoning_markers if bare.startswith(marker)), None)
         if marker is None:
             return text
-        text = bare[len(marker) :].removeprefix(space_after_close)
+        text = bare.removeprefix(marker).removeprefix(space_after_close)
 
 
 def _end_markers(after: str, frame: TurnFrame) -> list[str]:
@@ -144,14 +123,13 @@ def _end_markers(after: str, frame: TurnFrame) -> list[str]:
     """
     text = after.lstrip()
     trailing_text = frame.trailing_text.lstrip()
-    leading = leading_markers(text)
-    if not leading or leading[0] == EOS_TOKEN:
+    first, second = [*leading_markers(text), "", ""][:2]
+    if first in ("", EOS_TOKEN):
         return []
-    end = leading[0]
-    user_end = next(iter(leading_markers(trailing_text)), "")
-    if user_end != end and leading[1:2] == [user_end] and user_end not in frame.header:
-        return [end, user_end]
-    return _end_markers_with_words(text, trailing_text, frame.header) or [end]
+    ends_user_message = second in leading_markers(trailing_text)[:1]
+    if ends_user_message and second != first and second not in frame.header:
+        return [first, second]
+    return _end_markers_with_words(text, trailing_text, frame.header) or [first]
 
 
 def _end_markers_with_words(text: str, trailing_text: str, header: str) -> list[str]:
@@ -179,7 +157,7 @@ def _end_markers_with_words(text: str, trailing_text: str, header: str) -> list[
 
 
 def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
-    """Return the marker that closes the content after the marker `opening`, or "".
+    """Return the marker that closes the content, with the white space before it, or "".
 
     Example: for the opening `<answer>` and the text "</answer><|im_end|>", the result is
     `</answer>`.
@@ -189,18 +167,13 @@ def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
         opening: The marker before the content.
         frame: The frame of the model's turn.
     """
-    opening_markers = markers(opening)
-    if len(opening_markers) > 1 and opening.startswith(opening_markers[0]):
-        # `<|close|>response<|sep|>` closes `<|open|>response<|sep|>`: both end with the same text.
-        tail = opening[len(opening_markers[0]) :]
-        tail_at = after.find(tail)
-        if 0 <= tail_at <= len(opening):
-            return after[: tail_at + len(tail)].lstrip()
-    following = leading_markers(after)
-    if not following or following[0] == EOS_TOKEN:
-        return ""
-    marker = following[0]
+    compound = compound_closing(after, opening)
+    if compound:
+        return compound
+    marker = next(iter(leading_markers(after)), "")
     # A marker that also follows user messages ends the turn, unless its spelling shows that it
     # closes the content.
-    is_closing = marker in closing_spellings(opening) or marker not in frame.trailing_text
-    return marker if is_closing else ""
+    ends_turn = marker == EOS_TOKEN or marker in frame.trailing_text
+    if ends_turn and marker not in closing_spellings(opening):
+        return ""
+    return after[: after.find(marker) + len(marker)]

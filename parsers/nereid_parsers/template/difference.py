@@ -59,20 +59,8 @@ class Comparison:
     finding: str
 
     def parts(self) -> Difference:
-        """Return the two renderings, split where they differ.
-
-        Example: the parts of "<a>yes</a>" and "<a>no</a>" are ("<a>", "yes", "no", "</a>").
-        """
-        prefix = common_prefix(self.left, self.right)
-        left_rest = self.left[len(prefix) :]
-        right_rest = self.right[len(prefix) :]
-        suffix = common_suffix(left_rest, right_rest)
-        return Difference(
-            prefix,
-            left_rest[: len(left_rest) - len(suffix)],
-            right_rest[: len(right_rest) - len(suffix)],
-            suffix,
-        )
+        """Return the two renderings, split where they differ."""
+        return difference(self.left, self.right)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +101,7 @@ def common_prefix(text: str, other: str) -> str:
     >>> common_prefix("<a><tool_call>", "<a><tool_result>")
     '<a>'
     """
-    return text[: _common_length(tokens(text), tokens(other))]
+    return text[: common_length(tokens(text), tokens(other))]
 
 
 def common_suffix(text: str, other: str) -> str:
@@ -122,12 +110,16 @@ def common_suffix(text: str, other: str) -> str:
     >>> common_suffix("yes</call></all>", "no</recall></all>")
     '</all>'
     """
-    length = _common_length(reversed(tokens(text)), reversed(tokens(other)))
+    length = common_length(reversed(tokens(text)), reversed(tokens(other)))
     return text[len(text) - length :]
 
 
-def _common_length(sequence: Iterable[str], other_sequence: Iterable[str]) -> int:
-    """Return the number of characters in the tokens that both sequences start with."""
+def common_length(sequence: Iterable[str], other_sequence: Iterable[str]) -> int:
+    """Return the number of characters in the tokens that both sequences start with.
+
+    >>> common_length(["<a>", "one"], ["<a>", "two"])
+    3
+    """
     length = 0
     for token, other_token in zip(sequence, other_sequence, strict=False):
         if token != other_token:
@@ -136,13 +128,28 @@ def _common_length(sequence: Iterable[str], other_sequence: Iterable[str]) -> in
     return length
 
 
+def difference(left: str, right: str) -> Difference:
+    """Split two texts where they differ, without cutting a token in two.
+
+    >>> difference("<a>yes</a>", "<a>no</a>")
+    Difference(prefix='<a>', left='yes', right='no', suffix='</a>')
+    """
+    prefix = common_prefix(left, right)
+    left_rest = left[len(prefix) :]
+    right_rest = right[len(prefix) :]
+    suffix = common_suffix(left_rest, right_rest)
+    return Difference(
+        prefix, left_rest.removesuffix(suffix), right_rest.removesuffix(suffix), suffix
+    )
+
+
 def drop_common_suffix(text: str, other: str) -> str:
     r"""Return `text` without the suffix that it has in common with `other`.
 
     >>> drop_common_suffix("Hello<|im_end|>\n", "Go on.<|im_end|>\n")
     'Hello'
     """
-    return text[: len(text) - len(common_suffix(text, other))]
+    return text.removesuffix(common_suffix(text, other))
 
 
 def text_after_last(text: str, word: str) -> str:
@@ -175,6 +182,16 @@ def leading_markers(text: str) -> list[str]:
         leading.append(match.group())
         rest = rest[match.end() :].lstrip()
     return leading
+
+
+def trailing_marker(text: str) -> str:
+    r"""Return the marker at the end of `text`, or "" if no marker is there.
+
+    >>> trailing_marker("Hello<|start|><think>\n"), trailing_marker("<think>Hello")
+    ('<think>', '')
+    """
+    last = markers(text)[-1:]
+    return last[0] if last and text.rstrip().endswith(last[0]) else ""
 
 
 def list_markup(before: str, between: str, after: str) -> ListMarkup:
@@ -228,6 +245,27 @@ def closing_spellings(marker: str) -> list[str]:
         if open_word in marker:
             spellings.append(marker.replace(open_word, close_word))
     return spellings
+
+
+def compound_closing(text: str, opening: str) -> str:
+    """Return the closing of a block that several markers and words open together, or "".
+
+    The opening and the closing differ in their first markers and end with the same text.
+
+    >>> compound_closing("<|close|>think<|sep|>Hello", "<|open|>think<|sep|>")
+    '<|close|>think<|sep|>'
+
+    Args:
+        text: The text after the block. It starts with the closing.
+        opening: The markers and words that open the block.
+    """
+    opening_markers = markers(opening)
+    if len(opening_markers) < 2 or not opening.startswith(opening_markers[0]):
+        return ""
+    shared_end = opening.removeprefix(opening_markers[0])
+    end_at = text.find(shared_end)
+    # The first marker of the closing is not longer than the whole opening.
+    return text[: end_at + len(shared_end)] if 0 <= end_at <= len(opening) else ""
 
 
 def opening_spellings(marker: str) -> list[str]:

@@ -41,19 +41,14 @@ class Budget:
     """The numbers of steps, characters and seconds that one analysis may still use.
 
     A budget may be used by only one thread.
-
-    Attributes:
-        literal_size: The number of characters of literal text in the template that runs. One loop
-            item or one macro call can write at most this number of literal characters.
     """
 
-    __slots__ = ("_deadline", "_made", "_steps", "literal_size")
+    __slots__ = ("_deadline", "_made", "_steps")
 
     def __init__(self, seconds: float = MAX_SECONDS) -> None:
         self._steps = MAX_STEPS
         self._made = MAX_MADE
         self._deadline = time.thread_time() + seconds
-        self.literal_size = 0
 
     def step(self, literal_size: int = 0) -> None:
         """Count one loop item, function call or filter, which may write `literal_size` characters.

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from html import escape
+import jinja2
 
-from nereid_parsers.template.difference import Comparison
-from nereid_parsers.template.report import (
-    CONTEXT_CHARS,
-    Report,
-    Sample,
-    part_lines,
-    supports_rows,
-)
+from nereid_parsers.template.difference import difference
+from nereid_parsers.template.report import CONTEXT_CHARS, Report, part_lines, supports_rows
 
 # A page has more space than a terminal.
 _CONTEXT_CHARS = 4 * CONTEXT_CHARS
 
-_STYLE = """
+# The macro `lines` shows a sign at each line break. The macro `difference_of` shows two renderings.
+_PAGE = """\
+{% set line_end %}<span class="around">↵</span>
+{% endset %}
+{% macro lines(text) %}{{ text | e | replace("\\n", line_end) }}{% endmacro %}
+{% macro difference_of(comparison) %}
+{% set parts = difference(comparison.left, comparison.right) %}
+{% set before %}<span class="around">{{ lines(parts.prefix[-context_chars:]) }}</span>{% endset %}
+{% set after %}<span class="around">{{ lines(parts.suffix[:context_chars]) }}</span>{% endset %}
+<pre>{{ before }}<del>{{ lines(parts.left) }}</del>{{ after }}
+
+{{ before }}<ins>{{ lines(parts.right) }}</ins>{{ after }}</pre>
+{%- endmacro %}
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}: chat format</title>
+<style>
 :root { color-scheme: light dark; --ink: #1d2430; --paper: #fbfaf7; --soft: #6b7280;
   --line: #dcd9d0; --box: #ffffff; --added: #c9efd2; --removed: #f8d2cf;
   --reasoning: #cfe6f7; --content: #d9f0d4; --call: #fbe6bd; --markup: #e7e5df; --bad: #b3261e; }
@@ -42,97 +52,67 @@ mark.call { background: var(--call); } mark.markup { background: var(--markup); 
 .legend mark { margin-right: .5rem; padding: .1em .5em; }
 table { border-collapse: collapse; } td { padding: .15rem 1.2rem .15rem 0; vertical-align: top; }
 td:first-child { color: var(--soft); } .bad { color: var(--bad); font-weight: 600; }
+</style></head>
+<body><h1>{{ title }}</h1>
+<p class="why">{{ report.why }}</p>
+{% if analysis and analysis.undecided %}
+<h2>Not decided</h2><ul>
+{% for sentence in analysis.undecided %}
+<li class="bad">{{ sentence }}</li>
+{% endfor %}
+</ul>
+{% endif %}
+<h2>Samples</h2>
+<p>Each sample is a message that the template renders. The parser split it into \
+<span class="legend"><mark class="reasoning">reasoning</mark><mark class="content">content</mark>\
+<mark class="call">call</mark><mark class="markup">markup</mark></span></p>
+{% for sample in report.samples %}
+<div class="changed">{{ sample.name }}: \
+{% if sample.differs %}<span class="bad">parsed wrongly: {{ sample.differs | join(", ") }} differ\
+</span>{% else %}parsed correctly{% endif %}</div>\
+<pre><span class="around">… {{ lines(sample.prompt_end) }}</span>
+{% for kind, text in sample.spans %}\
+<mark class="{{ kind }}" title="{{ kind }}">{{ lines(text) }}</mark>\
+{% endfor %}
+</pre>
+{% endfor %}
+{% if analysis %}
+<h2>What the template supports</h2><table>
+{% for name, value in supports_rows(analysis) %}
+<tr><td>{{ name }}</td><td><code>{{ value }}</code></td></tr>
+{% endfor %}
+</table>
+{% endif %}
+<h2>Format</h2>
+<pre>{{ part_lines(report.format) | join("\n") }}</pre>
+{% if analysis %}
+<h2>Comparisons</h2>
+<p>Each comparison renders two conversations that differ in one thing. The texts and names of \
+the conversations, such as zqFirstTool, are made up, so that they occur in no template. The first \
+block shows the first rendering, the second block shows the second.</p>
+{% for comparison in analysis.comparisons %}
+{% set differs = comparison.left != comparison.right %}
+<details{% if differs %} open{% endif %}><summary>{{ comparison.name }}</summary>\
+<div class="changed">{{ comparison.changed }}</div><div>{{ comparison.finding }}</div>\
+{% if differs %}{{ difference_of(comparison) }}{% endif %}</details>
+{% endfor %}
+{% endif %}
+<h2>Constraint of a required call</h2>
+<details><summary>structural tag</summary><pre>{{ report.constraint }}</pre>
+</details>
+</body></html>
 """
-
-
-_COMPARISONS_EXPLAINED = (
-    "Each comparison renders two conversations that differ in one thing. The texts and names of "
-    "the conversations, such as zqFirstTool, are made up, so that they occur in no template. The "
-    "first block shows the first rendering, the second block shows the second."
-)
 
 
 def report_page(report: Report) -> str:
     """Return the report as an HTML page."""
-    title = escape(report.title or "Chat template")
-    body = "\n".join(_sections(report))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}: chat format</title>\n<style>{_STYLE}</style></head>\n"
-        f'<body><h1>{title}</h1>\n<p class="why">{escape(report.why)}</p>\n{body}\n</body></html>\n'
+    env = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    return env.from_string(_PAGE).render(
+        report=report,
+        analysis=report.analysis,
+        title=report.title or "Chat template",
+        context_chars=_CONTEXT_CHARS,
+        difference=difference,
+        part_lines=part_lines,
+        supports_rows=supports_rows,
     )
-
-
-def _sections(report: Report) -> Iterator[str]:
-    """Yield the HTML of each section of the page."""
-    analysis = report.analysis
-    if analysis is not None and analysis.undecided:
-        yield "<h2>Not decided</h2><ul>"
-        for sentence in analysis.undecided:
-            yield f'<li class="bad">{escape(sentence)}</li>'
-        yield "</ul>"
-    yield "<h2>Samples</h2>"
-    yield (
-        "<p>Each sample is a message that the template renders. The parser split it into "
-        '<span class="legend"><mark class="reasoning">reasoning</mark>'
-        '<mark class="content">content</mark><mark class="call">call</mark>'
-        '<mark class="markup">markup</mark></span></p>'
-    )
-    for sample in report.samples:
-        yield _sample(sample)
-    if analysis is not None:
-        yield "<h2>What the template supports</h2><table>"
-        for name, value in supports_rows(analysis):
-            yield f"<tr><td>{escape(name)}</td><td><code>{escape(value)}</code></td></tr>"
-        yield "</table>"
-    yield "<h2>Format</h2>"
-    format_text = "\n".join(part_lines(report.format))
-    yield f"<pre>{escape(format_text)}</pre>"
-    if analysis is not None:
-        yield "<h2>Comparisons</h2>"
-        yield f"<p>{escape(_COMPARISONS_EXPLAINED)}</p>"
-        for comparison in analysis.comparisons:
-            yield _comparison(comparison)
-    yield "<h2>Constraint of a required call</h2>"
-    yield f"<details><summary>structural tag</summary><pre>{escape(report.constraint)}</pre>"
-    yield "</details>"
-
-
-def _sample(sample: Sample) -> str:
-    """Return the HTML of a sample: whether it was parsed correctly, and its coloured text."""
-    coloured_text = "".join(
-        f'<mark class="{escape(kind)}" title="{escape(kind)}">{_with_line_ends(text)}</mark>'
-        for kind, text in sample.spans
-    )
-    state = "parsed correctly"
-    if sample.differs:
-        parts = escape(", ".join(sample.differs))
-        state = f'<span class="bad">parsed wrongly: {parts} differ</span>'
-    heading = f'<div class="changed">{escape(sample.name)}: {state}</div>'
-    prompt = f'<span class="around">… {_with_line_ends(sample.prompt_end)}</span>'
-    return f"{heading}<pre>{prompt}\n{coloured_text}</pre>"
-
-
-def _comparison(comparison: Comparison) -> str:
-    """Return the HTML of a comparison: the finding, and both renderings where they differ."""
-    summary = f"<summary>{escape(comparison.name)}</summary>"
-    changed = f'<div class="changed">{escape(comparison.changed)}</div>'
-    finding = f"<div>{escape(comparison.finding)}</div>"
-    if comparison.left == comparison.right:
-        return f"<details>{summary}{changed}{finding}</details>"
-    difference = comparison.parts()
-    before = _context(difference.prefix[-_CONTEXT_CHARS:])
-    after = _context(difference.suffix[:_CONTEXT_CHARS])
-    left = f"{before}<del>{_with_line_ends(difference.left)}</del>{after}"
-    right = f"{before}<ins>{_with_line_ends(difference.right)}</ins>{after}"
-    return f"<details open>{summary}{changed}{finding}<pre>{left}\n\n{right}</pre></details>"
-
-
-def _context(text: str) -> str:
-    return f'<span class="around">{_with_line_ends(text)}</span>'
-
-
-def _with_line_ends(text: str) -> str:
-    """Return `text` as HTML, with a visible sign at the end of each line."""
-    return escape(text).replace("\n", '<span class="around">↵</span>\n')

@@ -26,8 +26,8 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import drop_common_suffix
 from nereid_parsers.template.frame import TurnFrame
 from nereid_parsers.template.probe import unmask_call_ids
-from nereid_parsers.template.reasoning import ReasoningFindings
-from nereid_parsers.template.tools import ToolFindings, conversation_with_calls
+from nereid_parsers.template.rendered_reasoning import ReasoningFindings
+from nereid_parsers.template.tools import NO_CALLS, ToolFindings, conversation_with_calls
 
 ONE_CALL_PROOF = "one call"
 
@@ -60,12 +60,14 @@ def parse_renderings(
     """
     proofs = []
     for name, conversation in _conversations(reasoning, tools):
-        prompt_and_text = _prompt_and_output(frame, reasoning.part, conversation)
-        if prompt_and_text is None or conversation.answer is None:
+        prompt = frame.prober.render(replace(conversation, answer=None, generation_prompt=True))
+        text = _output(frame, reasoning.part, conversation, prompt or "")
+        if prompt is None or text is None or conversation.answer is None:
             continue
-        prompt, text = prompt_and_text
-        offered = TOOLS if conversation.tools else []
-        message = parse(text, format=fmt, tools=offered, prompt=prompt)
+        prompt = unmask_call_ids(prompt)
+        text = unmask_call_ids(text)
+        tools_in_prompt = TOOLS if conversation.tools else []
+        message = parse(text, format=fmt, tools=tools_in_prompt, prompt=prompt)
         differs = tuple(_differing_parts(conversation.answer, message))
         proofs.append(Proof(name, prompt, text, differs))
     return proofs
@@ -76,73 +78,80 @@ def _conversations(
 ) -> Iterator[tuple[str, Conversation]]:
     """Yield a name and a conversation for each kind of message that the template renders."""
     content = AssistantMessage(CONTENT_TEXT)
+    has_calls = tools.form != NO_CALLS
     yield "content", Conversation(content)
     if reasoning.conversation is not None:
         yield "reasoning", reasoning.conversation
-    if tools.has_calls:
-        yield ONE_CALL_PROOF, conversation_with_calls(ONE_CALL)
+    if has_calls:
+        yield ONE_CALL_PROOF, conversation_with_calls(*ONE_CALL)
     if tools.is_parallel:
-        yield "two calls", conversation_with_calls(TWO_CALLS)
+        yield "two calls", conversation_with_calls(*TWO_CALLS)
     if tools.with_content:
-        yield "content and a call", conversation_with_calls(ONE_CALL, CONTENT_TEXT)
-    if tools.has_calls:
+        yield "content and a call", conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
+    if has_calls:
         yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
 
 
-def _prompt_and_output(
-    frame: TurnFrame, reasoning: Reasoning | None, conversation: Conversation
-) -> tuple[str, str] | None:
-    r"""Return the prompt, and the text that a model would generate for the answer.
+def _output(
+    frame: TurnFrame, reasoning: Reasoning | None, conversation: Conversation, prompt: str
+) -> str | None:
+    """Return the text that a model would generate for the answer of a conversation after `prompt`.
 
-    Return None if the template does not render the prompt or the answer. The text does not repeat
-    the part that the prompt already contains. Example: if the prompt ends with "<think>\n", and the
-    rendered message is "<think>\nREASONING</think>CONTENT", the text is
-    "\nREASONING</think>CONTENT".
+    Return None if the template does not render the answer after the prompt.
     """
-    prompt = frame.prober.render(replace(conversation, answer=None, generation_prompt=True))
-    if prompt is None:
-        return None
     if conversation.after_tool_result:
-        return _prompt_and_output_after_result(frame, reasoning, conversation, prompt)
-    text = frame.generated_text(conversation)
+        text = _output_after_result(frame, conversation, prompt)
+    else:
+        text = frame.generated_text(conversation)
     if text is None:
         return None
-    text = unmask_call_ids(text)
-    in_prompt = frame.prompt_after_header(prompt).strip()
-    if in_prompt and text.lstrip().startswith(in_prompt):
-        text = text.lstrip()[len(in_prompt) :]
-    if reasoning is None:
-        return prompt, text
-    opening, closing = reasoning.open.strip(), reasoning.close.strip()
-    if in_prompt.endswith(closing):
-        # The prompt and the message both end an empty block of reasoning.
-        text = text.lstrip().removeprefix(closing)
-    is_open = in_prompt.endswith(opening) and closing not in in_prompt
-    if is_open and closing not in text:
-        # The prompt opens reasoning, but the message has no reasoning. So a model would write
-        # the closing marker first.
-        text = reasoning.close + text
-    return prompt, text
+    if not conversation.after_tool_result:
+        text = _drop_repetition(text, frame.prompt_after_header(prompt).strip(), reasoning)
+    return text if reasoning is None else _close_open_reasoning(text, prompt, reasoning)
 
 
-def _prompt_and_output_after_result(
-    frame: TurnFrame, reasoning: Reasoning | None, conversation: Conversation, prompt: str
-) -> tuple[str, str] | None:
-    """Return the prompt, and the text that a model would generate after a tool's result.
+def _output_after_result(frame: TurnFrame, conversation: Conversation, prompt: str) -> str | None:
+    """Return the text after `prompt` in a rendered conversation, without the end of the turn.
 
-    Return None if the rendered conversation does not start with the prompt.
+    Return None if the rendered conversation does not start with the prompt. Example: the prompt
+    "..RESULT<|assistant|>" and the rendering "..RESULT<|assistant|>CONTENT<|end|>" give "CONTENT".
     """
-    whole = frame.prober.render(conversation)
-    if whole is None or RESULT_TEXT not in prompt or not whole.startswith(prompt):
+    whole = frame.prober.render(conversation) or ""
+    if RESULT_TEXT not in prompt or not whole.startswith(prompt):
         return None
-    text = drop_common_suffix(whole[len(prompt) :], frame.trailing_text)
-    text = frame.without_end_markers(text)
-    is_open = reasoning is not None and prompt.rstrip().endswith(reasoning.open.strip())
-    if reasoning is not None and is_open and reasoning.close.strip() not in text:
-        # The prompt opens reasoning, but the message has no reasoning. So a model would write
-        # the closing marker first.
-        text = reasoning.close + text
-    return unmask_call_ids(prompt), unmask_call_ids(text)
+    text = drop_common_suffix(whole.removeprefix(prompt), frame.trailing_text)
+    return frame.without_end_markers(text)
+
+
+def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) -> str:
+    r"""Return `text` without the part at its start that the prompt already contains.
+
+    >>> _drop_repetition("<think>\nI see.</think>Hello.", "<think>", None)
+    '\nI see.</think>Hello.'
+
+    Args:
+        text: The text of a rendered message after the header.
+        prompt_end: The text of the prompt after the header.
+        reasoning: The reasoning part of the format.
+    """
+    if prompt_end and text.lstrip().startswith(prompt_end):
+        text = text.lstrip().removeprefix(prompt_end)
+    if reasoning is not None and prompt_end.endswith(reasoning.close.strip()):
+        # The prompt and the message both end an empty block of reasoning.
+        text = text.lstrip().removeprefix(reasoning.close.strip())
+    return text
+
+
+def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
+    """Add the closing marker to the start of `text` if the prompt opens reasoning.
+
+    A model would write the marker first, because the message has no reasoning.
+
+    >>> _close_open_reasoning("Hello.", "<|assistant|><think>", Reasoning("<think>", "</think>"))
+    '</think>Hello.'
+    """
+    is_open = prompt.rstrip().endswith(reasoning.open.strip())
+    return reasoning.close + text if is_open and reasoning.close.strip() not in text else text
 
 
 def _differing_parts(answer: AssistantMessage, got: Message) -> Iterator[str]:

@@ -6,14 +6,17 @@ returned with the white space around it, because the white space is a part of th
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 from nereid_parsers.format import Wrapper
 from nereid_parsers.template.difference import (
     MARKER,
     closing_spellings,
+    compound_closing,
     markers,
     opening_spellings,
+    trailing_marker,
 )
 
 _THINKING_WORDS = ("think", "thought", "reason", "inner")
@@ -47,12 +50,11 @@ def last_opening(before: str) -> str:
     last = matches[-1]
     after_marker = before[last.end() :]
     if after_marker.strip() and after_marker[0].isspace():
-        start = last.end()
-    else:
-        last_word = before[: last.end()].split()[-1]
-        # A marker that contains a space is longer than the last word. Use the longer of the two.
-        start = last.end() - max(len(last_word), len(last.group()))
-    return before[len(before[:start].rstrip()) :]
+        return after_marker
+    last_word = before[: last.end()].split()[-1]
+    # A marker that contains a space is longer than the last word. Use the longer of the two.
+    start = last.end() - max(len(last_word), len(last.group()))
+    return before[len(before[:start].rstrip()) :]  # with the white space before the marker
 
 
 def first_opening(after_header: str) -> str:
@@ -69,10 +71,7 @@ def first_opening(after_header: str) -> str:
     first = MARKER.search(after_header)
     if first is None:
         return after_header if after_header.strip() else ""
-    words = after_header[: first.start()]
-    if words.strip():
-        return words
-    return _up_to_next_word(after_header, first.end())
+    return _words_or_marker(after_header, first)
 
 
 def closing_marker(between: str, opening: str) -> str:
@@ -90,26 +89,29 @@ def closing_marker(between: str, opening: str) -> str:
         between: The text between the reasoning and the next part of the message.
         opening: The marker that opens reasoning.
     """
-    opening_markers = markers(opening)
-    if len(opening_markers) > 1:
-        tail = opening.strip()[len(opening_markers[0]) :]
-        tail_at = between.find(tail)
-        if 0 <= tail_at <= len(opening):
-            return between[: tail_at + len(tail)]
+    compound = compound_closing(between, opening.strip())
+    if compound:
+        return compound
     first = MARKER.search(between)
     if first is None:
         return between
-    words = between[: first.start()]
-    return words if words.strip() else _up_to_next_word(between, first.end())
+    return _words_or_marker(between, first)
 
 
-def _up_to_next_word(text: str, end: int) -> str:
-    r"""Return `text[:end]` and the white space that follows it.
+def _words_or_marker(text: str, first: re.Match[str]) -> str:
+    r"""Return the words before the first marker of `text`, or the marker if no words precede it.
 
-    >>> _up_to_next_word("<a>\n<b>", 3)
-    '<a>\n'
+    The white space after the marker is returned with the marker.
+
+    >>> text = "\n<a>\n<b>"
+    >>> _words_or_marker(text, MARKER.search(text))
+    '\n<a>\n'
     """
-    return text[: len(text) - len(text[end:].lstrip())]
+    words = text[: first.start()]
+    if words.strip():
+        return words
+    after_marker = text[first.end() :]
+    return text[: len(text) - len(after_marker.lstrip())]
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
@@ -123,14 +125,9 @@ def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
     >>> last_marker_alone("<|open|>think<|sep|>", "<|close|>think<|sep|>")
     ()
     """
-    opening_markers = markers(opening)
-    if (
-        len(opening_markers) < 2
-        or not opening.rstrip().endswith(opening_markers[-1])
-        or opening_markers[-1] in other_markup
-    ):
-        return ()
-    return (opening_markers[-1],)
+    last = trailing_marker(opening)
+    is_alone = len(markers(opening)) < 2
+    return () if not last or is_alone or last in other_markup else (last,)
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:

@@ -1,4 +1,19 @@
 """Infer how a template writes tool calls: one reader for each form of tool calls.
 
-Start at `call_forms.py`, which lists the readers.
+A reader takes the renderings of tool calls (`CallTexts`) and returns their format (`CallFormat`),
+or None if the tool calls have another form.
 """
+
+from nereid_parsers.template.calls.calls_json import read_json, read_json_arguments
+from nereid_parsers.template.calls.calls_literal import read_bare_keys, read_python
+from nereid_parsers.template.calls.calls_tagged import read_nested, read_tagged
+
+# The readers, in the order in which they are tried.
+READERS = (
+    read_json,
+    read_json_arguments,
+    read_python,
+    read_bare_keys,
+    read_nested,
+    read_tagged,
+)

@@ -1,8 +1,9 @@
-"""Define the input and the result of the readers of tool calls, and their helper functions."""
+"""The input and the result of the readers of tool calls, and functions that several readers use."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nereid_parsers.format import (
     BareKeyArguments,
@@ -22,8 +23,7 @@ ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 _NUMBERED_ID = "functions.{name}:{number}"
 
 
-@dataclass(frozen=True, slots=True)
-class CallTexts:
+class CallTexts(NamedTuple):
     """The text that a template renders for the tool calls of a message, for five kinds of message.
 
     The text starts where the tool calls start. The text is "" if the template refuses the message.

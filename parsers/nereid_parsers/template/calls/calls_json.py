@@ -33,7 +33,7 @@ class _JsonSpan(NamedTuple):
 def read_json(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls that are JSON objects, or members of a JSON array.
 
-    Returns None if no JSON contains the function's name. Example for two tool calls:
+    Return None if no JSON contains the function's name. Example: the two tool calls
 
         <call>{"name": "f", "arguments": {"a": 1}}</call>
         <call>{"name": "g", "arguments": {"b": 2}}</call>
@@ -50,7 +50,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
         markup = ListMarkup(
             item_open=texts.one_call[: single.start], item_close=texts.one_call[single.end :]
         )
-        return CallFormat("JSON", (_object_call(keys, markup),), markup)
+        return CallFormat("JSON", (_call(JsonObject(keys), markup),), markup)
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
@@ -58,10 +58,10 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     if first.start == second.start and isinstance(first.value, list):
         return _read_object_or_array(texts, keys, single, first)
     markup = _markup_of_two(texts.two_calls, first, second)
-    calls = [_object_call(keys, markup)]
+    calls = [_call(JsonObject(keys), markup)]
     if markup.item_open.strip() and markup.item_close.strip():
         # Models also write an array of several tool calls between the markers of one tool call.
-        calls.append(_array_call(keys, markup))
+        calls.append(_call(JsonArray(keys), markup))
     return CallFormat("JSON", tuple(calls), markup)
 
 
@@ -94,7 +94,7 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
     if first is None or second is None or first.start == second.start:
         return _read_one_array(texts.one_call, keys, single)
     markup = _markup_of_two(texts.two_calls, first, second)
-    return CallFormat("JSON array", (_array_call(keys, markup),), markup)
+    return CallFormat("JSON array", (_call(JsonArray(keys), markup),), markup)
 
 
 def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
@@ -115,6 +115,11 @@ def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> Call
 
 
 def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup:
+    """Return the markup around the JSON of two tool calls.
+
+    Example: `<c>{..}</c>, <c>{..}</c>` has `item_open` "<c>", `item_close` "</c>" and `separator`
+    ", ".
+    """
     return list_markup(
         before=text[: first.start],
         between=text[first.end : second.start],
@@ -122,12 +127,8 @@ def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup
     )
 
 
-def _object_call(keys: Keys | NameIsKey, markup: ListMarkup) -> Call:
-    return Call(JsonObject(keys), open=markup.item_open, close=markup.item_close)
-
-
-def _array_call(keys: Keys | NameIsKey, markup: ListMarkup) -> Call:
-    return Call(JsonArray(keys), open=markup.item_open, close=markup.item_close)
+def _call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
+    return Call(body, open=markup.item_open, close=markup.item_close)
 
 
 def _find_json_call(text: str, name: str) -> _JsonSpan | None:
@@ -192,12 +193,8 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     roles = {name[0]: "name", arguments[0]: "arguments"}
     if call_id is not None:
         roles.setdefault(call_id[0], "id")
-    # The order in which the template writes the keys, as a constraint must write them.
-    order = tuple(dict.fromkeys(roles[key] for key in call if key in roles))
-    if order[-1:] == ("id",):
-        # A constraint cannot invent an id after the arguments have been written.
-        order = order[:-1]
-    if name[0] == arguments[0]:  # name and arguments are in one nested object
+    order = _order_of_roles(call, roles)
+    if name[0] == arguments[0]:  # the name and the arguments are in one nested object
         order = ("name", "arguments")
     other_keys = [key for key in call if key not in roles]
     return Keys(
@@ -207,6 +204,19 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         extra=tuple(dict.fromkeys((*other_keys, "type"))),
         order=order,
     )
+
+
+def _order_of_roles(call: dict[str, Any], roles: dict[str, str]) -> tuple[str, ...]:
+    """Return the order in which the template writes the keys, because a constraint must use it.
+
+    The id is omitted if it is the last key. A constraint cannot choose an id after the arguments.
+
+    >>> roles = {"function": "name", "args": "arguments", "call_id": "id"}
+    >>> _order_of_roles({"function": "f", "args": {}, "call_id": "1"}, roles)
+    ('name', 'arguments')
+    """
+    order = tuple(dict.fromkeys(roles[key] for key in call if key in roles))
+    return order[:-1] if order[-1:] == ("id",) else order
 
 
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -234,7 +244,7 @@ def _has_first_argument(value: object) -> bool:
 def read_json_arguments(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls in which a JSON object with the arguments follows the name.
 
-    Returns None if no such object follows. Example: `<call>f<args>{"a": 1}</call>` has the head
+    Return None if no such object follows. Example: `<call>f<args>{"a": 1}</call>` has the head
     `{name}<args>` between the markers `<call>` and `</call>`.
     """
     text = texts.one_call

@@ -29,7 +29,7 @@ _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 def read_python(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls in Python syntax, alone or in a list.
 
-    Returns None if the tool calls are not in Python syntax. Examples: `<call>f(a="x")</call>` has
+    Return None if the tool calls are not in Python syntax. Examples: `<call>f(a="x")</call>` has
     markers around each tool call, and `<calls>[f(a="x"), g(b="y")]</calls>` has markers around all
     calls.
     """
@@ -96,7 +96,7 @@ def _text_after_call(text: str, value: str, closing: str) -> str:
 def read_bare_keys(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls whose arguments are an object with unquoted keys.
 
-    Returns None if the keys are quoted, or the strings have no quotes. Example:
+    Return None if the keys are quoted, or the strings have no quotes. Example:
     `<call>f{a:<q>x<q>}</call>` has strings between quotes `<q>`.
     """
     before_name, before_key, before_value, after_value = split_at_words(

@@ -6,6 +6,7 @@ has the name of the argument, `<a>1</a>`.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from nereid_parsers.format import NestedTags, TaggedArguments
@@ -29,10 +30,12 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import (
     Difference,
     ListMarkup,
+    common_length,
     drop_common_suffix,
     list_markup,
 )
 
+_WORDS = re.compile(r"[^\W_]+|[\W_]")  # words, and single characters between words
 _NUMBER_TEXT = str(NUMBER_VALUE)
 # The words of the two probe calls, in the order in which a reader of this module expects them.
 _FIRST_CALL = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
@@ -44,13 +47,16 @@ _SECOND_CALL = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
 def read_tagged(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls whose arguments are written between tags that contain the key.
 
-    Returns None if a value does not follow its key. Example:
+    Return None if a value does not follow its key. Example:
     `<call f><arg key="a">1</arg></call>` has the head `<call {name}>` and arguments between
     `<arg key="{key}">` and `</arg>`.
     """
     if not appear_in_order(texts.two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE):
         return None
-    before_name, before_key, before_value, between, after = _around_two_arguments(texts)
+    # `<f><k>a</k>1<k>b</k>2</f>` is cut into `<`, `><k>`, `</k>`, `<k>`, `</k>` and `</f>`.
+    before_name, before_key, before_value, between, _, after = split_at_words(
+        texts.two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE
+    )
     if FIRST_KEY in between:
         return None  # The closing tag repeats the key: see `read_nested`.
     # Split the text around the tool calls: `<call ` and `</arg></call>`.
@@ -66,18 +72,6 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     calls = replace(calls, item_close=arguments.close)
     spellings = calls_with_head(calls, arguments.open, values)
     return CallFormat("tagged arguments", spellings, calls)
-
-
-def _around_two_arguments(texts: CallTexts) -> tuple[str, str, str, str, str]:
-    """Return the pieces of text between the name, the keys and the values of a tool call.
-
-    Example: if the name is `f`, the keys are `a` and `b`, and the values are `1` and `2`, the text
-    `<f><k>a</k>1<k>b</k>2</f>` has the pieces `<`, `><k>`, `</k>`, `<k>` and `</f>`.
-    """
-    before_name, before_key, before_value, between, _, after = split_at_words(
-        texts.two_arguments, FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE
-    )
-    return before_name, before_key, before_value, between, after
 
 
 def _markup_of_calls(two_calls: str) -> ListMarkup:
@@ -119,19 +113,15 @@ def _infer_value_tags(
     _, before_key, before_number, after_number = split_at_words(
         texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT
     )
-    number_open = ""  # the text between the start of the arguments and the key
-    if before_key.startswith(arguments.open):
-        number_open = before_key[len(arguments.open) :]
+    number_open = before_key.removeprefix(arguments.open) or arguments.item_open
     number_close = _number_close(after_number, _text_after_string(texts))
-    if number_open == arguments.item_open:
-        if before_number == before_value and not number_close:
-            return string_tags
-        pattern = _pattern_with_type(before_value, before_number)
-        if pattern is not None:
-            return TaggedArguments(_open_pattern(arguments.item_open) + pattern, close)
-    number_tags = TaggedArguments(
-        _open_pattern(number_open or arguments.item_open, before_number), number_close or close
-    )
+    is_same_tag = number_open == arguments.item_open
+    if is_same_tag and before_number == before_value and not number_close:
+        return string_tags
+    pattern = _pattern_with_type(before_value, before_number) if is_same_tag else None
+    if pattern is not None:
+        return TaggedArguments(_open_pattern(arguments.item_open) + pattern, close)
+    number_tags = TaggedArguments(_open_pattern(number_open, before_number), number_close or close)
     return replace(string_tags, also=(number_tags,))
 
 
@@ -145,7 +135,10 @@ def _open_pattern(before_key: str, before_value: str = "") -> str:
 
 
 def _text_after_string(texts: CallTexts) -> str:
-    """Return the text after the value, in a tool call whose only argument is a string."""
+    """Return the text after the value, in a tool call whose only argument is a string.
+
+    Example: `<call f><arg key="a">x</arg></call>` gives `</arg></call>`.
+    """
     _, _, after = split_at_words(texts.one_call, FIRST_KEY, FIRST_VALUE)
     return after
 
@@ -164,7 +157,7 @@ def _number_close(after_number: str, after_string: str) -> str:
 def _pattern_with_type(before_string: str, before_number: str) -> str | None:
     r"""Return the pattern of an opening tag in which one word shows the type of the value.
 
-    Returns None if the two tags differ in more than one word, or if the word shows no type.
+    Return None if the two tags differ in more than one word, or if the word shows no type.
 
     >>> _pattern_with_type('" type="string">', '" type="number">')
     '" type="{type}">'
@@ -191,23 +184,12 @@ def _differing_words(one: str, other: str) -> Difference:
     >>> _differing_words('<a type="string">', '<a type="integer">')
     Difference(prefix='<a type="', left='string', right='integer', suffix='">')
     """
-    shorter = min(len(one), len(other))
-    start = 0
-    while start < shorter and one[start] == other[start]:
-        start += 1
-    while start > 0 and one[start - 1].isalnum():
-        start -= 1
-    end = 0  # the length of the common suffix
-    while end < shorter - start and one[-1 - end] == other[-1 - end]:
-        end += 1
-    while end > 0 and one[len(one) - end].isalnum():
-        end -= 1
-    return Difference(
-        prefix=one[:start],
-        left=one[start : len(one) - end],
-        right=other[start : len(other) - end],
-        suffix=one[len(one) - end :],
-    )
+    prefix = one[: common_length(_WORDS.findall(one), _WORDS.findall(other))]
+    rest = one.removeprefix(prefix)
+    other_rest = other.removeprefix(prefix)
+    suffix_length = common_length(_WORDS.findall(rest)[::-1], _WORDS.findall(other_rest)[::-1])
+    suffix = rest[len(rest) - suffix_length :]
+    return Difference(prefix, rest.removesuffix(suffix), other_rest.removesuffix(suffix), suffix)
 
 
 def _add_quoted_spelling(
@@ -250,7 +232,7 @@ def _add_quoted_spelling(
 def read_nested(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls whose arguments are elements with the names of the arguments.
 
-    Returns None if the arguments have another form. A marker may precede every tag. Example:
+    Return None if the arguments have another form. A marker may precede every tag. Example:
     `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.
     """
     first_open = f"<{FIRST_KEY}>"

@@ -1,0 +1,227 @@
+r"""Determine the header of the model's turn, by comparing generation prompts and answers (G).
+
+Example: the generation prompt `<|im_start|>assistant\n<think>\n` consists of two parts. Every
+assistant message has the header `<|im_start|>assistant\n`. The rest, `<think>\n`, belongs to the
+model's answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from nereid_parsers.template.conversation import (
+    CONTENT_TEXT,
+    EOS_TOKEN,
+    ONE_CALL,
+    USER_TEXT,
+    AssistantMessage,
+    Conversation,
+    Switches,
+)
+from nereid_parsers.template.difference import (
+    MARKER,
+    closing_spellings,
+    common_prefix,
+    text_after_last,
+    tokens,
+    trailing_marker,
+)
+from nereid_parsers.template.frame import GenerationPrompt, TurnFrame
+from nereid_parsers.template.probe import Prober
+
+_USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
+_WORDS = re.compile(r"(\w+)")
+_MAX_USER_HEADER = 80  # characters
+
+_QUESTION = Conversation()
+_PROMPT = Conversation(generation_prompt=True)
+# Conversations that end with an answer. The header of the model's turn occurs in all of them.
+_ANSWERED = (
+    Conversation(AssistantMessage(CONTENT_TEXT)),
+    Conversation(AssistantMessage(CONTENT_TEXT), user_replies=True),
+    Conversation(AssistantMessage(calls=ONE_CALL), tools=True),
+)
+
+
+def compare_generation_prompt(prober: Prober) -> TurnFrame:
+    r"""Compare a conversation without and with the generation prompt (G).
+
+    The text that the generation prompt adds opens the model's turn. Example: the added text is
+    "<|im_start|>assistant\n<think>\n", but messages without reasoning contain only
+    "<|im_start|>assistant\n". This common part is the header.
+    """
+    frame = TurnFrame(prober)
+    without_prompt = prober.render(_QUESTION) or ""
+    frame.trailing_text = text_after_last(without_prompt, USER_TEXT)
+    prompts = _rendered_prompts(prober)
+    frame.header = _find_header(prober, [prompt for _, prompt in prompts])
+    frame.prompts = [
+        GenerationPrompt(switches, prompt, frame.prompt_after_header(prompt))
+        for switches, prompt in prompts
+    ]
+    finding = f"The turn opens with {frame.header!r}."
+    if frame.prompts and frame.prompts[0].after_header:
+        finding += f" The prompt continues with {frame.prompts[0].after_header!r}."
+    prober.record(
+        "G generation prompt", "add_generation_prompt is true.", _QUESTION, _PROMPT, finding
+    )
+    return frame
+
+
+def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
+    """Return the prompt for each setting of the switches that the template renders."""
+    prompts = []
+    for switches in prober.thinking_switches():
+        text = prober.render(Conversation(generation_prompt=True, switches=switches))
+        if text is not None:
+            prompts.append((switches, text))
+    return prompts
+
+
+def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
+    """Return the header of the model's turn.
+
+    Args:
+        prober: Renders the conversations.
+        prompts: The prompt for each setting of the switches.
+    """
+    without_prompt = prober.render(_QUESTION) or ""
+    with_prompt = prober.render(_PROMPT) or without_prompt
+    answers = _rendered_answers(prober)
+    added = with_prompt.removeprefix(common_prefix(without_prompt, with_prompt))
+    if added.strip():
+        prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
+        header = _header_in_prompt(added, [*answers, *prompt_ends])
+    else:
+        # The template ignores add_generation_prompt, so only the answers can show a header.
+        header = _shortest_common_prefix(text_after_last(with_prompt, USER_TEXT), answers)
+    header = _drop_empty_block(header)
+    header = _drop_opening_marker(header, answers)
+    return _drop_text_after_role(header, _user_header(without_prompt))
+
+
+def _rendered_answers(prober: Prober) -> list[str]:
+    """Return the text after the user's question in each rendered conversation with an answer."""
+    answers = []
+    for conversation in _ANSWERED:
+        text = prober.render(conversation)
+        if text is not None and USER_TEXT in text:
+            answers.append(text_after_last(text, USER_TEXT).replace(EOS_TOKEN, ""))
+    return answers
+
+
+def _header_in_prompt(added: str, renderings: Sequence[str]) -> str:
+    r"""Return the part of a generation prompt that all renderings of the model's turn contain.
+
+    >>> _header_in_prompt("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
+    '<|a|>\n'
+
+    Args:
+        added: The text that the generation prompt adds.
+        renderings: Other renderings of the model's turn. A rendering that contains no part of
+            `added` is ignored.
+    """
+    shared = [_longest_shared_prefix(added, rendering) for rendering in renderings]
+    return min((prefix for prefix in shared if prefix), key=len, default=added)
+
+
+def _longest_shared_prefix(added: str, rendering: str) -> str:
+    r"""Return the longest prefix of `added` that occurs anywhere in `rendering`.
+
+    The prefix does not cut a token in two. White space alone does not count as a prefix. The result
+    is "" if no prefix occurs.
+
+    >>> _longest_shared_prefix("<|assistant|>\n<think>\n", "\n<|assistant|>\nHello")
+    '<|assistant|>\n'
+    """
+    pieces = tokens(added)
+    for count in range(len(pieces), 0, -1):
+        prefix = "".join(pieces[:count])
+        if prefix.strip() and prefix in rendering:
+            return prefix
+    return ""
+
+
+def _shortest_common_prefix(text: str, renderings: Sequence[str]) -> str:
+    """Return the shortest of the common prefixes of `text` and each rendering.
+
+    >>> _shortest_common_prefix("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
+    '<|a|>'
+    """
+    prefixes = [common_prefix(text, rendering) for rendering in renderings]
+    return min(prefixes, key=len, default="")
+
+
+def _drop_empty_block(header: str) -> str:
+    """Remove an empty block of reasoning from the end of `header`.
+
+    If all prompts and answers contain an empty block, the block seems to belong to the header.
+
+    >>> _drop_empty_block("<|assistant|><think></think>")
+    '<|assistant|>'
+    """
+    header_markers = list(MARKER.finditer(header))
+    if len(header_markers) < 2:
+        return header
+    opening, closing = header_markers[-2:]
+    inside = header[opening.end() : closing.start()]
+    after = header[closing.end() :]
+    is_pair = closing.group() in closing_spellings(opening.group())
+    return header[: opening.start()] if is_pair and not (inside + after).strip() else header
+
+
+def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
+    """Remove the opening marker of reasoning from the end of `header`.
+
+    If all prompts and answers contain the marker, it seems to belong to the header. The closing
+    marker directly after the header of an answer shows that the marker opens a block.
+
+    >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
+    >>> _drop_opening_marker("<|assistant|><think>", [answer])
+    '<|assistant|>'
+    """
+    opening = trailing_marker(header)
+    if not opening:
+        return header
+    closings = tuple(closing_spellings(opening))
+    for answer in answers:
+        _, _, after_header = answer.partition(header.strip())
+        if CONTENT_TEXT in answer and after_header.lstrip().startswith(closings):
+            return header[: header.rfind(opening)]
+    return header
+
+
+def _user_header(without_prompt: str) -> str:
+    r"""Return the text from the marker before the word "user" to the user's question, or "".
+
+    >>> _user_header(f"<|bos|><|start|>user\n{USER_TEXT}<|end|>")
+    '<|start|>user\n'
+    """
+    before_question, _, _ = without_prompt.rpartition(USER_TEXT)
+    before_question = before_question[-_MAX_USER_HEADER:]
+    user_words = list(_USER_WORD.finditer(before_question))
+    if not user_words:
+        return ""
+    role_at = user_words[-1].start()
+    starts = [
+        marker.start() for marker in MARKER.finditer(before_question) if marker.start() <= role_at
+    ]
+    return before_question[starts[-1] :] if starts else ""
+
+
+def _drop_text_after_role(header: str, user_header: str) -> str:
+    r"""Return `header` up to the end of the structure that a user message's header has.
+
+    If every prompt and every answer continues with `<think>`, this marker seems to belong to the
+    header. The user's header shows where the model's header really ends.
+
+    >>> _drop_text_after_role("<|start|>assistant\n<think>\n", "<|start|>user\n")
+    '<|start|>assistant\n'
+    """
+    pattern = "".join(
+        r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece)
+        for piece in _WORDS.split(user_header)
+    )
+    matches = list(re.finditer(pattern, header)) if user_header else []
+    return header[: matches[-1].end()] if matches else header

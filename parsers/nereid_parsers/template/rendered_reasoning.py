@@ -1,0 +1,151 @@
+"""Find the messages in which a template renders reasoning, before the markers are determined."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from nereid_parsers.format import Reasoning, Wrapper
+from nereid_parsers.template.conversation import (
+    CONTENT_TEXT,
+    FIRST_TOOL,
+    NO_SWITCHES,
+    ONE_CALL,
+    REASONING_TEXT,
+    AssistantMessage,
+    Conversation,
+)
+from nereid_parsers.template.frame import GenerationPrompt, TurnFrame
+from nereid_parsers.template.input_form import (
+    ALL_REASONING_FIELDS,
+    BLOCKS,
+    PARTS,
+    REASONING_FIELDS,
+)
+
+# A message part that was printed as JSON or as a Python dict, rather than rendered.
+_PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
+_MAX_SWITCHES_TRIED = 6
+
+# The answers with reasoning, in the order in which they are tried. Some templates render reasoning
+# only in messages with tool calls.
+_ANSWERS = (
+    AssistantMessage(CONTENT_TEXT, REASONING_TEXT),
+    AssistantMessage("", REASONING_TEXT, ONE_CALL),
+    AssistantMessage(CONTENT_TEXT, REASONING_TEXT, ONE_CALL),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFindings:
+    """The result of all comparisons that concern reasoning.
+
+    Attributes:
+        part: The reasoning part of the format, or None if no markers were found.
+        wrapper: The markers around the content, if a comparison shows them.
+        conversation: A conversation whose reasoning the template renders, or None if there is none.
+        fields: The message fields from which reasoning is rendered. ("parts",) or ("blocks",) if
+            reasoning must be a part of the content, see `InputForm.reasoning`.
+        switches: The text that each switch puts after the header in the generation prompt, if that
+            text differs from the default. Example: {"enable_thinking=False": "<think></think>"}.
+    """
+
+    part: Reasoning | None = None
+    wrapper: Wrapper | None = None
+    conversation: Conversation | None = None
+    fields: tuple[str, ...] = ()
+    switches: dict[str, str] = field(default_factory=dict)
+
+
+def find_rendered_reasoning(frame: TurnFrame) -> ReasoningFindings:
+    """Return the findings about the reasoning that the template renders, without its markers."""
+    conversation = _find_conversation(frame)
+    fields = () if conversation is None else _rendered_fields(frame, conversation)
+    return ReasoningFindings(
+        conversation=conversation, fields=fields, switches=_effects_of_switches(frame)
+    )
+
+
+def _find_conversation(frame: TurnFrame) -> Conversation | None:
+    """Return a conversation whose answer has reasoning that the template renders, or None.
+
+    Try all kinds of answers, settings of the switches and places of the reasoning. Set
+    `InputForm.reasoning` of the prober's form to the place from which the template renders it.
+    """
+    prober = frame.prober
+    settings = [prompt.switches for prompt in frame.prompts[:_MAX_SWITCHES_TRIED]]
+    places = [ALL_REASONING_FIELDS, PARTS]
+    if any("blocks" in literal for literal in prober.template.literals):
+        places.append(BLOCKS)
+    forms = [replace(prober.form, reasoning=place) for place in places]
+    for answer in _ANSWERS:
+        for switches in settings or [NO_SWITCHES]:
+            conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
+            for form in forms:
+                prober.form = form
+                text = frame.text_after_header(conversation)
+                if text is not None and _is_rendered(answer, text):
+                    return conversation
+    prober.form = forms[0]
+    return None
+
+
+def _is_rendered(answer: AssistantMessage, text: str) -> bool:
+    """Return whether `text` contains the reasoning of `answer`, and then its content and calls.
+
+    A text that prints parts of the message as JSON or as a Python dict is not accepted.
+
+    >>> answer = AssistantMessage(CONTENT_TEXT, reasoning=REASONING_TEXT)
+    >>> _is_rendered(answer, f"<think>{REASONING_TEXT}</think>{CONTENT_TEXT}")
+    True
+    >>> _is_rendered(answer, f"{{'thinking': '{REASONING_TEXT}'}}{CONTENT_TEXT}")
+    False
+    """
+    _, reasoning, after = text.partition(REASONING_TEXT)
+    if not reasoning or _PRINTED_PART.search(text):
+        return False
+    if answer.content and CONTENT_TEXT not in after:
+        return False
+    return not answer.calls or FIRST_TOOL in after
+
+
+def _rendered_fields(frame: TurnFrame, conversation: Conversation) -> tuple[str, ...]:
+    """Return the message fields from which the template renders reasoning.
+
+    Example: ("reasoning_content",) for a template that contains `message.reasoning_content`.
+    """
+    prober = frame.prober
+    form = prober.form
+    if form.reasoning != ALL_REASONING_FIELDS:
+        return (form.reasoning,)
+    rendered = []
+    for name in REASONING_FIELDS:
+        prober.form = replace(form, reasoning=name)
+        if REASONING_TEXT in (prober.render(conversation) or ""):
+            rendered.append(name)
+    prober.form = form
+    return tuple(rendered)
+
+
+def _effects_of_switches(frame: TurnFrame) -> dict[str, str]:
+    """Return the text that each switch adds after the header in the generation prompt.
+
+    Settings without an effect are omitted. A setting of several switches is also omitted if a
+    subset of these switches has the same effect. Example: if the only effective switch is
+    `enable_thinking`, the result is {"enable_thinking=False": "<think></think>"}.
+    """
+    effects: dict[str, str] = {}
+    settings_by_effect: dict[str, list[set[object]]] = {}
+    for prompt in sorted(frame.prompts[1:], key=_num_variables):
+        if prompt.after_header == frame.prompts[0].after_header:
+            continue
+        setting: set[object] = {*prompt.switches.variables, prompt.switches.system}
+        known_settings = settings_by_effect.setdefault(prompt.after_header, [])
+        if not any(known <= setting for known in known_settings):
+            known_settings.append(setting)
+            effects[prompt.switches.describe()] = prompt.after_header
+    return effects
+
+
+def _num_variables(prompt: GenerationPrompt) -> int:
+    return len(prompt.switches.variables)

@@ -8,7 +8,6 @@ therefore sent to the engine in slices, and the jobs take turns. So a job with o
 have to wait for all texts of a large job.
 """
 
-import collections
 import itertools
 import logging
 import re
@@ -145,27 +144,23 @@ class WorkerJobs:
     def __init__(self, engine: Engine, send: Callable[[list[Any]], None]) -> None:
         self._engine = engine
         self._send = send
+        # The jobs that are not complete, in the order of their turns to send a slice.
         self._jobs: dict[str, _JobProgress] = {}
-        self._turns: collections.deque[_JobProgress] = collections.deque()
 
     @property
     def has_work(self) -> bool:
         """Whether `advance` has work to do."""
-        return bool(self._turns) or self._engine.has_work()
+        return bool(self._jobs) or self._engine.has_work()
 
     def add(self, request_id: str, job: Job) -> None:
         """Add a job with at least one input. A later `advance` sends its outcome or refusal."""
-        progress = _JobProgress(request_id, job)
-        self._jobs[request_id] = progress
-        self._turns.append(progress)
+        self._jobs[request_id] = _JobProgress(request_id, job)
 
     def abort(self, request_id: str) -> None:
         """Drop a job. Do nothing if the job is unknown or complete."""
         progress = self._jobs.pop(request_id, None)
         if progress is None:
             return
-        if progress in self._turns:
-            self._turns.remove(progress)
         for first in progress.slices:
             self._engine.abort(progress.slice_id(first))
 
@@ -176,11 +171,13 @@ class WorkerJobs:
             EngineError: the GPU is lost, so this process must end.
         """
         deadline = time.monotonic() + _PREPARE_S
-        while self._turns and time.monotonic() < deadline:
-            progress = self._turns.popleft()
+        while time.monotonic() < deadline:
+            progress = next((job for job in self._jobs.values() if job.can_send_slice), None)
+            if progress is None:
+                break
+            # The job's next turn comes after those of all other jobs.
+            self._jobs[progress.request_id] = self._jobs.pop(progress.request_id)
             self._send_slice(progress)
-            if progress.can_send_slice and progress.request_id in self._jobs:
-                self._turns.append(progress)
         if self._engine.has_work():
             for result in self._engine.step():
                 self._add_result(result)
@@ -211,10 +208,7 @@ class WorkerJobs:
             where = f"{progress.job.field}: element {int(first) + result.index}: "
             self._refuse(progress, EngineError(where + result.error))
             return
-        could_send_slice = progress.can_send_slice
         progress.add_result(int(first), result)
-        if progress.can_send_slice and not could_send_slice:
-            self._turns.append(progress)
         if not progress.num_left:
             del self._jobs[request_id]
             self._send(["done", request_id, *progress.outcome().row()])

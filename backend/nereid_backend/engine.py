@@ -1,32 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine, which generates tokens for many requests at the same time.
 
-Start reading at `Engine.step`, which contains the main loop.
+The main loop is in step_loop.py.
 """
 
 import logging
 import operator
 import random
-import time
 from collections import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nereid_backend.async_steps import AsyncSteps
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.block_pool import BlockPool
-from nereid_backend.core.outputs import EngineInfo, RequestOutput, RequestUpdate
+from nereid_backend.core.outputs import EngineInfo, EngineStats, RequestOutput, RequestUpdate
 from nereid_backend.core.pending_grammars import PendingGrammars
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import StepPlan, StepResult
 from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.model.startup import load
 from nereid_backend.offline import generate
 from nereid_backend.sampling.logits_processor import check_token_ids
 from nereid_backend.step_failures import StepFailures
+from nereid_backend.step_loop import StepLoop
 from nereid_backend.text.load_decoder import load_decoder
 
 if TYPE_CHECKING:
@@ -46,9 +44,6 @@ class Engine:
 
     Attributes:
         info: facts about the loaded model and the engine.
-        begun: the requests whose first tokens were computed in the last step. Each item is a pair
-            of request id and start time of the step (time.monotonic()). If a request is preempted
-            before its first output token, the request appears in a later step again.
     """
 
     info: EngineInfo
@@ -69,8 +64,9 @@ class Engine:
         """
         self._config = config
         self._hook = AttentionHook()
+        report = progress or logger.info
         try:
-            loaded = load(config, self._hook, progress or logger.info)
+            loaded = load(config, self._hook, report)
         except BaseException:
             self._hook.remove()
             raise
@@ -89,7 +85,7 @@ class Engine:
             attention_window=loaded.attention_window,
         )
         if config.num_speculative_tokens > 0 and self._scheduler.lookup is None:
-            (progress or logger.info)(
+            report(
                 "Speculative decoding (num_speculative_tokens) is off, because the "
                 f"{self.info.path} path of {self.info.architecture} cannot remove rejected draft "
                 "tokens."
@@ -98,11 +94,12 @@ class Engine:
         self._guides: Guides | None = None
         self._pending_grammars = PendingGrammars()
         self._decode: Callable[[list[int]], str] | None = None
-        self.begun: list[tuple[str, float]] = []
-        self._failures = StepFailures(config.max_step_failures)
-        self._async_steps: AsyncSteps | None = None
-        if config.async_scheduling:
-            self._async_steps = self._make_async_steps(progress or logger.info)
+        self._loop = StepLoop(
+            self._scheduler,
+            self._runner,
+            StepFailures(config.max_step_failures),
+            is_async=config.async_scheduling and self._supports_async_scheduling(report),
+        )
 
     def step(self) -> list[RequestUpdate]:
         """Plan a step, run the step, and return the new tokens of its sequences.
@@ -120,20 +117,10 @@ class Engine:
                 After this error, the engine cannot be used any more.
         """
         self._start_prepared()
-        self.begun = []
-        if self._async_steps is not None:
-            updates = self._async_steps.step()
-            return self._wait_for_guides() if updates is None else updates
-        plan = self._scheduler.plan()
-        if not plan.chunks:
-            return self._scheduler.commit(plan, StepResult()) or self._wait_for_guides()
-        self._record_start(plan)
-        try:
-            result = self._runner.run(plan)
-        except Exception as error:  # noqa: BLE001 - ends the step's requests with an error
-            return self._scheduler.fail(plan, self._failures.tell(plan, error))
-        self._failures.forget()
-        return self._scheduler.commit(plan, result)
+        updates = self._loop.step()
+        if not updates and self._scheduler.num_running == 0:
+            self._pending_grammars.wait(_GUIDE_WAIT_S)
+        return updates
 
     def add_request(
         self,
@@ -230,51 +217,29 @@ class Engine:
         self._hook.remove()
 
     @property
-    def num_running(self) -> int:
-        """The number of sequences that have a row and blocks of the KV cache."""
-        return self._scheduler.num_running
+    def started(self) -> list[tuple[str, float]]:
+        """The requests whose first tokens were planned in the last step.
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of sequences that have no row and no blocks yet.
-
-        They wait for a row and blocks, for the computation of their prompt, or for their grammar.
+        Each item is a pair of request id and start time of the step (time.monotonic()). If a
+        request is preempted before its first output token, the request appears in a later step
+        again.
         """
-        return self._scheduler.num_waiting
+        return self._loop.started
 
-    @property
-    def num_free_blocks(self) -> int:
-        """The number of KV cache blocks that no request uses. Idle cached blocks are included."""
-        return self._pool.num_free
-
-    @property
-    def num_prefix_cache_queries(self) -> int:
-        """The number of tokens that requests have looked up in the prefix cache since the start."""
-        cache = self._scheduler.cache
-        return cache.num_queried_tokens if cache is not None else 0
-
-    @property
-    def num_prefix_cache_hits(self) -> int:
-        """The number of tokens that requests have found in the prefix cache since the start."""
-        cache = self._scheduler.cache
-        return cache.num_hit_tokens if cache is not None else 0
-
-    @property
-    def num_proposed_tokens(self) -> int:
-        """The number of draft tokens that have been proposed since the start."""
-        lookup = self._scheduler.lookup
-        return lookup.num_proposed if lookup is not None else 0
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """The number of draft tokens that have been accepted since the start."""
-        lookup = self._scheduler.lookup
-        return lookup.num_accepted if lookup is not None else 0
-
-    @property
-    def num_preemptions(self) -> int:
-        """The number of preemptions since the start."""
-        return self._scheduler.num_preemptions
+    def stats(self) -> EngineStats:
+        """Return the present load of the engine, and its counters since the start."""
+        cache, lookup = self._scheduler.cache, self._scheduler.lookup
+        return EngineStats(
+            num_requests_running=self._scheduler.num_running,
+            num_requests_waiting=self._scheduler.num_waiting,
+            kv_cache_blocks_used=self._pool.num_used,
+            kv_cache_blocks=self.info.num_blocks,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_prefix_cache_queries=cache.num_queried_tokens if cache else 0,
+            num_prefix_cache_hits=cache.num_hit_tokens if cache else 0,
+            num_proposed_tokens=lookup.num_proposed if lookup else 0,
+            num_accepted_tokens=lookup.num_accepted if lookup else 0,
+        )
 
     def check(self) -> None:
         """Verify that the blocks, the rows and the requests agree.
@@ -284,28 +249,16 @@ class Engine:
         """
         self._scheduler.check()
 
-    def _make_async_steps(self, progress: Callable[[str], None]) -> AsyncSteps | None:
+    def _supports_async_scheduling(self, progress: Callable[[str], None]) -> bool:
+        """Return whether async scheduling is possible. If not, report the reason to `progress`."""
         if self._scheduler.lookup is not None:
-            progress(
-                "Async scheduling is off, because speculative decoding needs the last token before "
-                "it can propose draft tokens."
-            )
-            return None
-        if self.info.path != "packed":
-            progress(
-                "Async scheduling is off, because it requires the packed path and this model uses "
-                f"the {self.info.path} path."
-            )
-            return None
-        return AsyncSteps(self._scheduler, self._runner, self._failures, self._record_start)
-
-    def _record_start(self, plan: StepPlan) -> None:
-        now = time.monotonic()
-        self.begun += [
-            (chunk.sequence.request_id, now)
-            for chunk in plan.chunks
-            if chunk.is_first and not chunk.sequence.was_reported
-        ]
+            reason = "speculative decoding needs the last token before it can propose draft tokens"
+        elif self.info.path != "packed":
+            reason = f"it requires the packed path and this model uses the {self.info.path} path"
+        else:
+            return True
+        progress(f"Async scheduling is off, because {reason}.")
+        return False
 
     def _load_guides(self) -> "Guides":
         if self._guides is None:
@@ -333,10 +286,6 @@ class Engine:
             else:
                 is_refused = isinstance(error, RequestError)
                 self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
-
-    def _wait_for_guides(self) -> list[RequestUpdate]:
-        self._pending_grammars.wait(_GUIDE_WAIT_S)
-        return []
 
     def _check_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
         limit = self.info.max_model_len

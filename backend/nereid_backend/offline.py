@@ -2,41 +2,17 @@
 """Generates the outputs of a list of prompts with an engine, without a server."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from nereid_backend.core.outputs import (
-    CompletionOutput,
-    EngineInfo,
-    RequestOutput,
-    RequestUpdate,
-)
+from nereid_backend.core.outputs import CompletionOutput, RequestOutput, RequestUpdate
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import CapacityError, RequestError
+from nereid_backend.step_engine import StepEngine
 
 Decode = Callable[[list[int]], str]
 
 
-class _Steps(Protocol):
-    """The methods of an engine that `generate` calls."""
-
-    info: EngineInfo
-
-    def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | None
-    ) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
-
-    def step(self) -> list[RequestUpdate]: ...
-
-    def has_work(self) -> bool: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-
 def generate(
-    engine: _Steps,
+    engine: StepEngine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] | None,
     decode: Decode,
@@ -61,7 +37,8 @@ def generate(
         raise RequestError(
             "generate: the engine still has other requests. Wait until they have ended."
         )
-    each = [params] * len(prompts) if not isinstance(params, Sequence) else list(params)
+    params = params or SamplingParams()
+    each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise RequestError(
             f"params: there must be one SamplingParams for each of the {len(prompts)} prompts, but "

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runner, which executes the plan of a step: a forward pass, followed by sampling.
 
-`run` executes a plan in one call. With async scheduling, three calls share the same work. The first
-two calls only launch work on the device:
+Three calls execute a step. The first two calls only launch work on the device:
 
-    start     launch the forward pass             while the previous step is still running
+    start     launch the forward pass             the previous step may still be running
     sample    fill the masks, launch sampling     after the previous step is committed
     finish    wait for the tokens and check them
 """
 
 import logging
+from collections import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from nereid_backend.device_transfer import HostCopy, upload
 from nereid_backend.sampling.draft_verification import Sampling, sampling_of
 from nereid_backend.sampling.ranked_logprobs import RankedRows, rank_prompt
 from nereid_backend.sampling.sampler import NOT_FINITE, PendingTokens, SampledTokens, Sampler
-from nereid_backend.sampling.token_masks import MaskFiller, StepMasks, guide_of
+from nereid_backend.sampling.token_masks import Job, MaskFiller, StepMasks, guide_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class RunningStep:
         plan: the plan of the step.
         logits: the result of `ForwardPath.forward`; None after sampling was launched.
         sampling: the positions at which the step samples.
-        masks: the token masks and the guides' errors at these positions.
+        mask_jobs: the token masks that threads are filling; None if filling has not started.
+        masks: the token masks and the guides' errors at these positions, after `sample`.
         pending: the sampled tokens; None before sampling is launched, or if the step samples no
             token.
         reports: a mapping from the index of a chunk to the log-probabilities of its prompt tokens,
@@ -83,6 +84,7 @@ class RunningStep:
     plan: StepPlan
     logits: Tensor | None
     sampling: Sampling
+    mask_jobs: abc.Sequence[Job] | None = None
     masks: StepMasks = field(default_factory=StepMasks)
     pending: PendingTokens | None = None
     reports: dict[int, "list[_Report]"] = field(default_factory=dict)
@@ -108,27 +110,20 @@ class Runner:
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
         # The first forward pass reveals the size of the vocabulary. The masks of the first step are
-        # therefore filled after its forward pass, not at the same time.
+        # therefore filled after its forward pass.
         self._vocab_size: int | None = None
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Run the forward pass of a plan and sample its tokens.
-
-        Mutates: the state of the model, and the guides of the sequences that get tokens. If the
-            logits
-        of a sequence contain NaN or infinity, the state of the sequence is cleared.
-        """
-        sampling = sampling_of(plan)
-        with self._clearing(plan):
-            logits, masks = self._forward(plan, sampling)
-            step = RunningStep(plan, logits, sampling, masks)
-            self._launch_sampling(step)
+        """Run the forward pass of a plan, sample its tokens, and wait for the tokens."""
+        step = self.start(plan)
+        self.sample(step, plan)
         return self.finish(step)
 
     @torch.inference_mode()
     def start(self, plan: StepPlan, before: RunningStep | None = None) -> RunningStep:
         """Launch the forward pass of a step.
+
+        If no other step is running, threads fill the token masks at the same time.
 
         Args:
             plan: a plan with at least one chunk.
@@ -137,13 +132,19 @@ class Runner:
 
         Mutates: the state of the model.
         """
+        sampling = sampling_of(plan)
+        mask_jobs: abc.Sequence[Job] | None = None
+        if before is None and self._vocab_size is not None:
+            mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
         with self._clearing(plan):
-            if before is None or before.pending is None:
-                logits = self._path.forward(plan)
-            else:
-                path = cast(AsyncPath, self._path)
-                logits = path.forward(plan, before.pending.token_ids)
-        return RunningStep(plan, logits, sampling_of(plan))
+            try:
+                logits = self._forward(plan, before)
+            except BaseException:
+                # The mask threads use the guides until they are finished.
+                self._masks.join(mask_jobs or ())
+                raise
+        self._vocab_size = logits.shape[1]
+        return RunningStep(plan, logits, sampling, mask_jobs)
 
     @torch.inference_mode()
     def sample(self, step: RunningStep, plan: StepPlan) -> None:
@@ -158,8 +159,9 @@ class Runner:
             step.sampling = sampling_of(plan)
         assert step.logits is not None
         with self._clearing(plan):
-            jobs = self._masks.start(step.sampling.positions, step.logits.shape[1])
-            step.masks = self._masks.join(jobs)
+            if step.mask_jobs is None:
+                step.mask_jobs = self._masks.start(step.sampling.positions, step.logits.shape[1])
+            step.masks = self._masks.join(step.mask_jobs)
             self._launch_sampling(step)
 
     @torch.inference_mode()
@@ -167,8 +169,7 @@ class Runner:
         """Wait for the tokens of a step and return the result of the step.
 
         Mutates: the guides of the sequences that get tokens. If the logits of a sequence contain
-            NaN or
-        infinity, the state of the sequence is cleared.
+            NaN or infinity, the state of the sequence is cleared.
         """
         plan = step.plan
         with self._clearing(plan):
@@ -207,24 +208,10 @@ class Runner:
                 self._path.clear(chunk.sequence)
             raise
 
-    def _forward(self, plan: StepPlan, sampling: Sampling) -> tuple[Tensor, StepMasks]:
-        """Run the forward pass of a plan, and fill the token masks at the same time.
-
-        Returns:
-            The logits and the masks.
-        """
-        if self._vocab_size is None:
-            logits = self._path.forward(plan)
-            self._vocab_size = logits.shape[1]
-            return logits, self._masks.join(self._masks.start(sampling.positions, self._vocab_size))
-        jobs = self._masks.start(sampling.positions, self._vocab_size)
-        try:
-            logits = self._path.forward(plan)
-        finally:
-            # Wait for the mask threads even if the forward pass fails, because they use the guides
-            # until then.
-            masks = self._masks.join(jobs)
-        return logits, masks
+    def _forward(self, plan: StepPlan, before: RunningStep | None) -> Tensor:
+        if before is None or before.pending is None:
+            return self._path.forward(plan)
+        return cast(AsyncPath, self._path).forward(plan, before.pending.token_ids)
 
 
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:

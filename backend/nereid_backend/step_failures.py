@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles failed steps: the error message for their requests, and when the engine ends."""
+"""The counter of failed steps, which decides when the engine must end."""
 
 import logging
 
@@ -17,16 +17,20 @@ class StepFailures:
         self._limit = limit
         self._count = 0
 
-    def forget(self) -> None:
-        """Reset the count after a successful step."""
+    def reset(self) -> None:
+        """Set the count to 0 after a successful step."""
         self._count = 0
 
-    def tell(self, plan: StepPlan, error: Exception) -> str:
-        """Count a failed step, and return the error message for its requests.
+    def record(self, plan: StepPlan, error: Exception) -> str:
+        """Count a failed step, and return the error message for the requests of the step.
+
+        Args:
+            plan: the plan of the failed step.
+            error: the exception that the step raised.
 
         Raises:
-            EngineError: the GPU is lost, or too many consecutive steps have failed. The engine must
-                end.
+            EngineError: if the GPU is lost, or if too many consecutive steps have failed. The
+                engine must end.
         """
         logger.error("a step with %d sequences failed", len(plan.chunks), exc_info=error)
         message = f"the engine failed: {type(error).__name__}: {error}"

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import torch
 from nereid_backend import SamplingParams
-from nereid_backend.async_steps import AsyncSteps
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
@@ -27,6 +26,7 @@ from nereid_backend.core.step import StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import Runner
 from nereid_backend.step_failures import StepFailures
+from nereid_backend.step_loop import StepLoop
 from torch import Tensor
 
 T = TypeVar("T")
@@ -117,10 +117,10 @@ def measure(num_running: int, num_waiting: int, steps: int) -> dict[str, list[fl
 def measure_ahead(num_running: int, num_waiting: int, steps: int) -> list[float]:
     """Return the seconds of each step with async_scheduling while all running requests decode."""
     scheduler, path = _begin(num_running, num_waiting, steps)
-    look_ahead = AsyncSteps(scheduler, Runner(path), StepFailures(1), lambda _: None)
+    loop = StepLoop(scheduler, Runner(path), StepFailures(1), is_async=True)
     found: list[float] = []
     while len(found) < steps:
-        _, step_s = timed(look_ahead.step)
+        _, step_s = timed(loop.step)
         if path.was_full:
             found.append(step_s - path.model_s)
     return found

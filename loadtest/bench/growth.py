@@ -164,8 +164,8 @@ def decode(
     for number in range(num_waiting):
         engine.add_request(f"waits-{number}", prompt_of(engine, number, 16), params)
     seconds = [timed_step(engine) for _ in range(steps)]
-    assert engine.num_running == num_sequences
-    assert engine.num_waiting == num_waiting
+    stats = engine.stats()
+    assert (stats.num_requests_running, stats.num_requests_waiting) == (num_sequences, num_waiting)
     for number in reversed(range(num_waiting)):
         engine.abort(f"waits-{number}")
     clear(engine, num_sequences)

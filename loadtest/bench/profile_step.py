@@ -42,7 +42,8 @@ class Parts:
         self.steps: list[list[float]] = []
         self._wrap(path._builder, "build")
         self._wrap(path, "forward")
-        self._wrap(runner, "run")
+        for name in ("start", "sample", "finish"):
+            self._wrap(runner, name, "run")
         self._step = self._timed(engine.step, "step")
 
     def step(self) -> Any:  # noqa: ANN401 - as the engine's
@@ -58,8 +59,8 @@ class Parts:
         )
         return updates
 
-    def _wrap(self, owner: object, name: str) -> None:
-        setattr(owner, name, self._timed(getattr(owner, name), name))
+    def _wrap(self, owner: object, name: str, part: str | None = None) -> None:
+        setattr(owner, name, self._timed(getattr(owner, name), part or name))
 
     def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*args: object, **kwargs: object) -> object:

@@ -85,7 +85,7 @@ def run_staggered(engine: Engine, *, checks: bool = True) -> Answers:
         if waiting:
             number, prompt = waiting.pop()
             engine.add_request(str(number), prompt, PARAMS)
-    assert not checks or engine.num_free_blocks == engine.info.num_blocks
+    assert not checks or engine.stats().kv_cache_blocks_used == 0
     return [answers[str(number)] for number in range(len(PROMPTS))]
 
 
@@ -97,9 +97,9 @@ def run_preempted(engine: Engine) -> Answers:
     """The same with so few blocks left that requests have to give theirs back."""
     pool = engine._pool
     held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
-    before = engine.num_preemptions
+    before = engine.stats().num_preemptions
     answers = run_staggered(engine, checks=False)
-    assert engine.num_preemptions > before, "nothing was preempted"
+    assert engine.stats().num_preemptions > before, "nothing was preempted"
     pool.release(held)
     return answers
 

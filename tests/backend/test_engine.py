@@ -16,7 +16,7 @@ def engine(checkpoint):
     yield engine
     assert not engine.has_work()
     engine.check()
-    assert engine.num_free_blocks == engine.info.num_blocks
+    assert engine.stats().kv_cache_blocks_used == 0
     engine.close()
 
 
@@ -123,7 +123,7 @@ def test_an_aborted_request_ends_once_and_frees_its_blocks(engine, steps):
     updates = [u for _ in range(steps) for u in engine.step()]
     engine.abort("a")
     engine.abort("a")
-    assert engine.num_free_blocks == engine.info.num_blocks
+    assert engine.stats().kv_cache_blocks_used == 0
     updates += [u for many in drain(engine).values() for u in many]
     assert ends(updates) == ["abort"]
     engine.abort("a")
@@ -164,7 +164,7 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_and_after_preemption(chec
         kv_cache_memory=bytes_for(roomy, 72),
     )
     preempted = [output.outputs[0].token_ids for output in tight.generate(prompts, params)]
-    assert tight.num_preemptions > 0
+    assert tight.stats().num_preemptions > 0
     assert crowd == alone
     assert preempted == alone
     roomy.close()
@@ -226,7 +226,7 @@ def test_a_request_that_goes_wrong_disturbs_nobody_who_shares_its_prefix(checkpo
     found = drain(engine)
     assert ends(found["poisoned"]) == ["error", "error"]
     assert found["poisoned"][0].num_cached_tokens == 12
-    assert engine.num_preemptions > 0
+    assert engine.stats().num_preemptions > 0
     for index, output in enumerate(clean.outputs):
         answer = [u.new_token_ids for u in updates + found["beside"] if u.index == index]
         assert [token for tokens in answer for token in tokens] == output.token_ids
@@ -252,7 +252,7 @@ def test_a_step_that_raises_ends_its_requests_with_an_error_and_the_engine_goes_
     assert "RuntimeError: out of something" in updates[0].error
     engine.check()
     assert not engine.has_work()
-    assert engine.num_free_blocks == engine.info.num_blocks
+    assert engine.stats().kv_cache_blocks_used == 0
     assert engine.generate([[5, 9, 11]], GREEDY)[0].outputs[0].token_ids == (
         clean.outputs[0].token_ids
     )
@@ -337,8 +337,9 @@ def test_a_prompt_that_was_seen_before_is_not_computed_again_and_answered_the_sa
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
     longer = prompt + first.outputs[0].token_ids[:5] + [7]
     assert engine.generate([longer], GREEDY)[0].num_cached_tokens == 32
-    assert (engine.num_prefix_cache_queries, engine.num_prefix_cache_hits) == (96, 60)
-    assert engine.num_free_blocks == engine.info.num_blocks
+    stats = engine.stats()
+    assert (stats.num_prefix_cache_queries, stats.num_prefix_cache_hits) == (96, 60)
+    assert engine.stats().kv_cache_blocks_used == 0
     engine.close()
 
 
@@ -356,7 +357,7 @@ def test_the_prefix_cache_can_be_switched_off(checkpoint):
     prompt = make_prompts((30,))[0]
     outputs = [engine.generate([prompt], GREEDY)[0] for _ in range(2)]
     assert [output.num_cached_tokens for output in outputs] == [0, 0]
-    assert engine.num_prefix_cache_queries == 0
+    assert engine.stats().num_prefix_cache_queries == 0
     engine.close()
 
 
@@ -399,7 +400,7 @@ def test_a_grammar_that_cannot_be_made_refuses_the_request_once_a_sequence(check
     engine = open_engine(checkpoint("llama"), max_model_len=64)
     params = SamplingParams(grammar=GrammarSpec("regex", "a+"), n=2)
     engine.add_request("a", [5, 9], params)
-    assert engine.num_waiting == 2
+    assert engine.stats().num_requests_waiting == 2
     engine.add_request("beside", [5, 9], GREEDY)
     found = drain(engine)
     assert [(u.index, u.finish_reason, u.is_refused) for u in found["a"]] == [
@@ -436,7 +437,7 @@ def test_guessed_tokens_do_not_change_an_answer(checkpoint, temperature):
             assert other.token_ids == one.token_ids
             assert other.cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-3)
             assert len(other.logprobs) == len(other.token_ids)
-    assert guessing.num_accepted_tokens > 20
+    assert guessing.stats().num_accepted_tokens > 20
     guessing.check()
     for engine in (plain, guessing):
         engine.close()

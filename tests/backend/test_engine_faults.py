@@ -17,10 +17,10 @@ def engine(checkpoint):
 
 
 def fail_with(engine, monkeypatch, error):
-    def run(plan):
+    def start(plan):
         raise error
 
-    monkeypatch.setattr(engine._runner, "run", run)
+    monkeypatch.setattr(engine._runner, "start", start)
 
 
 def finish(engine):
@@ -41,7 +41,7 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(engine, monkeypa
         (update,) = engine.step()
     assert update.finish_reason == "error"
     assert type(error).__name__ in update.error
-    assert engine.num_free_blocks == engine.info.num_blocks
+    assert engine.stats().kv_cache_blocks_used == 0
     engine.check()
     engine.add_request("b", PROMPT, GREEDY)
     assert finish(engine)[-1].finish_reason == "length"
@@ -72,10 +72,10 @@ def test_a_lost_device_ends_the_engine_at_once(engine, monkeypatch):
         engine.step()
 
 
-def test_a_step_says_which_requests_it_has_begun(engine):
+def test_a_step_reports_the_requests_that_it_has_started(engine):
     engine.add_request("a", PROMPT, GREEDY)
     engine.step()
-    assert [name for name, _ in engine.begun] == ["a"]
+    assert [name for name, _ in engine.started] == ["a"]
     engine.step()
-    assert engine.begun == []
+    assert engine.started == []
     finish(engine)

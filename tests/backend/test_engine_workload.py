@@ -62,10 +62,10 @@ def test_a_mix_of_finished_cancelled_and_failed_requests_leaves_no_block_in_use(
         engine.check()
     faults.handle.remove()
     assert ends.keys() == answers.keys()
-    assert engine.num_free_blocks == engine.info.num_blocks
+    assert engine.stats().kv_cache_blocks_used == 0
     assert {"abort", "error", "length"} <= set(ends.values())
-    assert engine.num_preemptions > 0
-    assert engine.num_prefix_cache_hits > 0
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_prefix_cache_hits > 0
     for name, (prompt, params) in requests.items():
         for output in size.generate([prompt], params)[0].outputs:
             answer, reason = answers[name, output.index], ends[name, output.index]

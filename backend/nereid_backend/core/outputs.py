@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that the engine returns: updates of requests, finished outputs, and engine facts."""
+"""The values that the engine returns: updates of requests, outputs, statistics, and facts."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -92,6 +92,34 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+
+
+class EngineStats(NamedTuple):
+    """The present load of an engine, and counters since its start. The server publishes them.
+
+    Attributes:
+        num_requests_running: the number of sequences that have a row and blocks of the KV cache.
+        num_requests_waiting: the number of sequences that have no row and no blocks yet. They wait
+            for a row and blocks, for the computation of their prompt, or for their grammar.
+        kv_cache_blocks_used: the number of blocks that requests use. Cached blocks that no request
+            uses are not included.
+        kv_cache_blocks: the number of blocks in the KV cache.
+        num_preemptions: the number of preemptions.
+        num_prefix_cache_queries: the number of tokens that were looked up in the prefix cache.
+        num_prefix_cache_hits: the number of tokens that were found in the prefix cache.
+        num_proposed_tokens: the number of draft tokens that were proposed.
+        num_accepted_tokens: the number of draft tokens that were accepted.
+    """
+
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_cache_blocks_used: int
+    kv_cache_blocks: int
+    num_preemptions: int = 0
+    num_prefix_cache_queries: int = 0
+    num_prefix_cache_hits: int = 0
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

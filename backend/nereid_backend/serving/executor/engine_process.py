@@ -20,57 +20,21 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from nereid_backend.config import EngineConfig
-from nereid_backend.core.outputs import EngineInfo, RequestUpdate
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError
 from nereid_backend.serving.process.process_entry import connect, error_text, load
 from nereid_backend.serving.wire import pack_update
+from nereid_backend.step_engine import StepEngine
 
 _STATS_INTERVAL_S = 0.1
 
 log = logging.getLogger("nereid")
-
-
-class StepEngine(Protocol):
-    """The interface of an engine: the real one, or the scripted one for tests."""
-
-    info: EngineInfo
-
-    def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> None:
-        """Add a request to the waiting queue."""
-
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences."""
-
-    def step(self) -> list[RequestUpdate]:
-        """Compute one step and return the updates of all requests."""
-
-    def has_work(self) -> bool:
-        """Return whether `step` has work to do."""
-
-    @property
-    def num_running(self) -> int:
-        """The number of running sequences."""
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of waiting sequences."""
-
-    @property
-    def num_free_blocks(self) -> int:
-        """The number of free blocks of the KV cache."""
-
-    @property
-    def num_preemptions(self) -> int:
-        """The number of preemptions since the start."""
 
 
 MakeEngine = Callable[[EngineConfig, Callable[[str], None]], StepEngine]
@@ -91,24 +55,14 @@ def serve(argv: Sequence[str], make: MakeEngine) -> int:
             # collection would visit them and delay a step by a fifth of a second.
             gc.collect()
             gc.freeze()
-            _warm_up(engine)
+            engine.warm_up()
             return _serve(engine, channel)
     return 1
 
 
-def _warm_up(engine: StepEngine) -> None:
-    """Load the grammar libraries now, so that the first request with a grammar need not wait."""
-    warm_up = getattr(engine, "warm_up", None)
-    if warm_up is not None:
-        try:
-            warm_up()
-        except Exception:  # the first request that needs it reports the same error
-            log.exception("the grammar libraries could not be loaded at startup")
-
-
 def _serve(engine: StepEngine, channel: Channel) -> int:
     """Process messages and steps until the message "stop". Return the exit code."""
-    channel.send(["stats", _stats(engine)])
+    channel.send(["stats", engine.stats()._asdict()])
     stats_due = 0.0
     while True:
         # With work to do, only read the messages that have arrived. Without work, wait for one.
@@ -123,36 +77,14 @@ def _serve(engine: StepEngine, channel: Channel) -> int:
                 log.exception("a step of the engine failed, and the engine process ends")
                 channel.send(["fatal", error_text(error)])
                 return 1
-            started = getattr(engine, "begun", None)
-            if started:
-                channel.send(["started", started])
+            if engine.started:
+                channel.send(["started", engine.started])
             if updates:
                 channel.send(["updates", [pack_update(update) for update in updates]])
             now = time.monotonic()
             if now >= stats_due or not engine.has_work():
-                channel.send(["stats", _stats(engine)])
+                channel.send(["stats", engine.stats()._asdict()])
                 stats_due = now + _STATS_INTERVAL_S
-
-
-def _stats(engine: StepEngine) -> dict[str, int]:
-    """Return the engine's gauges and counters by name."""
-    counts = {
-        name: getattr(engine, name)
-        for name in (
-            "num_prefix_cache_queries",
-            "num_prefix_cache_hits",
-            "num_proposed_tokens",
-            "num_accepted_tokens",
-        )
-        if hasattr(engine, name)
-    }
-    return counts | {
-        "num_requests_running": engine.num_running,
-        "num_requests_waiting": engine.num_waiting,
-        "kv_cache_blocks_used": engine.info.num_blocks - engine.num_free_blocks,
-        "kv_cache_blocks": engine.info.num_blocks,
-        "num_preemptions": engine.num_preemptions,
-    }
 
 
 def _handle(engine: StepEngine, channel: Channel, message: list[Any]) -> None:

@@ -33,7 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from nereid_backend.config import EngineConfig
-from nereid_backend.core.outputs import EngineInfo, FinishReason, RequestUpdate, TokenLogprobs
+from nereid_backend.core.outputs import (
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    RequestUpdate,
+    TokenLogprobs,
+)
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import ConfigError, EngineError, RequestError
 from nereid_backend.serving.executor.engine_process import serve
@@ -148,14 +154,16 @@ class ScriptedEngine:
         eos = tokenizer.eos_token_id
         self._requests: dict[str, _Request] = {}
         self._queue: dict[str, _Request] = {}
-        self.begun: list[tuple[str, float]] = []
+        self.started: list[tuple[str, float]] = []
         self.info = _info(config, len(tokenizer), () if eos is None else (int(eos),))
-        self.num_running = self.num_waiting = self.num_preemptions = 0
 
-    @property
-    def num_free_blocks(self) -> int:
-        """The number of free blocks. Each request uses one, so that the gauges show leaks."""
-        return self.info.num_blocks - len(self._requests)
+    def warm_up(self) -> None:
+        """Do nothing, because the scripted engine ignores grammars."""
+
+    def stats(self) -> EngineStats:
+        """Return the present load. Each running request uses one block, so leaks are visible."""
+        num_running = len(self._requests)
+        return EngineStats(num_running, len(self._queue), num_running, self.info.num_blocks)
 
     def add_request(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
@@ -180,7 +188,6 @@ class ScriptedEngine:
             )
         limit = min(max_new_tokens, params.max_tokens or max_new_tokens)
         self._queue[request_id] = _Request(prompt, params, rule, limit, self.info.eos_token_ids)
-        self._count()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences. The next step reports the end."""
@@ -204,7 +211,6 @@ class ScriptedEngine:
             if sequence.is_aborted or sequence.due <= now
         ]
         self._requests = {name: one for name, one in self._requests.items() if one.sequences}
-        self._count()
         if not updates and self._requests:
             time.sleep(_IDLE_SLEEP_S)
         return updates
@@ -214,7 +220,7 @@ class ScriptedEngine:
 
         An aborted request starts in any case, so that the next step can report its end.
         """
-        self.begun = []
+        self.started = []
         num_running = sum(len(request.sequences) for request in self._requests.values())
         num_free = self.info.max_num_seqs - num_running
         for request_id, request in list(self._queue.items()):
@@ -223,12 +229,8 @@ class ScriptedEngine:
                 if num_free < min(len(request.sequences), self.info.max_num_seqs):
                     continue
                 num_free -= len(request.sequences)
-                self.begun.append((request_id, now))
+                self.started.append((request_id, now))
             self._requests[request_id] = self._queue.pop(request_id)
-
-    def _count(self) -> None:
-        self.num_running = len(self._requests)
-        self.num_waiting = len(self._queue)
 
     def _advance(
         self, request_id: str, request: _Request, sequence: _Sequence, now: float

@@ -11,13 +11,13 @@ from backend.scripted_model import BLOCK, ScriptedModel
 from backend.tiny_models import VOCAB_SIZE
 from fakes.modular_guide import ModularGuide
 from nereid_backend import Engine, EngineConfig, EngineError, SamplingParams
-from nereid_backend.async_steps import AsyncSteps
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
 from nereid_backend.sampling import random_sampling, sampler
 from nereid_backend.step_failures import StepFailures
+from nereid_backend.step_loop import StepLoop
 
 from backend import shrink
 
@@ -46,6 +46,7 @@ class ScriptedRunner:
 
     def start(self, plan, before=None):
         assert [running.plan for running in self.under_way] == ([before.plan] if before else [])
+        _check_plan(plan)
         self.model.compute(plan, before.result.device_token_ids if before else ())
         running = ScriptedFlight(plan)
         self.under_way.append(running)
@@ -79,21 +80,21 @@ class ScriptedRunner:
 class MadeFailures(StepFailures):
     """Only what the tests make may fail."""
 
-    def tell(self, plan, error):
+    def record(self, plan, error):
         if "made by the test" not in str(error):
             raise error
-        return super().tell(plan, error)
+        return super().record(plan, error)
 
 
 class OverlappedWorkload(Workload):
     def __init__(self, *args, wrong=0.0, faulty=0.0, **kwargs):
         super().__init__(*args, **kwargs)
         self.runner = ScriptedRunner(self.model, self.rng, wrong=wrong, faulty=faulty)
-        self.steps = AsyncSteps(self.scheduler, self.runner, MadeFailures(1000), _check_plan)
+        self.loop = StepLoop(self.scheduler, self.runner, MadeFailures(1000), is_async=True)
 
     def step(self):
-        self.take(self.steps.step() or [])
-        if self.steps._running_step is None:
+        self.take(self.loop.step())
+        if self.loop._running_step is None:
             self.runner.under_way.clear()
 
 
@@ -194,8 +195,7 @@ def answers_of(engine, sequences, *, guided=(), aborts=()):
             if len(answer.token_ids) == aborts.get(update.request_id):
                 engine.abort(update.request_id)
         engine.check()
-    assert engine.num_free_blocks == engine.info.num_blocks
-    assert (engine.num_running, engine.num_waiting) == (0, 0)
+    assert engine.stats()[:3] == (0, 0, 0)
     return answers
 
 
@@ -260,8 +260,8 @@ def test_answers_are_the_same_with_and_without(checkpoint, family, num_tokens, s
             # As on a GPU, so that some tokens are found to be wrong only afterwards.
             engine._runner._sampler.defers = True
         found[is_on] = answers_of(engine, sequences, guided=guided, aborts=aborts)
-        assert engine.num_preemptions > 0
-        assert engine.num_prefix_cache_hits > 0 or family != "qwen2"
+        assert engine.stats().num_preemptions > 0
+        assert engine.stats().num_prefix_cache_hits > 0 or family != "qwen2"
         engine.close()
     assert sum(num_again) > 10
     on, off = found[True], found[False]
@@ -517,7 +517,7 @@ def test_guesses_need_the_last_token_so_that_nothing_is_begun_ahead(checkpoint):
         kv_cache_memory="1MiB",
     )
     engine = Engine(config, lines.append)
-    assert engine._async_steps is None
+    assert not engine._loop._is_async
     assert any(
         line.startswith("Async scheduling is off, because speculative decoding") for line in lines
     )
@@ -527,6 +527,6 @@ def test_guesses_need_the_last_token_so_that_nothing_is_begun_ahead(checkpoint):
 def test_paths_with_more_state_than_blocks_begin_nothing_ahead(tmp_path):
     engine = open_engine(shrink.save("qwen3_next", tmp_path), async_scheduling=True)
     assert engine.info.path == "rows"
-    assert engine._async_steps is None
+    assert not engine._loop._is_async
     answers_of(engine, {"a": ([5, 6], GREEDY)})
     engine.close()

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of an engine for the code that drives its steps."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from nereid_backend.core.outputs import EngineInfo, EngineStats, RequestUpdate
+from nereid_backend.core.sampling_params import SamplingParams
+
+
+class StepEngine(Protocol):
+    """The interface of `Engine`, and of the scripted engine that replaces it in tests.
+
+    Attributes:
+        info: facts about the engine.
+    """
+
+    info: EngineInfo
+
+    @property
+    def started(self) -> list[tuple[str, float]]:
+        """The requests that left the waiting queue in the last step: ids and monotonic times."""
+
+    def warm_up(self) -> None:
+        """Load the libraries for grammars in the background."""
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        """Add a request to the waiting queue."""
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences."""
+
+    def step(self) -> list[RequestUpdate]:
+        """Compute one step and return the updates of all requests."""
+
+    def has_work(self) -> bool:
+        """Return whether `step` has work to do."""
+
+    def stats(self) -> EngineStats:
+        """Return the present load of the engine, and its counters since the start."""

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main loop of the engine: plan a step, run the step, and commit its tokens.
+
+With async scheduling, the device starts the next step before the host has read the tokens of the
+current step:
+
+    host     plan B, launch its pass | wait for A | commit A, launch B's sampling | report, plan C
+    device   A ................................... | B's forward pass .......... | B's sampling | C
+
+The plan of step B assumes that each sampling sequence of step A gets exactly one token. The forward
+pass of B reads these tokens from device memory, where A wrote them. The sampling of B is launched
+after A is committed. By then, the host knows everything that depends on the earlier tokens:
+grammars, penalties, bad words, and which answers have ended. If the assumption was wrong for a
+sequence, B does not sample a token for the sequence, and a later step computes wrong tokens again.
+If a sequence of A ends with an error, B is dropped completely.
+"""
+
+import time
+from dataclasses import dataclass
+
+from nereid_backend.core.outputs import RequestUpdate
+from nereid_backend.core.scheduler import Scheduler
+from nereid_backend.core.step import StepPlan, StepResult
+from nereid_backend.runner import Runner, RunningStep
+from nereid_backend.step_failures import StepFailures
+
+
+@dataclass(frozen=True, slots=True)
+class _NextStep:
+    """A step that was planned while the previous step was running.
+
+    Attributes:
+        plan: the plan of the step.
+        running: the started step, or the error that prevented the start.
+    """
+
+    plan: StepPlan
+    running: RunningStep | Exception
+
+
+class StepLoop:
+    """Runs the steps of a scheduler on a runner.
+
+    Attributes:
+        started: the requests whose first tokens were planned in the last call of `step`, as pairs
+            of request id and start time of the step (time.monotonic()). A request that is preempted
+            before its first output token appears in a later step again.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, failures: StepFailures, *, is_async: bool
+    ) -> None:
+        """Create a loop without a running step.
+
+        Args:
+            scheduler: plans the steps.
+            runner: executes the plans.
+            failures: the counter of failed steps.
+            is_async: whether the next step starts before the tokens of the current step are read.
+                If True, the scheduler must not propose draft tokens, and the path of the runner
+                must support steps that were planned ahead.
+        """
+        self.started: list[tuple[str, float]] = []
+        self._scheduler = scheduler
+        self._runner = runner
+        self._failures = failures
+        self._is_async = is_async
+        self._running_step: RunningStep | None = None
+
+    def step(self) -> list[RequestUpdate]:
+        """Finish the running step, or plan and run a new one.
+
+        If a step fails, its sequences end with an error, and the loop can continue.
+
+        Returns:
+            The updates of the sequences that got tokens or ended.
+
+        Raises:
+            EngineError: if the device is lost, or if too many steps in a row have failed.
+        """
+        self.started = []
+        step, self._running_step = self._running_step, None
+        if step is not None:
+            return self._finish(step)
+        plan = self._scheduler.plan()
+        if not plan.chunks:
+            return self._scheduler.commit(plan, StepResult())
+        self._record_start(plan)
+        try:
+            step = self._runner.start(plan)
+            self._runner.sample(step, plan)
+        except Exception as error:  # noqa: BLE001 - ends the requests of the step with an error
+            return self._fail(plan, error)
+        return self._finish(step)
+
+    def _finish(self, step: RunningStep) -> list[RequestUpdate]:
+        """Wait for a step and commit its result. With async scheduling, start the next step first.
+
+        Returns:
+            The updates of the step. If the next step could not start, the updates that end its
+            sequences follow.
+        """
+        next_step = self._start_next(step) if self._is_async else None
+        result: StepResult | None = None
+        try:
+            result = self._runner.finish(step)
+        except Exception as error:  # noqa: BLE001 - ends the requests of the step with an error
+            updates = self._fail(step.plan, error)
+        else:
+            self._failures.reset()
+            updates = self._scheduler.commit(step.plan, result)
+        return updates if next_step is None else updates + self._sample_next(next_step, result)
+
+    def _start_next(self, step: RunningStep) -> _NextStep | None:
+        """Start the step after `step`. Return None if the next step cannot be planned yet."""
+        if self._scheduler.is_held_up:
+            return None
+        plan = self._scheduler.plan_ahead(step.plan)
+        if not plan.chunks:
+            return None
+        self._record_start(plan)
+        try:
+            return _NextStep(plan, self._runner.start(plan, step))
+        except Exception as error:  # noqa: BLE001 - `_sample_next` ends the requests of the step
+            return _NextStep(plan, error)
+
+    def _sample_next(self, step: _NextStep, before: StepResult | None) -> list[RequestUpdate]:
+        """Launch the sampling of the next step after the previous step was committed.
+
+        Args:
+            step: the next step.
+            before: the result of the previous step; None if the previous step failed.
+
+        Returns:
+            The updates that end the sequences of the next step if it has failed.
+        """
+        if isinstance(step.running, Exception):
+            return self._fail(step.plan, step.running)
+        if before is None or any(sampled.error is not None for sampled in before.sampled):
+            self._scheduler.drop(step.plan)
+            return []
+        plan = self._scheduler.settle(step.plan, before.device_token_ids)
+        try:
+            self._runner.sample(step.running, plan)
+        except Exception as error:  # noqa: BLE001 - ends the requests of the step with an error
+            return self._fail(plan, error)
+        self._running_step = step.running
+        return []
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
+        return self._scheduler.fail(plan, self._failures.record(plan, error))
+
+    def _record_start(self, plan: StepPlan) -> None:
+        now = time.monotonic()
+        self.started += [
+            (chunk.sequence.request_id, now)
+            for chunk in plan.chunks
+            if chunk.is_first and not chunk.sequence.was_reported
+        ]

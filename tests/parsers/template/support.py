@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from nereid_parsers import analyze_template
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -17,6 +19,12 @@ USER = "Please look into it."
 def source(name):
     """Return the text of a small template."""
     return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+@cache
+def analysis_of(name):
+    """Return the analysis of a small template. Each template is analysed once in a process."""
+    return analyze_template(source(name))
 
 
 def tool(name, /, **properties):

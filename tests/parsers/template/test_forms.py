@@ -7,6 +7,7 @@ from nereid_parsers import ConstraintError, StreamParser, analyze_template, fold
 from nereid_parsers.format import Messages, NestedTags, Sections
 from nereid_parsers.template.limits import MAX_SECONDS
 from nereid_parsers.template.quarantine import QUARANTINE
+from nereid_parsers.template.report import report_json, report_of
 from parsers.template.support import (
     CALLS,
     FORMS,
@@ -14,6 +15,7 @@ from parsers.template.support import (
     TOOLS,
     Renderer,
     Written,
+    analysis_of,
     message_of,
     source,
 )
@@ -28,11 +30,6 @@ UNLIKE_PROMPT |= {
     "bare_keys_channel",
     "no_switch_prompt",
 }
-
-
-@pytest.fixture(scope="module")
-def analyses():
-    return {name: analyze_template(source(name)) for name in NAMES}
 
 
 def described(analysis):
@@ -59,15 +56,26 @@ def test_every_template_has_a_form_and_every_form_a_template():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_form_is_inferred(name, analyses):
-    assert described(analyses[name]) == FORMS[name]
+def test_the_form_is_inferred(name):
+    assert described(analysis_of(name)) == FORMS[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rendering_is_parsed_correctly(name, analyses):
-    analysis = analyses[name]
+def test_every_rendering_is_parsed_correctly(name):
+    analysis = analysis_of(name)
     assert analysis.proofs
     assert [(proof.name, proof.differs) for proof in analysis.proofs if proof.differs] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_samples_of_the_report_have_known_kinds_and_no_differences(name):
+    analysis = analysis_of(name)
+    found = json.loads(report_json(report_of(name, "", analysis.format, analysis)))
+    assert found["format"]["part"] == "Format"
+    for sample in found["samples"]:
+        kinds = {kind for kind, _ in sample["spans"]}
+        assert kinds <= {"reasoning", "content", "call", "markup"}
+        assert sample["differs"] == []
 
 
 def streamed(fmt, written, size):
@@ -81,8 +89,8 @@ def streamed(fmt, written, size):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - UNLIKE_PROMPT))
 @pytest.mark.parametrize("size", [1, 4, 10**6])
-def test_other_messages_are_parsed_as_they_were_rendered(name, size, analyses):
-    analysis = analyses[name]
+def test_other_messages_are_parsed_as_they_were_rendered(name, size):
+    analysis = analysis_of(name)
     supports, renderer = analysis.supports, Renderer(source(name))
     calls = CALLS if supports.parallel_calls else CALLS[:1]
     puts = [{"content": "It is 5 > 3.\n\n- yes"}]
@@ -108,8 +116,8 @@ def test_other_messages_are_parsed_as_they_were_rendered(name, size, analyses):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"no_switch_prompt", "parts_only"}))
 @pytest.mark.parametrize("size", [1, 10**6])
-def test_an_answer_after_a_tool_result_is_parsed_correctly(name, size, analyses):
-    analysis, renderer = analyses[name], Renderer(source(name))
+def test_an_answer_after_a_tool_result_is_parsed_correctly(name, size):
+    analysis, renderer = analysis_of(name), Renderer(source(name))
     if analysis.supports.calls == "none":
         pytest.skip("this template makes no calls")
     call = message_of(calls=CALLS[:1], supports=analysis.supports)
@@ -128,8 +136,8 @@ def test_an_answer_after_a_tool_result_is_parsed_correctly(name, size, analyses)
         )
 
 
-def test_reasoning_that_the_prompt_opens_after_a_tool_result_is_parsed_correctly(analyses):
-    fmt, renderer = analyses["results_then_think"].format, Renderer(source("results_then_think"))
+def test_reasoning_that_the_prompt_opens_after_a_tool_result_is_parsed_correctly():
+    fmt, renderer = analysis_of("results_then_think").format, Renderer(source("results_then_think"))
     result = {"role": "tool", "name": CALLS[0][0], "content": "Open."}
     history = [{"role": "user", "content": "Is it?"}, message_of(calls=CALLS[:1]), result]
     prompt = renderer.render(history, TOOLS, prompt=True, thinking=True)
@@ -138,39 +146,39 @@ def test_reasoning_that_the_prompt_opens_after_a_tool_result_is_parsed_correctly
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_inferred_format_has_a_constraint_or_an_error_with_the_reason(name, analyses):
-    fmt = analyses[name].format
+def test_an_inferred_format_has_a_constraint_or_an_error_with_the_reason(name):
+    fmt = analysis_of(name).format
     tools = TOOLS[:1]
-    if analyses[name].supports.calls == "none":
+    if analysis_of(name).supports.calls == "none":
         pytest.skip("this template makes no calls")
     if isinstance(fmt.layout, Sections) and isinstance(fmt.layout.tools.calls[0].body, NestedTags):
-        with pytest.raises(ConstraintError, match="Nested elements"):
+        with pytest.raises(ConstraintError, match="nested elements"):
             fmt.structural_tag(tools, "required")
         return
     assert "get_Station" in json.dumps(fmt.structural_tag(tools, "required"))
 
 
-def test_a_switch_is_reported_with_its_effect_on_the_prompt(analyses):
-    switches = analyses["tag_json"].supports.switches
+def test_a_switch_is_reported_with_its_effect_on_the_prompt():
+    switches = analysis_of("tag_json").supports.switches
     assert switches["enable_thinking=False"] == "<think>\n\n</think>\n\n"
-    assert "thinking_mode='disabled'" in analyses["mode_switch"].supports.switches
+    assert "thinking_mode='disabled'" in analysis_of("mode_switch").supports.switches
 
 
-def test_the_rendered_reasoning_field_is_reported(analyses):
-    assert analyses["tag_json"].supports.reasoning == ("reasoning_content",)
-    assert analyses["thinking_only_with_calls"].supports.reasoning == ("thinking",)
-    assert analyses["reasoning_parts"].supports.reasoning == ("parts",)
+def test_the_rendered_reasoning_field_is_reported():
+    assert analysis_of("tag_json").supports.reasoning == ("reasoning_content",)
+    assert analysis_of("thinking_only_with_calls").supports.reasoning == ("thinking",)
+    assert analysis_of("reasoning_parts").supports.reasoning == ("parts",)
 
 
-def test_the_input_form_of_calls_is_reported(analyses):
-    assert analyses["text_arguments"].supports.arguments == "text"
-    assert analyses["numbered_ids"].supports.ids == "numbered"
-    assert not analyses["bare_json"].supports.parallel_calls
+def test_the_input_form_of_calls_is_reported():
+    assert analysis_of("text_arguments").supports.arguments == "text"
+    assert analysis_of("numbered_ids").supports.ids == "numbered"
+    assert not analysis_of("bare_json").supports.parallel_calls
 
 
-def test_recognised_templates_are_reported_as_recognised(analyses):
+def test_recognised_templates_are_reported_as_recognised():
     for name in ("harmony", "recipients"):
-        assert "was recognised, not inferred" in analyses[name].undecided[0]
+        assert "was recognised, not inferred" in analysis_of(name).undecided[0]
 
 
 def test_quarantine_entries_name_a_model_and_a_reason():
@@ -190,8 +198,8 @@ def test_switches_that_the_caller_sets_are_not_tried():
         ("python_list", "<|tool_call_start|>list_all()<|tool_call_end|>"),
     ],
 )
-def test_calls_with_additional_or_missing_brackets_are_parsed(name, text, analyses):
-    message = parse(text, format=analyses[name].format, tools=TOOLS)
+def test_calls_with_additional_or_missing_brackets_are_parsed(name, text):
+    message = parse(text, format=analysis_of(name).format, tools=TOOLS)
     assert [(call.name, call.arguments) for call in message.tool_calls] == [("list_all", "{}")]
     assert not message.content
 
@@ -216,8 +224,8 @@ def test_calls_that_are_parsed_wrongly_are_reported_as_undecided():
         assert parse(text, format=analysis.format).content == text
 
 
-def test_explain_shows_comparisons_format_and_proofs(analyses):
-    text = analyses["tagged_parameters"].explain()
+def test_explain_shows_comparisons_format_and_proofs():
+    text = analysis_of("tagged_parameters").explain()
     for words in ("T2 two calls", "TaggedArguments", "parsed correctly", "Constraint"):
         assert words in text
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
 from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.pattern_matching import NEED_MORE
 
 # The reasons in the event at the end of a tool call.
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
+
+# A step reads a part of the body at a position of the text. It returns the position after this
+# part, or NEED_MORE.
+Step = Callable[[str, int], int]
 
 
 class Status(Enum):
@@ -28,8 +35,25 @@ class Status(Enum):
 MORE, DONE, BROKEN = Status.MORE, Status.DONE, Status.BROKEN
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The matched text before the body of a tool call or message.
+
+    Attributes:
+        end: The position after the head.
+        name: The name of the function, or "" if the head contains no name.
+        call_id: The id of the tool call, or "" if the head contains no id.
+    """
+
+    end: int
+    name: str = ""
+    call_id: str = ""
+
+
 class BodyReader:
     """Reads the body of one or more tool calls and passes the arguments to a CallWriter.
+
+    A subclass reads the body in steps. Each step stores the step that follows in `_step`.
 
     Attributes:
         writer: The writer that converts the tool calls into events.
@@ -42,15 +66,16 @@ class BodyReader:
             the JSON text of the arguments.
     """
 
-    __slots__ = ("is_final", "last_call_end", "status", "writer")
+    __slots__ = ("_step", "is_final", "last_call_end", "status", "writer")
 
     is_verbatim: ClassVar[bool] = False
 
-    def __init__(self, writer: CallWriter) -> None:
+    def __init__(self, writer: CallWriter, first_step: Step) -> None:
         self.writer = writer
         self.status = MORE
         self.last_call_end: int | None = None
         self.is_final = False
+        self._step = first_step
 
     def read(self, text: str, pos: int) -> int:
         """Read `text` from `pos` on and set `status`.
@@ -59,7 +84,18 @@ class BodyReader:
             The position up to which the text was read. The caller passes the unread rest to `read`
             again, together with the text that follows.
         """
-        raise NotImplementedError
+        size = len(text)
+        while pos < size and self.status is MORE:
+            end = self._step(text, pos)
+            if end == NEED_MORE:
+                return pos
+            pos = end
+        return pos
+
+    def _reject(self, pos: int) -> int:
+        """Set the status BROKEN and return `pos`."""
+        self.status = BROKEN
+        return pos
 
     def abandon(self) -> bool:
         """Complete the JSON text of the open tool call, because its text is not valid, and end it.
@@ -77,3 +113,17 @@ class BodyReader:
             self.status = DONE
         else:
             self.status = BROKEN
+
+
+class ArgumentsOnlyReader(BodyReader):
+    """Reads a body that contains only arguments. The head of the tool call contains the name."""
+
+    __slots__ = ("_head",)
+
+    def __init__(self, writer: CallWriter, head: Head, first_step: Step) -> None:
+        super().__init__(writer, first_step)
+        self._head = head
+
+    def _start_call(self) -> bool:
+        """Start the tool call. Return False if its text must be treated as content."""
+        return self.writer.start(self._head.name, self._head.call_id)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import pattern
-from nereid_parsers.stream.body_reader import BodyReader
+from nereid_parsers.stream.body_reader import BodyReader, Head
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.json_bodies import ArgumentsReader, ArrayReader, ObjectReader
+from nereid_parsers.stream.json_bodies import ArrayReader, JsonArgumentsReader
+from nereid_parsers.stream.json_object import ObjectReader
 from nereid_parsers.stream.lexer import Lexer, marker_prefix_regex
 from nereid_parsers.stream.nested_tags import NestedReader
 from nereid_parsers.stream.pattern_matching import (
@@ -34,21 +35,6 @@ from nereid_parsers.tool_declarations import (
     TaggedArguments,
     ToolSection,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The matched text before the body of a tool call or message.
-
-    Attributes:
-        end: The position after the head.
-        name: The name of the function, or "" if the head contains no name.
-        call_id: The id of the tool call, or "" if the head contains no id.
-    """
-
-    end: int
-    name: str = ""
-    call_id: str = ""
 
 
 class CallPlan:
@@ -144,7 +130,7 @@ class CallPlan:
         """
         body = self.call.body
         if isinstance(body, JsonArguments):
-            return ArgumentsReader(writer, head.name, head.call_id)
+            return JsonArgumentsReader(writer, head)
         if isinstance(body, JsonObject):
             return ObjectReader(writer, body.keys, is_certain)
         if isinstance(body, JsonArray):
@@ -152,12 +138,21 @@ class CallPlan:
         if isinstance(body, PythonCalls):
             return PythonCallsReader(writer, body, is_certain)
         if isinstance(body, BareKeyArguments):
-            return BareKeyReader(writer, body, head.name, head.call_id)
+            return BareKeyReader(writer, head, body.quote)
         if isinstance(body, NestedTags):
-            stop_marker = self.closing_markers[0]
-            return NestedReader(writer, body, stop_marker, head.name, head.call_id)
+            return NestedReader(writer, head, body.mark, stop_marker=self.closing_markers[0])
         assert self._tags is not None
-        return TaggedReader(writer, self._tags, head.name, head.call_id)
+        return TaggedReader(writer, head, self._tags)
+
+    def may_follow_content(self) -> bool:
+        """Return whether this tool call without a marker may start after other content.
+
+        Only JSON and Python calls between brackets are distinguished from other content.
+        """
+        body = self.call.body
+        if isinstance(body, PythonCalls):
+            return bool(body.open)
+        return isinstance(body, JsonObject | JsonArray)
 
     def body_openings(self) -> tuple[str, ...]:
         """Return the texts with which a body without a marker can start.

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from nereid_parsers.stream.body_reader import BROKEN, BROKEN_ARGUMENTS, MORE, BodyReader
-from nereid_parsers.stream.call_plan import CallPlan, ExpectedCall, Head
+from nereid_parsers.stream.body_reader import Head
+from nereid_parsers.stream.call_plan import CallPlan, ExpectedCall
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.format_plan import FormatPlan
-from nereid_parsers.stream.json_bodies import ArgumentsReader
+from nereid_parsers.stream.json_bodies import JsonArgumentsReader
+from nereid_parsers.stream.open_call import OpenCall, Outcome
 from nereid_parsers.stream.pattern_matching import NEED_MORE, looks_like_markup, skip_blanks
 from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
-from nereid_parsers.tool_declarations import JsonArray, JsonObject, PythonCalls
+from nereid_parsers.tool_declarations import JsonObject
 
 # Some models write superfluous closing brackets before the closing marker of a tool call.
 _SUPERFLUOUS_CHARS = "}])`"
 _MAX_SUPERFLUOUS_CHARS = 16
-# The maximum number of times per message that stored arguments are read again. Without this limit,
-# the parsing time would not be linear in the length of the text.
-_MAX_REREADS = 16
-
 # The reasons that events give for returning text that looked like a tool call as content.
 _NO_CALL = "the text is not a tool call"
 _NO_CALL_AFTER_MARKER = "no call follows the marker"
@@ -34,8 +31,8 @@ class CallReader:
     """
 
     __slots__ = (
-        "_body", "_buffer", "_call", "_calls_first", "_closing_markers", "_expected",
-        "_is_call_certain", "_is_in_section", "_num_rereads", "_plan", "_text", "_writer",
+        "_buffer", "_calls_first", "_closing_markers", "_expected", "_is_in_section",
+        "_last_plan", "_open_call", "_plan", "_text", "_writer",
     )  # fmt: skip
 
     def __init__(
@@ -62,13 +59,11 @@ class CallReader:
         self._writer = writer
         self._calls_first = calls_first
         self._is_in_section = False
-        self._expected = ExpectedCall(plan.calls, "", is_certain=True)
-        # The tool call that is being read, and the closing markers that may still follow its body.
-        self._call: CallPlan | None = None
-        self._body: BodyReader | None = None
-        self._is_call_certain = True
+        self._expected = ExpectedCall(plan.calls.all, "", is_certain=True)
+        self._open_call: OpenCall | None = None
+        # The spelling of the last tool call, and the closing markers that may still follow it.
+        self._last_plan: CallPlan | None = None
         self._closing_markers: tuple[str, ...] = ()
-        self._num_rereads = 0
 
     # ---- transitions from content and headers ----------------------------------------------------
 
@@ -80,7 +75,7 @@ class CallReader:
 
     def open_call(self, marker: str) -> State:
         """Prepare to read a tool call that starts with `marker`."""
-        plans = self._plan.calls_by_trigger[marker]
+        plans = self._plan.calls.by_trigger[marker]
         self._expected = ExpectedCall(plans, marker, is_certain=True)
         return State.CALL_START
 
@@ -94,34 +89,30 @@ class CallReader:
             The next state, or None if no tool call can start here. In that case `opening` is
             content.
         """
-        if not self._may_be_bare():
+        if not self._can_start_bare_call():
             return None
-        self._expected = ExpectedCall(self._plan.bare_calls, opening, is_certain=False)
+        self._expected = ExpectedCall(self._plan.calls.bare, opening, is_certain=False)
         return State.CALL_START
 
-    def _may_be_bare(self) -> bool:
+    def _can_start_bare_call(self) -> bool:
         """Return whether a tool call without a marker may start here.
 
-        At the start of the output, any tool call without a marker may start. After other text, only
-        JSON or a list of Python calls may start, and only if the offered tools are known. The name
-        of an offered tool is then the only proof that the text is a tool call.
+        At the start of the output, any tool call without a marker may start. After other text, a
+        tool call may start only if the offered tools are known, because the name of an offered tool
+        is then the only proof that the text is a tool call.
         """
         if not self._text.has_content and not self._writer.num_started:
             return True
         if not self._writer.tools.parameters:
             return False
-        bodies = [plan.call.body for plan in self._plan.bare_calls]
-        return any(
-            isinstance(body, JsonObject | JsonArray)
-            or (isinstance(body, PythonCalls) and bool(body.open))
-            for body in bodies
-        )
+        return any(plan.may_follow_content() for plan in self._plan.calls.bare)
 
     def start_message_call(self, head: Head) -> State:
         """Create the reader of a tool call's arguments, after the message header has been read."""
-        self._call = self._plan.message_call
-        self._is_call_certain = True
-        self._body = ArgumentsReader(self._writer, head.name, head.call_id)
+        plan = self._plan.message_call
+        assert plan is not None
+        body = JsonArgumentsReader(self._writer, head)
+        self._open_call = OpenCall(plan, body, True, self._buffer, self._text)
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
@@ -150,7 +141,7 @@ class CallReader:
             num_chars: The number of characters.
             fault: The reason that the event gives for returning this text as content.
         """
-        self._body = None
+        self._open_call = None
         if not self._writer.num_started:
             self._is_in_section = False
         self._text.reject_tentative(self._buffer.take(num_chars), fault)
@@ -166,7 +157,7 @@ class CallReader:
         if not looks_like_markup(self._text.tentative_text + self._buffer.unread()):
             return self.reject(num_chars, fault)
         self._is_in_section = False
-        self._body = None
+        self._open_call = None
         self._text.accept_tentative()
         self._text.write_markup(self._buffer.take_unread())
         return State.CONTENT
@@ -192,114 +183,41 @@ class CallReader:
 
     def _start_body(self, plan: CallPlan, head: Head, is_certain: bool) -> State:
         """Read the head of a tool call, and create the reader of the body."""
-        self._call = plan
-        self._is_call_certain = is_certain
-        self._body = plan.create_reader(self._writer, head, is_certain)
+        body = plan.create_reader(self._writer, head, is_certain)
+        self._open_call = OpenCall(plan, body, is_certain, self._buffer, self._text)
         self._text.hold_tentative(self._buffer.take_until(head.end))
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # The parser reads no body until more text arrives. Some tool calls can start earlier.
-        return self._read_body(self._body) or State.CALL_BODY
+        # The machine would read the body only when more text arrives. Some tool calls start now.
+        return self.read_body() or State.CALL_BODY
 
     def read_body(self) -> State | None:
         """Read a part of the body of a tool call, and return the next state."""
-        assert self._body is not None
-        return self._read_body(self._body)
+        assert self._open_call is not None
+        outcome = self._open_call.read()
+        if outcome is Outcome.INCOMPLETE:
+            return None
+        if outcome is Outcome.ENDED:
+            return self._end_call(self._open_call.plan)
+        if outcome is Outcome.BROKEN:
+            return State.BROKEN_CALL
+        return self.reject(0, _NO_CALL)
 
-    def _read_body(self, body: BodyReader) -> State | None:
-        """Read a part of the body of a tool call, classify the text, and return the next state.
+    def read_broken(self) -> State | None:
+        """Read arguments that are not valid JSON, see `OpenCall.read_broken`."""
+        assert self._open_call is not None
+        if self._open_call.read_broken() is Outcome.INCOMPLETE:
+            return None
+        return self._end_call(self._open_call.plan)
 
-        If a tool call is open, the text belongs to the tool call. If a tool call of a list has
-        ended, the text after it is tentative, because another tool call may follow. If no tool call
-        has started, the text is tentative too.
-        """
-        writer = self._writer
-        buffer = self._buffer
-        was_open = writer.is_open
-        if buffer.is_final:
-            body.is_final = True
-        start = buffer.pos
-        buffer.pos = body.read(buffer.text, start)
-        if writer.is_open:
-            if self._text.tentative:
-                self._text.accept_tentative()
-            self._text.write_call(buffer.text[start : buffer.pos], writer.keeps_arguments)
-        elif body.last_call_end is not None:
-            self._write_ended_call(start, body.last_call_end)
-            self._text.hold_tentative(buffer.text[body.last_call_end : buffer.pos])
-        elif was_open or body.status not in (MORE, BROKEN):
-            self._write_ended_call(start, buffer.pos)
-        else:
-            self._text.hold_tentative(buffer.text[start : buffer.pos])
-        return None if body.status is MORE else self._leave_body(body)
-
-    def _write_ended_call(self, start: int, end: int) -> None:
-        """Classify the text of a tool call that has ended, and accept the tentative text before it.
-
-        Args:
-            start: The position in the buffer at which the text of the tool call starts.
-            end: The position after the text of the tool call.
-        """
-        self._text.accept_tentative()
-        self._text.write_call(self._buffer.text[start:end], self._writer.keeps_arguments)
-        self._text.end_call()
-
-    def _leave_body(self, body: BodyReader) -> State:
-        """Return the state after a body that is complete or not valid."""
-        assert self._call is not None
-        if body.status is BROKEN:
-            if not self._writer.is_open:
-                return self.reject(0, _NO_CALL)
-            if body.abandon():
-                return self._end_body(self._call)
-            return self._recover(self._call)
-        if self._text.tentative:
-            self._text.accept_tentative()
-        return self._end_body(self._call)
-
-    def _end_body(self, call: CallPlan) -> State:
+    def _end_call(self, plan: CallPlan) -> State:
         """Prepare to read the closing markers of a tool call whose body has ended."""
         self._text.end_call()
         self._text.start_after_call()
-        self._body = None
-        self._closing_markers = call.closing_markers
-        return State.CONTENT if call is self._plan.message_call else State.CALL_END
-
-    def _recover(self, call: CallPlan) -> State:
-        """Handle arguments that are not valid JSON, and return the next state.
-
-        If the stored arguments contain the closing marker, the tool call ended at the marker. The
-        parser then reads the text from the marker on again. Example: in `{"a": "x}</tool_call>`, a
-        quote is missing, so the marker was read as a part of the string.
-        """
-        marker = call.closing_markers[0] if call.closing_markers else ""
-        can_reread = self._body is not None and self._body.is_verbatim
-        rest = None
-        if can_reread and self._num_rereads < _MAX_REREADS:
-            rest = self._writer.cut_arguments_at(marker)
-        if rest is None:
-            return State.BROKEN_CALL
-        self._num_rereads += 1
-        self._text.shorten_call(len(rest))
-        self._buffer.push_back(rest)
-        self._writer.end(BROKEN_ARGUMENTS)
-        return self._end_body(call)
-
-    def read_broken(self) -> State | None:
-        """Pass on arguments that are not valid JSON, up to the next marker.
-
-        Example: for `{"a": x}</tool_call>`, the arguments are `{"a": x}`.
-        """
-        assert self._call is not None
-        start, marker = self._call.end_of_broken.find(self._buffer)
-        if start > self._buffer.pos:
-            piece = self._buffer.take_until(start)
-            self._writer.write(piece)
-            self._text.write_call(piece, self._writer.keeps_arguments)
-        if not marker:
-            return None
-        self._writer.end(BROKEN_ARGUMENTS)
-        return self._end_body(self._call)
+        self._open_call = None
+        self._last_plan = plan
+        self._closing_markers = plan.closing_markers
+        return State.CONTENT if plan is self._plan.message_call else State.CALL_END
 
     # ---- CALL_END and BETWEEN_CALLS --------------------------------------------------------------
 
@@ -312,11 +230,8 @@ class CallReader:
         """
         text = self._buffer.text
         after_blanks = skip_blanks(text, self._buffer.pos)
-        end = after_blanks
-        last_end = min(len(text), after_blanks + _MAX_SUPERFLUOUS_CHARS)
-        while end < last_end and text[end] in _SUPERFLUOUS_CHARS:
-            end += 1
-        for start in (after_blanks, skip_blanks(text, end)):
+        after_brackets = self._skip_superfluous(after_blanks)
+        for start in (after_blanks, after_brackets):
             for index, marker in enumerate(self._closing_markers):
                 if text.startswith(marker, start):
                     self._text.write_markup(self._buffer.take_until(start + len(marker)))
@@ -324,9 +239,18 @@ class CallReader:
                     return State.CALL_END if self._closing_markers else State.BETWEEN_CALLS
                 if marker.startswith(text[start:]):
                     return self._wait_or_drop(start)
-        if self._is_next_object(after_blanks):
-            return self._start_next_object(after_blanks)
-        return State.BETWEEN_CALLS
+        return self._start_next_object(after_blanks) or State.BETWEEN_CALLS
+
+    def _skip_superfluous(self, pos: int) -> int:
+        """Return the position after the superfluous brackets and the white space at `pos`.
+
+        Example: for the text `}} </tool_call>`, the result is the position of `</tool_call>`.
+        """
+        text = self._buffer.text
+        max_end = min(len(text), pos + _MAX_SUPERFLUOUS_CHARS)
+        while pos < max_end and text[pos] in _SUPERFLUOUS_CHARS:
+            pos += 1
+        return skip_blanks(text, pos)
 
     def _wait_or_drop(self, start: int) -> State | None:
         """Wait for the rest of the marker that begins at `start`.
@@ -339,22 +263,21 @@ class CallReader:
             self._text.write_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS
 
-    def _is_next_object(self, pos: int) -> bool:
-        """Return whether another tool call starts at `pos`, directly after the last tool call.
+    def _start_next_object(self, pos: int) -> State | None:
+        """Start another tool call if a JSON object directly follows a tool call at `pos`.
 
         Example: in `<tool_call>{..}{..}</tool_call>`, no marker separates the two JSON objects.
-        """
-        if self._call is None or not self._closing_markers:
-            return False
-        call = self._call.call
-        is_marked_object = isinstance(call.body, JsonObject) and bool(call.open.strip())
-        return is_marked_object and self._buffer.text.startswith("{", pos)
 
-    def _start_next_object(self, pos: int) -> State:
-        """Start the tool call at `pos`, which has the same declaration as the last tool call."""
-        assert self._call is not None
+        Returns:
+            The next state, or None if no tool call starts here.
+        """
+        plan = self._last_plan
+        if plan is None or not self._closing_markers or not self._buffer.text.startswith("{", pos):
+            return None
+        if not isinstance(plan.call.body, JsonObject) or not plan.call.open.strip():
+            return None
         self._text.hold_blanks(self._buffer.take_until(pos))
-        return self._start_body(self._call, Head(pos), is_certain=False)
+        return self._start_body(plan, Head(pos), is_certain=False)
 
     def read_between(self) -> State | None:
         """Read white space, a separator or the tool section's closing marker after a tool call.
@@ -402,57 +325,47 @@ class CallReader:
             CALL_START if a tool call may start at the current position, otherwise CONTENT.
         """
         if self._is_in_section:
-            self._expected = ExpectedCall(self._plan.calls, "", is_certain=True)
+            self._expected = ExpectedCall(self._plan.calls.all, "", is_certain=True)
             return State.CALL_START
-        buffer = self._buffer
-        for plan in self._plan.bare_calls:
-            if any(buffer.starts_with(opening) for opening in plan.body_openings()):
-                first_char = buffer.text[buffer.pos]
-                self._expected = ExpectedCall(self._plan.bare_calls, first_char, is_certain=False)
-                return State.CALL_START
+        bare = self._plan.calls.bare
+        openings = (opening for plan in bare for opening in plan.body_openings())
+        if any(self._buffer.starts_with(opening) for opening in openings):
+            first_char = self._buffer.text[self._buffer.pos]
+            self._expected = ExpectedCall(bare, first_char, is_certain=False)
+            return State.CALL_START
         return State.CONTENT
 
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_body(self) -> State:
         """End a tool call whose body is incomplete at the message's end. Return the next state."""
-        body = self._body
-        assert body is not None
-        assert self._call is not None
-        was_open = self._writer.is_open
-        if was_open:
-            state = self._recover(self._call)
-            if state is not State.BROKEN_CALL:
-                return state
-        is_incomplete = body.status is MORE and self._is_call_certain
-        body.finish()
-        if was_open or (self._writer.num_started and body.status is not BROKEN):
-            self._body = None
-            self._text.end_call()
-            self._text.accept_tentative()
+        call = self._open_call
+        assert call is not None
+        if call.end_at_stored_marker():
+            return self._end_call(call.plan)
+        if call.finish():
+            self._open_call = None
             return State.CONTENT
-        if is_incomplete and self._text.tentative and not self._is_closed_in_tentative():
+        has_tentative = bool(self._text.tentative)
+        if call.is_certain and has_tentative and not self._is_closed_in_tentative(call.plan):
             return self._drop_or_reject(0, _NO_CALL)
         return self.reject(0, _NO_CALL)
 
-    def _is_closed_in_tentative(self) -> bool:
+    def _is_closed_in_tentative(self, plan: CallPlan) -> bool:
         """Return whether the tentative text contains a closing marker of tool calls.
 
         If so, the tool call was closed before the end of the message, and the tentative text is
         content.
         """
-        assert self._call is not None
         tools = self._plan.tools
         section_close = tools.close.strip() if tools is not None else ""
         text = self._text.tentative_text
-        markers = (*self._call.closing_markers, section_close)
-        return any(marker and marker in text for marker in markers)
+        return any(marker in text for marker in (*plan.closing_markers, section_close) if marker)
 
     def finish_broken(self) -> None:
         """End a tool call with broken arguments, because the message has ended."""
-        if self._writer.is_open:
-            self._writer.end(BROKEN_ARGUMENTS)
-            self._text.end_call()
+        if self._open_call is not None:
+            self._open_call.finish_broken()
 
     def finish_empty_section(self) -> None:
         """Handle a tool section without a tool call at the end of the message.

@@ -15,6 +15,9 @@ from nereid_parsers.stream.argument_types import Tools, loads
 log = logging.getLogger(__name__)
 
 _EMPTY_ARGUMENTS = "{}"
+# The maximum number of times per message that stored arguments are cut and read again. Without this
+# limit, the parsing time would not be linear in the length of the text.
+_MAX_CUTS = 16
 
 
 def generate_call_id() -> str:
@@ -40,8 +43,8 @@ class CallWriter:
 
     __slots__ = (
         "_arguments", "_broken_arguments", "_call_id", "_events", "_has_written",
-        "_is_discarded", "_name", "_new_id", "_unknown_tool", "is_open", "keeps_arguments",
-        "last_index", "num_started", "tools",
+        "_is_discarded", "_name", "_new_id", "_num_cuts", "_unknown_tool", "is_open",
+        "keeps_arguments", "last_index", "num_started", "tools",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +72,7 @@ class CallWriter:
         self._is_discarded = False
         self._arguments: list[str] = []
         self._has_written = False
+        self._num_cuts = 0
 
     def start(self, name: str, call_id: str, is_certain: bool = True) -> bool:
         """Start a tool call, if the policy accepts the function's name.
@@ -148,13 +152,14 @@ class CallWriter:
 
         Example: after `write('{"a": 1</call> Hi')`, `cut_arguments_at("</call>")` returns
         `"</call> Hi"`, and `{"a": 1` stays stored. The result is None if no arguments are stored,
-        or if the stored arguments do not contain `marker`.
+        if the stored arguments do not contain `marker`, or after `_MAX_CUTS` cuts in a message.
         """
-        if not self.keeps_arguments or not self.is_open or not marker:
+        if not self.keeps_arguments or not self.is_open or self._num_cuts == _MAX_CUTS:
             return None
         arguments, found_marker, rest = "".join(self._arguments).partition(marker)
         if not found_marker:
             return None
+        self._num_cuts += 1
         self._arguments = [arguments]
         return found_marker + rest
 

@@ -44,6 +44,23 @@ class MarkerKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class CallPlans:
+    """The compiled declarations of all spellings of a tool call.
+
+    Attributes:
+        all: All spellings, in the order in which they are tried.
+        by_trigger: The spellings, by the marker in the content that starts them.
+        bare: The spellings that start without a marker.
+        kinds: The meanings of the markers that belong to tool calls.
+    """
+
+    all: tuple[CallPlan, ...] = ()
+    by_trigger: dict[str, tuple[CallPlan, ...]] = field(default_factory=dict)
+    bare: tuple[CallPlan, ...] = ()
+    kinds: dict[str, MarkerKind] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class FormatPlan:
     """A format, compiled for the parser.
 
@@ -56,9 +73,6 @@ class FormatPlan:
         kinds: The meanings of the markers outside the reasoning.
         reasoning_kinds: The meanings of the markers inside the reasoning.
         calls: The spellings of a tool call.
-        calls_by_trigger: The spellings of a tool call, by the marker in the content that starts
-            them.
-        bare_calls: The spellings of a tool call that start without a marker.
         routes: The message headers.
         message_call: The spelling of a tool call that consists of a whole message, or None.
     """
@@ -69,9 +83,7 @@ class FormatPlan:
     outer_markers: Lexer
     kinds: dict[str, MarkerKind]
     reasoning_kinds: dict[str, MarkerKind]
-    calls: tuple[CallPlan, ...] = ()
-    calls_by_trigger: dict[str, tuple[CallPlan, ...]] = field(default_factory=dict)
-    bare_calls: tuple[CallPlan, ...] = ()
+    calls: CallPlans
     routes: tuple[RoutePlan, ...] = ()
     message_call: CallPlan | None = None
 
@@ -106,14 +118,8 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
         **dict.fromkeys(ends, MarkerKind.END),
         layout.start.strip(): MarkerKind.START_MESSAGE,
     }
-    kinds: dict[str, MarkerKind] = {}
-    calls: tuple[CallPlan, ...] = ()
-    calls_by_trigger: dict[str, tuple[CallPlan, ...]] = {}
-    if layout.tools is not None:
-        calls = tuple(CallPlan(call, layout.tools) for call in layout.tools.calls)
-        calls_by_trigger = _calls_by_trigger(layout.tools, calls)
-        kinds = _call_kinds(layout.tools, calls, calls_by_trigger, ())
-    kinds |= message_kinds
+    calls = _compile_calls(layout.tools, allows_bare=False)
+    kinds = calls.kinds | message_kinds
     # The header of such a message contains the function's name. No tool section encloses it.
     message_call = CallPlan(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end),
@@ -127,7 +133,6 @@ def _plan_messages(fmt: FormatData, layout: Messages) -> FormatPlan:
         kinds=kinds,
         reasoning_kinds=message_kinds,
         calls=calls,
-        calls_by_trigger=calls_by_trigger,
         routes=tuple(RoutePlan(route, layout) for route in layout.routes),
         message_call=message_call,
     )
@@ -143,16 +148,8 @@ def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
     if layout.content is not None:
         wrapper_markers = _visible((layout.content.open, layout.content.close))
         outer_kinds.update(dict.fromkeys(wrapper_markers, MarkerKind.WRAP_CONTENT))
-    kinds: dict[str, MarkerKind] = {}
-    calls: tuple[CallPlan, ...] = ()
-    calls_by_trigger: dict[str, tuple[CallPlan, ...]] = {}
-    bare_calls: tuple[CallPlan, ...] = ()
-    if layout.tools is not None:
-        calls = tuple(CallPlan(call, layout.tools) for call in layout.tools.calls)
-        calls_by_trigger = _calls_by_trigger(layout.tools, calls)
-        if not layout.tools.opens:
-            bare_calls = tuple(call for call in calls if call.is_bare)
-        kinds = _call_kinds(layout.tools, calls, calls_by_trigger, bare_calls)
+    calls = _compile_calls(layout.tools, allows_bare=True)
+    kinds = dict(calls.kinds)
     reasoning_kinds = dict(end_kinds)
     if layout.reasoning is not None:
         interrupts = _visible(layout.reasoning.interrupted_by)
@@ -170,8 +167,6 @@ def _plan_sections(fmt: FormatData, layout: Sections) -> FormatPlan:
         kinds=kinds,
         reasoning_kinds=reasoning_kinds,
         calls=calls,
-        calls_by_trigger=calls_by_trigger,
-        bare_calls=bare_calls,
     )
 
 
@@ -183,15 +178,32 @@ def _visible(markers: tuple[str, ...]) -> Iterator[str]:
     return (marker.strip() for marker in markers if marker.strip())
 
 
-def _calls_by_trigger(
-    tools: ToolSection, calls: tuple[CallPlan, ...]
+def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CallPlans:
+    """Compile all spellings of a tool call.
+
+    Args:
+        tools: The declaration of the tool calls, or None if the content contains no tool calls.
+        allows_bare: Whether a tool call without a marker may start in the content. Even then, it
+            may not if markers surround the tool section.
+    """
+    if tools is None:
+        return CallPlans()
+    plans = tuple(CallPlan(call, tools) for call in tools.calls)
+    by_trigger = _group_by_trigger(tools, plans)
+    has_bare = allows_bare and not tools.opens
+    bare = tuple(plan for plan in plans if plan.is_bare) if has_bare else ()
+    return CallPlans(plans, by_trigger, bare, _call_kinds(tools, plans, by_trigger, bare))
+
+
+def _group_by_trigger(
+    tools: ToolSection, plans: tuple[CallPlan, ...]
 ) -> dict[str, tuple[CallPlan, ...]]:
     """Return the spellings of a tool call, by the marker in the content that starts them.
 
     Example: `{"<tool_call>": (plan,)}`.
     """
     by_trigger: dict[str, tuple[CallPlan, ...]] = {}
-    for plan in calls:
+    for plan in plans:
         trigger = plan.call.trigger
         # A model may omit the marker of the tool section. The content can then only contain tool
         # calls that have an opening marker. The first literal of a head is too short to find one.
@@ -202,22 +214,22 @@ def _calls_by_trigger(
 
 def _call_kinds(
     tools: ToolSection,
-    calls: tuple[CallPlan, ...],
-    calls_by_trigger: dict[str, tuple[CallPlan, ...]],
-    bare_calls: tuple[CallPlan, ...],
+    plans: tuple[CallPlan, ...],
+    by_trigger: dict[str, tuple[CallPlan, ...]],
+    bare: tuple[CallPlan, ...],
 ) -> dict[str, MarkerKind]:
     """Return the meanings of the markers that belong to tool calls.
 
     Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
     """
     kinds: dict[str, MarkerKind] = {}
-    for plan in calls:
+    for plan in plans:
         for marker in plan.closing_markers:
             if len(marker) >= _MIN_CLOSING_MARKER_CHARS:
                 kinds[marker] = MarkerKind.CLOSE_CALLS
-    for plan in bare_calls:
+    for plan in bare:
         kinds |= dict.fromkeys(plan.body_openings(), MarkerKind.BARE_CALL)
     kinds |= dict.fromkeys(_visible((tools.close,)), MarkerKind.CLOSE_CALLS)
-    kinds |= dict.fromkeys(calls_by_trigger, MarkerKind.OPEN_CALL)
+    kinds |= dict.fromkeys(by_trigger, MarkerKind.OPEN_CALL)
     kinds |= dict.fromkeys(_visible(tools.opens), MarkerKind.OPEN_SECTION)
     return kinds

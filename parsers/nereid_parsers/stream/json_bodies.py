@@ -1,4 +1,4 @@
-"""Reads tool calls that are written as JSON: arguments alone, an object, or an array of objects.
+"""Reads tool calls that are written as JSON: arguments alone, or an array of objects.
 
 The arguments are passed on as they arrive. The readers examine only brackets, strings and escape
 sequences, so a marker inside a string does not end the tool call.
@@ -6,379 +6,51 @@ sequences, so a marker inside a string does not end the tool call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import Enum
-
-from nereid_parsers.stream.argument_types import loads
-from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE, BodyReader
+from nereid_parsers.stream.body_reader import (
+    BROKEN,
+    DONE,
+    MORE,
+    ArgumentsOnlyReader,
+    BodyReader,
+    Head,
+)
 from nereid_parsers.stream.call_writer import CallWriter
+from nereid_parsers.stream.json_object import ObjectReader
 from nereid_parsers.stream.json_scanner import JsonScanner
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 
-class ArgumentsReader(BodyReader):
-    """Reads a body that consists only of arguments. The head of the tool call contains the name."""
+class JsonArgumentsReader(ArgumentsOnlyReader):
+    """Reads arguments that are written as a JSON object, for example `{"city": "Paris"}`."""
 
     is_verbatim = True
 
-    __slots__ = ("_call_id", "_name", "_scanner")
+    __slots__ = ("_scanner",)
 
-    def __init__(self, writer: CallWriter, name: str, call_id: str) -> None:
-        super().__init__(writer)
-        self._name = name
-        self._call_id = call_id
+    def __init__(self, writer: CallWriter, head: Head) -> None:
+        super().__init__(writer, head, self._read_start)
         self._scanner = JsonScanner()
 
-    def read(self, text: str, pos: int) -> int:
-        """Pass the arguments in `text` on to the writer, see `BodyReader.read`."""
-        writer = self.writer
-        if not writer.is_open:
-            pos = skip_blanks(text, pos)
-            if pos == len(text):
-                return pos
-            if not writer.start(self._name, self._call_id) or text[pos] != "{":
-                self.status = BROKEN
-                return pos
-        scanner = self._scanner
-        end = scanner.scan(text, pos)
-        if end > pos:
-            writer.write(text[pos:end])
-        if scanner.status is not MORE:
-            self.status = scanner.status
-            if scanner.status is DONE:
-                writer.end()
-        return end
-
-
-class _Role(Enum):
-    """The meaning of one member in the JSON object of a tool call."""
-
-    NAME = "name"
-    ID = "id"
-    ARGUMENTS = "arguments"
-    PARENT = "parent"  # An object that contains the name or the arguments.
-    IGNORED = "ignored"
-    INVALID = "invalid"  # Such a member shows that the object is not a tool call.
-
-
-# A step is a method that reads a part of the object. The step returns the position after this part,
-# or NEED_MORE. Each step stores the next step in `_step`.
-_Step = Callable[[str, int], int]
-
-
-class ObjectReader(BodyReader):
-    """Reads one tool call, a JSON object that contains the name and the arguments in any order.
-
-    Example: `{"name": "f", "arguments": {"a": 1}}`. If the arguments precede the name, the reader
-    stores the arguments until the name has been read.
-    """
-
-    is_verbatim = True
-
-    __slots__ = (
-        "_call_id", "_early_arguments", "_has_arguments", "_is_certain", "_key", "_keys", "_name",
-        "_on_string", "_outer_keys", "_scanner", "_step", "_value_pieces",
-    )  # fmt: skip
-
-    def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, is_certain: bool) -> None:
-        """Create a reader for one object.
-
-        Args:
-            writer: The writer of the tool call.
-            keys: The declaration of the object's keys.
-            is_certain: Whether a marker proves that the object is a tool call. If so, the tool call
-                starts after the name has been read. Otherwise it starts after the first text of the
-                arguments.
-        """
-        super().__init__(writer)
-        self._keys = keys
-        self._is_certain = is_certain
-        self._step: _Step = self._read_opening_brace
-        self._outer_keys: list[str] = []  # The keys of the objects that enclose the position.
-        self._key = ""
-        self._name: str | None = None
-        self._call_id = ""
-        self._has_arguments = False
-        self._early_arguments: list[str] = []
-        self._scanner = JsonScanner()
-        self._value_pieces: list[str] = []
-        # Processes a string that has been read. It returns False if the object is not a tool call.
-        self._on_string: Callable[[str], bool] = self._set_key
-
-    def read(self, text: str, pos: int) -> int:
-        """Read the object in `text`, see `BodyReader.read`."""
-        size = len(text)
-        while pos < size and self.status is MORE:
-            end = self._step(text, pos)
-            if end == NEED_MORE:
-                return pos
-            pos = end
-        return pos
-
-    def finish(self) -> None:
-        """End the tool call, because the message has ended.
-
-        If a marker proves the tool call and the name has been read, a tool call without arguments
-        starts and ends.
-        """
-        if self._name is not None and not self.writer.is_open and self._is_certain:
-            self._start_call()
-        super().finish()
-
-    def _reject(self, pos: int) -> int:
-        """Set the status BROKEN and return `pos`."""
-        self.status = BROKEN
-        return pos
-
-    # ---- the structure of the object -------------------------------------------------------------
-
-    def _read_opening_brace(self, text: str, pos: int) -> int:
-        """Read the opening brace of the object."""
-        if text[pos].isspace():
-            return skip_blanks(text, pos)
-        if text[pos] != "{":
-            return self._reject(pos)
-        self._step = self._read_key_or_closing_brace
-        return pos + 1
-
-    def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read white space, a comma or `}`. If a quote is at `pos`, prepare to read a key."""
-        if text[pos].isspace() or text[pos] == ",":
-            return skip_blanks(text, pos + 1)
-        if text[pos] == "}":
-            return self._close_object(pos)
-        if text[pos] != '"':
-            return self._reject(pos)
-        self._expect_string(self._set_key)
-        return pos
-
-    def _close_object(self, pos: int) -> int:
-        """Leave an inner object, or end the tool call if the outermost object closes.
-
-        Example: in `{"function": {"name": "f"}}`, the first `}` closes the inner object, and the
-        second `}` ends the tool call.
-        """
-        if self._outer_keys:
-            self._outer_keys.pop()
-            return pos + 1
-        if not self.writer.is_open and not (self._is_certain and self._start_call()):
-            return self._reject(pos)
-        if not self._has_arguments:
-            self.writer.write("{}")
-        self.writer.end()
-        self.status = DONE
-        return pos + 1
-
-    def _set_key(self, key: str) -> bool:
-        """Store the key of a member, and expect a colon next."""
-        self._key = key
-        self._step = self._read_colon
-        return True
-
-    def _read_colon(self, text: str, pos: int) -> int:
-        """Read the colon between a key and a value."""
-        if text[pos].isspace():
-            return skip_blanks(text, pos)
-        if text[pos] != ":":
-            return self._reject(pos)
-        self._step = self._read_value
-        return pos + 1
-
-    def _read_value(self, text: str, pos: int) -> int:
-        """Select the step that reads the value of the current key.
-
-        Example: in `{"name": "f", "type": 1}`, the value of `name` is read as the function's name,
-        and the value of `type` is skipped.
-        """
-        if text[pos].isspace():
-            return skip_blanks(text, pos)
-        role = self._role_of_key()
-        first_char = text[pos]
-        if role is _Role.ARGUMENTS:
-            return self._start_arguments(text, pos)
-        if role is _Role.NAME and first_char == '"':
-            self._expect_string(self._set_name)
-        elif role is _Role.ID and first_char == '"':
-            self._expect_string(self._set_call_id)
-        elif role is _Role.PARENT and first_char == "{":
-            self._outer_keys.append(self._key)
-            self._step = self._read_key_or_closing_brace
-            return pos + 1
-        elif role in (_Role.IGNORED, _Role.ID):
-            self._scanner = JsonScanner()
-            self._step = self._skip_value
-        else:
-            return self._reject(pos)
-        return pos
-
-    def _role_of_key(self) -> _Role:
-        """Return the role of the current key. With NameIsKey, store the key as the function's name.
-
-        Example: with the keys `function.name` and `function.arguments`, the role of `function` is
-        PARENT.
-        """
-        keys = self._keys
-        if isinstance(keys, NameIsKey):
-            if self._name is not None:
-                return _Role.INVALID
-            self._name = self._key
-            return _Role.ARGUMENTS
-        path = ".".join([*self._outer_keys, self._key])
-        if path == keys.name:
-            return _Role.NAME if self._name is None else _Role.IGNORED
-        if path == keys.arguments or path in keys.also:
-            return _Role.IGNORED if self._has_arguments else _Role.ARGUMENTS
-        if path == keys.id:
-            return _Role.ID
-        if any(inner_path.startswith(path + ".") for inner_path in (keys.name, keys.arguments)):
-            return _Role.PARENT
-        if self._is_certain or self.writer.is_open or path.split(".")[-1] in keys.extra:
-            return _Role.IGNORED
-        return _Role.INVALID
-
-    # ---- strings, and values that are ignored ----------------------------------------------------
-
-    def _expect_string(self, on_string: Callable[[str], bool]) -> None:
-        """Prepare to read a string. Its value will be passed to `on_string`."""
-        self._on_string = on_string
-        self._value_pieces = []
-        self._scanner = JsonScanner()
-        self._step = self._read_string
-
-    def _read_string(self, text: str, pos: int) -> int:
-        """Read a piece of a string. Pass the value of the complete string to `_on_string`.
-
-        Example: after the two pieces `"get_` and `sum"`, `_on_string` receives `get_sum`.
-        """
-        end = self._scanner.scan(text, pos)
-        self._value_pieces.append(text[pos:end])
-        if self._scanner.status is DONE:
-            json_text = "".join(self._value_pieces)
-            try:
-                value = loads(json_text)
-            except ValueError:
-                value = json_text[1:-1]  # Invalid escape sequences are not decoded.
-            if not self._on_string(value):
-                return self._reject(end)
-        return end
-
-    def _skip_value(self, text: str, pos: int) -> int:
-        """Skip the value of an ignored member."""
-        return self._after_scan(self._scanner.scan(text, pos))
-
-    def _after_scan(self, end: int) -> int:
-        """Select the step after a value, and return `end`.
-
-        Args:
-            end: The position at which the scan of the value has stopped.
-        """
-        if self._scanner.status is BROKEN:
-            return self._reject(end)
-        if self._scanner.status is DONE:
-            self._step = self._read_key_or_closing_brace
-        return end
-
-    # ---- name, id and arguments ------------------------------------------------------------------
-
-    def _set_name(self, name: str) -> bool:
-        """Store the function's name. Start the tool call if a marker or the arguments prove it.
-
-        Returns:
-            False if the object is not a tool call.
-        """
-        self._name = name
-        self._step = self._read_key_or_closing_brace
-        if self._has_arguments or self._is_certain:
-            return self._start_call()
-        return True
-
-    def _set_call_id(self, call_id: str) -> bool:
-        """Store the id of the tool call."""
-        self._call_id = call_id
-        self._step = self._read_key_or_closing_brace
-        return True
-
-    def _start_call(self) -> bool:
-        """Start the tool call, and write the arguments that preceded the name.
-
-        Returns:
-            False if the object is not a tool call.
-        """
-        if self._name is None:
-            return False
-        if not self.writer.start(self._name, self._call_id, self._is_certain):
-            return False
-        for piece in self._early_arguments:
-            self.writer.write(piece)
-        self._early_arguments = []
-        return True
-
-    def _start_arguments(self, text: str, pos: int) -> int:
-        r"""Start the tool call if its name is known, and select the step that reads the arguments.
-
-        The arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`.
-        Without a marker before the tool call, only an object is accepted.
-
-        Returns:
-            `pos`, or NEED_MORE if more text must show whether the value is an object.
-        """
-        first_char = text[pos]
-        if not (self._is_certain or self.writer.is_open):
-            # No marker proves the tool call, so the arguments must be an object.
-            inside = skip_blanks(text, pos + 1)
-            if first_char != "{" or (inside < len(text) and text[inside] not in '"}'):
-                return self._reject(pos)
-            if inside == len(text):
-                return NEED_MORE
-        if self._name is not None and not self.writer.is_open and not self._start_call():
-            return self._reject(pos)
-        self._has_arguments = True
-        if first_char == '"':
-            self._expect_string(self._write_decoded_arguments)
+    def _read_start(self, text: str, pos: int) -> int:
+        """Read white space, and start the tool call at the first other character."""
+        pos = skip_blanks(text, pos)
+        if pos == len(text):
             return pos
-        self._scanner = JsonScanner()
-        if first_char == "n":
-            self._value_pieces = []
-            self._step = self._read_null
-        else:
-            self._step = self._pass_on_arguments
+        if not self._start_call() or text[pos] != "{":
+            return self._reject(pos)
+        self._step = self._read_arguments
         return pos
 
-    def _pass_on_arguments(self, text: str, pos: int) -> int:
-        """Write the next piece of the arguments."""
+    def _read_arguments(self, text: str, pos: int) -> int:
+        """Write the next piece of the arguments, and end the tool call at their end."""
         end = self._scanner.scan(text, pos)
         if end > pos:
-            self._write(text[pos:end])
-        return self._after_scan(end)
-
-    def _read_null(self, text: str, pos: int) -> int:
-        """Read arguments that start with "n". Write `{}` if they are `null`."""
-        end = self._scanner.scan(text, pos)
-        self._value_pieces.append(text[pos:end])
-        if self._scanner.status is not MORE:
-            word = "".join(self._value_pieces)
-            self._write("{}" if word == "null" else word)
-        return self._after_scan(end)
-
-    def _write_decoded_arguments(self, text: str) -> bool:
-        r"""Write arguments that the model wrote as a JSON string.
-
-        Example: the JSON string `"{\"a\": 1}"` has the value `{"a": 1}`, and this value is written.
-
-        Args:
-            text: The value of the JSON string.
-        """
-        self._write(text.strip() or "{}")
-        self._step = self._read_key_or_closing_brace
-        return True
-
-    def _write(self, text: str) -> None:
-        """Write a piece of the arguments, or store the piece if the name is not known yet."""
-        if self.writer.is_open:
-            self.writer.write(text)
-        else:
-            self._early_arguments.append(text)
+            self.writer.write(text[pos:end])
+        self.status = self._scanner.status
+        if self.status is DONE:
+            self.writer.end()
+        return end
 
 
 class ArrayReader(BodyReader):
@@ -386,56 +58,57 @@ class ArrayReader(BodyReader):
 
     is_verbatim = True
 
-    __slots__ = ("_is_bracket_open", "_is_certain", "_keys", "_member")
+    __slots__ = ("_is_certain", "_keys", "_member")
 
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, is_certain: bool) -> None:
         """Create a reader for one array. For the arguments see `ObjectReader`."""
-        super().__init__(writer)
+        super().__init__(writer, self._read_opening_bracket)
         self._keys = keys
         self._is_certain = is_certain
-        self._is_bracket_open = False
         self._member: ObjectReader | None = None
 
     def read(self, text: str, pos: int) -> int:
         """Read the array in `text`, see `BodyReader.read`."""
         self.last_call_end = None
-        size = len(text)
-        while pos < size and self.status is MORE:
-            if self._member is None:
-                pos = self._read_between_members(text, pos)
-                continue
-            pos = self._member.read(text, pos)
-            if self._member.status is MORE:
-                return pos
-            if self._member.status is BROKEN:
-                self.status = BROKEN
-            else:
-                self._member = None
-                self.last_call_end = pos
-                self._is_certain = True
-        return pos
+        return super().read(text, pos)
+
+    def _read_opening_bracket(self, text: str, pos: int) -> int:
+        """Read white space, or the opening bracket of the array."""
+        if text[pos].isspace():
+            return skip_blanks(text, pos)
+        if text[pos] != "[":
+            return self._reject(pos)
+        self._step = self._read_between_members
+        return pos + 1
 
     def _read_between_members(self, text: str, pos: int) -> int:
-        """Read a bracket, a comma or white space, or create the reader of the next member.
-
-        Returns:
-            The position after the character that was read. If a member starts at `pos`, the result
-            is `pos`.
-        """
+        """Read white space, a comma or `]`. If a member starts at `pos`, create its reader."""
         char = text[pos]
-        if char.isspace() or (char == "," and self._is_bracket_open):
+        if char.isspace() or char == ",":
             return pos + 1
-        if char == "[" and not self._is_bracket_open:
-            self._is_bracket_open = True
-        elif char == "]" and self._is_bracket_open:
-            self.status = DONE if self.writer.num_started or self._is_certain else BROKEN
-        elif char == "{" and self._is_bracket_open:
+        if char == "{":
             self._member = ObjectReader(self.writer, self._keys, self._is_certain)
+            self._step = self._read_member
             return pos
-        else:
-            self.status = BROKEN
-            return pos
+        if char != "]":
+            return self._reject(pos)
+        # Only a marker, or a tool call, distinguishes an array of tool calls from other text.
+        self.status = DONE if self.writer.num_started or self._is_certain else BROKEN
         return pos + 1
+
+    def _read_member(self, text: str, pos: int) -> int:
+        """Read a part of the current member of the array."""
+        assert self._member is not None
+        end = self._member.read(text, pos)
+        if self._member.status is MORE:
+            return end if end > pos else NEED_MORE
+        if self._member.status is BROKEN:
+            return self._reject(end)
+        self._member = None
+        self.last_call_end = end
+        self._is_certain = True
+        self._step = self._read_between_members
+        return end
 
     def finish(self) -> None:
         """End the open tool call, because the message has ended."""
@@ -443,4 +116,5 @@ class ArrayReader(BodyReader):
             self._member.finish()
             self.status = self._member.status
         else:
-            self.status = DONE if self._is_bracket_open and self.writer.num_started else BROKEN
+            has_call = self._step == self._read_between_members and self.writer.num_started
+            self.status = DONE if has_call else BROKEN

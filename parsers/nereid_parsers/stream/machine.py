@@ -52,7 +52,7 @@ class Machine:
         self._calls = CallReader(plan, self._buffer, self._text, self._call_writer, calls_first)
         self._reader = TextReader(plan, self._buffer, self._text, self._calls, policy)
         self._table: dict[State, Callable[[], State | None]] = {
-            State.UNDECIDED: self._reader.read_undecided,
+            State.UNCLASSIFIED: self._reader.read_unclassified,
             State.REASONING: self._reader.read_reasoning,
             State.INLINE_REASONING: self._reader.read_inline_reasoning,
             State.CONTENT: self._reader.read_content,
@@ -78,9 +78,9 @@ class Machine:
             self._enter(State.HEADER)
         elif start.prefill:
             self._forget_prompt(self.feed(start.prefill))
-        elif not start.is_prompt_known and self._reader.may_be_undecided():
+        elif not start.is_prompt_known and self._reader.delays_unclassified_text():
             self._reader.is_reasoning_by_default = start.stage is Stage.REASONING
-            self._enter(State.UNDECIDED)
+            self._enter(State.UNCLASSIFIED)
         elif start.stage is Stage.REASONING:
             self._enter(self._reader.start_reasoning())
 
@@ -124,8 +124,8 @@ class Machine:
         The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        if self._state is State.UNDECIDED:
-            self._enter(self._reader.finish_undecided())
+        if self._state is State.UNCLASSIFIED:
+            self._enter(self._reader.finish_unclassified())
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._reader.finish_marker(self._state)
         self._run()
@@ -144,7 +144,7 @@ class Machine:
     @property
     def stage(self) -> Stage:
         """The stage to which the next character will probably belong."""
-        if self._state is State.UNDECIDED:
+        if self._state is State.UNCLASSIFIED:
             is_reasoning = self._reader.is_reasoning_by_default
             return Stage.REASONING if is_reasoning else Stage.CONTENT
         return _STAGES.get(self._state, Stage.CALLS)

@@ -14,12 +14,11 @@ from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.argument_types import json_types_of, to_json
-from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE, BodyReader
+from nereid_parsers.stream.body_reader import DONE, ArgumentsOnlyReader, Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
 from nereid_parsers.stream.python_literals import escape_json
-from nereid_parsers.tool_declarations import NestedTags
 
 _TAG = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match
 _CLOSING_TAG_START = "</"
@@ -32,7 +31,7 @@ _ARRAY_ITEM = "item"
 class _Kind(Enum):
     """The kind of the value that an element contains.
 
-    UNDECIDED  No text has been read that shows the kind.
+    UNKNOWN    No text has been read that shows the kind.
     OBJECT     The child elements are the members of an object.
     ARRAY      The child elements are the items of an array.
     STRING     The text is a string. The text is written as it arrives.
@@ -40,7 +39,7 @@ class _Kind(Enum):
                element closes, because only the complete text shows its type.
     """
 
-    UNDECIDED = "undecided"
+    UNKNOWN = "unknown"
     OBJECT = "object"
     ARRAY = "array"
     STRING = "string"
@@ -63,62 +62,45 @@ class _Element:
 
     name: str
     schema: Mapping[str, object]
-    kind: _Kind = _Kind.UNDECIDED
+    kind: _Kind = _Kind.UNKNOWN
     num_children: int = 0
 
 
-class NestedReader(BodyReader):
+class NestedReader(ArgumentsOnlyReader):
     """Reads nested elements as the arguments of one tool call.
 
-    Example: with the mark `~`, the text
-    `~<days>3~</days>` becomes `{"days": 3}`.
+    Example: with the mark `~`, the text `~<days>3~</days>` becomes `{"days": 3}`.
     """
 
     __slots__ = (
-        "_call_id", "_elements", "_find_mark", "_has_opened_object", "_mark", "_name",
-        "_root_schema", "_stop_marker", "_value_pieces",
+        "_elements", "_find_mark", "_mark", "_root_schema", "_stop_marker", "_value_pieces",
     )  # fmt: skip
 
-    def __init__(
-        self, writer: CallWriter, part: NestedTags, stop_marker: str, name: str, call_id: str
-    ) -> None:
+    def __init__(self, writer: CallWriter, head: Head, mark: str, stop_marker: str) -> None:
         """Create a reader for the arguments of one tool call.
 
         Args:
             writer: The writer of the tool call.
-            part: The declaration of the mark that precedes each tag.
+            head: The head of the tool call.
+            mark: The text that precedes each tag.
             stop_marker: The marker that ends the body. The marker does not belong to the body.
-            name: The name of the function.
-            call_id: The id of the tool call, or "".
         """
-        super().__init__(writer)
-        self._mark = part.mark
+        super().__init__(writer, head, self._read_piece)
+        self._mark = mark
         self._stop_marker = stop_marker
-        self._name = name
-        self._call_id = call_id
-        self._root_schema: Mapping[str, object] = writer.tools.parameters.get(name, {})
+        self._root_schema: Mapping[str, object] = writer.tools.parameters.get(head.name, {})
         # The open elements, from the outermost (the arguments as a whole) to the innermost.
         self._elements = [_Element("", self._root_schema, _Kind.OBJECT)]
-        self._has_opened_object = False
         self._value_pieces: list[str] = []  # The stored text of an element of kind VALUE.
-        mark_or_prefix = f"{re.escape(part.mark)}|{marker_prefix_regex(part.mark)}"
-        self._find_mark = re.compile(mark_or_prefix).search
+        self._find_mark = re.compile(f"{re.escape(mark)}|{marker_prefix_regex(mark)}").search
 
     def read(self, text: str, pos: int) -> int:
         """Read the elements in `text`, see `BodyReader.read`."""
-        if not self.writer.is_open and not self.writer.start(self._name, self._call_id):
-            self.status = BROKEN
-            return pos
-        if not self._has_opened_object:
-            self._has_opened_object = True
+        if not self.writer.is_open:
+            if not self._start_call():
+                return self._reject(pos)
             self.writer.write("{")
-        size = len(text)
-        while pos < size and self.status is MORE:
-            end = self._read_piece(text, pos)
-            if end == NEED_MORE:
-                return pos
-            pos = end
-        return pos
+        return super().read(text, pos)
 
     def _read_piece(self, text: str, pos: int) -> int:
         """Read a piece of text or one tag at `pos`.
@@ -129,7 +111,7 @@ class NestedReader(BodyReader):
             The position after the piece, or NEED_MORE.
         """
         element = self._elements[-1]
-        if element.kind is _Kind.UNDECIDED:
+        if element.kind is _Kind.UNKNOWN:
             return self._decide_kind(element, text, pos)
         if element.kind not in _CONTAINERS:
             return self._read_text(element, text, pos)
@@ -144,11 +126,6 @@ class NestedReader(BodyReader):
         if not self.is_final and self._mark.startswith(text[pos:]):
             return NEED_MORE
         return self._reject(pos)
-
-    def _reject(self, pos: int) -> int:
-        """Set the status BROKEN and return `pos`."""
-        self.status = BROKEN
-        return pos
 
     def _read_tag(self, text: str, pos: int) -> int:
         """Read the mark and the tag at `pos`, for example `~<city>` or `~</city>`."""
@@ -199,10 +176,8 @@ class NestedReader(BodyReader):
         if text.startswith(_CLOSING_TAG_START, tag_start):
             return self._start_text(element, pos)
         match = _TAG(text, tag_start)
-        if match is None and not self.is_final:
-            is_short = len(text) - tag_start < len(_CLOSING_TAG_START)
-            if is_short or len(text) - mark_start < _MAX_TAG_CHARS:
-                return NEED_MORE
+        if match is None and not self.is_final and len(text) - mark_start < _MAX_TAG_CHARS:
+            return NEED_MORE
         self._open_container(element, match.group(2) if match else "")
         return mark_start
 
@@ -300,7 +275,7 @@ class NestedReader(BodyReader):
     def abandon(self) -> bool:
         """Close all open elements to make the arguments valid JSON. See `BodyReader.abandon`."""
         while len(self._elements) > 1:
-            if self._elements[-1].kind is _Kind.UNDECIDED:
+            if self._elements[-1].kind is _Kind.UNKNOWN:
                 self._elements[-1].kind = _Kind.VALUE
             self._close_element()
         self.writer.write("}")

@@ -5,23 +5,28 @@ from __future__ import annotations
 import re
 from json.encoder import encode_basestring as quote_json
 
-from nereid_parsers.stream.body_reader import BROKEN, BROKEN_ARGUMENTS, DONE, MORE, BodyReader
+from nereid_parsers.stream.body_reader import (
+    BROKEN,
+    BROKEN_ARGUMENTS,
+    DONE,
+    MORE,
+    ArgumentsOnlyReader,
+    BodyReader,
+    Head,
+)
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import MAX_HEAD_CHARS, NEED_MORE, skip_blanks
 from nereid_parsers.stream.python_literals import PYTHON, Dialect, LiteralReader
-from nereid_parsers.tool_declarations import BareKeyArguments, PythonCalls
+from nereid_parsers.tool_declarations import PythonCalls
 
 _FUNCTION_NAME = re.compile(r"[^\W\d][\w.\-]*").match
 _KEYWORD = re.compile(r"[^\W\d]\w*").match
 
 
 class PythonCallsReader(BodyReader):
-    """Reads tool calls in Python syntax, for example `[f(a=1), g()]`.
+    """Reads tool calls in Python syntax, for example `[f(a=1), g()]`."""
 
-    Each step stores the next step in `_step`.
-    """
-
-    __slots__ = ("_is_certain", "_literal", "_num_arguments", "_part", "_step")
+    __slots__ = ("_is_certain", "_literal", "_num_arguments", "_part")
 
     def __init__(self, writer: CallWriter, part: PythonCalls, is_certain: bool) -> None:
         """Create a reader.
@@ -31,10 +36,10 @@ class PythonCallsReader(BodyReader):
             part: The declaration of the brackets and separators.
             is_certain: Whether a marker proves that the text contains tool calls.
         """
-        super().__init__(writer)
+        first_step = self._read_opening_bracket if part.open else self._read_call_start
+        super().__init__(writer, first_step)
         self._part = part
         self._is_certain = is_certain
-        self._step = self._read_opening_bracket if part.open else self._read_call_start
         self._num_arguments = 0
         self._literal = LiteralReader(PYTHON)
 
@@ -50,11 +55,6 @@ class PythonCallsReader(BodyReader):
             if end == NEED_MORE:
                 return pos
             pos = end
-        return pos
-
-    def _reject(self, pos: int) -> int:
-        """Set the status BROKEN and return `pos`."""
-        self.status = BROKEN
         return pos
 
     def _wait_or_reject(self, text: str, pos: int) -> int:
@@ -144,7 +144,7 @@ class PythonCallsReader(BodyReader):
         if self._literal.status is DONE:
             self._step = self._read_comma_or_end
         elif self._literal.status is BROKEN:
-            self.status = BROKEN
+            return self._reject(end)
         elif end == pos:
             return NEED_MORE
         return end
@@ -199,28 +199,29 @@ class PythonCallsReader(BodyReader):
         super().finish()
 
 
-class BareKeyReader(BodyReader):
+class BareKeyReader(ArgumentsOnlyReader):
     """Reads arguments as an object whose keys have no quotes: `{city:<q>Paris<q>,days:3}`."""
 
-    __slots__ = ("_call_id", "_literal", "_name")
+    __slots__ = ("_literal",)
 
-    def __init__(self, writer: CallWriter, part: BareKeyArguments, name: str, call_id: str) -> None:
-        super().__init__(writer)
-        self._name = name
-        self._call_id = call_id
+    def __init__(self, writer: CallWriter, head: Head, quote: str) -> None:
+        super().__init__(writer, head, self._read_start)
         # Some models write a JSON string instead of the declared quotes.
-        json_quotes = () if part.quote == '"' else ('"',)
-        self._literal = LiteralReader(Dialect((part.quote, *json_quotes), escaping=json_quotes))
+        json_quotes = () if quote == '"' else ('"',)
+        self._literal = LiteralReader(Dialect((quote, *json_quotes), escaping=json_quotes))
 
-    def read(self, text: str, pos: int) -> int:
-        """Read the object in `text`, see `BodyReader.read`."""
-        if not self.writer.is_open:
-            pos = skip_blanks(text, pos)
-            if pos == len(text):
-                return pos
-            if text[pos] != "{" or not self.writer.start(self._name, self._call_id):
-                self.status = BROKEN
-                return pos
+    def _read_start(self, text: str, pos: int) -> int:
+        """Read white space, and start the tool call at the opening brace."""
+        pos = skip_blanks(text, pos)
+        if pos == len(text):
+            return pos
+        if text[pos] != "{" or not self._start_call():
+            return self._reject(pos)
+        self._step = self._read_object
+        return pos
+
+    def _read_object(self, text: str, pos: int) -> int:
+        """Read a piece of the object, and write the piece as JSON."""
         json_parts: list[str] = []
         end = self._literal.read(text, pos, self.is_final, json_parts)
         if json_parts:
@@ -228,7 +229,7 @@ class BareKeyReader(BodyReader):
         self.status = self._literal.status
         if self.status is DONE:
             self.writer.end()
-        return end
+        return end if end > pos else NEED_MORE
 
     def abandon(self) -> bool:
         """Complete the JSON text of the object, see `BodyReader.abandon`."""

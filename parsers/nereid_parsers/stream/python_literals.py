@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.argument_types import to_json
@@ -22,10 +23,6 @@ _MAX_CODE_POINT = 0x10FFFF
 _FIRST_SURROGATE = 0xD800
 _LAST_SURROGATE = 0xDFFF
 _CLOSING_BRACKETS = {"[": "]", "(": ")", "{": "}"}
-# An open object is in one of these two states. The state of an open list or tuple is its closing
-# bracket.
-_BEFORE_KEY = "}"  # A key or the closing brace follows.
-_AFTER_COLON = ":"  # A value follows, or a value has just been read.
 _MAX_DEPTH = 200
 _MAX_WORD_CHARS = 4096
 
@@ -56,6 +53,31 @@ _PYTHON_QUOTES = ('"""', "'''", '"', "'")
 PYTHON = Dialect(_PYTHON_QUOTES, escaping=_PYTHON_QUOTES)
 
 
+class _Expected(Enum):
+    """The token that may follow the text that has been read.
+
+    VALUE       A value: the whole literal, or the value after a key and a colon.
+    FIRST_ITEM  The first item of a list or tuple, or the closing bracket.
+    ITEM        An item after a comma, or the closing bracket after a trailing comma.
+    FIRST_KEY   The first key of an object, or the closing brace.
+    KEY         A key after a comma, or the closing brace after a trailing comma.
+    COLON       The colon after a key.
+    COMMA       A comma or a closing bracket. Outside all brackets, the literal is complete.
+    """
+
+    VALUE = "value"
+    FIRST_ITEM = "first_item"
+    ITEM = "item"
+    FIRST_KEY = "first_key"
+    KEY = "key"
+    COLON = "colon"
+    COMMA = "comma"
+
+
+_KEYS = (_Expected.FIRST_KEY, _Expected.KEY)
+_AFTER_COMMA = (_Expected.ITEM, _Expected.KEY)
+
+
 class LiteralReader:
     """Reads one value in pieces and converts the value to JSON text.
 
@@ -63,22 +85,13 @@ class LiteralReader:
     `{'a': (1, None)}` becomes `{"a": [1, null]}`.
     """
 
-    __slots__ = (
-        "_containers",
-        "_dialect",
-        "_expects_value",
-        "_is_container_empty",
-        "_quote",
-        "_string_end",
-        "status",
-    )
+    __slots__ = ("_closing_brackets", "_dialect", "_expected", "_quote", "_string_end", "status")
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
-        # The states of the open containers: a closing bracket, _BEFORE_KEY or _AFTER_COLON.
-        self._containers: list[str] = []
-        self._is_container_empty = True
-        self._expects_value = True
+        self._expected = _Expected.VALUE
+        # The brackets that close the open lists, tuples and objects. The last one closes first.
+        self._closing_brackets: list[str] = []
         self._quote = ""  # The quote of the open string, or "".
         self._string_end = re.compile("")
         self.status = MORE
@@ -109,53 +122,57 @@ class LiteralReader:
     def closing_text(self) -> str:
         """Return the text that completes the JSON text of the value, for example `"]}`."""
         quote = '"' if self._quote else ""
-        return quote + "".join(_json_bracket(state) for state in reversed(self._containers))
+        return quote + "".join(map(_json_bracket, reversed(self._closing_brackets)))
 
     def _read_token(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
         """Read white space, a value, or the punctuation after a value.
 
         Example: in `[1, 2]`, the tokens are `[`, `1`, `,`, ` `, `2` and `]`.
         """
-        char = text[pos]
-        if char.isspace():
+        if text[pos].isspace():
             return skip_blanks(text, pos)
-        if self._expects_value:
-            return self._read_value(text, pos, is_final, json_parts)
-        if not self._containers:
+        if self._expected is _Expected.COLON:
+            return self._read_colon(text, pos, json_parts)
+        if self._expected is _Expected.COMMA:
+            return self._read_comma_or_bracket(text, pos, json_parts)
+        return self._read_value(text, pos, is_final, json_parts)
+
+    def _reject(self, pos: int) -> int:
+        """Set the status BROKEN and return `pos`."""
+        self.status = BROKEN
+        return pos
+
+    def _read_colon(self, text: str, pos: int, json_parts: list[str]) -> int:
+        """Read the colon between a key and a value. For `:`, the text `: ` is written."""
+        if text[pos] != ":":
+            return self._reject(pos)
+        json_parts.append(": ")
+        self._expected = _Expected.VALUE
+        return pos + 1
+
+    def _read_comma_or_bracket(self, text: str, pos: int, json_parts: list[str]) -> int:
+        """Read the comma or the closing bracket after a value.
+
+        If no bracket is open, the literal is complete, and nothing is read. The comma is written
+        together with the next value, because no value follows a trailing comma.
+        """
+        if not self._closing_brackets:
             self.status = DONE
             return pos
-        return self._read_punctuation(text, pos, json_parts)
-
-    def _read_punctuation(self, text: str, pos: int, json_parts: list[str]) -> int:
-        """Read the comma, colon or closing bracket after a value or key.
-
-        Example: for the colon in `{'a': 1}`, `: ` is written, and a value must follow.
-        """
-        char = text[pos]
-        state = self._containers[-1]
-        closing_bracket = "}" if state == _AFTER_COLON else state
-        is_after_key = state == _BEFORE_KEY and not self._is_container_empty
-        if state == _BEFORE_KEY and char == ":":
-            json_parts.append(": ")
-            self._containers[-1] = _AFTER_COLON
-            self._expects_value = True
-        elif char == "," and state != _BEFORE_KEY:
-            if state == _AFTER_COLON:
-                self._containers[-1] = _BEFORE_KEY
-            self._expects_value = True
-        elif char == closing_bracket and not is_after_key:
+        closing_bracket = self._closing_brackets[-1]
+        if text[pos] == closing_bracket:
             self._close_container(json_parts)
+        elif text[pos] == ",":
+            self._expected = _Expected.KEY if closing_bracket == "}" else _Expected.ITEM
         else:
-            self.status = BROKEN
-            return pos
+            return self._reject(pos)
         return pos + 1
 
     def _close_container(self, json_parts: list[str]) -> None:
-        """Write the closing bracket of the innermost container."""
-        json_parts.append(_json_bracket(self._containers.pop()))
-        self._is_container_empty = False
-        self._expects_value = False
-        if not self._containers:
+        """Write the closing bracket of the innermost list, tuple or object."""
+        json_parts.append(_json_bracket(self._closing_brackets.pop()))
+        self._expected = _Expected.COMMA
+        if not self._closing_brackets:
             self.status = DONE
 
     def _read_value(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
@@ -165,8 +182,8 @@ class LiteralReader:
         Examples: for `(`, `[` is written, and for `None`, `null` is written.
         """
         char = text[pos]
-        state = self._containers[-1] if self._containers else ""
-        if state and state != _AFTER_COLON and char == state:
+        may_close = self._expected is not _Expected.VALUE
+        if may_close and char == self._closing_brackets[-1]:
             self._close_container(json_parts)
             return pos + 1
         quote = self._find_quote(text, pos, is_final)
@@ -175,17 +192,19 @@ class LiteralReader:
         if quote:
             self._open_string(quote, json_parts)
             return pos + len(quote)
-        if char in _CLOSING_BRACKETS and len(self._containers) < _MAX_DEPTH:
-            if state == _BEFORE_KEY:
-                self.status = BROKEN  # A container cannot be a key.
-                return pos
-            self._write_comma(json_parts)
-            json_parts.append("{" if char == "{" else "[")
-            self._containers.append(_CLOSING_BRACKETS[char])
-            self._is_container_empty = True
-            self._expects_value = True
-            return pos + 1
+        if char in _CLOSING_BRACKETS:
+            return self._open_container(char, pos, json_parts)
         return self._read_word(text, pos, is_final, json_parts)
+
+    def _open_container(self, bracket: str, pos: int, json_parts: list[str]) -> int:
+        """Read the opening bracket of a list, tuple or object, which cannot be a key."""
+        if self._expected in _KEYS or len(self._closing_brackets) >= _MAX_DEPTH:
+            return self._reject(pos)
+        self._begin_value(json_parts)
+        self._closing_brackets.append(_CLOSING_BRACKETS[bracket])
+        json_parts.append("{" if bracket == "{" else "[")
+        self._expected = _Expected.FIRST_KEY if bracket == "{" else _Expected.FIRST_ITEM
+        return pos + 1
 
     def _find_quote(self, text: str, pos: int, is_final: bool) -> str | None:
         """Return the quote at `pos`, "" if there is no quote, or None if more text must decide.
@@ -199,13 +218,11 @@ class LiteralReader:
                 return None
         return ""
 
-    def _write_comma(self, json_parts: list[str]) -> None:
-        """Write the comma before a value or key. The first member of a container needs no comma."""
-        is_member = bool(self._containers) and self._containers[-1] != _AFTER_COLON
-        if is_member and not self._is_container_empty:
+    def _begin_value(self, json_parts: list[str]) -> None:
+        """Write the comma before a value or key, and expect the token after the value or key."""
+        if self._expected in _AFTER_COMMA:
             json_parts.append(", ")
-        self._is_container_empty = False
-        self._expects_value = False
+        self._expected = _Expected.COLON if self._expected in _KEYS else _Expected.COMMA
 
     def _read_word(self, text: str, pos: int, is_final: bool, json_parts: list[str]) -> int:
         """Read a number, a constant or a key without quotes.
@@ -216,15 +233,12 @@ class LiteralReader:
         match = _WORD(text, pos)
         end = match.end() if match else pos
         if end == len(text) and not is_final:
-            if end - pos > _MAX_WORD_CHARS:
-                self.status = BROKEN
-            return pos
+            return self._reject(pos) if end - pos > _MAX_WORD_CHARS else pos
         if end == pos:
-            self.status = BROKEN
-            return pos
-        self._write_comma(json_parts)
+            return self._reject(pos)
+        is_key = self._expected in _KEYS
+        self._begin_value(json_parts)
         word = text[pos:end]
-        is_key = bool(self._containers) and self._containers[-1] == _BEFORE_KEY
         json_parts.append(quote_json(word) if is_key else to_json(word, None))
         return end
 
@@ -232,7 +246,7 @@ class LiteralReader:
 
     def _open_string(self, quote: str, json_parts: list[str]) -> None:
         """Start a string. Compile a regex that finds its closing quote or an escape sequence."""
-        self._write_comma(json_parts)
+        self._begin_value(json_parts)
         json_parts.append('"')
         self._quote = quote
         options = [re.escape(quote)]
@@ -287,13 +301,9 @@ class LiteralReader:
         return pos + 2
 
 
-def _json_bracket(state: str) -> str:
-    """Return the closing JSON bracket of a container.
-
-    Args:
-        state: The state of the container: a closing bracket, `_BEFORE_KEY` or `_AFTER_COLON`.
-    """
-    return "}" if state in (_BEFORE_KEY, _AFTER_COLON) else "]"
+def _json_bracket(closing_bracket: str) -> str:
+    """Return the JSON bracket for a closing bracket. A tuple becomes an array: `)` gives `]`."""
+    return "}" if closing_bracket == "}" else "]"
 
 
 def _json_char(code_point: int) -> str:

@@ -8,7 +8,7 @@ from enum import Enum
 class State(Enum):
     """The part of the message that the parser is reading.
 
-    UNDECIDED         Text that is reasoning if a closing marker follows, otherwise content.
+    UNCLASSIFIED      Text that is reasoning if a closing marker follows, otherwise content.
     REASONING         Reasoning that the parser returns as reasoning.
     INLINE_REASONING  Reasoning that the parser returns as content.
     CONTENT           Content, in which a marker may start reasoning or a tool call.
@@ -22,7 +22,7 @@ class State(Enum):
 
     The usual transitions are:
 
-        from UNDECIDED to REASONING or CONTENT
+        from UNCLASSIFIED to REASONING or CONTENT
         from REASONING to CONTENT
         from CONTENT to CALL_START
         from CALL_START to CALL_BODY
@@ -32,7 +32,7 @@ class State(Enum):
         from HEADER to REASONING, CONTENT or CALL_BODY
     """
 
-    UNDECIDED = "undecided"
+    UNCLASSIFIED = "unclassified"
     REASONING = "reasoning"
     INLINE_REASONING = "inline_reasoning"
     CONTENT = "content"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.argument_types import to_json
-from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE, BodyReader
+from nereid_parsers.stream.body_reader import DONE, ArgumentsOnlyReader, Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import (
@@ -129,27 +129,14 @@ class TagsPlan:
         return any(marker.startswith(text[pos:]) for marker in self.stop_markers)
 
 
-class TaggedReader(BodyReader):
-    """Reads tagged values as the arguments of one tool call. `_step` contains the next step."""
+class TaggedReader(ArgumentsOnlyReader):
+    """Reads tagged values as the arguments of one tool call."""
 
-    __slots__ = (
-        "_call_id",
-        "_key",
-        "_name",
-        "_num_arguments",
-        "_plan",
-        "_spelling",
-        "_step",
-        "_types",
-        "_value_pieces",
-    )
+    __slots__ = ("_key", "_num_arguments", "_plan", "_spelling", "_types", "_value_pieces")
 
-    def __init__(self, writer: CallWriter, plan: TagsPlan, name: str, call_id: str) -> None:
-        super().__init__(writer)
+    def __init__(self, writer: CallWriter, head: Head, plan: TagsPlan) -> None:
+        super().__init__(writer, head, self._read_tag_or_end)
         self._plan = plan
-        self._name = name
-        self._call_id = call_id
-        self._step = self._read_tag_or_end
         self._num_arguments = 0
         # These attributes describe the current value. `_value_pieces` contains the text of the
         # value only if the value is not written as it arrives.
@@ -160,16 +147,9 @@ class TaggedReader(BodyReader):
 
     def read(self, text: str, pos: int) -> int:
         """Read the tagged values in `text`, see `BodyReader.read`."""
-        if not self.writer.is_open and not self.writer.start(self._name, self._call_id):
-            self.status = BROKEN
-            return pos
-        size = len(text)
-        while pos < size and self.status is MORE:
-            end = self._step(text, pos)
-            if end == NEED_MORE:
-                return pos
-            pos = end
-        return pos
+        if not self.writer.is_open and not self._start_call():
+            return self._reject(pos)
+        return super().read(text, pos)
 
     def _read_tag_or_end(self, text: str, pos: int) -> int:
         """Read the opening of the next value, or end the body at a stop marker.
@@ -200,8 +180,7 @@ class TaggedReader(BodyReader):
             return len(text) if self.is_final else NEED_MORE
         if self.is_final and plan.match(text, pos, is_final=False) == NEED_MORE:
             return len(text)  # The message ends inside the opening of a value.
-        self.status = BROKEN  # There is text between the arguments.
-        return pos
+        return self._reject(pos)  # There is text between the arguments.
 
     def _start_value(self, fields: dict[str, str]) -> None:
         """Write the key of a value, and store the JSON types that the value may have.
@@ -214,7 +193,7 @@ class TaggedReader(BodyReader):
         elif "type" in fields:
             self._types = _STRING_ONLY if fields["type"] in _STRING_TYPE_NAMES else _NOT_STRING
         else:
-            self._types = self.writer.tools.argument_types(self._name, self._key)
+            self._types = self.writer.tools.argument_types(self._head.name, self._key)
         separator = ", " if self._num_arguments else "{"
         self._num_arguments += 1
         self.writer.write(f"{separator}{quote_json(self._key)}: ")

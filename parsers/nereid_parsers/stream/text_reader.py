@@ -5,7 +5,7 @@ from __future__ import annotations
 from nereid_parsers.declarations import Shown, Stage
 from nereid_parsers.events import ContentDelta, ReasoningDelta
 from nereid_parsers.policy import Policy, StrayClose, TextRule
-from nereid_parsers.stream.call_plan import Head
+from nereid_parsers.stream.body_reader import Head
 from nereid_parsers.stream.call_reader import CallReader
 from nereid_parsers.stream.format_plan import FormatPlan, MarkerKind
 from nereid_parsers.stream.pattern_matching import (
@@ -18,11 +18,7 @@ from nereid_parsers.stream.state import State
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.text_writer import TextWriter
 
-_REASONING_KINDS = (
-    MarkerKind.OPEN_REASONING,
-    MarkerKind.CLOSE_REASONING,
-    MarkerKind.INTERRUPT,
-)
+_REASONING_KINDS = (MarkerKind.OPEN_REASONING, MarkerKind.CLOSE_REASONING)
 _NO_HEADER = "no header follows the marker"
 
 
@@ -34,13 +30,13 @@ class TextReader:
 
     Attributes:
         has_reasoned: Whether the reasoning has ended.
-        is_reasoning_by_default: Whether text in the state UNDECIDED is reasoning if the message
+        is_reasoning_by_default: Whether text in the state UNCLASSIFIED is reasoning if the message
             ends without a marker.
     """
 
     __slots__ = (
         "_buffer", "_calls", "_calls_first", "_plan", "_reasoning", "_stray_close", "_text",
-        "_undecided_text", "has_reasoned", "is_reasoning_by_default",
+        "_unclassified_text", "has_reasoned", "is_reasoning_by_default",
     )  # fmt: skip
 
     def __init__(
@@ -69,11 +65,11 @@ class TextReader:
         self._calls = calls
         self._calls_first = policy.text is TextRule.CALLS_FIRST
         self._stray_close = policy.stray_close
-        self._undecided_text: list[str] = []
+        self._unclassified_text: list[str] = []
 
     # ---- reasoning -------------------------------------------------------------------------------
 
-    def may_be_undecided(self) -> bool:
+    def delays_unclassified_text(self) -> bool:
         """Return whether the parser delays text until a marker shows whether the text is reasoning.
 
         This method applies only if the prompt is not known.
@@ -97,29 +93,29 @@ class TextReader:
         if self._reasoning is not None:
             self._text.write_generated_content(self._reasoning.open)
 
-    def read_undecided(self) -> State | None:
+    def read_unclassified(self) -> State | None:
         """Store text until a marker shows whether the stored text is reasoning."""
         start, marker = self._plan.content_markers.find(self._buffer)
-        self._undecided_text.append(self._buffer.take_until(start))
+        self._unclassified_text.append(self._buffer.take_until(start))
         if not marker:
             return None
-        return self._decide(self._plan.kinds[marker] is MarkerKind.CLOSE_REASONING)
+        return self._classify(self._plan.kinds[marker] is MarkerKind.CLOSE_REASONING)
 
-    def finish_undecided(self) -> State:
+    def finish_unclassified(self) -> State:
         """Return the stored text to the buffer, because the message has ended without a marker.
 
         The attribute `is_reasoning_by_default` decides whether the text is then read as reasoning.
         """
-        return self._decide(self.is_reasoning_by_default)
+        return self._classify(self.is_reasoning_by_default)
 
-    def _decide(self, is_reasoning: bool) -> State:
-        """Put the text stored by `read_undecided` back into the buffer. Return the next state.
+    def _classify(self, is_reasoning: bool) -> State:
+        """Put the text stored by `read_unclassified` back into the buffer. Return the next state.
 
         Args:
             is_reasoning: Whether the text is read as reasoning. Otherwise it is read as content.
         """
-        self._buffer.push_back("".join(self._undecided_text))
-        self._undecided_text = []
+        self._buffer.push_back("".join(self._unclassified_text))
+        self._unclassified_text = []
         return self.start_reasoning() if is_reasoning else State.CONTENT
 
     def read_reasoning(self) -> State | None:
@@ -174,10 +170,10 @@ class TextReader:
             The head of the tool call, NEED_MORE or NO_MATCH.
         """
         buffer = self._buffer
-        candidates = self._plan.calls_by_trigger.get(marker)
+        candidates = self._plan.calls.by_trigger.get(marker)
         pos = buffer.pos
         if candidates is None:
-            candidates = self._plan.calls
+            candidates = self._plan.calls.all
             pos = skip_blanks(buffer.text, pos + len(marker))
         for plan in candidates:
             match = plan.match(buffer.text, pos, buffer.is_final)
@@ -245,7 +241,7 @@ class TextReader:
 
     def _read_reasoning_marker(self, marker: str, kind: MarkerKind) -> State:
         """Handle a marker of the reasoning that occurs inside the content."""
-        if not self._has_meaning(kind) or self._reasoning is None:
+        if not self._is_marker_here(kind) or self._reasoning is None:
             return self._write_as_content(marker)
         if kind is MarkerKind.OPEN_REASONING and self._reasoning.shown is Shown.INLINE:
             self._text.drop_blanks()
@@ -256,21 +252,22 @@ class TextReader:
         self.has_reasoned = True
         return State.CONTENT
 
-    def _has_meaning(self, kind: MarkerKind) -> bool:
-        """Return whether a marker of the reasoning has a meaning at this place in the content.
+    def _is_marker_here(self, kind: MarkerKind) -> bool:
+        """Return whether a marker of the reasoning counts as a marker at this place in the content.
 
-        Such a marker has a meaning before the first content and the first tool call, unless the
-        reasoning has already ended. The lenient text rule allows two more cases: a second closing
-        marker before any content, and an opening marker directly after another marker. All other
-        markers of the reasoning are content.
+        Before the first content and the first tool call, a marker counts until the reasoning has
+        ended. If content may precede tool calls, two more markers count: a second closing marker
+        before the first content, and an opening marker directly after another marker. Every other
+        marker of the reasoning is content.
         """
-        is_lenient = not self._calls_first
-        if is_lenient and kind is MarkerKind.OPEN_REASONING and self._text.is_after_marker:
+        is_opening = kind is MarkerKind.OPEN_REASONING
+        if is_opening and self._text.is_after_marker and not self._calls_first:
             return True
         if self._text.has_content or self._calls.has_calls():
             return False
-        is_second_close = is_lenient and kind is MarkerKind.CLOSE_REASONING
-        return is_second_close or not self.has_reasoned
+        if not self.has_reasoned:
+            return True
+        return not is_opening and not self._calls_first
 
     # ---- message headers -------------------------------------------------------------------------
 

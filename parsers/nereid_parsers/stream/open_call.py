@@ -1,0 +1,155 @@
+"""Reads the body of one tool call, and classifies the text of the body."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from nereid_parsers.stream.body_reader import BROKEN, BROKEN_ARGUMENTS, DONE, MORE, BodyReader
+from nereid_parsers.stream.call_plan import CallPlan
+from nereid_parsers.stream.text_buffer import TextBuffer
+from nereid_parsers.stream.text_writer import TextWriter
+
+
+class Outcome(Enum):
+    """The result of reading a part of a tool call's body.
+
+    INCOMPLETE  The body has not ended.
+    ENDED       The tool call has ended. Closing markers may follow.
+    BROKEN      The arguments are not valid JSON. `OpenCall.read_broken` reads the rest.
+    NO_CALL     The text is not a tool call.
+    """
+
+    INCOMPLETE = "incomplete"
+    ENDED = "ended"
+    BROKEN = "broken"
+    NO_CALL = "no_call"
+
+
+class OpenCall:
+    """A tool call, or a list of tool calls, whose head has been read.
+
+    Attributes:
+        plan: The spelling of the tool call.
+        is_certain: Whether a marker proves that the text is a tool call.
+    """
+
+    __slots__ = ("_body", "_buffer", "_text", "_writer", "is_certain", "plan")
+
+    def __init__(
+        self,
+        plan: CallPlan,
+        body: BodyReader,
+        is_certain: bool,
+        buffer: TextBuffer,
+        text: TextWriter,
+    ) -> None:
+        self.plan = plan
+        self.is_certain = is_certain
+        self._body = body
+        self._buffer = buffer
+        self._text = text
+        self._writer = body.writer
+
+    def read(self) -> Outcome:
+        """Read a part of the body from the buffer, and classify the text of this part."""
+        body = self._body
+        buffer = self._buffer
+        was_open = self._writer.is_open
+        body.is_final = buffer.is_final
+        start = buffer.pos
+        buffer.pos = body.read(buffer.text, start)
+        if self._writer.is_open:
+            self._write_call(start, buffer.pos)
+        elif body.last_call_end is not None:
+            # A tool call of a list has ended. Another tool call may follow, so the text after the
+            # tool call is tentative.
+            self._write_call(start, body.last_call_end)
+            self._text.hold_tentative(buffer.text[body.last_call_end : buffer.pos])
+        elif was_open or body.status is DONE:
+            self._write_call(start, buffer.pos)
+        else:
+            self._text.hold_tentative(buffer.text[start : buffer.pos])
+        return self._outcome()
+
+    def _write_call(self, start: int, end: int) -> None:
+        """Classify a part of the buffer's text as "call", and the tentative text as "markup".
+
+        Args:
+            start: The position in the buffer at which the part starts.
+            end: The position after the part.
+        """
+        if self._text.tentative:
+            self._text.accept_tentative()
+        self._text.write_call(self._buffer.text[start:end], self._writer.keeps_arguments)
+        if not self._writer.is_open:
+            self._text.end_call()
+
+    def _outcome(self) -> Outcome:
+        """Return the outcome for the body's status. If the arguments are broken, repair them."""
+        if self._body.status is MORE:
+            return Outcome.INCOMPLETE
+        if self._body.status is DONE:
+            if self._text.tentative:
+                self._text.accept_tentative()
+            return Outcome.ENDED
+        if not self._writer.is_open:
+            return Outcome.NO_CALL
+        has_ended = self._body.abandon() or self.end_at_stored_marker()
+        return Outcome.ENDED if has_ended else Outcome.BROKEN
+
+    def end_at_stored_marker(self) -> bool:
+        """End the tool call if its stored arguments contain the closing marker.
+
+        The text from the marker on is put back into the buffer. Example: in `{"a": "x}</call> Hi`,
+        a quote is missing, so `</call> Hi` was read as a part of the string. The arguments become
+        `{"a": "x}`, and `</call> Hi` is read again.
+
+        Returns:
+            Whether the tool call has ended.
+        """
+        markers = self.plan.closing_markers
+        if not markers or not self._body.is_verbatim:
+            return False
+        rest = self._writer.cut_arguments_at(markers[0])
+        if rest is None:
+            return False
+        self._text.shorten_call(len(rest))
+        self._buffer.push_back(rest)
+        self._writer.end(BROKEN_ARGUMENTS)
+        return True
+
+    def read_broken(self) -> Outcome:
+        """Pass on arguments that are not valid JSON, up to the next marker.
+
+        Example: for `{"a": x}</tool_call>`, the arguments are `{"a": x}`.
+        """
+        end, marker = self.plan.end_of_broken.find(self._buffer)
+        if end > self._buffer.pos:
+            piece = self._buffer.take_until(end)
+            self._writer.write(piece)
+            self._text.write_call(piece, self._writer.keeps_arguments)
+        if not marker:
+            return Outcome.INCOMPLETE
+        self._writer.end(BROKEN_ARGUMENTS)
+        return Outcome.ENDED
+
+    def finish(self) -> bool:
+        """End the tool call, because the message has ended inside the body.
+
+        Returns:
+            Whether the text is a tool call.
+        """
+        was_open = self._writer.is_open
+        self._body.finish()
+        is_list_with_calls = self._writer.num_started > 0 and self._body.status is not BROKEN
+        if not was_open and not is_list_with_calls:
+            return False
+        self._text.end_call()
+        self._text.accept_tentative()
+        return True
+
+    def finish_broken(self) -> None:
+        """End a tool call with broken arguments, because the message has ended."""
+        if self._writer.is_open:
+            self._writer.end(BROKEN_ARGUMENTS)
+            self._text.end_call()

@@ -101,8 +101,13 @@ def _read_additional_templates(path: Path) -> dict[str, str]:
 def _select_template(templates: object) -> str | None:
     """Return the template for tools from one or several templates, or None if there is no template.
 
-    Several templates are a dict, {"tool_use": source}. In tokenizer_config.json they may also be a
-    list, [{"name": "tool_use", "template": source}].
+    Several templates are a dict of names and sources. In tokenizer_config.json they may also be a
+    list.
+
+    >>> _select_template({"default": "source of one", "tool_use": "source of another"})
+    'source of another'
+    >>> _select_template([{"name": "default", "template": "source of one"}])
+    'source of one'
     """
     if isinstance(templates, list):
         templates = {
@@ -117,13 +122,22 @@ def _select_template(templates: object) -> str | None:
 
 
 def _token_text(value: object) -> str:
-    """Return the text of a token, which the config writes as "</s>" or {"content": "</s>"}."""
+    """Return the text of a token of tokenizer_config.json, or "" if the token has no text.
+
+    >>> _token_text("</s>"), _token_text({"content": "</s>"}), _token_text(None)
+    ('</s>', '</s>', '')
+    """
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""
 
 
 def _read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        FormatError: The file is longer than MAX_FILE_BYTES.
+    """
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise FormatError(f"{path} has {size} bytes, but the limit is {MAX_FILE_BYTES} bytes")
@@ -131,7 +145,11 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} if the file does not exist or contains no object."""
+    """Return the object in a JSON file, or {} if the file does not exist or contains no object.
+
+    Raises:
+        FormatError: The file is not a valid JSON file, or is too long.
+    """
     if not path.is_file():
         return {}
     try:
@@ -244,5 +262,5 @@ def _format_of_files(text: CheckpointText) -> ChosenFormat:
 
 
 def _sentence(text: str) -> str:
-    """Return `text` with a full stop at its end."""
+    """Return `text` with a full stop at its end, unless it has one."""
     return text if text.endswith(".") else f"{text}."

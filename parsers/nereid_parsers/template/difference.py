@@ -8,8 +8,9 @@ of a marker or a word.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 # One alternative for each kind of token: `<...>`, `[TOOL_CALLS]`, `[|...|]`, `]~b]`, `◁...▷`, a
@@ -29,6 +30,9 @@ _OPEN_CLOSE_WORDS = (
     ("START", "END"), ("BEGIN", "END"), ("begin", "end"), ("start", "end"),
     ("prefix", "suffix"), ("open", "close"), ("◁", "◁/"),
 )  # fmt: skip
+
+
+Split = Callable[[str], list[str]]  # splits a text into tokens
 
 
 class Difference(NamedTuple):
@@ -95,49 +99,49 @@ def tokens(text: str) -> list[str]:
     return _TOKEN.findall(text)
 
 
-def common_prefix(text: str, other: str) -> str:
+def common_prefix(text: str, other: str, split: Split = tokens) -> str:
     """Return the longest common prefix that does not cut a token in two.
 
     >>> common_prefix("<a><tool_call>", "<a><tool_result>")
     '<a>'
     """
-    return text[: common_length(tokens(text), tokens(other))]
+    return "".join(_common_start(split(text), split(other)))
 
 
-def common_suffix(text: str, other: str) -> str:
+def common_suffix(text: str, other: str, split: Split = tokens) -> str:
     """Return the longest common suffix that does not cut a token in two.
 
     >>> common_suffix("yes</call></all>", "no</recall></all>")
     '</all>'
     """
-    length = common_length(reversed(tokens(text)), reversed(tokens(other)))
-    return text[len(text) - length :]
+    return "".join(_common_start(split(text)[::-1], split(other)[::-1])[::-1])
 
 
-def common_length(sequence: Iterable[str], other_sequence: Iterable[str]) -> int:
-    """Return the number of characters in the tokens that both sequences start with.
+def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
+    """Return the tokens that both sequences start with.
 
-    >>> common_length(["<a>", "one"], ["<a>", "two"])
-    3
+    >>> _common_start(["<a>", "one"], ["<a>", "two"])
+    ['<a>']
     """
-    length = 0
-    for token, other_token in zip(sequence, other_sequence, strict=False):
-        if token != other_token:
-            break
-        length += len(token)
-    return length
+    pairs = zip(sequence, other_sequence, strict=False)
+    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
-def difference(left: str, right: str) -> Difference:
+def difference(left: str, right: str, split: Split = tokens) -> Difference:
     """Split two texts where they differ, without cutting a token in two.
 
     >>> difference("<a>yes</a>", "<a>no</a>")
     Difference(prefix='<a>', left='yes', right='no', suffix='</a>')
+
+    Args:
+        left: The first text.
+        right: The second text.
+        split: Splits a text into tokens.
     """
-    prefix = common_prefix(left, right)
-    left_rest = left[len(prefix) :]
-    right_rest = right[len(prefix) :]
-    suffix = common_suffix(left_rest, right_rest)
+    prefix = common_prefix(left, right, split)
+    left_rest = left.removeprefix(prefix)
+    right_rest = right.removeprefix(prefix)
+    suffix = common_suffix(left_rest, right_rest, split)
     return Difference(
         prefix, left_rest.removesuffix(suffix), right_rest.removesuffix(suffix), suffix
     )

@@ -196,7 +196,13 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return budget.check(result)
 
     def _counted_filter(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that applies `inner`, counts each use and rejects too large results."""
+        """Return a filter that applies `inner`, counts each use and rejects too large results.
+
+        Args:
+            name: The name of the filter, such as "join".
+            inner: The function of the filter. jinja2 passes its own context or environment as the
+                first argument if the function has the attribute `jinja_pass_arg`.
+        """
         pass_arg = getattr(inner, "jinja_pass_arg", None)
         value_at = 0 if pass_arg is None else 1  # jinja2 passes its own object first
 

@@ -80,7 +80,11 @@ def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
 
 
 def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
-    """Return the header of the model's turn.
+    r"""Return the header of the model's turn.
+
+    The first candidate is the text that the generation prompt adds, for example
+    "<|start|>assistant\n<think>\n". The candidate is then shortened to the part that all turns of
+    the model contain, without markers of reasoning: "<|start|>assistant\n".
 
     Args:
         prober: Renders the conversations.

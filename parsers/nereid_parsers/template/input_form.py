@@ -108,6 +108,11 @@ class InputForm:
     def _assistant_message(
         self, answer: AssistantMessage, num_earlier_calls: int
     ) -> dict[str, Any]:
+        """Return an assistant message. Its tool calls are numbered from `num_earlier_calls`.
+
+        >>> InputForm(reasoning="thinking")._assistant_message(AssistantMessage("Hi.", "Hm."), 0)
+        {'role': 'assistant', 'content': 'Hi.', 'thinking': 'Hm.'}
+        """
         if answer.reasoning and self.reasoning == BLOCKS:
             return _message_of_blocks(answer)
         message: dict[str, Any] = {"role": "assistant"}
@@ -128,6 +133,11 @@ class InputForm:
         return message
 
     def _tool_call(self, call: ProbeCall, number: int) -> dict[str, Any]:
+        """Return a tool call of an assistant message.
+
+        >>> InputForm(flat_calls=True, arguments="text")._tool_call(ProbeCall("f", (("a", 1),)), 0)
+        {'name': 'f', 'arguments': '{"a": 1}'}
+        """
         arguments: Any = dict(call.arguments)
         if self.arguments == "text":
             arguments = json.dumps(arguments, ensure_ascii=False)
@@ -150,7 +160,12 @@ def _content_with_thinking(answer: AssistantMessage) -> list[dict[str, str]]:
 
 
 def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
-    """Return an assistant message whose content is {"blocks": [thoughts, tool calls, response]}."""
+    """Return an assistant message whose content is {"blocks": [thoughts, tool calls, response]}.
+
+    >>> _message_of_blocks(AssistantMessage("Hi.", "Hm."))
+    {'role': 'assistant', 'content': {'blocks': [{'type': 'thoughts', 'text': 'Hm.'},
+     {'type': 'response', 'text': 'Hi.'}]}}
+    """
     blocks: list[dict[str, Any]] = [{"type": "thoughts", "text": answer.reasoning}]
     if answer.calls:
         calls = [

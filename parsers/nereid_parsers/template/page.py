@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jinja2
 
-from nereid_parsers.template.difference import difference
 from nereid_parsers.template.report import CONTEXT_CHARS, Report, part_lines, supports_rows
 
 # A page has more space than a terminal.
@@ -16,7 +15,7 @@ _PAGE = """\
 {% endset %}
 {% macro lines(text) %}{{ text | e | replace("\\n", line_end) }}{% endmacro %}
 {% macro difference_of(comparison) %}
-{% set parts = difference(comparison.left, comparison.right) %}
+{% set parts = comparison.parts() %}
 {% set before %}<span class="around">{{ lines(parts.prefix[-context_chars:]) }}</span>{% endset %}
 {% set after %}<span class="around">{{ lines(parts.suffix[:context_chars]) }}</span>{% endset %}
 <pre>{{ before }}<del>{{ lines(parts.left) }}</del>{{ after }}
@@ -112,7 +111,6 @@ def report_page(report: Report) -> str:
         analysis=report.analysis,
         title=report.title or "Chat template",
         context_chars=_CONTEXT_CHARS,
-        difference=difference,
         part_lines=part_lines,
         supports_rows=supports_rows,
     )

@@ -91,6 +91,7 @@ class Prober:
         return self._cache[key]
 
     def _render(self, conversation: Conversation) -> str | None:
+        """Render a conversation in the current form. See `render`."""
         has_tools = conversation.tools or self.form.always_tools
         variables = {
             "messages": self.form.messages(conversation),

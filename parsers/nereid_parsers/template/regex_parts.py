@@ -78,8 +78,9 @@ def _join_literals(pieces: Pieces) -> Pieces:
 class _Reader:
     """A recursive-descent parser of a regular expression.
 
-    Each `read_` method reads one element at `position`, moves `position` to its end, and returns
-    the alternatives of the element: a list of pieces, or `[()]` for an element that is no text.
+    Each `read_` method reads one element that starts at `position`, and moves `position` to the end
+    of the element. It returns the alternatives of the element, each as a tuple of pieces. An
+    element that matches no text, such as `^`, has one alternative without pieces: `[()]`.
     """
 
     def __init__(self, regex: str) -> None:
@@ -90,7 +91,11 @@ class _Reader:
         return FormatError(f"the regular expression {self.regex!r} cannot be used: {reason}")
 
     def read_alternatives(self) -> list[Pieces]:
-        """Read `one|other`, up to the end of the group or of the expression."""
+        """Read `one|other`, up to the end of the group or of the expression.
+
+        >>> _Reader("a|b").read_alternatives()
+        [('a',), ('b',)]
+        """
         result = self.read_sequence()
         while self.regex.startswith("|", self.position):
             self.position += 1
@@ -98,7 +103,11 @@ class _Reader:
         return result
 
     def read_sequence(self) -> list[Pieces]:
-        """Read elements that follow each other, and combine their alternatives."""
+        """Read elements that follow each other, and combine their alternatives.
+
+        >>> _Reader("(?:a|b)c").read_sequence()
+        [('a', 'c'), ('b', 'c')]
+        """
         result: list[Pieces] = [()]
         while self.position < len(self.regex) and self.regex[self.position] not in "|)":
             element = self.read_element()
@@ -110,7 +119,11 @@ class _Reader:
         return result
 
     def read_element(self) -> list[Pieces]:
-        """Read a group, a class, an escape or a character, with its quantifier."""
+        """Read a group, a class, an escape or a character, with its quantifier.
+
+        >>> _Reader("a?").read_element(), _Reader("^").read_element()
+        ([('a',), ()], [()])
+        """
         char = self.regex[self.position]
         if char in "^$":
             self.position += 1
@@ -127,7 +140,12 @@ class _Reader:
         return self.read_quantifier(element)
 
     def read_quantifier(self, element: list[Pieces]) -> list[Pieces]:
-        """Read the quantifier after `element`, if any, and apply it to the element."""
+        """Read the quantifier after `element`, if any, and apply it to the element.
+
+        An optional literal has the additional alternative of no text: `a?` has the alternatives "a"
+        and "". Fields and white space already match texts of any length, so a quantifier does not
+        change them.
+        """
         quantifier = _QUANTIFIER.match(self.regex, self.position)
         if quantifier is None:
             return element
@@ -140,7 +158,11 @@ class _Reader:
         raise self.error(f"the quantifier {quantifier.group()} must not repeat a literal")
 
     def read_group(self) -> list[Pieces]:
-        """Read a named group as a field, and any other group as its alternatives."""
+        """Read a named group as a field, and any other group as its alternatives.
+
+        >>> _Reader("(?P<key>[a-z]+)").read_group(), _Reader("(?:a|b)").read_group()
+        ([(Field(name='key'),)], [('a',), ('b',)])
+        """
         named = _NAMED_GROUP.match(self.regex, self.position)
         if named is not None:
             self.position = self.end_of_group()
@@ -160,7 +182,11 @@ class _Reader:
         return result
 
     def end_of_group(self) -> int:
-        """Return the index after the parenthesis that closes the group at `position`."""
+        """Return the index after the parenthesis that closes the group at `position`.
+
+        >>> _Reader("(?P<key>(a|b)[)])c").end_of_group()
+        17
+        """
         depth = 0
         at = self.position
         while at < len(self.regex):
@@ -181,7 +207,10 @@ class _Reader:
     def end_of_class(self, start: int) -> int:
         """Return the index of the bracket that closes the class at `start`.
 
-        A bracket directly after the opening bracket is a member of the class: `[]a]`.
+        A bracket directly after the opening bracket is a member of the class.
+
+        >>> _Reader("[]a]").end_of_class(0)
+        3
         """
         end = self.regex.find("]", start + 2)
         if end < 0:
@@ -189,7 +218,11 @@ class _Reader:
         return end
 
     def read_class(self) -> Piece:
-        """Read a class as white space, or as a field without a name."""
+        r"""Read a class as white space, or as a field without a name.
+
+        >>> _Reader("[ \\n]").read_class(), _Reader("[^>]").read_class()
+        (Blank(), Field(name=''))
+        """
         end = self.end_of_class(self.position)
         members = self.regex[self.position + 1 : end]
         self.position = end + 1

@@ -207,7 +207,11 @@ def difference_lines(comparison: Comparison, paint: Paint = no_colour) -> Iterat
 
 
 def _on_one_line(text: str) -> str:
-    r"""Return `text` with line breaks written as `\n`."""
+    r"""Return `text` with line breaks written as `\n`.
+
+    >>> _on_one_line("<a>\n")
+    '<a>\\n'
+    """
     return repr(text)[1:-1]
 
 
@@ -224,6 +228,11 @@ def supports_rows(analysis: AnalysisResult) -> list[tuple[str, str]]:
 
 
 def _value_text(value: object) -> str:
+    """Return the text of a value of `Supports`.
+
+    >>> _value_text(("reasoning", "thinking")), _value_text(True)
+    ('reasoning, thinking', 'yes')
+    """
     if isinstance(value, dict):
         return "; ".join(f"{key} -> {text!r}" for key, text in value.items()) or "none"
     if isinstance(value, tuple):
@@ -236,8 +245,8 @@ def _value_text(value: object) -> str:
 def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  # any dataclass
     """Yield lines that show a part of a format, one for each field that differs from its default.
 
-    Example: `Reasoning("<think>", "</think>")` gives the lines "Reasoning", "  open: '<think>'"
-    and "  close: '</think>'".
+    Example: `Reasoning("<think>", "</think>")` gives the lines "Reasoning", "  open: '<think>'" and
+    "  close: '</think>'".
     """
     yield f"{indent}{type(part).__name__}"
     for declared in fields(part):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import (
     BareKeyArguments,
+    Body,
     Call,
     Format,
     JsonArguments,
@@ -62,6 +63,26 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
         FormatError: The declaration is malformed, or declares something that a Format cannot
             express.
     """
+    fields = _checked_fields(spec)
+    reasoning_fields = [name for name in REASONING_FIELDS if name in fields]
+    reasoning = _reasoning(fields[reasoning_fields[0]]) if reasoning_fields else None
+    wrapper, ends = _content(fields.get("content") or {})
+    tools = _tool_section(fields["tool_calls"]) if "tool_calls" in fields else None
+    return Format(
+        "response_template",
+        Sections(reasoning, wrapper, tools),
+        ends=ends,
+        turn=_literals(spec, "start_anchor"),
+        sources=(Source("response_template in the checkpoint's tokenizer_config.json"),),
+    )
+
+
+def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of a declaration.
+
+    Raises:
+        FormatError: The declaration is malformed, has another version, or has an unknown field.
+    """
     if not isinstance(spec, Mapping):
         raise _error(f"the declaration must be a JSON object, but it is {spec!r}")
     version = spec.get("version", _VERSION)
@@ -78,17 +99,7 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
             f"the fields {unknown} are unknown. A format can have the fields "
             f"{sorted(_KNOWN_FIELDS)}."
         )
-    reasoning_fields = [name for name in REASONING_FIELDS if name in fields]
-    reasoning = _reasoning(fields[reasoning_fields[0]]) if reasoning_fields else None
-    wrapper, ends = _content(fields.get("content") or {})
-    tools = _tool_section(fields["tool_calls"]) if "tool_calls" in fields else None
-    return Format(
-        "response_template",
-        Sections(reasoning, wrapper, tools),
-        ends=ends,
-        turn=_literals(spec, "start_anchor"),
-        sources=(Source("response_template in the checkpoint's tokenizer_config.json"),),
-    )
+    return fields
 
 
 def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -117,6 +128,9 @@ def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def _literal_text(piece: Piece) -> str:
     """Return the text of a literal, or "" for white space.
 
+    >>> _literal_text("<call>"), _literal_text(Blank())
+    ('<call>', '')
+
     Raises:
         FormatError: The piece is a group of a regular expression.
     """
@@ -126,6 +140,10 @@ def _literal_text(piece: Piece) -> str:
 
 
 def _reasoning(field: Mapping[str, Any]) -> Reasoning:
+    """Return the reasoning part of the format.
+
+    Example: {"open": "<think>", "close": "</think>"} gives `Reasoning("<think>", "</think>")`.
+    """
     opens = _literals(field, "open")
     closes = _literals(field, "close")
     if not opens or not closes:
@@ -138,6 +156,11 @@ def _content(field: Mapping[str, Any]) -> tuple[Wrapper | None, tuple[str, ...]]
 
     If the field has no opening marker, there is no wrapper, and the closing markers end the turn.
     Otherwise the first closing marker belongs to the wrapper.
+
+    >>> _content({"close": "<end>"})
+    (None, ('<end>',))
+    >>> _content({"open": "<a>", "close": ["</a>", "<end>"]})
+    (Wrapper(open='<a>', close='</a>'), ('<end>',))
     """
     opens = _literals(field, "open")
     closes = _literals(field, "close")
@@ -163,7 +186,11 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    """Return all starts of a tool call that `open` or `open_pattern` declares."""
+    """Return all starts of a tool call that `open` or `open_pattern` declares.
+
+    >>> _call_starts({"open": ["<call>", "<tool>"]})
+    [_CallStart(marker='<call>', head=''), _CallStart(marker='<tool>', head='')]
+    """
     if "open_pattern" in field:
         return [_call_start(pieces) for pieces in alternatives(field["open_pattern"])]
     opens = _literals(field, "open")
@@ -202,6 +229,7 @@ def _call_start(pieces: Pieces) -> _CallStart:
 
 
 def _without_leading_blanks(pieces: Pieces) -> Pieces:
+    """Return the pieces without the white space at their start."""
     while pieces and isinstance(pieces[0], Blank):
         pieces = pieces[1:]
     return pieces
@@ -231,30 +259,40 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: boo
         close: The marker after the tool call.
         is_array: Whether the body is an array of tool calls, if the body contains the names.
     """
+    body = _body(field, "{name}" in start.head, is_array)
+    if isinstance(body, JsonObject | JsonArray):
+        # The head contains no name, so its whole text belongs to the marker of the tool call.
+        marker = start.marker + start.head.replace("{{", "{")
+        return Call(body, open=marker, close=close)
+    return Call(body, open=start.marker, head=start.head, close=close)
+
+
+def _body(field: Mapping[str, Any], has_name_in_head: bool, is_array: bool) -> Body:
+    """Return the declaration of a tool call's body.
+
+    Example: {"content": "json"} is the body `JsonArguments` if the head contains the name.
+    Otherwise the JSON also contains the name, and the body is a `JsonObject` or a `JsonArray`.
+    """
     content = field.get("content", "text")
     arguments = field.get("content_args") or {}
     if content == "xml-inline":
-        body = _tagged_arguments(arguments)
-        return Call(body, open=start.marker, head=start.head, close=close)
+        return _tagged_arguments(arguments)
     if content != "json":
         raise _error(
             f"the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is {content!r}"
         )
-    delimiters = arguments.get("string_delims") or []
-    if arguments.get("unquoted_keys") and delimiters:
-        opening, closing = delimiters[0][0], delimiters[0][1]
+    if arguments.get("unquoted_keys") and arguments.get("string_delims"):
+        opening, closing = arguments["string_delims"][0][:2]
         if opening != closing:
             raise _error(
                 "the two texts of `string_delims` must be equal, but they are "
                 f"{opening!r} and {closing!r}"
             )
-        return Call(BareKeyArguments(opening), open=start.marker, head=start.head, close=close)
-    if "{name}" in start.head:
-        return Call(JsonArguments(), open=start.marker, head=start.head, close=close)
+        return BareKeyArguments(opening)
+    if has_name_in_head:
+        return JsonArguments()
     keys = _keys(field.get("transform"))
-    # The pattern contains no name, so all of its text is the marker of the tool call.
-    marker = start.marker + start.head.replace("{{", "{")
-    return Call(JsonArray(keys) if is_array else JsonObject(keys), open=marker, close=close)
+    return JsonArray(keys) if is_array else JsonObject(keys)
 
 
 def _keys(transform: object) -> Keys:

@@ -135,32 +135,21 @@ def escape_braces(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def appear_in_order(text: str, *words: str) -> bool:
-    """Return whether all words occur in `text`, each after the end of the previous word.
-
-    >>> appear_in_order("f(key=value)", "key", "value"), appear_in_order("ab", "b", "a")
-    (True, False)
-    """
-    start = 0
-    for word in words:
-        word_at = text.find(word, start)
-        if word_at < 0:
-            return False
-        start = word_at + len(word)
-    return True
-
-
-def split_at_words(text: str, *words: str) -> list[str]:
+def split_at_words(text: str, *words: str) -> list[str] | None:
     """Split `text` at the first occurrence of each word after the previous word.
 
-    The result has one piece more than there are words.
+    The result has one piece more than there are words. Return None if a word does not follow the
+    previous word.
 
-    >>> split_at_words("<f><k>1</k></f>", "f", "k", "1")
-    ['<', '><', '>', '</k></f>']
+    >>> split_at_words("<f><k>a</k>1</f>", "f", "a", "1")
+    ['<', '><k>', '</k>', '</f>']
+    >>> split_at_words("<k>a</k><f>", "f", "a") is None
+    True
     """
     pieces = []
-    rest = text
     for word in words:
-        piece, _, rest = rest.partition(word)
+        piece, separator, text = text.partition(word)
+        if not separator:
+            return None
         pieces.append(piece)
-    return [*pieces, rest]
+    return [*pieces, text]

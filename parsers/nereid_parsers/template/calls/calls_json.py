@@ -128,6 +128,7 @@ def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup
 
 
 def _call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
+    """Return a tool call with the markers that `markup` has around one item."""
     return Call(body, open=markup.item_open, close=markup.item_close)
 
 
@@ -223,6 +224,9 @@ def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str
     """Return the keys that lead to the tool call's id, or None if the object has no id.
 
     The value is the id of the probe call, or the key has a name such as `call_id`.
+
+    >>> _find_id_path({"name": "f", "call_id": 1}, ("name",))
+    ('call_id',)
     """
     path = _find_path(call, lambda value: isinstance(value, str) and ID_MARK in value)
     if path is not None:

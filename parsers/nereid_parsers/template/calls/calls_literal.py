@@ -33,13 +33,16 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     markers around each tool call, and `<calls>[f(a="x"), g(b="y")]</calls>` has markers around all
     calls.
     """
-    _, after_name = split_at_words(texts.one_call, FIRST_TOOL)
-    suffix, arguments = split_at_words(after_name, "(")
+    _, _, after_name = texts.one_call.partition(FIRST_TOOL)
+    suffix, _, arguments = after_name.partition("(")
     if not arguments.lstrip().startswith(f"{FIRST_KEY}="):
         return None
     if _METHOD_SUFFIX.fullmatch(suffix) is None:
         return None
-    markup = _python_markup(texts)
+    markup = _markup_of_calls(texts, ")")
+    if not texts.two_calls:
+        # One call cannot show whether the markers surround each call or all calls.
+        markup = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
     if markup.item_open.strip() or markup.item_close.strip():
         body = PythonCalls("", "", "", suffix)
         call = Call(body, open=markup.item_open, close=markup.item_close)
@@ -69,51 +72,48 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
 
 
-def _python_markup(texts: CallTexts) -> ListMarkup:
-    """Return the markup of Python calls.
-
-    Example: `[f(a="x"), g(b="y")]` has `open` "[", `separator` ", " and `close` "]".
-    """
-    if not texts.two_calls:
-        before, call = split_at_words(texts.one_call, FIRST_TOOL)
-        after = _text_after_call(call, FIRST_VALUE, ")")
-        return ListMarkup(open=before, separator=", ", close=after)
-    before, calls = split_at_words(texts.two_calls, FIRST_TOOL)
-    after_first = _text_after_call(calls, FIRST_VALUE, ")")
-    between, second_call = split_at_words(after_first, SECOND_TOOL)
-    return list_markup(before, between, _text_after_call(second_call, SECOND_VALUE, ")"))
-
-
-def _text_after_call(text: str, value: str, closing: str) -> str:
-    """Return what follows the first `closing` character after the argument `value`.
-
-    >>> _text_after_call('(a="x"), g()]', "x", ")")
-    ', g()]'
-    """
-    return text[text.find(closing, text.find(value)) + 1 :]
-
-
 def read_bare_keys(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls whose arguments are an object with unquoted keys.
 
     Return None if the keys are quoted, or the strings have no quotes. Example:
     `<call>f{a:<q>x<q>}</call>` has strings between quotes `<q>`.
     """
-    before_name, before_key, before_value, after_value = split_at_words(
-        texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE
-    )
+    pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
+    if pieces is None:
+        return None
+    _, before_key, before_value, after_value = pieces
     colon_and_quote = before_value.strip()
     quote = colon_and_quote[1:].strip()
     if not before_key.endswith("{") or not colon_and_quote.startswith(":"):
         return None
     if not quote or not after_value.startswith(quote):
         return None
-    after_call = _text_after_call(texts.one_call, FIRST_VALUE, "}")
-    markup = ListMarkup(item_open=before_name, item_close=after_call)
-    if texts.two_calls:
-        before, calls = split_at_words(texts.two_calls, FIRST_TOOL)
-        after_first = _text_after_call(calls, FIRST_VALUE, "}")
-        between, second_call = split_at_words(after_first, SECOND_TOOL)
-        markup = list_markup(before, between, _text_after_call(second_call, SECOND_VALUE, "}"))
-    spellings = calls_with_head(markup, before_key[:-1], BareKeyArguments(quote))
-    return CallFormat("bare keys", spellings, markup)
+    markup = _markup_of_calls(texts, "}")
+    calls = calls_with_head(markup, before_key[:-1], BareKeyArguments(quote))
+    return CallFormat("bare keys", calls, markup)
+
+
+def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
+    """Return the markup around the calls. A call ends with `last_character` after its value.
+
+    Example: if the last character is ")", the calls `[f(a="x"), g(b="y")]` have `open` "[",
+    `separator` ", " and `close` "]".
+    """
+    if not texts.two_calls:
+        before, _, call = texts.one_call.partition(FIRST_TOOL)
+        after = _text_after_call(call, FIRST_VALUE, last_character)
+        return ListMarkup(item_open=before, item_close=after)
+    before, _, calls = texts.two_calls.partition(FIRST_TOOL)
+    after_first = _text_after_call(calls, FIRST_VALUE, last_character)
+    between, _, second_call = after_first.partition(SECOND_TOOL)
+    after = _text_after_call(second_call, SECOND_VALUE, last_character)
+    return list_markup(before, between, after)
+
+
+def _text_after_call(text: str, value: str, last_character: str) -> str:
+    """Return the text after the first `last_character` that follows the argument `value`.
+
+    >>> _text_after_call('(a="x"), g()]', "x", ")")
+    ', g()]'
+    """
+    return text[text.find(last_character, text.find(value)) + 1 :]

@@ -13,7 +13,6 @@ from nereid_parsers.format import NestedTags, TaggedArguments
 from nereid_parsers.template.calls.call_texts import (
     CallFormat,
     CallTexts,
-    appear_in_order,
     calls_with_head,
     escape_braces,
     split_at_words,
@@ -28,9 +27,8 @@ from nereid_parsers.template.conversation import (
     SECOND_VALUE,
 )
 from nereid_parsers.template.difference import (
-    Difference,
     ListMarkup,
-    common_length,
+    difference,
     drop_common_suffix,
     list_markup,
 )
@@ -51,39 +49,28 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     `<call f><arg key="a">1</arg></call>` has the head `<call {name}>` and arguments between
     `<arg key="{key}">` and `</arg>`.
     """
-    if not appear_in_order(texts.two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE):
+    pieces = split_at_words(texts.two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE)
+    if pieces is None:
         return None
-    # `<f><k>a</k>1<k>b</k>2</f>` is cut into `<`, `><k>`, `</k>`, `<k>`, `</k>` and `</f>`.
-    before_name, before_key, before_value, between, _, after = split_at_words(
-        texts.two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE
-    )
-    if FIRST_KEY in between:
+    # `<c f><k>a</k>1<k>b</k>2</c>` is cut into `<c `, `><k>`, `</k>`, `<k>`, `</k>` and `</c>`.
+    before_name, before_key, before_value, between_arguments, _, after = pieces
+    if FIRST_KEY in between_arguments:
         return None  # The closing tag repeats the key: see `read_nested`.
-    # Split the text around the tool calls: `<call ` and `</arg></call>`.
     calls = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
-        if not appear_in_order(texts.two_calls, *_FIRST_CALL, *_SECOND_CALL):
+        pieces = split_at_words(texts.two_calls, *_FIRST_CALL, *_SECOND_CALL)
+        if pieces is None:
             return None
-        calls = _markup_of_calls(texts.two_calls)
-    # Split the text around the arguments of a tool call: `>`, `<arg key="`, `</arg>` and `</call>`.
-    arguments = list_markup(before_key, between, calls.item_close)
+        before, _, _, between_calls, _, _, after = pieces
+        calls = list_markup(before, between_calls, after)
+    # Until here, `calls.item_close` contains the closing tag of the last argument, because the
+    # call was cut at the value: `</k></c>`. The markup of the arguments separates the two.
+    arguments = list_markup(before_key, between_arguments, calls.item_close)
+    calls = replace(calls, item_close=arguments.close)
     values = _infer_value_tags(texts, arguments, before_value)
     values = _add_quoted_spelling(texts, values, before_value)
-    calls = replace(calls, item_close=arguments.close)
     spellings = calls_with_head(calls, arguments.open, values)
     return CallFormat("tagged arguments", spellings, calls)
-
-
-def _markup_of_calls(two_calls: str) -> ListMarkup:
-    """Return the markup around two tool calls, from the end of a value to the next name.
-
-    >>> _markup_of_calls("<c zqFirstTool>zqValueOne</c>, <c zqSecondTool>zqValueTwo</c>")
-    ListMarkup(open='', item_open='<c ', item_close='</c>', separator=', ', close='')
-    """
-    before, _, between, _, after = split_at_words(
-        two_calls, FIRST_TOOL, FIRST_VALUE, SECOND_TOOL, SECOND_VALUE
-    )
-    return list_markup(before, between, after)
 
 
 def _infer_value_tags(
@@ -108,11 +95,10 @@ def _infer_value_tags(
     """
     close = arguments.item_close + arguments.separator
     string_tags = TaggedArguments(_open_pattern(arguments.item_open, before_value), close)
-    if not appear_in_order(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT):
+    pieces = split_at_words(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
+    if pieces is None:
         return string_tags
-    _, before_key, before_number, after_number = split_at_words(
-        texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT
-    )
+    _, before_key, before_number, after_number = pieces
     number_open = before_key.removeprefix(arguments.open) or arguments.item_open
     number_close = _number_close(after_number, _text_after_string(texts))
     is_same_tag = number_open == arguments.item_open
@@ -139,8 +125,9 @@ def _text_after_string(texts: CallTexts) -> str:
 
     Example: `<call f><arg key="a">x</arg></call>` gives `</arg></call>`.
     """
-    _, _, after = split_at_words(texts.one_call, FIRST_KEY, FIRST_VALUE)
-    return after
+    _, _, after_key = texts.one_call.partition(FIRST_KEY)
+    _, _, after_value = after_key.partition(FIRST_VALUE)
+    return after_value
 
 
 def _number_close(after_number: str, after_string: str) -> str:
@@ -164,32 +151,16 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
     >>> _pattern_with_type('" string="true">', '" string="false">')
     '" string="{string}">'
     """
-    difference = _differing_words(before_string, before_number)
-    if not difference.left.isalnum() or not difference.right.isalnum():
+    parts = difference(before_string, before_number, split=_WORDS.findall)
+    if not parts.left.isalnum() or not parts.right.isalnum():
         return None
-    if (difference.left, difference.right) == ("true", "false"):
+    if (parts.left, parts.right) == ("true", "false"):
         field = "{string}"
-    elif difference.left in ("string", "str"):
+    elif parts.left in ("string", "str"):
         field = "{type}"
     else:
         return None
-    return f"{escape_braces(difference.prefix)}{field}{escape_braces(difference.suffix)}"
-
-
-def _differing_words(one: str, other: str) -> Difference:
-    """Split two texts where they differ, at the boundaries of words.
-
-    Unlike `Comparison.parts`, the split may be inside a tag.
-
-    >>> _differing_words('<a type="string">', '<a type="integer">')
-    Difference(prefix='<a type="', left='string', right='integer', suffix='">')
-    """
-    prefix = one[: common_length(_WORDS.findall(one), _WORDS.findall(other))]
-    rest = one.removeprefix(prefix)
-    other_rest = other.removeprefix(prefix)
-    suffix_length = common_length(_WORDS.findall(rest)[::-1], _WORDS.findall(other_rest)[::-1])
-    suffix = rest[len(rest) - suffix_length :]
-    return Difference(prefix, rest.removesuffix(suffix), other_rest.removesuffix(suffix), suffix)
+    return f"{escape_braces(parts.prefix)}{field}{escape_braces(parts.suffix)}"
 
 
 def _add_quoted_spelling(
@@ -206,12 +177,11 @@ def _add_quoted_spelling(
         values: The tags of values that are not quoted.
         before_value: The text between the key and a value that is not quoted.
     """
-    words = (*_FIRST_CALL, SECOND_VALUE)  # SPECIAL_VALUE starts and ends with these values
-    if not appear_in_order(texts.special_value, *words):
+    # SPECIAL_VALUE starts with FIRST_VALUE and ends with SECOND_VALUE.
+    pieces = split_at_words(texts.special_value, *_FIRST_CALL, SECOND_VALUE)
+    if pieces is None:
         return values
-    _, before_special, _, after_special = split_at_words(
-        texts.special_value, FIRST_KEY, FIRST_VALUE, SECOND_VALUE
-    )
+    _, _, before_special, _, after_special = pieces
     after_unquoted = _text_after_string(texts)
     is_same_tag = before_special.startswith(before_value) and after_special.endswith(after_unquoted)
     quote_open = before_special.removeprefix(before_value)
@@ -238,19 +208,20 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     first_open = f"<{FIRST_KEY}>"
     first_close = f"</{FIRST_KEY}>"
     second_close = f"</{SECOND_KEY}>"
-    words = (FIRST_TOOL, first_open, FIRST_VALUE, first_close)
-    if not appear_in_order(texts.two_arguments, *words, SECOND_VALUE):
-        return None
-    before_name, before_key, _, after_value, _, after = split_at_words(
-        texts.two_arguments, *words, second_close
+    pieces = split_at_words(
+        texts.two_arguments, FIRST_TOOL, first_open, FIRST_VALUE, first_close, second_close
     )
+    if pieces is None:
+        return None
+    before_name, before_key, _, after_value, _, after = pieces
     marker = after_value.strip()  # between a value and the closing tag is only the marker
     calls = ListMarkup(item_open=before_name, item_close=after)
     if texts.two_calls:
-        before, _, between, _, after = split_at_words(
-            texts.two_calls, FIRST_TOOL, first_close, SECOND_TOOL, second_close
-        )
-        calls = list_markup(before, between, after)
+        pieces = split_at_words(texts.two_calls, FIRST_TOOL, first_close, SECOND_TOOL, second_close)
+        if pieces is None:
+            return None
+        before, _, between_calls, _, after = pieces
+        calls = list_markup(before, between_calls, after)
     calls = _move_marker_to_next_tag(calls, marker)
     after_name = before_key.removesuffix(marker)
     spellings = calls_with_head(calls, after_name, NestedTags(marker))

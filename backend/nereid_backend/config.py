@@ -1,151 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the engine: one frozen dataclass, which is validated when it is created."""
+"""The settings of the engine."""
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nereid_backend.errors import ConfigError
-from nereid_backend.text_settings import from_texts
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "int8", "fp8")
-WEIGHT_DTYPES = ("auto", "int8")
-
-_BYTES_PER_UNIT = {
-    "": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+from nereid_backend.settings_schema import (
+    SIZE_IN_BYTES,
+    CheckpointPath,
+    Device,
+    Dtype,
+    check_names,
+    from_texts,
+    setting_names,
+    settings_class,
+)
 
 
-@dataclass(frozen=True, slots=True)
+@settings_class
 class EngineConfig:
     """The settings that an operator can choose for the engine.
-
-    Attributes:
-        model: the folder of a Hugging Face checkpoint with safetensors weights.
-        dtype: the data type of the weights and of the KV cache. "auto" means the checkpoint's own
-            type, except that a float16 checkpoint runs in float32 on a CPU, where float16 is slow.
-        weight_dtype: the data type in which linear layers store their weights. "auto" means dtype.
-            "int8" works only on CPUs and changes the output slightly.
-        device: "auto", "cpu", "cuda" or "cuda:N". "auto" means the first GPU, or the CPU if there
-            is no GPU.
-        max_model_len: the largest number of tokens of a prompt and its output together. None means
-            the most that the model and the memory of the KV cache allow.
-        kv_cache_memory: the size of the KV cache, in bytes or as text such as "2GiB". None means a
-            share of the free memory.
-        kv_cache_dtype: the data type of the KV cache. "auto" means dtype. "int8" and "fp8" (e4m3)
-            need about half the memory of bfloat16, or a quarter of float32, and change the output
-            slightly. int8 is more accurate for most models. fp8 is more accurate for models with
-            large outliers, and is slow on a CPU.
-        block_size: the number of tokens in one block of the KV cache.
-        max_num_seqs: the largest number of sequences that run at the same time.
-        max_num_batched_tokens: the largest number of tokens that the model processes in one step.
-            Longer prompts are processed in chunks. None means 512 on a CPU and 4096 on a GPU.
-        max_num_waiting: the largest number of requests in the waiting queue. Further requests are
-            refused.
-        max_step_failures: the number of consecutive failed steps after which the engine process
-            ends. The server then starts a new engine process.
-        gpu_memory_utilization: the share of the GPU's memory for the weights, the KV cache and the
-            activations of one step together.
-        seed: the random seed for requests that have no seed.
-        num_threads: the number of CPU threads of torch. None means all CPUs that this process may
-            use, except one. The server's other processes need that CPU: torch's threads wait for
-            each other, so one delayed thread delays a whole step.
-        prepack: whether the weights of linear layers are rearranged at load. On a CPU, that makes
-            matrix products up to several times as fast, but an output layer that shares its
-            weights with the embedding then needs its memory twice. On every device, linear layers
-            with the same input are computed as one product.
-        compile_forward: whether the model's forward pass is compiled to a library, which avoids the
-            cost of Python and of small operations. The first start takes at least half a minute
-            longer. The library is cached on disk for later starts. If the model cannot be compiled,
-            or the compiled model computes something else, the model runs uncompiled. This is made
-            for CPUs and has never run on a GPU.
-        cuda_graphs: whether decode steps on a GPU are captured once for each shape and then
-            replayed, so that kernels are not launched one by one. A step that cannot be captured,
-            or that computes something else when replayed, runs without a graph.
-        enable_prefix_caching: whether requests reuse the KV cache of an earlier prompt that begins
-            with the same tokens.
-        sampling_kernel: whether one GPU kernel samples all tokens, without sorting and without
-            waiting for the host. The tokens are the same except for rounding. The default is false,
-            because the kernel's speed has not been measured. If the kernel's results differ from
-            the reference at load, the reference is used.
-        async_scheduling: whether a step starts before the tokens of the previous step are read, so
-            that the GPU does not wait for the host. A CPU gains nothing.
-        num_speculative_tokens: the largest number of draft tokens for each sequence and step. Draft
-            tokens are copied from earlier text of the same request and kept if the model agrees. 0
-            turns speculative decoding off.
-        trust_remote_code: whether Python files of the checkpoint may be executed.
-        grammar_threads: the largest number of grammars that are compiled at the same time.
-        grammar_timeout: the time limit for compiling one grammar, in seconds, including waiting.
-        max_grammar_bytes: the largest size of a grammar's or schema's text, in bytes.
-        grammar_cache_bytes: the size of the cache of compiled grammars, in bytes.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range.
     """
 
-    model: str
-    dtype: str = "auto"
-    weight_dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    kv_cache_memory: int | str | None = None
-    kv_cache_dtype: str = "auto"
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    max_num_waiting: int = 4096
-    max_step_failures: int = 3
-    gpu_memory_utilization: float = 0.9
-    seed: int = 0
-    num_threads: int | None = None
+    model: CheckpointPath
+    """The folder of a Hugging Face checkpoint with safetensors weights. A relative path in
+    `config.pbtxt` is relative to the model repository."""
+
+    dtype: Dtype = "auto"
+    """The data type of the weights and of the KV cache: `auto`, `float32`, `bfloat16` or `float16`.
+    `auto` means the data type of the checkpoint, but float32 for a float16 checkpoint on a CPU,
+    because float16 is slow on CPUs."""
+
+    weight_dtype: Literal["auto", "int8"] = "auto"
+    """The data type in which linear layers store their weights: `auto` or `int8`. `auto` means
+    `dtype`, or the data type of a quantised checkpoint. `int8` works only on CPUs and changes the
+    output slightly."""
+
+    device: Device = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`. `auto` means the first GPU, or the CPU if there is no
+    GPU."""
+
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
+    """The largest number of tokens in the prompt and the output together. If this setting is not
+    set, the model and the memory of the KV cache determine the limit."""
+
+    kv_cache_memory: Annotated[int | str, SIZE_IN_BYTES, Field(gt=0)] | None = None
+    """The size of the KV cache, for example `2GiB`. If this setting is not set, the KV cache gets a
+    share of the free memory: on a CPU a quarter, but at most 4 GiB."""
+
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """The data type of the KV cache: `auto`, `int8` or `fp8` (e4m3). `auto` means `dtype`. `int8`
+    and `fp8` need about half the memory of bfloat16 and change the output slightly. `int8` is more
+    accurate for most models. `fp8` is more accurate for models with large outliers, and is slow on
+    a CPU."""
+
+    block_size: PositiveInt = 16
+    """The number of tokens in one block of the KV cache."""
+
+    max_num_seqs: PositiveInt = 256
+    """The largest number of sequences that run at the same time."""
+
+    max_num_batched_tokens: PositiveInt | None = None
+    """The largest number of tokens that the model processes in one step. Longer prompts are
+    processed in chunks. If this setting is not set, the limit is 512 on a CPU and 4096 on a GPU."""
+
+    max_num_waiting: PositiveInt = 4096
+    """The largest number of requests in the waiting queue. Further requests are refused."""
+
+    max_step_failures: PositiveInt = 3
+    """The number of consecutive failed steps after which the engine process ends. The server then
+    starts a new engine process."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """The share of the GPU's memory for the weights, the KV cache and the activations of one step
+    together."""
+
+    seed: NonNegativeInt = 0
+    """The random seed for requests without the field `seed`."""
+
+    num_threads: PositiveInt | None = None
+    """The number of CPU threads for tensor operations. If this setting is not set, the engine uses
+    all CPUs but one. The server's other processes need that CPU, because the threads wait for each
+    other, so that one delayed thread delays a whole step."""
+
     prepack: bool = True
+    """Whether the weights of linear layers are rearranged when the checkpoint is loaded. On a CPU,
+    matrix products are then up to several times as fast, but an output layer that shares its
+    weights with the embedding layer needs its memory twice. On every device, linear layers with the
+    same input are computed as one product."""
+
     compile_forward: bool = False
+    """Whether the forward pass of the model is compiled, which avoids the cost of Python and of
+    small operations. The first start takes at least half a minute longer. The compiled library is
+    cached on disk for later starts. If the model cannot be compiled, or the compiled model computes
+    something else, the model runs uncompiled. Not tested on GPUs."""
+
     cuda_graphs: bool = True
+    """Whether decode steps on a GPU are recorded as CUDA graphs and replayed, so that kernels are
+    not launched one by one. A step that cannot be recorded, or that computes something else when it
+    is replayed, runs without a graph."""
+
     enable_prefix_caching: bool = True
+    """Whether a request reuses the KV cache of an earlier request that begins with the same
+    tokens."""
+
     async_scheduling: bool = False
+    """Whether a step starts before the tokens of the previous step are read, so that a GPU does not
+    wait for the host. CPUs do not become faster. Not tested on GPUs."""
+
     sampling_kernel: bool = False
-    num_speculative_tokens: int = 0
+    """Whether one GPU kernel samples all tokens of a step, without sorting and without waiting for
+    the host. The tokens are the same except for rounding. If the results of the kernel differ from
+    the reference when the checkpoint is loaded, the reference is used. The speed of the kernel has
+    not been measured."""
+
+    num_speculative_tokens: NonNegativeInt = 0
+    """The largest number of draft tokens for each sequence and step. Draft tokens are copied from
+    earlier text of the same request, and the engine keeps those that the model would have
+    generated. `0` turns speculative decoding off."""
+
     trust_remote_code: bool = False
-    grammar_threads: int = 2
-    grammar_timeout: float = 10.0
-    max_grammar_bytes: int = 256 * 1024
-    grammar_cache_bytes: int = 64 * 1024 * 1024
+    """Whether Python files of the checkpoint may be executed."""
+
+    grammar_threads: PositiveInt = 2
+    """The largest number of grammars that are compiled at the same time."""
+
+    grammar_timeout: PositiveFloat = 10.0
+    """The longest time for compiling one grammar, in seconds. The time in the queue counts."""
+
+    max_grammar_bytes: Annotated[int, SIZE_IN_BYTES, Field(gt=0)] = 256 * 1024
+    """The largest size of the text of a grammar, schema or regular expression."""
+
+    grammar_cache_bytes: Annotated[int, SIZE_IN_BYTES] = 64 * 1024 * 1024
+    """The size of the cache of compiled grammars."""
 
     def __post_init__(self) -> None:
-        self._check_names()
-        for name in ("block_size", "max_num_seqs", "max_num_waiting", "max_step_failures"):
-            check_count(name, getattr(self, name), minimum=1)
-        for name in ("max_model_len", "max_num_batched_tokens", "num_threads"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), minimum=2 if name == "max_model_len" else 1)
-        for name in ("seed", "num_speculative_tokens"):
-            check_count(name, getattr(self, name), minimum=0)
-        for field in fields(self):
-            if field.type is bool and not isinstance(getattr(self, field.name), bool):
-                value = getattr(self, field.name)
-                raise ConfigError(
-                    f"{field.name}: the value must be true or false, but it is {value!r}."
-                )
-        self._check_grammar_limits()
-        if self.kv_cache_memory is not None:
-            # Convert text such as "2GiB" to bytes once, so that kv_cache_memory is always a number.
-            object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(
-                "gpu_memory_utilization: the value must be greater than 0 and at most 1, but it is "
-                f"{share!r}."
-            )
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
@@ -155,7 +149,7 @@ class EngineConfig:
             )
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, str]) -> "EngineConfig":
+    def from_settings(cls, settings: Mapping[str, str]) -> Self:
         """Return a configuration built from text values, such as environment variables.
 
         Args:
@@ -165,90 +159,12 @@ class EngineConfig:
         Raises:
             ConfigError: a name is unknown or a value is wrong.
         """
+        check_names(settings, setting_names(cls))
         return from_texts(cls, settings)
 
     @property
     def kv_cache_bytes(self) -> int | None:
         """The size of the KV cache in bytes; None if it is determined at load."""
-        value = self.kv_cache_memory
-        assert value is None or isinstance(value, int)
-        return value
-
-    def _check_grammar_limits(self) -> None:
-        for name in ("grammar_threads", "max_grammar_bytes"):
-            check_count(name, getattr(self, name), minimum=1)
-        check_count("grammar_cache_bytes", self.grammar_cache_bytes, minimum=0)
-        limit = self.grammar_timeout
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-            raise ConfigError(
-                f"grammar_timeout: the value must be more than 0 seconds, but it is {limit!r}."
-            )
-
-    def _check_names(self) -> None:
-        check_checkpoint(self.model, self.dtype, self.device)
-        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        check_choice(
-            "weight_dtype",
-            self.weight_dtype,
-            WEIGHT_DTYPES,
-            hint=" A checkpoint whose weights are already quantised needs the value auto.",
-        )
-
-
-def parse_bytes(value: int | str) -> int:
-    """Return a memory size in bytes.
-
-    Examples: 4096 and "4096" return 4096, "512MiB" returns 536870912, "1.5GB" returns 1500000000.
-
-    Raises:
-        ConfigError: the value is not a positive size.
-    """
-    problem = ConfigError(
-        'kv_cache_memory: the value must be a positive number of bytes or text such as "2GiB", but '
-        f"it is {value!r}."
-    )
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise problem
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
-    if match is None or match[2] not in _BYTES_PER_UNIT:
-        raise problem
-    size = int(float(match[1]) * _BYTES_PER_UNIT[match[2]])
-    if size <= 0:
-        raise problem
-    return size
-
-
-def check_checkpoint(model: object, dtype: object, device: object) -> None:
-    """Validate the settings `model`, `dtype` and `device`.
-
-    Raises:
-        ConfigError: a value is wrong.
-    """
-    if not isinstance(model, str) or not model:
-        raise ConfigError(
-            f"model: the value must be the path of a checkpoint, but it is {model!r}."
-        )
-    check_choice("dtype", dtype, DTYPES)
-    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise ConfigError(
-            f"device: the value must be auto, cpu, cuda or cuda:N, but it is {device!r}."
-        )
-
-
-def check_choice(name: str, value: object, choices: Sequence[str], *, hint: str = "") -> None:
-    """Raise a ConfigError if `value` is not one of `choices`.
-
-    `hint` is a sentence that is added to the message, with a space before it.
-    """
-    if value not in choices:
-        raise ConfigError(
-            f"{name}: the value must be one of {', '.join(choices)}, but it is {value!r}.{hint}"
-        )
-
-
-def check_count(name: str, value: object, *, minimum: int) -> None:
-    """Raise a ConfigError if `value` is not an integer of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(
-            f"{name}: the value must be an integer of at least {minimum}, but it is {value!r}."
-        )
+        size = self.kv_cache_memory
+        assert not isinstance(size, str), "the constructor converts text to a number"
+        return size

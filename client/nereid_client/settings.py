@@ -1,163 +1,160 @@
-"""The settings of the OpenAI frontend, from `NEREID_*` environment variables and flags."""
+"""The settings of the OpenAI frontend, from `NEREID_*` environment variables and flags.
+
+pydantic-settings is not used: its settings classes read the environment whenever an object is
+created, and they cannot read another mapping than `os.environ`.
+"""
 
 import argparse
+import functools
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+
+ClassT = TypeVar("ClassT")
 
 
 class SettingsError(ValueError):
     """A setting has a wrong value. The message names the setting, the value and the limit."""
 
 
-@dataclass(frozen=True)
+@contextmanager
+def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
+    """Convert pydantic's ValidationError to a SettingsError with one sentence.
+
+    Example of a message: "--port: the value must be less than or equal to 65535, but it is
+    '70000'."
+
+    Args:
+        labels: the flag or the variable that gave the value, by the name of the setting.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        # An example of pydantic's messages is "Input should be a valid integer, unable to parse
+        # string as an integer". The part after the comma repeats the first part.
+        requirement = re.sub("^(Input should|Value error,) |, unable to .*", "", first["msg"])
+        raise SettingsError(
+            f"{labels.get(name, name)}: the value must {requirement}, but it is {first['input']!r}."
+        ) from None
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def _settings_class(cls: type[ClassT]) -> type[ClassT]:
+    """Make `cls` a frozen dataclass whose constructor raises a SettingsError for a wrong value."""
+    config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    made: Any = dataclass(frozen=True, config=config)(cls)
+    pydantic_init = made.__init__
+
+    @functools.wraps(pydantic_init)
+    def init(self: object, **values: object) -> None:
+        with _settings_errors({}):
+            pydantic_init(self, **values)
+
+    made.__init__ = init
+    return made  # type: ignore[no-any-return]
+
+
+def _check_size(value: object) -> object:
+    """Raise a ValueError if `value` is a text that is not completely a size in bytes.
+
+    Without this check, pydantic's ByteSize would accept "4,096" as 4 bytes.
+    """
+    if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)? ?([kmgt]?i?b)?", value.lower()):
+        raise ValueError("be a number of bytes or text such as 64MiB")
+    return value
+
+
+_Bytes = Annotated[
+    int,
+    GetPydanticSchema(
+        lambda _, handler: handler(Annotated[ByteSize, BeforeValidator(_check_size)])
+    ),
+    Field(gt=0),
+]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+@_settings_class
 class Settings:
     """The settings of the frontend.
 
-    Each field has an environment variable, which its metadata names, and a flag of
-    `python -m nereid_client`. For example, `grpc_url` has the variable `NEREID_GRPC_URL` and the
-    flag `--grpc-url`. A flag takes precedence over a variable.
+    Each setting has an environment variable and a flag of `python -m nereid_client`. For example,
+    `grpc_url` has the variable `NEREID_GRPC_URL` and the flag `--grpc-url`. A flag takes precedence
+    over a variable.
     """
 
-    host: str = field(
-        default="127.0.0.1",
-        metadata={"env": "NEREID_OPENAI_HOST", "help": "The address to listen on."},
-    )
-    port: int = field(
-        default=9000, metadata={"env": "NEREID_OPENAI_PORT", "help": "The port to listen on."}
-    )
-    grpc_url: str = field(
-        default="127.0.0.1:8001",
-        metadata={
-            "env": "NEREID_GRPC_URL",
-            "help": "The host:port of the Triton server's gRPC endpoint.",
-        },
-    )
-    ensemble: str = field(
-        default="llm",
-        metadata={
-            "env": "NEREID_ENSEMBLE",
-            "help": "The name of the ensemble in the model repository.",
-        },
-    )
-    served_model_name: str = field(
-        default="",
-        metadata={
-            "env": "NEREID_SERVED_MODEL_NAME",
-            "help": "The name of the language model in requests and responses. The default is the "
-            "folder name of NEREID_MODEL, else the name of the ensemble.",
-        },
-    )
-    api_key: str = field(
-        default="",
-        repr=False,
-        metadata={
-            "env": "NEREID_API_KEY",
-            "help": "The API key. If it is set, requests need the header "
-            "`Authorization: Bearer KEY`.",
-        },
-    )
-    cors_origins: str = field(
-        default="",
-        metadata={
-            "env": "NEREID_CORS_ORIGINS",
-            "help": "The origins whose web pages may call the API, separated by commas. * allows "
-            "all origins.",
-        },
-    )
-    max_body_bytes: int = field(
-        default=64 * 1024 * 1024,
-        metadata={
-            "env": "NEREID_MAX_BODY_BYTES",
-            "help": "The maximum size of a request body, in bytes. Larger bodies are rejected "
-            "with a 413.",
-        },
-    )
-    max_prompts: int = field(
-        default=128,
-        metadata={
-            "env": "NEREID_MAX_PROMPTS",
-            "help": "The maximum number of prompts in a request to /v1/completions.",
-        },
-    )
-    max_concurrent_requests: int = field(
-        default=1024,
-        metadata={
-            "env": "NEREID_MAX_CONCURRENT_REQUESTS",
-            "help": "The maximum number of requests that run at the same time. Further requests "
-            "are rejected with a 429.",
-        },
-    )
-    request_timeout_s: int = field(
-        default=0,
-        metadata={
-            "env": "NEREID_REQUEST_TIMEOUT_S",
-            "help": "The maximum duration of a request, from its arrival to the end of its "
-            "response, in seconds. 0 means no limit.",
-        },
-    )
-    unread_timeout_s: int = field(
-        default=120,
-        metadata={
-            "env": "NEREID_UNREAD_TIMEOUT_S",
-            "help": "The connection of a client that reads nothing of its response for this many "
-            "seconds is closed. 0 means never.",
-        },
-    )
-    max_stored_responses: int = field(
-        default=1000,
-        metadata={
-            "env": "NEREID_MAX_STORED_RESPONSES",
-            "help": "The maximum number of stored responses of /v1/responses. The oldest ones are "
-            "deleted first. 0 turns the store off.",
-        },
-    )
-    max_stored_response_bytes: int = field(
-        default=256 * 1024 * 1024,
-        metadata={
-            "env": "NEREID_MAX_STORED_RESPONSE_BYTES",
-            "help": "The maximum size of all stored responses and their conversations, in bytes.",
-        },
-    )
-    stored_response_age_s: int = field(
-        default=3600,
-        metadata={
-            "env": "NEREID_STORED_RESPONSE_AGE_S",
-            "help": "The number of seconds after which a stored response is deleted.",
-        },
-    )
-    log_level: str = field(
-        default="info",
-        metadata={
-            "env": "NEREID_LOG_LEVEL",
-            "help": "The log level: debug, info, warning or error.",
-        },
-    )
+    host: _Text = "127.0.0.1"
+    """The address on which the frontend listens."""
 
-    def __post_init__(self) -> None:
-        """Check all values.
+    port: Annotated[int, Field(ge=0, le=65535)] = 9000
+    """The port on which the frontend listens."""
 
-        Raises: SettingsError.
-        """
-        if not 0 <= self.port <= 65535:
-            raise SettingsError(f"port must be from 0 to 65535, but it is {self.port}")
-        least = {"max_body_bytes": 1, "max_prompts": 1, "max_concurrent_requests": 1}
-        least |= {"request_timeout_s": 0, "unread_timeout_s": 0, "max_stored_responses": 0}
-        least |= {"max_stored_response_bytes": 1, "stored_response_age_s": 1}
-        for name, limit in least.items():
-            if getattr(self, name) < limit:
-                raise SettingsError(
-                    f"{name} must be at least {limit}, but it is {getattr(self, name)}"
-                )
-        if self.log_level not in LOG_LEVELS:
-            raise SettingsError(
-                f"log_level must be one of {', '.join(LOG_LEVELS)}, but it is {self.log_level!r}"
-            )
-        for name in ("ensemble", "grpc_url", "host"):
-            if not getattr(self, name):
-                raise SettingsError(f"{name} must not be empty")
+    grpc_url: _Text = "127.0.0.1:8001"
+    """The address `host:port` of the Triton server's gRPC endpoint."""
+
+    ensemble: _Text = "llm"
+    """The name of the language model in the model repository."""
+
+    served_model_name: str = ""
+    """The name of the language model in requests and responses. If this setting is not set, the
+    language model has the name of the checkpoint's folder."""
+
+    api_key: str = Field(default="", repr=False)
+    """The API key. If this setting is set, each request needs the header
+    `Authorization: Bearer KEY` or `api-key: KEY`."""
+
+    cors_origins: str = ""
+    """The origins whose web pages may call the API, separated by commas. `*` allows all origins. If
+    this setting is not set, no origin may call the API."""
+
+    max_body_bytes: _Bytes = 64 * 1024 * 1024
+    """The largest size of a request body. Larger bodies are rejected with the status 413."""
+
+    max_prompts: PositiveInt = 128
+    """The largest number of prompts in a request to `/v1/completions`."""
+
+    max_concurrent_requests: PositiveInt = 1024
+    """The largest number of requests that run at the same time. Further requests are rejected with
+    the status 429."""
+
+    request_timeout_s: NonNegativeInt = 0
+    """The longest time from the arrival of a request to the end of its response, in seconds. `0`
+    means no limit."""
+
+    unread_timeout_s: NonNegativeInt = 120
+    """If a client reads nothing of its response for this many seconds, its connection is closed.
+    `0` means never."""
+
+    max_stored_responses: NonNegativeInt = 1000
+    """The largest number of stored responses of `/v1/responses`. The oldest responses are deleted
+    first. `0` means that no response is stored."""
+
+    max_stored_response_bytes: _Bytes = 256 * 1024 * 1024
+    """The largest size of all stored responses and their conversations together."""
+
+    stored_response_age_s: PositiveInt = 3600
+    """The number of seconds after which a stored response is deleted."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The log level: `debug`, `info`, `warning` or `error`."""
 
     @property
     def model_name(self) -> str:
@@ -170,7 +167,14 @@ class Settings:
         return [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
 
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
+VARIABLES = {name: f"NEREID_{name.upper()}" for name in Settings.__annotations__} | {
+    "host": "NEREID_OPENAI_HOST",
+    "port": "NEREID_OPENAI_PORT",
+}
+"""The environment variable of each setting, by the name of the setting."""
+
+SCHEMA: dict[str, Any] = TypeAdapter(Settings).json_schema()["properties"]
+"""The JSON schema of each setting, with its description and default, by the name of the setting."""
 
 
 def settings_from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -178,15 +182,7 @@ def settings_from_environment(environment: Mapping[str, str] = os.environ) -> Se
 
     Raises: SettingsError that names the variable.
     """
-    values: dict[str, Any] = {}
-    for setting in fields(Settings):
-        variable = setting.metadata["env"]
-        text = environment.get(variable, "")
-        if text:
-            values[setting.name] = _parse(variable, text, setting.type)
-    if not values.get("served_model_name"):
-        values["served_model_name"] = PurePath(environment.get("NEREID_MODEL", "")).name
-    return Settings(**values)
+    return _from_texts(environment, {})
 
 
 def settings_from_flags(
@@ -198,43 +194,45 @@ def settings_from_flags(
         SettingsError: a value is wrong.
         SystemExit: a flag is unknown, or --help is given.
     """
-    base = settings_from_environment(environment)
     parser = argparse.ArgumentParser(
         prog="python -m nereid_client",
         description="Run the OpenAI-compatible frontend for a Triton server that already runs. "
         "`nereid serve` starts both. The environment variable of each flag is in brackets.",
         allow_abbrev=False,
     )
-    for setting in fields(Settings):
-        secret = not setting.repr
+    current = settings_from_environment(environment)
+    for name, setting in SCHEMA.items():
+        value = getattr(current, name)
+        shown = "" if name == "api_key" else f" The current value is {value!r}."
         parser.add_argument(
-            _flag(setting.name),
-            default=None,
-            metavar="N" if setting.type is int else "TEXT",
-            help=setting.metadata["help"]
-            + ("" if secret else f" The current value is {getattr(base, setting.name)!r}.")
-            + f" [{setting.metadata['env']}]",
+            _flag(name),
+            metavar="N" if isinstance(value, int) else "TEXT",
+            help=f"{setting['description']}{shown} [{VARIABLES[name]}]",
         )
-    arguments = vars(parser.parse_args(argv))
-    values: dict[str, Any] = {}
-    for setting in fields(Settings):
-        text = arguments[setting.name]
-        if text is None:
-            values[setting.name] = getattr(base, setting.name)
-        else:
-            values[setting.name] = _parse(_flag(setting.name), text, setting.type)
-    return Settings(**values)
+    flags = vars(parser.parse_args(argv))
+    return _from_texts(
+        environment, {name: text for name, text in flags.items() if text is not None}
+    )
+
+
+def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Settings:
+    """Return the settings from the environment and from flags.
+
+    Args:
+        environment: the environment variables.
+        flags: the values of the given flags, by the name of the setting.
+
+    Raises: SettingsError that names the flag or the variable.
+    """
+    checkpoint = PurePath(environment.get("NEREID_MODEL", ""))
+    given = {name: environment.get(variable, "") for name, variable in VARIABLES.items()}
+    given["served_model_name"] = given["served_model_name"] or checkpoint.name
+    texts = {name: text for name, text in given.items() if text} | dict(flags)
+    labels = VARIABLES | {name: _flag(name) for name in flags}
+    with _settings_errors(labels):
+        return TypeAdapter(Settings).validate_strings(texts)
 
 
 def _flag(name: str) -> str:
     """Return the flag of a setting, such as "--grpc-url" for "grpc_url"."""
     return "--" + name.replace("_", "-")
-
-
-def _parse(name: str, text: str, kind: Any) -> str | int:  # noqa: ANN401 - a field's type
-    if kind is not int:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise SettingsError(f"{name} must be an integer, but it is {text!r}") from None

@@ -1,20 +1,26 @@
 import pytest
 from nereid_backend import ConfigError, EngineConfig
-from nereid_backend.config import parse_bytes
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
     [("512MiB", 512 * 2**20), ("2 GiB", 2**31), ("1.5gb", 1_500_000_000), ("4096", 4096), (7, 7)],
 )
-def test_sizes_of_memory_are_read_with_their_units(text, size):
-    assert parse_bytes(text) == size
+def test_a_memory_size_is_a_number_or_a_text_with_a_unit(text, size):
+    config = EngineConfig("/m", kv_cache_memory=text, max_grammar_bytes=text)
+    assert (config.kv_cache_bytes, config.max_grammar_bytes) == (size, size)
 
 
-@pytest.mark.parametrize("text", ["", "-1", "2 bananas", "0", True, 0, 1.5])
-def test_what_is_no_size_of_memory_is_refused(text):
-    with pytest.raises(ConfigError, match="kv_cache_memory: the value must be a positive"):
-        parse_bytes(text)
+@pytest.mark.parametrize("value", ["", "-1", "2 bananas", "4,096", "2GiB or more", 1.5])
+def test_a_value_that_is_not_a_size_is_refused(value):
+    with pytest.raises(ConfigError, match="kv_cache_memory: the value must be a number of bytes"):
+        EngineConfig("/m", kv_cache_memory=value)
+
+
+@pytest.mark.parametrize("value", ["0", 0])
+def test_a_memory_size_of_zero_is_refused(value):
+    with pytest.raises(ConfigError, match="kv_cache_memory: the value must be greater than 0"):
+        EngineConfig("/m", kv_cache_memory=value)
 
 
 def test_settings_from_text_become_typed_fields():
@@ -31,13 +37,16 @@ def test_settings_from_text_become_typed_fields():
     assert (config.gpu_memory_utilization, config.max_model_len) == (0.5, None)
 
 
-def test_an_unknown_setting_is_an_error_that_suggests_the_nearest():
-    with pytest.raises(ConfigError, match='"max_modellen" is not known'):
+def test_an_unknown_setting_is_an_error_that_suggests_the_most_similar_one():
+    message = "max_modellen: this setting does not exist. Did you mean max_model_len?"
+    with pytest.raises(ConfigError, match=message):
         EngineConfig.from_settings({"model": "/m", "max_modellen": "3"})
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig("/m", max_modellen=3)
 
 
-def test_a_setting_that_is_no_number_is_named_with_its_value():
-    message = 'max_num_seqs: the value must be an integer, but it is "many"'
+def test_a_text_that_is_not_a_number_is_named():
+    message = "max_num_seqs: the value must be an integer, but it is 'many'"
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_settings({"model": "/m", "max_num_seqs": "many"})
 
@@ -56,6 +65,9 @@ def test_a_model_is_needed():
         {"max_num_seqs": "8"},
         {"max_model_len": 1},
         {"num_threads": 0},
+        {"prepack": 1},
+        {"grammar_timeout": 0},
+        {"model": ""},
         {"gpu_memory_utilization": 1.5},
         {"gpu_memory_utilization": float("nan")},
         {"kv_cache_memory": "lots"},
@@ -66,7 +78,7 @@ def test_a_model_is_needed():
 def test_a_wrong_value_is_refused_when_the_config_is_made(wrong):
     name = next(iter(wrong))
     with pytest.raises(ConfigError, match=f"{name}: the value must be"):
-        EngineConfig("/m", **wrong)
+        EngineConfig(**{"model": "/m", **wrong})
 
 
 def test_a_config_cannot_be_changed():

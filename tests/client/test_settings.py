@@ -21,7 +21,7 @@ def test_an_empty_variable_counts_as_unset():
     assert settings_from_environment({"NEREID_OPENAI_PORT": ""}).port == 9000
 
 
-def test_flags_win_over_the_environment():
+def test_flags_take_precedence_over_the_environment():
     environment = {"NEREID_OPENAI_PORT": "9100", "NEREID_ENSEMBLE": "mine"}
     settings = settings_from_flags(["--port", "9200"], environment)
     assert (settings.port, settings.ensemble) == (9200, "mine")
@@ -35,26 +35,49 @@ def test_flags_win_over_the_environment():
         ({}, "llm"),
     ],
 )
-def test_the_model_is_called_as_told_or_as_its_folder_or_as_the_ensemble(environment, name):
+def test_the_name_of_the_model_is_the_setting_else_the_folder_else_the_ensemble(environment, name):
     assert settings_from_environment(environment).model_name == name
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"NEREID_OPENAI_PORT": "90x"}, "NEREID_OPENAI_PORT must be an integer, but it is '90x'"),
-        ({"NEREID_OPENAI_PORT": "70000"}, "port must be from 0 to 65535, but it is 70000"),
-        ({"NEREID_MAX_BODY_BYTES": "0"}, "max_body_bytes must be at least 1, but it is 0"),
+        ({"NEREID_OPENAI_PORT": "90x"}, "must be a valid integer, but it is '90x'."),
+        (
+            {"NEREID_OPENAI_PORT": "70000"},
+            "must be less than or equal to 65535, but it is '70000'.",
+        ),
+        ({"NEREID_MAX_BODY_BYTES": "0"}, "must be greater than 0, but it is '0'."),
+        (
+            {"NEREID_MAX_BODY_BYTES": "4,096"},
+            "must be a number of bytes or text such as 64MiB, but it is '4,096'.",
+        ),
         (
             {"NEREID_LOG_LEVEL": "loud"},
-            "log_level must be one of debug, info, warning, error, but it is 'loud'",
+            "must be 'debug', 'info', 'warning' or 'error', but it is 'loud'.",
         ),
     ],
 )
-def test_an_unusable_value_is_named(environment, message):
+def test_the_message_names_the_variable_the_limit_and_the_value(environment, message):
     with pytest.raises(SettingsError) as caught:
         settings_from_environment(environment)
-    assert str(caught.value).startswith(message)
+    [variable] = environment
+    assert str(caught.value) == f"{variable}: the value {message}"
+
+
+def test_the_message_names_the_flag_of_a_wrong_value():
+    with pytest.raises(SettingsError, match=r"^--port: the value must be .* but it is '-1'\.$"):
+        settings_from_flags(["--port=-1"], {"NEREID_OPENAI_PORT": "9000"})
+
+
+def test_the_constructor_names_the_setting_of_a_wrong_value():
+    with pytest.raises(SettingsError, match="^port: the value must be greater than or equal to 0"):
+        Settings(port=-1)
+
+
+@pytest.mark.parametrize(("text", "size"), [("64MiB", 2**26), ("1.5 GB", 1_500_000_000), ("9", 9)])
+def test_a_size_is_a_number_or_a_text_with_a_unit(text, size):
+    assert settings_from_environment({"NEREID_MAX_BODY_BYTES": text}).max_body_bytes == size
 
 
 def test_an_unknown_or_shortened_flag_is_an_error(capsys):
@@ -65,7 +88,7 @@ def test_an_unknown_or_shortened_flag_is_an_error(capsys):
         assert flag in capsys.readouterr().err
 
 
-def test_help_shows_variables_and_values_but_no_key(capsys):
+def test_help_shows_variables_and_values_but_not_the_key(capsys):
     with pytest.raises(SystemExit):
         settings_from_flags(["--help"], {"NEREID_API_KEY": "s3cret"})
     output = capsys.readouterr().out

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 from nereid_backend.serving import tensor_names
-from nereid_backend.serving.serving_settings import OTHER_NAMES
-from nereid_client.settings import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 
@@ -61,11 +59,3 @@ def test_the_ensemble_maps_every_tensor_of_a_step(model):
     for kind in ("input", "output"):
         mapped = re.findall(rf'{kind}_map {{ key: "(\w+)" value: "(\w+)" }}', step)
         assert {key for key, _ in mapped} == set(block(model, kind))
-
-
-def test_the_backend_leaves_the_frontends_settings_alone():
-    variables = {
-        field.metadata["env"].removeprefix("NEREID_").lower()
-        for field in Settings.__dataclass_fields__.values()
-    }
-    assert variables <= OTHER_NAMES

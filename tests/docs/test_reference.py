@@ -6,14 +6,9 @@ import re
 import subprocess
 import sys
 import types
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
-from nereid_backend import EngineConfig
-from nereid_backend.pooling.pooling_config import PoolingConfig
-from nereid_backend.serving.pooling.pooling_settings import PoolingServing
-from nereid_backend.serving.serving_settings import ServingSettings
 from nereid_client.app import create_app
 from nereid_client.cli.main import build_parser
 from nereid_client.middleware.request_metrics import RequestMetrics
@@ -22,7 +17,6 @@ from nereid_client.settings import Settings
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 CODE = re.compile(r"`([^`]+)`")
-POOLING = ("EMBEDDING", "RERANK")
 
 
 def page(name):
@@ -52,78 +46,20 @@ def assert_no_name_twice(found):
     assert len(found) == len(set(found))
 
 
-def shown(value):
-    """Return the ways in which a page may show a default value."""
-    if isinstance(value, bool):
-        return {f"`{str(value).lower()}`"}
-    texts = {f"`{value}`", f"`{value:g}`" if isinstance(value, float) else ""}
-    if isinstance(value, int):
-        texts |= {f"{value / 2**10:g} KiB", f"{value / 2**20:g} MiB"}
-    return texts
-
-
-def assert_default(name, cell, default):
-    """Compare a default value. A page may describe the defaults None and "" in words."""
-    if default not in (None, "", MISSING):
-        assert cell in shown(default), name
-
-
 # ---- settings
 
 
-def engine_settings():
-    """Return the default value of each variable of the language model."""
-    found = {}
-    for config in (ServingSettings, EngineConfig):
-        found |= {f"NEREID_{one.name.upper()}": one.default for one in fields(config)}
-    return found
-
-
-def pooling_settings():
-    return {
-        f"NEREID_X_{one.name.upper()}": one.default
-        for config in (PoolingServing, PoolingConfig)
-        for one in fields(config)
-    }
-
-
-def frontend_settings():
-    return {one.metadata["env"]: one.default for one in fields(Settings)}
-
-
-def test_the_settings_page_lists_every_setting_once():
-    found = [name for name in names(page("settings.md")) if name.startswith("NEREID_")]
-    assert_no_name_twice(found)
-    known = {**engine_settings(), **pooling_settings(), **frontend_settings()}
-    assert set(found) == set(known)
-
-
-def test_the_settings_page_gives_the_defaults_of_the_code():
-    known = {**engine_settings(), **pooling_settings(), **frontend_settings()}
-    for cells in rows(page("settings.md")):
-        name = CODE.findall(cells[0])[0]
-        assert_default(name, cells[1], known[name])
-
-
-def test_the_settings_page_gives_the_flags_of_each_setting():
-    actions = commands()["serve"]._actions
-    for cells in rows(page("settings.md")):
-        variable, *flags = CODE.findall(cells[0])
-        known = {
-            flag
-            for action in actions
-            if re.search(rf"\b{variable}\b", action.help or "")
-            for flag in action.option_strings
-        }
-        assert set(flags) == known, variable
+def test_everything_that_is_derived_from_the_settings_is_up_to_date():
+    tool = ROOT / "docs_tools" / "write_settings.py"
+    result = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_every_variable_on_any_page_exists():
-    known = {*engine_settings(), *frontend_settings(), "NEREID_X_"}
-    known |= {
-        name.replace("_X_", f"_{kind}_", 1) for name in pooling_settings() for kind in POOLING
+    rows = {name for name in names(page("settings.md")) if name.startswith("NEREID_")}
+    known = {"NEREID_", "NEREID_X_"} | {
+        row.replace("_X_", f"_{kind}_") for row in rows for kind in ("X", "EMBEDDING", "RERANK")
     }
-    known |= {*pooling_settings(), "NEREID_"}
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]:
         if "history" in path.parts:
             continue
@@ -248,9 +184,10 @@ def test_the_command_line_page_lists_every_flag_with_its_default(name):
     found = page_flags(f"## nereid {name}")
     assert set(found) == set(known)
     for flag, default in known.items():
-        # argparse stores False for a switch, and a path of this machine for a folder.
-        if default is not False and not isinstance(default, Path):
-            assert_default(flag, found[flag], default)
+        # The page describes the default None in words. argparse stores False for a switch, and a
+        # path of this machine for a folder.
+        if default is not None and default is not False and not isinstance(default, Path):
+            assert found[flag] == f"`{default}`", flag
 
 
 def test_the_command_line_page_has_every_command_of_nereid():

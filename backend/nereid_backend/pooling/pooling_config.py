@@ -1,66 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of an embedding model or reranker, validated when they are created."""
+"""The settings of an embedding model or reranker."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Literal, Self, get_args
 
-from nereid_backend.config import check_checkpoint, check_choice, check_count
-from nereid_backend.text_settings import from_texts
+from pydantic import PositiveInt
 
-TASKS = ("auto", "embed", "rerank", "classify")
-POOLERS = ("cls", "lasttoken", "mean", "weightedmean", "mean_sqrt_len_tokens", "max", "splade")
+from nereid_backend.settings_schema import (
+    CheckpointPath,
+    Device,
+    Dtype,
+    check_names,
+    from_texts,
+    setting_names,
+    settings_class,
+)
+
+_Pooler = Literal[
+    "cls", "lasttoken", "mean", "weightedmean", "mean_sqrt_len_tokens", "max", "splade"
+]
+POOLERS: tuple[str, ...] = get_args(_Pooler)
 
 
-@dataclass(frozen=True, slots=True)
+@settings_class
 class PoolingConfig:
     """The settings of a model that embeds, reranks or classifies.
-
-    Attributes:
-        model: the folder of a Hugging Face or sentence-transformers checkpoint with safetensors
-            weights.
-        task: "embed", "rerank", "classify" or "auto". "auto" means the task in the checkpoint's
-            files. A generative checkpoint has no task in its files. It can embed (the vector of the
-            last token) or rerank (it answers yes or no).
-        pooling: the method that turns token vectors into one vector. None means the method in the
-            checkpoint's files.
-        dtype: the data type of the weights. "auto" means the checkpoint's own type, except that a
-            float16 checkpoint runs in float32 on a CPU.
-        device: "auto", "cpu", "cuda" or "cuda:N". "auto" means the first GPU, or the CPU if there
-            is no GPU.
-        max_batch_tokens: the largest number of tokens in one step. A longer input is computed
-            alone. None means 1024 on a CPU and 16384 on a GPU.
-        max_model_len: the length limit of inputs in tokens. None means the limit in the
-            checkpoint's files.
-        max_num_waiting: the largest number of waiting inputs. Further inputs are refused.
-        num_threads: the number of CPU threads of torch. None means all CPUs that this process may
-            use, except one.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range.
     """
 
-    model: str
-    task: str = "auto"
-    pooling: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    max_batch_tokens: int | None = None
-    max_model_len: int | None = None
-    max_num_waiting: int = 100_000
-    num_threads: int | None = None
+    model: CheckpointPath
+    """The folder of a Hugging Face or sentence-transformers checkpoint with safetensors weights.
+    The value `none` disables the model. A relative path in `config.pbtxt` is relative to the model
+    repository, and is ignored if the folder does not exist."""
 
-    def __post_init__(self) -> None:
-        check_checkpoint(self.model, self.dtype, self.device)
-        check_choice("task", self.task, TASKS)
-        if self.pooling is not None:
-            check_choice("pooling", self.pooling, POOLERS)
-        check_count("max_num_waiting", self.max_num_waiting, minimum=1)
-        for name in ("max_batch_tokens", "max_model_len", "num_threads"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), minimum=1)
+    task: Literal["auto", "embed", "rerank", "classify"] = "auto"
+    """`auto`, `embed`, `rerank` or `classify`. `auto` means the task in the checkpoint's files. The
+    files of a generative checkpoint contain no task. Such a model can embed (it returns the vector
+    of the last token) or rerank (it answers yes or no)."""
+
+    pooling: _Pooler | None = None
+    """The method that turns the token vectors of a text into one vector: `cls`, `lasttoken`,
+    `mean`, `weightedmean`, `mean_sqrt_len_tokens`, `max` or `splade`. If this setting is not set,
+    the checkpoint's files determine the method."""
+
+    dtype: Dtype = "auto"
+    """The data type of the weights: `auto`, `float32`, `bfloat16` or `float16`. `auto` means the
+    data type of the checkpoint, but float32 for a float16 checkpoint on a CPU."""
+
+    device: Device = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:N`. `auto` means the first GPU, or the CPU if there is no
+    GPU."""
+
+    max_batch_tokens: PositiveInt | None = None
+    """The largest number of tokens in one step. A longer input is computed alone. If this setting
+    is not set, the limit is 1024 on a CPU and 16384 on a GPU."""
+
+    max_model_len: PositiveInt | None = None
+    """The largest number of tokens in one input. If this setting is not set, the checkpoint's files
+    determine the limit."""
+
+    max_num_waiting: PositiveInt = 100_000
+    """The largest number of waiting inputs. Further inputs are refused."""
+
+    num_threads: PositiveInt | None = None
+    """The number of CPU threads for tensor operations. If this setting is not set, the model uses
+    all CPUs but one."""
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, str]) -> "PoolingConfig":
+    def from_settings(cls, settings: Mapping[str, str]) -> Self:
         """Return a configuration built from text values, such as environment variables.
 
         Args:
@@ -70,4 +79,5 @@ class PoolingConfig:
         Raises:
             ConfigError: a name is unknown or a value is wrong.
         """
+        check_names(settings, setting_names(cls))
         return from_texts(cls, settings)

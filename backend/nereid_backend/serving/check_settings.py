@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates the settings of all models within a tenth of a second, before anything is loaded.
+"""Validates the settings of all models in a fraction of a second, before anything is loaded.
 
     python -m nereid_backend.serving.check_settings MODEL_REPOSITORY
 
 The program reads the NEREID_* variables and the parameters of each config.pbtxt as the models do,
 and prints one line for each wrong setting. Its exit code is 2 if a setting is wrong, else 0. The
-program does not detect problems that depend on the checkpoint or the machine, such as too little
-memory or a missing GPU. The models report those when they load.
+program does not detect problems that depend on the machine, such as too little memory or a missing
+GPU. The models report those when they load.
 """
 
 import json
@@ -14,13 +14,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from nereid_parsers import NereidParsersError, get_format
-
+from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
-from nereid_backend.serving import pooling_tensor_names as pooling_names
 from nereid_backend.serving.pooling.pooling_settings import read_pooling_settings
+from nereid_backend.serving.pooling_tensor_names import EMBEDDING, RERANK
 from nereid_backend.serving.serving_settings import ServingSettings, read_settings
 
 EXIT_WRONG_SETTINGS = 2
@@ -35,27 +36,16 @@ _PARAMETER = re.compile(
 
 def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return one message for each wrong setting of a repository's models, without repetitions."""
-
-    def read_language_model(arguments: Mapping[str, str]) -> None:
-        settings, _ = read_settings(arguments, environ)
-        _check_formats(settings)
-
-    def read_pooling_model(kind: str) -> Callable[[Mapping[str, str]], object]:
-        return lambda arguments: read_pooling_settings(kind, arguments, environ)
-
-    readers = {
-        **dict.fromkeys(("tokenizer", "executor", "postprocessor"), read_language_model),
-        **{
-            kind: read_pooling_model(kind)
-            for kind in (pooling_names.EMBEDDING, pooling_names.RERANK)
-        },
+    checks: dict[str, Callable[[Mapping[str, str], Mapping[str, str]], object]] = {
+        **dict.fromkeys(("tokenizer", "executor", "postprocessor"), _check_language_model),
+        **{kind: partial(read_pooling_settings, kind) for kind in (EMBEDDING, RERANK)},
     }
     problems: list[str] = []
-    for model, read in readers.items():
+    for model, check in checks.items():
         path = repository / model / "config.pbtxt"
         if path.is_file():
             try:
-                read(_arguments(path))
+                check(_arguments(path), environ)
             except ConfigError as error:
                 problems.append(str(error))
     return list(dict.fromkeys(problems))
@@ -74,6 +64,13 @@ def _arguments(path: Path) -> dict[str, str]:
     }
 
 
+def _check_language_model(args: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Raise a ConfigError if a setting of the language model is wrong."""
+    settings, config = read_settings(args, environ)
+    _check_formats(settings)
+    _check_length(config)
+
+
 def _check_formats(settings: ServingSettings) -> None:
     """Raise a ConfigError if a parser setting is not the name of a chat format."""
     for setting, argument, name in (
@@ -81,10 +78,35 @@ def _check_formats(settings: ServingSettings) -> None:
         ("tool_parser", "tools", settings.tool_parser),
     ):
         if name not in ("", _NO_FORMAT):
+            # The parsers are imported only here, because the import takes as long as all checks.
+            from nereid_parsers import NereidParsersError, get_format
+
             try:
                 get_format(**{argument: name})
             except NereidParsersError as error:
                 raise ConfigError(f"{setting}: {error}") from error
+
+
+def _check_length(config: EngineConfig) -> None:
+    """Raise a ConfigError if max_model_len exceeds the limit in the checkpoint's config.json.
+
+    The engine compares max_model_len with further limits when it loads the checkpoint. An
+    unreadable config.json is not reported here, because `nereid serve` has checked the file.
+    """
+    try:
+        path = Path(config.model) / "config.json"
+        checkpoint: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    # The settings of a model for text and images are nested.
+    decoder = checkpoint.get("text_config", checkpoint)
+    for name in ("max_position_embeddings", "n_positions"):
+        limit = decoder.get(name)
+        if config.max_model_len and isinstance(limit, int) and 0 < limit < config.max_model_len:
+            raise ConfigError(
+                f"max_model_len: the value must be at most {limit} ({name} in {path}), but it is "
+                f"{config.max_model_len}."
+            )
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:

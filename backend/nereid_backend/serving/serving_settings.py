@@ -1,161 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the Triton models' settings from config.pbtxt and from the variables NEREID_*.
+"""The settings of the Triton models, read from config.pbtxt and from the variables NEREID_*.
 
-An environment variable overrides the parameter of the same name.
+An environment variable overrides the parameter of the same name in config.pbtxt.
 """
 
 import json
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from nereid_backend.config import EngineConfig
-from nereid_backend.errors import ConfigError
-from nereid_backend.serving.pooling_tensor_names import SETTING_NAMES as POOLING_NAMES
-from nereid_backend.text_settings import from_texts, split_texts
-
-PREFIX = "NEREID_"
-
-# Settings of the OpenAI frontend, of the start command and of the pooling models. Their variables
-# have the same prefix, but the language model's stubs do not read them.
-OTHER_NAMES = POOLING_NAMES | frozenset(
-    {
-        "api_key",
-        "cors_origins",
-        "ensemble",
-        "grpc_url",
-        "log_level",
-        "max_body_bytes",
-        "max_concurrent_requests",
-        "max_prompts",
-        "max_stored_response_bytes",
-        "max_stored_responses",
-        "openai_host",
-        "openai_port",
-        "python",
-        "request_timeout_s",
-        "served_model_name",
-        "stored_response_age_s",
-        "unread_timeout_s",
-    }
+from nereid_backend.pooling.pooling_config import PoolingConfig
+from nereid_backend.serving.pooling_tensor_names import EMBEDDING, RERANK
+from nereid_backend.settings_schema import (
+    CheckpointPath,
+    check_names,
+    from_texts,
+    setting_names,
+    settings_class,
 )
 
+_PREFIX = "NEREID_"
+# The names of the OpenAI frontend's variables without the prefix, one on each line. This package
+# must not import the frontend. docs_tools/write_settings.py writes the file.
+_FRONTEND_VARIABLES = Path(__file__).with_name("frontend_variables.txt")
 
-@dataclass(frozen=True, slots=True)
+
+@settings_class
 class ServingSettings:
-    """The settings of the Triton models, in addition to the engine's settings.
+    """The settings of the language model's Triton models, in addition to the engine's settings."""
 
-    Attributes:
-        model: the folder of the checkpoint. A relative path in config.pbtxt is relative to the
-            model repository, and a relative path in NEREID_MODEL to the working directory.
-        reasoning_parser: the name of the format in which the checkpoint writes reasoning. Empty
-            means that the format is derived from the chat template. "none" leaves reasoning in the
-            content.
-        tool_parser: the name of the format in which the checkpoint writes tool calls. Empty means
-            that the format is derived from the chat template. "none" leaves tool calls in the
-            content.
-        parser_policy: "lenient" keeps text around tool calls and passes invalid arguments on.
-            "strict" accepts only tool calls that directly follow the reasoning, and repairs or
-            drops invalid arguments. Empty means the format's own policy.
-        responses_per_second: the largest number of responses that all streams together send in one
-            second. Tokens of a stream are merged until its next response. 0 means that the value
-            depends on the number of CPUs.
-        heartbeat_ms: the interval at which a request without new tokens sends an empty step. The
-            server reports only with a step that the client has disconnected.
-        keepalive_ms: the time without output after which a stream sends an empty response, so that
-            the server's HTTP endpoint notices a disconnected client. 0 means never.
-        stale_after_ms: the time after which a stream is aborted if its steps are not consumed. Some
-            server versions drop the steps of a cancelled stream without reporting it.
-        max_streams: the largest number of sequences in the executor, including waiting ones.
-        engine_start_timeout_s: the time limit for loading a checkpoint.
-        max_engine_restarts: the number of restarts of the engine process without a finished request
-            in between, after which the executor gives up.
-        engine_hang_timeout_s: the time limit of one engine step. An engine that exceeds it is
-            killed and restarted. 0 means no limit.
-        max_waiting_tokens: the largest number of prompt tokens of all waiting requests together. 0
-            means no limit.
-        max_pending_tokens: the largest number of unsent tokens of one stream. A stream that exceeds
-            it ends with an error.
-        default_queue_timeout_s: the time limit for waiting in the queue, for requests without the
-            field queue_timeout. 0 means no limit.
-        default_timeout_s: the time limit of a whole request, for requests without the field
-            timeout. 0 means no limit.
-        engine: "scripted" replaces the model by a test tool that writes scripted output (see
-            scripted_engine.py). Empty means the real engine.
-        script: the path of the script for the scripted engine.
-    """
+    model: CheckpointPath
+    """The folder of the checkpoint, as in EngineConfig."""
 
-    model: str
     reasoning_parser: str = ""
-    tool_parser: str = ""
-    parser_policy: str = ""
-    responses_per_second: int = 0
-    heartbeat_ms: int = 250
-    keepalive_ms: int = 0
-    stale_after_ms: int = 5_000
-    max_streams: int = 4096
-    engine_start_timeout_s: int = 3600
-    max_engine_restarts: int = 3
-    engine_hang_timeout_s: int = 60
-    max_waiting_tokens: int = 2**22
-    max_pending_tokens: int = 65_536
-    default_queue_timeout_s: float = 0.0
-    default_timeout_s: float = 0.0
-    engine: str = ""
-    script: str = ""
+    """The name of the format in which the checkpoint writes reasoning. If this setting is not set,
+    the format is derived from the chat template. `none` leaves reasoning in the content."""
 
-    def __post_init__(self) -> None:
-        if self.engine not in _ENGINES:
-            raise ConfigError(
-                f'engine: the value must be "scripted" or empty, but it is "{self.engine}".'
-            )
-        if self.parser_policy not in ("", "lenient", "strict"):
-            raise ConfigError(
-                f"parser_policy: the value must be lenient or strict, but it is "
-                f'"{self.parser_policy}".'
-            )
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name}: the value must be at least 1, but it is {value}.")
-        for name in _NOT_NEGATIVE:
-            value = getattr(self, name)
-            if value < 0:
-                raise ConfigError(f"{name}: the value must be at least 0, but it is {value}.")
+    tool_parser: str = ""
+    """The name of the format in which the checkpoint writes tool calls. If this setting is not set,
+    the format is derived from the chat template. `none` leaves tool calls in the content."""
+
+    parser_policy: Literal["", "lenient", "strict"] = ""
+    """`lenient` keeps text around tool calls and forwards tool call arguments that are not valid
+    JSON. `strict` accepts tool calls only directly after the reasoning, and repairs or drops
+    invalid arguments. If this setting is not set, the format determines the policy."""
+
+    responses_per_second: NonNegativeInt = 0
+    """The largest number of responses per second, for all streams together. `0` means 160 for each
+    CPU, but at most 4000."""
+
+    heartbeat_ms: PositiveInt = 250
+    """If a request has no new tokens, the executor checks at this interval whether the client is
+    still connected."""
+
+    keepalive_ms: NonNegativeInt = 0
+    """If a stream has no new tokens, the server sends an empty response at this interval, so that
+    the Triton server's HTTP endpoint detects a disconnected client. `0` means never."""
+
+    stale_after_ms: PositiveInt = 5_000
+    """The time after which a stream is aborted if the Triton server accepts no response of the
+    stream. Some server versions drop the responses of a cancelled stream without reporting it."""
+
+    max_streams: PositiveInt = 4096
+    """The largest number of running and waiting sequences."""
+
+    engine_start_timeout_s: PositiveInt = 3600
+    """The longest time for loading a checkpoint."""
+
+    max_engine_restarts: NonNegativeInt = 3
+    """If the engine process restarts this number of times without finishing a request, the server
+    rejects all further requests."""
+
+    engine_hang_timeout_s: NonNegativeInt = 60
+    """The longest time of one step. An engine process that exceeds this time is killed and
+    restarted. `0` means no limit."""
+
+    max_waiting_tokens: NonNegativeInt = 2**22
+    """The largest number of prompt tokens of all waiting requests together. `0` means no limit."""
+
+    max_pending_tokens: PositiveInt = 65_536
+    """The largest number of generated tokens of one stream that wait to be sent. A stream that
+    exceeds this number ends with an error."""
+
+    default_queue_timeout_s: NonNegativeFloat = 0.0
+    """The longest time in the queue for requests without the field `queue_timeout`. `0` means no
+    limit."""
+
+    default_timeout_s: NonNegativeFloat = 0.0
+    """The longest total time of requests without the field `timeout`. `0` means no limit."""
+
+    engine: Literal["", "scripted"] = ""
+    """`scripted` replaces the model by a test program that writes scripted output. If this setting
+    is not set, the real engine runs."""
+
+    script: str = ""
+    """The path of the script for the scripted engine."""
 
     @property
     def engine_module(self) -> str:
         """The name of the Python module that the engine process runs."""
-        return _ENGINES[self.engine]
+        name = "scripted_engine" if self.engine == "scripted" else "engine_process"
+        return f"nereid_backend.serving.executor.{name}"
 
 
-_POSITIVE = (
-    "heartbeat_ms",
-    "stale_after_ms",
-    "max_streams",
-    "max_pending_tokens",
-    "engine_start_timeout_s",
-)
-_NOT_NEGATIVE = (
-    "responses_per_second",
-    "max_engine_restarts",
-    "keepalive_ms",
-    "engine_hang_timeout_s",
-    "max_waiting_tokens",
-    "default_queue_timeout_s",
-    "default_timeout_s",
-)
-_ENGINES = {
-    "": "nereid_backend.serving.executor.engine_process",
-    "scripted": "nereid_backend.serving.executor.scripted_engine",
-}
+@settings_class
+class PoolingServing:
+    """The settings of the Triton model `embedding` or `rerank`, in addition to PoolingConfig."""
+
+    served_model_name: str = ""
+    """The name of the model in the HTTP API. If this setting is not set, the model has the name of
+    the checkpoint's folder."""
+
+    max_requests: PositiveInt = 4096
+    """The largest number of requests in the model at the same time. Further requests are
+    refused."""
+
+    start_timeout_s: PositiveInt = 3600
+    """The longest time for loading a checkpoint."""
+
+    hang_timeout_s: NonNegativeInt = 60
+    """The longest time of one step. A worker process that exceeds this time is killed and
+    restarted. `0` means no limit."""
+
+    max_restarts: NonNegativeInt = 3
+    """The number of consecutive restarts of the worker process after which the server rejects all
+    requests to the model."""
+
+
+_LANGUAGE_MODEL_NAMES = setting_names(ServingSettings, EngineConfig)
+_POOLING_NAMES = setting_names(PoolingServing, PoolingConfig)
 
 
 def read_settings(
     args: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[ServingSettings, EngineConfig]:
-    """Return the settings of one Triton model.
+    """Return the settings of the language model.
 
     Args:
         args: the arguments of the model's `initialize`. "model_config" is JSON text, and
@@ -165,9 +148,10 @@ def read_settings(
     Raises:
         ConfigError: a name is unknown, a value is wrong, or `model` is missing.
     """
-    texts = parameters(args) | variables(PREFIX, environ, OTHER_NAMES)
-    serving, engine = split_texts(texts, ServingSettings, EngineConfig)
-    return from_texts(ServingSettings, serving), EngineConfig.from_settings(engine)
+    texts = parameters(args)
+    check_names(texts, _LANGUAGE_MODEL_NAMES)
+    texts |= variables(_PREFIX, environ)
+    return from_texts(ServingSettings, texts), from_texts(EngineConfig, texts)
 
 
 def parameters(args: Mapping[str, str]) -> dict[str, str]:
@@ -187,22 +171,36 @@ def parameters(args: Mapping[str, str]) -> dict[str, str]:
     return texts
 
 
-def variables(
-    prefix: str, environ: Mapping[str, str], others: Collection[str] = ()
-) -> dict[str, str]:
-    """Return the settings in the environment variables that begin with `prefix`.
+def variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of the environment variables that begin with `prefix`.
 
     Empty variables are skipped. Example: with the prefix "NEREID_", the variable
     `NEREID_MAX_NUM_SEQS=8` returns `{"max_num_seqs": "8"}`.
 
     Args:
-        prefix: the prefix of the variables' names.
+        prefix: "NEREID_", "NEREID_EMBEDDING_" or "NEREID_RERANK_".
         environ: all environment variables.
-        others: settings that another program reads. They are skipped.
+
+    Raises:
+        ConfigError: a variable begins with "NEREID_" and is not a setting, also not one of another
+            model or of the frontend.
     """
-    texts = {
-        variable.removeprefix(prefix).lower(): text.strip()
+    given = {
+        variable.removeprefix(_PREFIX): text.strip()
         for variable, text in environ.items()
-        if variable.startswith(prefix) and text.strip()
+        if variable.startswith(_PREFIX) and text.strip()
     }
-    return {name: text for name, text in texts.items() if name not in others}
+    check_names(given, _variable_names(), prefix=_PREFIX)
+    own_prefix = prefix.removeprefix(_PREFIX)
+    return {
+        name.removeprefix(own_prefix).lower(): text
+        for name, text in given.items()
+        if name.startswith(own_prefix)
+    }
+
+
+def _variable_names() -> list[str]:
+    """Return the names of all environment variables of Nereid, without the prefix NEREID_."""
+    pooling = [f"{kind}_{name}" for kind in (EMBEDDING, RERANK) for name in _POOLING_NAMES]
+    backend = [name.upper() for name in [*_LANGUAGE_MODEL_NAMES, *pooling]]
+    return backend + _FRONTEND_VARIABLES.read_text(encoding="utf-8").split()

@@ -1,6 +1,7 @@
 """`nereid serve`: run a Triton server and the OpenAI frontend together."""
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -10,7 +11,8 @@ from typing import TypeVar
 
 from nereid_client.cli.install_server_command import LAUNCHER_MARK, launcher_path
 from nereid_client.cli.libpython import find_libpython
-from nereid_client.console import CliError
+from nereid_client.console import CliError, complain
+from nereid_client.settings import SCHEMA, VARIABLES
 from nereid_client.supervise import pooling_models, startup_checks
 from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.restart_policy import RestartPolicy
@@ -23,72 +25,31 @@ from nereid_client.supervise.supervisor import (
 
 _Number = TypeVar("_Number", int, float)
 
-# Flags of the language model: (environment variable, metavar, help). The backend reads the
-# variables and checks their values.
+# The descriptions of the language model's settings, by variable. This package must not import the
+# backend, which declares these settings. docs_tools/write_settings.py writes the file.
+_ENGINE_SETTINGS = Path(__file__).with_name("engine_settings.json")
+# Flags of the language model and their metavars. The backend checks the values.
 _ENGINE_FLAGS = {
-    "--max-model-len": (
-        "NEREID_MAX_MODEL_LEN",
-        "N",
-        "The maximum number of tokens in the prompt and the response together.",
-    ),
-    "--kv-cache-memory": (
-        "NEREID_KV_CACHE_MEMORY",
-        "SIZE",
-        "The memory for the KV cache, such as 2GiB.",
-    ),
-    "--dtype": (
-        "NEREID_DTYPE",
-        "NAME",
-        "The data type of the model: auto, float32, bfloat16 or float16.",
-    ),
-    "--reasoning-parser": (
-        "NEREID_REASONING_PARSER",
-        "NAME",
-        "The format of reasoning. The default is derived from the chat template. The value none "
-        "turns the parser off.",
-    ),
-    "--tool-parser": (
-        "NEREID_TOOL_PARSER",
-        "NAME",
-        "The format of tool calls. The default is derived from the chat template. The value none "
-        "turns the parser off.",
-    ),
-    "--max-num-seqs": (
-        "NEREID_MAX_NUM_SEQS",
-        "N",
-        "The maximum number of sequences that run at the same time.",
-    ),
-    "--max-num-batched-tokens": (
-        "NEREID_MAX_NUM_BATCHED_TOKENS",
-        "N",
-        "The maximum number of tokens in one step of the engine.",
-    ),
+    "--max-model-len": "N",
+    "--kv-cache-memory": "SIZE",
+    "--dtype": "NAME",
+    "--reasoning-parser": "NAME",
+    "--tool-parser": "NAME",
+    "--max-num-seqs": "N",
+    "--max-num-batched-tokens": "N",
 }
-# Flags of the frontend. Only the frontend gets these variables.
+# Flags of the frontend: (name in Settings, metavar). --host is the address of all servers.
 _FRONTEND_FLAGS = {
-    "--max-concurrent-requests": (
-        "NEREID_MAX_CONCURRENT_REQUESTS",
-        "N",
-        "The maximum number of requests that run at the same time. Further requests are rejected "
-        "with a 429. The default is 1024.",
-    ),
-    "--request-timeout": (
-        "NEREID_REQUEST_TIMEOUT_S",
-        "S",
-        "The maximum duration of a request, in seconds. The default is 0, no limit.",
-    ),
-    "--unread-timeout": (
-        "NEREID_UNREAD_TIMEOUT_S",
-        "S",
-        "A request ends if its client reads nothing for this many seconds. The default is 120.",
-    ),
+    "--openai-port": ("port", "N"),
+    "--max-concurrent-requests": ("max_concurrent_requests", "N"),
+    "--request-timeout": ("request_timeout_s", "S"),
+    "--unread-timeout": ("unread_timeout_s", "S"),
+    "--log-level": ("log_level", "LEVEL"),
 }
-_FRONTEND_VARIABLES = {variable for variable, _, _ in _FRONTEND_FLAGS.values()}
 _PORT_FLAGS = {
     "--http-port": (8000, "The port of the Triton server's HTTP endpoint."),
     "--grpc-port": (8001, "The port of the Triton server's gRPC endpoint."),
     "--metrics-port": (8002, "The port of the Triton server's metrics."),
-    "--openai-port": (9000, "The port of the OpenAI frontend."),
 }
 
 
@@ -117,21 +78,29 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="The name of the model in the API. The default is the name of the folder. "
         "[NEREID_SERVED_MODEL_NAME]",
     )
-    for flag, (variable, metavar, text) in _ENGINE_FLAGS.items():
-        model.add_argument(flag, metavar=metavar, help=f"{text} [{variable}]")
+    engine_settings = json.loads(_ENGINE_SETTINGS.read_text(encoding="utf-8"))
+    for flag, metavar in _ENGINE_FLAGS.items():
+        variable = _engine_variable(flag)
+        model.add_argument(flag, metavar=metavar, help=f"{engine_settings[variable]} [{variable}]")
     pooling_models.add_flags(parser.add_argument_group("embedding model and reranker"))
     endpoints = parser.add_argument_group("endpoints")
     endpoints.add_argument(
         "--host",
-        default="127.0.0.1",
-        help="The address on which all servers listen. The default is %(default)s.",
+        help="The address on which all servers listen. The default is 127.0.0.1. The variable "
+        "changes the address of the OpenAI frontend only. [NEREID_OPENAI_HOST]",
     )
     for flag, (port, text) in _PORT_FLAGS.items():
         endpoints.add_argument(
             flag, type=int, default=port, metavar="N", help=f"{text} The default is {port}."
         )
-    for flag, (variable, metavar, text) in _FRONTEND_FLAGS.items():
-        endpoints.add_argument(flag, metavar=metavar, help=f"{text} [{variable}]")
+    for flag, (name, metavar) in _FRONTEND_FLAGS.items():
+        setting = SCHEMA[name]
+        endpoints.add_argument(
+            flag,
+            metavar=metavar,
+            help=f"{setting['description']} The default is {setting['default']}. "
+            f"[{VARIABLES[name]}]",
+        )
     server = parser.add_argument_group("processes and logs")
     server.add_argument(
         "--model-repository",
@@ -180,12 +149,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "default is %(default)s.",
     )
     server.add_argument(
-        "--log-level",
-        default="info",
-        choices=("debug", "info", "warning", "error"),
-        help="The log level. The default is %(default)s. [NEREID_LOG_LEVEL]",
-    )
-    server.add_argument(
         "--log-file",
         type=Path,
         metavar="PATH",
@@ -214,47 +177,43 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     model = model.expanduser().absolute()
     startup_checks.check_checkpoint(model)
     served_pooling_models = pooling_models.choose(args, repository)
-    ports = {flag: getattr(args, _attribute(flag)) for flag in _PORT_FLAGS}
-    startup_checks.check_ports(args.host, ports)
-
-    given_name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
-    name = given_name or model.resolve().name
+    name = args.served_model_name or os.environ.get("NEREID_SERVED_MODEL_NAME")
+    name = name or model.resolve().name
     environment = _environment(args, model, name) | pooling_models.environment(
         served_pooling_models
     )
-    startup_checks.check_frontend_settings(environment)
-    startup_checks.check_model_settings(
-        repository,
-        {name: text for name, text in environment.items() if name not in _FRONTEND_VARIABLES},
-    )
+    settings = startup_checks.check_frontend_settings(environment)
+    host = args.host or "127.0.0.1"
+    addresses = {flag: (host, getattr(args, _attribute(flag))) for flag in _PORT_FLAGS}
+    startup_checks.check_ports(addresses | {"--openai-port": (settings.host, settings.port)})
+    startup_checks.check_model_settings(repository, environment)
     shm_prefix = f"nereid_{os.getpid()}_"
-    local_host = "127.0.0.1" if args.host in ("0.0.0.0", "") else args.host
-    metrics_url = f"http://{local_host}:{args.metrics_port}/metrics"
+    openai_url = f"http://{_local_host(settings.host)}:{settings.port}"
+    http_url = f"http://{_local_host(host)}:{args.http_port}"
+    metrics_url = f"http://{_local_host(host)}:{args.metrics_port}/metrics"
     return ServePlan(
         server=Program(
             "tritonserver",
-            _server_command(args, tritonserver, repository, shm_prefix),
-            {name: text for name, text in environment.items() if name not in _FRONTEND_VARIABLES},
+            _server_command(args, tritonserver, repository, shm_prefix, settings.log_level),
+            environment,
         ),
         frontend_program=Program(
             "the OpenAI frontend", [sys.executable, "-m", "nereid_client"], environment
         ),
         shm_prefix=shm_prefix,
-        log_path=args.log_file or _default_log_path(args.openai_port),
+        log_path=args.log_file or _default_log_path(settings.port),
         model=model,
         pooling_models=served_pooling_models,
-        frontend=FrontendClient(
-            f"http://{local_host}:{args.openai_port}", name, environment.get("NEREID_API_KEY", "")
-        ),
+        frontend=FrontendClient(openai_url, name, settings.api_key),
         endpoints=[
-            ("OpenAI API", f"http://{local_host}:{args.openai_port}/v1"),
-            ("Triton HTTP", f"http://{local_host}:{args.http_port}"),
-            ("Triton gRPC", f"{local_host}:{args.grpc_port}"),
+            ("OpenAI API", f"{openai_url}/v1"),
+            ("Triton HTTP", http_url),
+            ("Triton gRPC", settings.grpc_url),
             ("Triton metrics", metrics_url),
-            ("OpenAI metrics", f"http://{local_host}:{args.openai_port}/metrics"),
+            ("OpenAI metrics", f"{openai_url}/metrics"),
         ],
         metrics_url=metrics_url,
-        generate_url=f"http://{local_host}:{args.http_port}/v2/models/llm/generate",
+        generate_url=f"{http_url}/v2/models/llm/generate",
         hang_timeout_s=args.hang_timeout,
         restarts=RestartPolicy(args.max_restarts, args.restart_backoff),
         drain_timeout_s=args.drain_timeout,
@@ -264,30 +223,46 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
 def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, str]:
     """Return the environment variables of both programs: the current ones and the flags."""
     environment = dict(os.environ)
-    for flag, (variable, _, _) in (_ENGINE_FLAGS | _FRONTEND_FLAGS).items():
+    flags = {_engine_variable(flag): flag for flag in _ENGINE_FLAGS}
+    flags |= {VARIABLES[setting]: flag for flag, (setting, _) in _FRONTEND_FLAGS.items()}
+    flags["NEREID_OPENAI_HOST"] = "--host"
+    for variable, flag in flags.items():
         value = getattr(args, _attribute(flag))
         if value is not None:
             environment[variable] = value
-    environment |= {
+    grpc_url = f"{_local_host(args.host or '127.0.0.1')}:{args.grpc_port}"
+    if os.environ.get("NEREID_GRPC_URL") not in (None, "", grpc_url):
+        complain(
+            f"nereid: NEREID_GRPC_URL={os.environ['NEREID_GRPC_URL']} has no effect, because "
+            f"`nereid serve` starts its own Triton server, whose gRPC endpoint is {grpc_url}. "
+            "`python -m nereid_client` runs the frontend for another server."
+        )
+    return environment | {
         "NEREID_MODEL": str(model),
         "NEREID_SERVED_MODEL_NAME": name,
-        "NEREID_LOG_LEVEL": args.log_level,
-        "NEREID_OPENAI_HOST": args.host,
-        "NEREID_OPENAI_PORT": str(args.openai_port),
-        "NEREID_GRPC_URL": f"{args.host}:{args.grpc_port}".replace("0.0.0.0:", "127.0.0.1:"),
+        "NEREID_GRPC_URL": grpc_url,
         "PYTHONUNBUFFERED": "1",  # so that progress messages of the Python models are not delayed
     }
-    return environment
+
+
+def _engine_variable(flag: str) -> str:
+    """Return the variable of a language model's flag: NEREID_DTYPE for "--dtype"."""
+    return f"NEREID_{_attribute(flag)}".upper()
+
+
+def _local_host(host: str) -> str:
+    """Return the address at which this machine reaches a server that listens on `host`."""
+    return "127.0.0.1" if host in ("0.0.0.0", "") else host
 
 
 def _server_command(
-    args: argparse.Namespace, tritonserver: Path, repository: Path, shm_prefix: str
+    args: argparse.Namespace, tritonserver: Path, repository: Path, shm_prefix: str, log_level: str
 ) -> list[str]:
     """Return the command that starts the Triton server."""
     command = [str(tritonserver), f"--model-repository={repository}"]
     for endpoint in ("http", "grpc", "metrics"):
         command += [
-            f"--{endpoint}-address={args.host}",
+            f"--{endpoint}-address={args.host or '127.0.0.1'}",
             f"--{endpoint}-port={getattr(args, endpoint + '_port')}",
         ]
     command += [
@@ -299,7 +274,7 @@ def _server_command(
         # With this prefix, the shared memory of a server that was killed can be found and removed.
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
     ]
-    if args.log_level == "debug":
+    if log_level == "debug":
         command.append("--log-verbose=1")
     return command + list(args.tritonserver_args)
 

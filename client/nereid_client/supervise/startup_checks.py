@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nereid_client.console import CliError
-from nereid_client.settings import SettingsError, settings_from_environment
+from nereid_client.settings import Settings, SettingsError, settings_from_environment
 from nereid_client.supervise import weight_files
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 12)
@@ -102,13 +102,13 @@ def check_model_repository(path: Path) -> None:
         )
 
 
-def check_frontend_settings(environment: Mapping[str, str]) -> None:
-    """Check the settings of the frontend.
+def check_frontend_settings(environment: Mapping[str, str]) -> Settings:
+    """Return the settings of the frontend.
 
-    Raises: CliError.
+    Raises: CliError if a setting is wrong.
     """
     try:
-        settings_from_environment(environment)
+        return settings_from_environment(environment)
     except SettingsError as error:
         raise CliError(str(error)) from None
 
@@ -136,17 +136,16 @@ def check_model_settings(repository: Path, environment: Mapping[str, str]) -> No
         raise CliError("; ".join(result.stdout.strip().splitlines()))
 
 
-def check_ports(host: str, ports: Mapping[str, int]) -> None:
+def check_ports(addresses: Mapping[str, tuple[str, int]]) -> None:
     """Check that all ports are valid, different and free.
 
     Args:
-        host: the address on which the servers will listen.
-        ports: flag -> port.
+        addresses: the host and the port on which each server will listen, by the flag of the port.
 
     Raises: CliError.
     """
     seen: dict[int, str] = {}
-    for flag, port in ports.items():
+    for flag, (host, port) in addresses.items():
         if not 1 <= port <= 65535:
             raise CliError(f"{flag} must be from 1 to 65535, but it is {port}")
         if port in seen:

@@ -72,7 +72,7 @@ def test_an_engine_with_quantised_weights_is_one_and_the_same_however_requests_a
 
 
 def test_what_is_not_made_is_refused_by_name():
-    with pytest.raises(ConfigError, match="weight_dtype: the value must be one of auto, int8"):
+    with pytest.raises(ConfigError, match="weight_dtype: the value must be 'auto' or 'int8'"):
         EngineConfig("/model", weight_dtype="int4")
     config = EngineConfig("/model", weight_dtype="int8")
     with pytest.raises(ConfigError, match="weight_dtype: the value int8 requires device=cpu"):

@@ -193,13 +193,11 @@ def test_an_input_that_the_model_fails_on_does_not_take_others_with_it(folder):
 def test_settings_come_from_text_and_wrong_ones_are_named(folder):
     config = PoolingConfig.from_settings({"model": folder, "task": "embed", "num_threads": "1"})
     assert (config.task, config.num_threads, config.max_model_len) == ("embed", 1, None)
-    with pytest.raises(ConfigError, match='Did you mean "pooling"'):
+    with pytest.raises(ConfigError, match="Did you mean pooling"):
         PoolingConfig.from_settings({"model": folder, "poolin": "cls"})
-    with pytest.raises(ConfigError, match="task: the value must be one of auto, embed"):
+    with pytest.raises(ConfigError, match="task: the value must be 'auto', 'embed', "):
         PoolingConfig(folder, task="embedding")
-    with pytest.raises(
-        ConfigError, match="max_batch_tokens: the value must be an integer of at least 1"
-    ):
+    with pytest.raises(ConfigError, match="max_batch_tokens: the value must be greater than 0"):
         PoolingConfig(folder, max_batch_tokens=0)
     with pytest.raises(ConfigError, match=r"must be at most 160 .*, but it is 161"):
         Embedder(folder, max_model_len=161)

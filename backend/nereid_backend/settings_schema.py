@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decorator of settings classes, the types of settings, and the conversion of text to settings.
+
+A settings class declares each setting once, as a field with a type, a default and a docstring:
+
+    @settings_class
+    class EngineConfig:
+        max_num_seqs: PositiveInt = 256
+        '''The largest number of sequences that run at the same time.'''
+
+pydantic validates the values. The environment variable NEREID_MAX_NUM_SEQS, the parameter
+max_num_seqs of config.pbtxt, the row in docs/reference/settings.md and the help text of the flag
+--max-num-seqs are derived from the field.
+"""
+
+import difflib
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+
+from nereid_backend.errors import ConfigError
+
+SettingsT = TypeVar("SettingsT")
+
+_CONFIG = ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+# The phrases of pydantic's messages that our messages replace by shorter ones.
+_PHRASES = {
+    "a valid integer": "an integer",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid string": "a text",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
+    """Make `cls` a frozen dataclass that validates its values when an object is created.
+
+    A wrong value raises a ConfigError. A text is not converted to another type, except to a size in
+    bytes: max_num_seqs="8" is wrong, and kv_cache_memory="2GiB" is allowed.
+    """
+    made: Any = dataclass(frozen=True, slots=True, config=_CONFIG)(cls)
+    pydantic_init = made.__init__
+
+    @functools.wraps(pydantic_init)
+    def init(self: object, *args: object, **values: object) -> None:
+        with _config_errors(made):
+            pydantic_init(self, *args, **values)
+
+    made.__init__ = init
+    return made  # type: ignore[no-any-return]
+
+
+# ---- the types of settings
+#
+# The text of a ValueError in a validator completes the sentence "the value must be ...".
+
+
+def _check_checkpoint(path: str) -> str:
+    if not path:
+        raise ValueError("the path of a checkpoint")
+    return path
+
+
+def _check_device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ValueError("auto, cpu, cuda or cuda:N")
+    return name
+
+
+def _check_size(value: object) -> object:
+    """Raise a ValueError if `value` is a text that is not completely a size in bytes.
+
+    Without this check, pydantic's ByteSize would accept "4,096" as 4 bytes.
+    """
+    size = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]?i?b)?\s*", re.IGNORECASE)
+    if not isinstance(value, int) and not (isinstance(value, str) and size.fullmatch(value)):
+        raise ValueError("a number of bytes or text such as 2GiB")
+    return value
+
+
+CheckpointPath = Annotated[str, AfterValidator(_check_checkpoint)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Annotated[str, AfterValidator(_check_device)]
+SIZE_IN_BYTES = GetPydanticSchema(
+    lambda _, handler: handler(Annotated[ByteSize, BeforeValidator(_check_size)])
+)
+"""The annotation of a size in bytes. A size is an integer or text such as "2GiB"."""
+
+
+# ---- the conversion of text
+
+
+def from_texts(kind: type[SettingsT], texts: Mapping[str, str], *, prefix: str = "") -> SettingsT:
+    """Return an object of a settings class, built from text values.
+
+    Example: `from_texts(EngineConfig, {"model": "/m", "max_num_seqs": "8"})` returns
+    `EngineConfig(model="/m", max_num_seqs=8)`.
+
+    Args:
+        kind: the settings class.
+        texts: text values by name of the setting. An empty text means the default. Names that are
+            not settings of `kind` are ignored, because several classes share one set of texts.
+        prefix: the text that precedes the setting's name in an error message: "" or "embedding_".
+
+    Raises:
+        ConfigError: a value is wrong, or a setting without a default is missing.
+    """
+    given = {name: texts[name].strip() for name in setting_names(kind) if name in texts}
+    with _config_errors(kind, prefix):
+        return TypeAdapter(kind).validate_strings({n: text for n, text in given.items() if text})
+
+
+def setting_names(*kinds: type) -> list[str]:
+    """Return the names of all settings in these settings classes, without repetitions."""
+    return list(dict.fromkeys(field.name for kind in kinds for field in fields(kind)))
+
+
+def check_names(names: Iterable[str], known: Sequence[str], *, prefix: str = "") -> None:
+    """Raise a ConfigError for the first of `names` that is not one of the `known` names.
+
+    The message suggests the most similar known name. `prefix` precedes both names in the message.
+    """
+    for name in names:
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {prefix}{similar[0]}?" if similar else ""
+            raise ConfigError(
+                f"{prefix}{name}: this setting does not exist.{hint} The page "
+                "docs/reference/settings.md lists all settings."
+            )
+
+
+@contextmanager
+def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
+    """Convert pydantic's ValidationError to a ConfigError with one sentence.
+
+    Example of a message: "max_num_seqs: the value must be greater than 0, but it is 0."
+    """
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    else:
+        return
+    # The location of a positional argument is its index.
+    [name] = first["loc"]
+    name = setting_names(kind)[name] if isinstance(name, int) else name
+    if first["type"] == "unexpected_keyword_argument":
+        check_names([name], setting_names(kind))
+    if first["type"] == "missing":
+        raise ConfigError(f"{prefix}{name}: this setting has no default, so it must be set.")
+    # Examples of pydantic's messages: "Input should be greater than or equal to 2", "Value error, a
+    # number of bytes", "Input should be a valid integer, unable to parse string as an integer".
+    expected = re.sub(r"^(Input should be|Value error,) |, unable to .*", "", first["msg"])
+    for pydantic_phrase, phrase in _PHRASES.items():
+        expected = expected.replace(pydantic_phrase, phrase)
+    value = first["input"]
+    raise ConfigError(f"{prefix}{name}: the value must be {expected}, but it is {value!r}.")

@@ -147,11 +147,9 @@ def size_of(value: object, depth: int = 0) -> int:
 
 
 def check_numbers(values: list[object]) -> None:
-    """Raise LimitError if an operation could use a very large number as a length.
+    """Raise LimitError if an operation could use one of the values as a very large length.
 
-    Raises:
-        LimitError: A number is too large. Example: `'%*d' % (99999, 1)` would write 99999
-            characters.
+    Example: `'%*d' % (99999, 1)` would write 99999 characters.
     """
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
@@ -164,9 +162,8 @@ def check_numbers(values: list[object]) -> None:
 def check_format(text: object) -> None:
     """Raise LimitError if a format string could write a very long text.
 
-    Raises:
-        LimitError: The format string has a long number (`%099999d`, `{:>99999}`), or the width is
-            an argument (`{:>{}}`).
+    Such a format string has a long number (`%099999d`, `{:>99999}`), or an argument gives the width
+    (`{:>{}}`).
     """
     if not isinstance(text, str) or not ("%" in text or "{" in text):
         return
@@ -186,11 +183,7 @@ def check_format(text: object) -> None:
 
 
 def check_operator(budget: Budget, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
-    """Raise LimitError if the result of a binary operation would be too large.
-
-    Raises:
-        LimitError: The result would be too large.
-    """
+    """Raise LimitError if the result of a binary operation would be too large."""
     if operator == "*":
         _check_repetition(budget, left, right)
         _check_repetition(budget, right, left)
@@ -205,9 +198,6 @@ def check_method(budget: Budget, owner: Any, name: str, args: tuple[Any, ...]) -
     """Raise LimitError if the result of the method call `owner.name(*args)` would be too large.
 
     The owner is a string or a number.
-
-    Raises:
-        LimitError: The result would be too large.
     """
     check_numbers([arg for arg in args if not isinstance(arg, bool)])
     if name in ("format", "format_map"):
@@ -227,11 +217,7 @@ def check_filter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Raise LimitError if the result of the filter `name` on `value` would be too large.
-
-    Raises:
-        LimitError: The result would be too large.
-    """
+    """Raise LimitError if the result of the filter `name` on `value` would be too large."""
     options = [*args, *kwargs.values()]
     check_numbers([option for option in options if type(option) is int])
     if name == "replace" and len(args) > 1:

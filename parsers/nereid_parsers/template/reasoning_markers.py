@@ -175,9 +175,7 @@ def named_pair(literal: str) -> tuple[str, str] | None:
     ('<think>', '</think>')
     """
     literal_markers = markers(literal)
-    for closing in dict.fromkeys(
-        marker for marker in literal_markers if is_thinking_marker(marker)
-    ):
+    for closing in filter(is_thinking_marker, literal_markers):
         openings = [marker for marker in opening_spellings(closing) if marker != closing]
         for opening in openings:
             if opening in literal_markers:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import (
     BareKeyArguments,
-    Body,
     Call,
     Format,
     JsonArguments,
@@ -37,6 +36,7 @@ from nereid_parsers.format import (
 from nereid_parsers.template.calls.call_texts import escape_braces
 from nereid_parsers.template.input_form import REASONING_FIELDS
 from nereid_parsers.template.regex_parts import Blank, Field, Piece, Pieces, alternatives
+from nereid_parsers.tool_declarations import Body
 
 _VERSION = 1
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")

@@ -72,29 +72,35 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
         body: The spelling of the arguments.
     """
     opening, before_name = _split_opening_marker(markup.item_open)
-    if _opens_arguments(opening.strip(), body):
-        # The marker of an argument cannot show that a new tool call starts.
+    marker = opening.strip()
+    if marker and isinstance(body, TaggedArguments) and body.open.startswith(marker):
+        # Each argument starts with the same marker, so it cannot show that a new tool call starts.
         opening = ""
         before_name = markup.item_open
-    head = _head_pattern(before_name, after_name)
-    spellings = [(head, "{id}")]
-    if _NUMBERED_ID in head:
-        # The template renders the id that it gets. The prefix "functions." comes from the probe
-        # conversation, and a model may write a shorter id or the name alone.
-        spellings = [
-            (head, _NUMBERED_ID),
-            (head.replace("functions.{name}", "{name}", 1), "{name}:{number}"),
-            (head.replace(_NUMBERED_ID, "{name}", 1), "{id}"),
-        ]
     return tuple(
-        Call(body, open=opening, head=head_pattern, close=markup.item_close, id=call_id)
-        for head_pattern, call_id in spellings
+        Call(body, open=opening, head=head, close=markup.item_close, id=call_id)
+        for head, call_id in _spellings_of_head(_head_pattern(before_name, after_name))
     )
 
 
-def _opens_arguments(marker: str, body: ArgumentsBody) -> bool:
-    """Return whether each argument starts with the same marker as the tool call."""
-    return bool(marker) and isinstance(body, TaggedArguments) and body.open.startswith(marker)
+def _spellings_of_head(head: str) -> list[tuple[str, str]]:
+    """Return the spellings of a head, each with the pattern of the tool call's id.
+
+    Some templates render the id that they get. The prefix "functions." comes from the probe
+    conversation, and a model may write a shorter id or the name alone.
+
+    >>> _spellings_of_head("<call>functions.{name}:{number}")
+    [('<call>functions.{name}:{number}', 'functions.{name}:{number}'),
+     ('<call>{name}:{number}', '{name}:{number}'),
+     ('<call>{name}', '{id}')]
+    """
+    if _NUMBERED_ID not in head:
+        return [(head, "{id}")]
+    return [
+        (head, _NUMBERED_ID),
+        (head.replace("functions.{name}", "{name}", 1), "{name}:{number}"),
+        (head.replace(_NUMBERED_ID, "{name}", 1), "{id}"),
+    ]
 
 
 def _split_opening_marker(text: str) -> tuple[str, str]:

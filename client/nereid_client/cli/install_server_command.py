@@ -38,12 +38,10 @@ _LAUNCHER = """\
 # Starts the embedded Triton server with the Python and the packages of this environment.
 set -euo pipefail
 server={server}
-python={python}
 
 # The server's Python stub embeds an isolated Python, which ignores PYTHONPATH. It finds the
 # standard library and the packages of this environment through the first `python3` in PATH.
 export PATH={bin}:"$PATH"
-export NEREID_PYTHON="${{NEREID_PYTHON:-$python}}"
 export LD_LIBRARY_PATH={libraries}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"
 exec "$server"/bin/tritonserver --backend-directory "$server"/backends "$@"
 """
@@ -109,7 +107,6 @@ def launcher_text(target: Path, libpython: Path) -> str:
     return _LAUNCHER.format(
         mark=LAUNCHER_MARK,
         server=shlex.quote(str(target / "pytriton" / "tritonserver")),
-        python=shlex.quote(sys.executable),
         bin=shlex.quote(str(Path(sys.prefix) / "bin")),
         libraries=shlex.quote(os.pathsep.join(map(str, libraries))),
     )

@@ -69,7 +69,6 @@ def test_the_launcher_starts_the_server_with_this_environment(tmp_path, launcher
     assert output[0] == f"{server}/bin/tritonserver {arguments}"
     seen = dict(line.split("=", 1) for line in output[1:] if "=" in line)
     assert seen["PATH"] == f"{sys.prefix}/bin:/usr/bin:/bin"
-    assert seen["NEREID_PYTHON"] == sys.executable
     assert f"{tmp_path}/target/nvidia_pytriton.libs" in seen["LD_LIBRARY_PATH"].split(":")
 
 

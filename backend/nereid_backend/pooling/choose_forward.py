@@ -36,6 +36,9 @@ _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
+# The errors that a model's code raises if it does not support a method or an input.
+_MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
+
 Forward = PackedForward | PaddedForward | RowsForward
 
 
@@ -129,7 +132,7 @@ def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int
         head = Head(encoder, rows)
         try:
             output = head.logits(hidden, batch).float()
-        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+        except _MODEL_ERRORS as error:
             reason = f"{type(error).__name__}: {error}"
             continue
         if output.shape != expected.shape:
@@ -215,7 +218,7 @@ def _alone(encoder: Encoder, batch: TokenBatch, name: str) -> Tensor:
             for ids, types in _singles(batch)
         ]
         vectors = torch.cat(parts)
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+    except _MODEL_ERRORS as error:
         raise UnsupportedModelError(
             f"{name} is not supported: the model fails for a single text: "
             f"{type(error).__name__}: {error}"
@@ -257,7 +260,7 @@ def _batch_beyond_windows(
     encoder.model.set_attn_implementation(hook.name)
     try:
         forward.run(batch, attention)
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
+    except _MODEL_ERRORS:
         return None
     finally:
         encoder.model.set_attn_implementation(encoder.own_attention)
@@ -271,7 +274,7 @@ def _compare(forward: Forward, batch: TokenBatch, alone: Tensor) -> tuple[float,
     """Return the difference between a batch and each text alone, and a clause that describes it."""
     try:
         batched = forward(batch)
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+    except _MODEL_ERRORS as error:
         return float("inf"), f"{type(error).__name__}: {error}"
     if batched.shape != alone.shape:
         return float("inf"), f"its vectors have the shape {tuple(batched.shape)}"

@@ -101,7 +101,8 @@ class Embedder(_OfflineModel):
             listed = [listed]
         if not listed:
             return np.zeros((0, dimensions or self.info.dimension), dtype=np.float32)
-        return np.stack([np.asarray(v) for v in self._run([_item(one, options) for one in listed])])
+        vectors = self._run([_item(one, options) for one in listed])
+        return np.stack([np.asarray(vector) for vector in vectors])
 
     def encode_sparse(
         self, inputs: Sequence[str], *, prompt_name: str | None = None, truncate: bool = False
@@ -173,6 +174,7 @@ class Reranker(_OfflineModel):
 
 
 def _item(one: Input, options: dict[str, Any]) -> PoolingItem:
+    """Return an input of `Embedder.encode` as a PoolingItem."""
     if isinstance(one, str):
         return PoolingItem(text=one, **options)
     if isinstance(one, dict):

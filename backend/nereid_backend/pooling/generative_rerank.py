@@ -9,6 +9,7 @@ query and the document, as documented in the model card of Qwen3-Reranker (June 
 
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from nereid_backend.errors import ModelError, RequestError
@@ -23,7 +24,8 @@ _ROLES = ("query", "document")
 # document.
 _QUERY_PROBE = "mark7query7mark"
 _DOCUMENT_PROBE = "mark7document7mark"
-_OTHER_ROLES = ("role7query", "role7document")
+# Roles that no template supports.
+_UNKNOWN_ROLES = ("role7query", "role7document")
 # Tokens at the end of a truncated document can merge with the text after it. If the prompt is then
 # too long, the document is truncated by this many more tokens.
 _SPARE_TOKENS = (0, 4, 16)
@@ -63,7 +65,7 @@ class GenerativeReranker:
         self._uses_pair = answers is not None and not tokenizer.chat_template
         self._has_roles = False
         if tokenizer.chat_template:
-            self._has_roles = self._renders_roles(named=answers is None)
+            self._has_roles = self._renders_roles(must_be_known=answers is None)
 
     def tokens(
         self, pair: tuple[str, str], instruction: str | None, limit: int | None
@@ -101,6 +103,7 @@ class GenerativeReranker:
         )
 
     def _encode_pair(self, query: str, document: str, limit: int | None) -> list[int]:
+        """Return the token ids of a pair without a prompt, truncated to `limit` tokens."""
         truncation: dict[str, Any] = {}
         if limit is not None:
             truncation = {"truncation": "longest_first", "max_length": limit}
@@ -120,23 +123,23 @@ class GenerativeReranker:
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
         return self._template(messages, add_generation_prompt=True, enable_thinking=False)
 
-    def _renders_roles(self, *, named: bool) -> bool:
+    def _renders_roles(self, *, must_be_known: bool) -> bool:
         """Return whether the template renders messages with the roles "query" and "document".
 
-        Many templates copy any role into the prompt. Such a template renders an unknown role in the
-        same way.
-
         Args:
-            named: whether the template must treat the two roles differently from unknown roles.
+            must_be_known: whether the result is False for a template that renders the two roles in
+                the same way as unknown roles. Many templates copy any role into the prompt.
         """
         probes = (_QUERY_PROBE, _DOCUMENT_PROBE)
         text = self._render_roles(*probes, None)
         if not all(probe in text for probe in probes):
             return False
-        other_text = self._render_roles(*probes, None, _OTHER_ROLES)
-        for role, other_role in zip(_ROLES, _OTHER_ROLES, strict=True):
-            other_text = other_text.replace(other_role, role)
-        return other_text != text or not named
+        if not must_be_known:
+            return True
+        unknown_text = self._render_roles(*probes, None, _UNKNOWN_ROLES)
+        for role, unknown_role in zip(_ROLES, _UNKNOWN_ROLES, strict=True):
+            unknown_text = unknown_text.replace(unknown_role, role)
+        return unknown_text != text
 
     def _render_roles(
         self,
@@ -154,13 +157,16 @@ class GenerativeReranker:
             messages.insert(0, {"role": "system", "content": instruction})
         try:
             return self._template(messages, **self._template_kwargs)
-        except Exception:  # noqa: BLE001 - a template can raise any exception for unknown roles
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            # The template does not support the roles.
             return ""
 
     def _template(self, messages: list[dict[str, str]], **kwargs: Any) -> str:  # noqa: ANN401
+        """Return the messages as text, rendered with the chat template."""
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
 
     def _encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt."""
         # A rendered template already contains the special tokens.
         encoded: Any = self._tokenizer(
             text, add_special_tokens=not self._tokenizer.chat_template, verbose=False

@@ -12,6 +12,7 @@ from transformers import AutoImageProcessor
 from nereid_backend.errors import ModelError, RequestError
 from nereid_backend.pooling.checkpoint_spec import CheckpointSpec
 
+# The limits of an image: the size of the file in bytes, and the number of pixels.
 _MAX_BYTES = 32 * 2**20
 _MAX_PIXELS = 64 * 10**6
 
@@ -52,7 +53,7 @@ class ImageReader:
             )
         try:
             with warnings.catch_warnings():
-                # Pillow warns of large images. They are refused below.
+                # Pillow warns about large images, but they are refused below.
                 warnings.simplefilter("ignore")
                 image = self._images.open(io.BytesIO(data))
                 width, height = image.size
@@ -65,7 +66,8 @@ class ImageReader:
         except RequestError:
             raise
         except Exception as error:
-            # Image decoders can raise any exception for a broken file.
+            # Boundary: the request ends here, because image decoders can raise any exception for a
+            # broken file.
             raise RequestError(f"image: the image cannot be decoded: {error}") from error
         pixels: Tensor = processed["pixel_values"][0]
         return pixels.to(torch.float32)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from tokenizers.normalizers import Lowercase, Normalizer, Sequence
 from transformers import (
     AutoModel,
@@ -34,6 +35,7 @@ from nereid_backend.pooling.checkpoint_spec import (
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The auto class of transformers for each kind of model.
 _AUTO: dict[str, Any] = {
     BASE: AutoModel,
     SEQUENCE: AutoModelForSequenceClassification,
@@ -137,7 +139,7 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
             spec.folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        # The tokenizers library raises plain Exception for broken files.
+        # The tokenizers library raises the class Exception itself for broken files.
         raise ModelError(
             f"the tokenizer in {spec.folder} cannot be loaded: {_first_line(error)}"
         ) from error
@@ -157,7 +159,8 @@ def accepts(function: Callable[..., object], name: str) -> bool:
 
 
 def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
-    load, extra = _loading(spec)
+    """Load the model with its weights on the CPU; see `load_encoder` for the errors."""
+    load, extra = _loader(spec)
     try:
         with quiet():
             model, report = load(
@@ -173,9 +176,9 @@ def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: {_first_line(error)}"
         ) from error
-    except Exception as error:
-        # safetensors has exceptions of its own for broken files, and torch raises RuntimeError for
-        # wrong shapes.
+    except (OSError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
+        # RuntimeError: the weights have wrong shapes. TypeError and AttributeError: the config
+        # contains values that the model's code cannot use.
         raise ModelError(
             f"the weights in {spec.folder} cannot be read ({_first_line(error)}). Download the "
             "checkpoint again."
@@ -234,9 +237,10 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
         )
 
 
-def _loading(spec: CheckpointSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _loader(spec: CheckpointSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the function that loads the model, and the additional arguments for it."""
-    auto, config = _AUTO[spec.loader], spec.config
+    auto = _AUTO[spec.loader]
+    config = spec.config
     if spec.loader != BASE:
         return auto.from_pretrained, {"trust_remote_code": False}
     with suppress(KeyError):
@@ -277,5 +281,6 @@ def _choose_dtype(name: str, config: PretrainedConfig, device: torch.device) -> 
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error message, or the name of the error without a message."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]

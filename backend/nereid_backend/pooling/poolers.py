@@ -5,33 +5,45 @@ All computations are in float32, whatever the model's data type, because they ar
 """
 
 import importlib
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nereid_backend.errors import ModelError, UnsupportedModelError
-from nereid_backend.pooling.checkpoint_spec import ModuleSpec
+from nereid_backend.pooling.sentence_modules import ModuleSpec
+
+# The errors that safetensors and torch.load raise for a missing or broken file, or for a file that
+# contains something other than tensors.
+_READ_ERRORS = (
+    *(OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError),
+    *(pickle.UnpicklingError, safetensors.SafetensorError),
+)
+
+# For each text, the index of the first pooled token and of the token after the last one. No range
+# is empty.
+Ranges = list[tuple[int, int]]
 
 
-def pool(hidden: Tensor, spans: list[tuple[int, int]], poolers: tuple[str, ...]) -> Tensor:
+def pool(hidden: Tensor, ranges: Ranges, poolers: tuple[str, ...]) -> Tensor:
     """Pool the token vectors of each text to one vector.
 
     Args:
         hidden: the token vectors of all texts, [num_tokens, hidden_size].
-        spans: for each text the index of its first pooled token and of the token after the last
-            one. No span is empty.
+        ranges: the pooled tokens of each text.
         poolers: the names of pooling methods. Their results are concatenated.
 
     Returns:
         The pooled vectors, float32 [num_texts, len(poolers) * hidden_size].
     """
-    pooled = [_POOLERS[name](hidden, spans) for name in poolers]
+    pooled = [_POOLERS[name](hidden, ranges) for name in poolers]
     return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=-1)
 
 
@@ -40,40 +52,40 @@ def _rows(index: list[int], hidden: Tensor) -> Tensor:
     return hidden[torch.tensor(index, device=hidden.device)].float()
 
 
-def _sums(hidden: Tensor, spans: list[tuple[int, int]], weights: list[Tensor] | None) -> Tensor:
-    """Return the sum of the token vectors of each span, weighted if `weights` is given."""
+def _sums(hidden: Tensor, ranges: Ranges, weights: list[Tensor] | None) -> Tensor:
+    """Return the sum of the token vectors of each range, weighted if `weights` is given."""
     parts = []
-    for number, (start, end) in enumerate(spans):
+    for number, (start, end) in enumerate(ranges):
         rows = hidden[start:end].float()
         parts.append(rows.sum(0) if weights is None else weights[number] @ rows)
     return torch.stack(parts)
 
 
-def _lens(hidden: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-    """Return the length of each span, [num_texts, 1]."""
-    return torch.tensor([end - start for start, end in spans], device=hidden.device)[:, None]
+def _lens(hidden: Tensor, ranges: Ranges) -> Tensor:
+    """Return the number of pooled tokens of each text, [num_texts, 1]."""
+    return torch.tensor([end - start for start, end in ranges], device=hidden.device)[:, None]
 
 
-def _weighted_mean(hidden: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-    """Return the mean of each span's vectors, weighted with 1, 2, 3, ... in token order."""
+def _weighted_mean(hidden: Tensor, ranges: Ranges) -> Tensor:
+    """Return the mean of the token vectors of each text, weighted with 1, 2, 3, ... in order."""
     weights = [
         torch.arange(1, end - start + 1, device=hidden.device, dtype=torch.float32)
-        for start, end in spans
+        for start, end in ranges
     ]
-    totals = torch.stack([one.sum() for one in weights])[:, None]
-    return _sums(hidden, spans, weights) / totals
+    totals = torch.stack([text_weights.sum() for text_weights in weights])[:, None]
+    return _sums(hidden, ranges, weights) / totals
 
 
-_POOLERS: dict[str, Callable[[Tensor, list[tuple[int, int]]], Tensor]] = {
-    "cls": lambda hidden, spans: _rows([start for start, _ in spans], hidden),
-    "lasttoken": lambda hidden, spans: _rows([end - 1 for _, end in spans], hidden),
-    "mean": lambda hidden, spans: _sums(hidden, spans, None) / _lens(hidden, spans),
-    "mean_sqrt_len_tokens": lambda hidden, spans: (
-        _sums(hidden, spans, None) / _lens(hidden, spans).sqrt()
+_POOLERS: dict[str, Callable[[Tensor, Ranges], Tensor]] = {
+    "cls": lambda hidden, ranges: _rows([start for start, _ in ranges], hidden),
+    "lasttoken": lambda hidden, ranges: _rows([end - 1 for _, end in ranges], hidden),
+    "mean": lambda hidden, ranges: _sums(hidden, ranges, None) / _lens(hidden, ranges),
+    "mean_sqrt_len_tokens": lambda hidden, ranges: (
+        _sums(hidden, ranges, None) / _lens(hidden, ranges).sqrt()
     ),
     "weightedmean": _weighted_mean,
-    "max": lambda hidden, spans: torch.stack(
-        [hidden[start:end].float().amax(0) for start, end in spans]
+    "max": lambda hidden, ranges: torch.stack(
+        [hidden[start:end].float().amax(0) for start, end in ranges]
     ),
 }
 
@@ -118,29 +130,29 @@ class Layer:
         return None if weight is None else int(weight.shape[0])
 
 
-def load_layer(part: ModuleSpec, device: torch.device) -> Layer:
+def load_layer(module: ModuleSpec, device: torch.device) -> Layer:
     """Load a module with its weights.
 
     Raises:
         ModelError: the weights are missing or broken.
         UnsupportedModelError: the activation is not a module of torch.nn.
     """
-    if part.kind == "Normalize":
+    if module.kind == "Normalize":
         return Layer("Normalize")
     weights = {
-        name: tensor.float().to(device) for name, tensor in _read_weights(part.folder).items()
+        name: tensor.float().to(device) for name, tensor in _read_weights(module.folder).items()
     }
-    wanted = "norm.weight" if part.kind == "LayerNorm" else "linear.weight"
-    if wanted not in weights:
+    required = "norm.weight" if module.kind == "LayerNorm" else "linear.weight"
+    if required not in weights:
         raise ModelError(
-            f"{part.folder}: the weights of the module {part.kind} have no {wanted}. Download the "
-            "checkpoint again."
+            f"{module.folder}: the weights of the module {module.kind} have no {required}. "
+            "Download the checkpoint again."
         )
     return Layer(
-        part.kind,
+        module.kind,
         weights,
-        activation=_activation(part) if part.kind == "Dense" else None,
-        residual=bool(part.config.get("use_residual")),
+        activation=_activation(module) if module.kind == "Dense" else None,
+        residual=bool(module.config.get("use_residual")),
     )
 
 
@@ -153,8 +165,7 @@ def load_linear(path: Path, device: torch.device) -> Layer:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         weights = {f"linear.{name}": value.float().to(device) for name, value in state.items()}
-    except Exception as error:
-        # pickle, zipfile and torch raise different errors for broken files.
+    except _READ_ERRORS as error:
         raise ModelError(f"{path} cannot be read: {error}. Download the file again.") from error
     if "linear.weight" not in weights:
         raise ModelError(f"{path} does not contain a linear layer. Download the file again.")
@@ -162,6 +173,7 @@ def load_linear(path: Path, device: torch.device) -> Layer:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a module by name, as stored."""
     path = folder / "model.safetensors"
     try:
         if path.is_file():
@@ -169,24 +181,24 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         else:
             path = folder / "pytorch_model.bin"
             weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except _READ_ERRORS as error:
         raise ModelError(f"{path} cannot be read: {error}. Download the file again.") from error
     return weights
 
 
-def _activation(part: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
+def _activation(module: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
     """Return the activation of a Dense module; None for the identity."""
-    name = str(part.config.get("activation_function") or "torch.nn.modules.activation.Tanh")
-    module, _, class_name = name.rpartition(".")
-    module_class: Any = None
-    if module == "torch.nn" or module.startswith("torch.nn.modules."):
-        module_class = getattr(importlib.import_module(module), class_name, None)
-    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+    name = str(module.config.get("activation_function") or "torch.nn.modules.activation.Tanh")
+    package, _, class_name = name.rpartition(".")
+    activation_class: Any = None
+    if package == "torch.nn" or package.startswith("torch.nn.modules."):
+        activation_class = getattr(importlib.import_module(package), class_name, None)
+    if not (isinstance(activation_class, type) and issubclass(activation_class, nn.Module)):
         raise UnsupportedModelError(
-            f"{part.folder}: the activation {name} is not supported, because it is not a module of "
-            "torch.nn."
+            f"{module.folder}: the activation {name} is not supported, because it is not a module "
+            "of torch.nn."
         )
-    if module_class is nn.Identity:
+    if activation_class is nn.Identity:
         return None
-    activation: Callable[[Tensor], Tensor] = module_class()
+    activation: Callable[[Tensor], Tensor] = activation_class()
     return activation

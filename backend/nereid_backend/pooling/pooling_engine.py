@@ -129,7 +129,8 @@ class PoolingEngine:
         """Return the results of items that are computed as one batch."""
         try:
             values = self._model.run([queued.prepared for queued in queued_items])
-        except Exception as error:  # noqa: BLE001 - the request ends here with the error as its result
+        except Exception as error:  # noqa: BLE001
+            # Boundary: a request ends here, and the error of the model is its result.
             if len(queued_items) > 1:
                 # Compute each item alone, so that only the items that cause an error fail.
                 return [result for queued in queued_items for result in self._compute([queued])]
@@ -142,6 +143,7 @@ class PoolingEngine:
 
 
 def _result(queued: QueuedItem, value: Value | None, error: str | None) -> PoolingResult:
+    """Return the result of a queued item."""
     return PoolingResult(queued.request_id, queued.index, value, queued.prepared.num_tokens, error)
 
 

@@ -81,6 +81,7 @@ class ItemPreparer:
             return self._prepare(items)
 
     def _prepare(self, items: Sequence[PoolingItem]) -> list[Prepared]:
+        """Prepare items; see `prepare`. The caller has the lock."""
         checked = []
         for index, item in enumerate(items):
             try:
@@ -133,6 +134,7 @@ class ItemPreparer:
         return PoolingItem(**{**fields, "kind": kind, "prompt": prompt, "prompt_name": None})
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
+        """Raise RequestError if an option of an item is wrong or does not fit the model."""
         if item.dimensions is not None:
             size = self._info.dimension
             requested = item.dimensions

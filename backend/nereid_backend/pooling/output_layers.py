@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers between the token vectors of a model and its outputs."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nereid_backend.pooling.checkpoint_spec import MASKED, CheckpointSpec
+from nereid_backend.pooling.load_encoder import Encoder
+from nereid_backend.pooling.poolers import Layer, load_layer, load_linear
+from nereid_backend.pooling.sentence_modules import MULTI_VECTOR_FILE, SPARSE_FILE
+
+# The tokens that have no weight in the sparse output of a model with dense and sparse output.
+_TOKENS_WITHOUT_WEIGHT = (
+    *("cls_token_id", "eos_token_id", "sep_token_id"),
+    *("pad_token_id", "unk_token_id"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayers:
+    """The layers between token vectors and the outputs.
+
+    Attributes:
+        tokens: the layers that map token vectors, in order.
+        vector: the layers that map the pooled vector, in order.
+        sparse: the layer that maps a token vector to its weight, for models with dense and sparse
+            output.
+        multi_vector: the layer that maps token vectors, for models with dense and multi-vector
+            output.
+        skipped: the tokens without a weight and without a vector.
+    """
+
+    tokens: list[Layer] = field(default_factory=list)
+    vector: list[Layer] = field(default_factory=list)
+    sparse: Layer | None = None
+    multi_vector: Layer | None = None
+    skipped: frozenset[int] = frozenset()
+
+
+def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> OutputLayers:
+    """Load the layers between token vectors and the outputs.
+
+    Args:
+        root: the folder of the checkpoint.
+        spec: the description of the checkpoint.
+        encoder: the loaded model, which determines the device of the layers.
+
+    Raises:
+        ModelError: weights are missing or broken.
+        UnsupportedModelError: the activation of a layer is not supported.
+    """
+    device = encoder.device
+    skipped: set[int] = set()
+    sparse = None
+    multi_vector = None
+    if "sparse" in spec.kinds and spec.loader != MASKED:
+        sparse = load_linear(root / SPARSE_FILE, device)
+        special_ids = (getattr(encoder.tokenizer, name, None) for name in _TOKENS_WITHOUT_WEIGHT)
+        skipped = {token_id for token_id in special_ids if token_id is not None}
+    if "multi_vector" in spec.kinds and "dense" in spec.kinds:
+        multi_vector = load_linear(root / MULTI_VECTOR_FILE, device)
+    vocabulary = encoder.tokenizer.get_vocab() if spec.skip_words else {}
+    skipped |= {vocabulary[word] for word in spec.skip_words if word in vocabulary}
+    return OutputLayers(
+        tokens=[load_layer(module, device) for module in spec.token_modules],
+        vector=[load_layer(module, device) for module in spec.vector_modules],
+        sparse=sparse,
+        multi_vector=multi_vector,
+        skipped=frozenset(skipped),
+    )

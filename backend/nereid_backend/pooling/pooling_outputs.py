@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts token vectors, pooled vectors and logits into the outputs of prepared items."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nereid_backend.pooling.output_layers import OutputLayers
+from nereid_backend.pooling.packed_texts import TokenBatch
+from nereid_backend.pooling.pooling_items import Floats, Value
+from nereid_backend.pooling.prepare_items import Prepared
+
+# The smallest norm by which a vector is divided.
+_MIN_NORM = 1e-12
+
+
+def dense_outputs(
+    vectors: Tensor, items: Sequence[Prepared], *, normalizes: bool
+) -> list[Value | None]:
+    """Truncate each vector to the item's `dimensions`, and scale it to length 1 if requested.
+
+    Args:
+        vectors: [num_items, dimension], any float dtype.
+        items: the items. The field `normalize` of an item overrides `normalizes`.
+        normalizes: whether vectors are scaled to length 1 by default.
+
+    Returns:
+        One float32 vector for each item; None if the vector is not finite.
+    """
+    outputs: list[Value | None] = []
+    for row, prepared in zip(_array(vectors), items, strict=True):
+        item = prepared.item
+        vector = row[: item.dimensions]
+        if normalizes if item.normalize is None else item.normalize:
+            norm = float(np.linalg.norm(vector.astype(np.float64)))
+            vector = vector / max(norm, _MIN_NORM)
+        vector = np.ascontiguousarray(vector, dtype=np.float32)
+        outputs.append(vector if np.isfinite(vector).all() else None)
+    return outputs
+
+
+def score_outputs(
+    logits: Tensor, items: Sequence[Prepared], *, activation: str
+) -> list[Value | None]:
+    """Apply the activation to the logits of each text.
+
+    Args:
+        logits: [num_items, num_labels] float32.
+        items: the items. The field `activation` of an item overrides `activation`.
+        activation: the default activation: "none", "sigmoid" or "softmax".
+
+    Returns:
+        For each item a float (kind "score") or float32 [num_labels] (kind "classify"); None if a
+        number is not finite.
+    """
+    outputs: list[Value | None] = []
+    for row, prepared in zip(logits, items, strict=True):
+        scores = _activate(row, prepared.item.activation or activation)
+        if not scores.isfinite().all():
+            outputs.append(None)
+        elif prepared.item.kind == "score":
+            outputs.append(float(scores[0]))
+        else:
+            outputs.append(_array(scores))
+    return outputs
+
+
+def splade_outputs(
+    logit_slices: Iterator[tuple[int, Tensor]], batch: TokenBatch, strategy: str, num_log1p: int
+) -> list[Value | None]:
+    """Return the SPLADE weights of each text by token id, without weights of 0.
+
+    Args:
+        logit_slices: the logits over the vocabulary of all tokens, in slices of consecutive tokens:
+            pairs of the index of the first token and its logits [n, vocab_size].
+        batch: the texts. There is at least one.
+        strategy: how the weights of a text's tokens are combined: "max" or "sum".
+        num_log1p: how many times log1p is applied to the logits.
+
+    Returns:
+        One mapping for each text; None if a weight is not finite.
+    """
+    weights: Tensor | None = None
+    for first, slice_logits in logit_slices:
+        logits = slice_logits.float()
+        if weights is None:
+            # Start the maximum with 0, because the ReLU of a maximum is the maximum with 0.
+            weights = logits.new_zeros(len(batch.lens), logits.shape[1])
+        for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
+            # The slice begins at the token `first`. Take the part that belongs to the text.
+            text_logits = logits[max(0, start - first) : max(0, end - first)]
+            if len(text_logits) == 0:
+                continue
+            if strategy == "max":
+                weights[number] = torch.maximum(weights[number], text_logits.amax(0))
+            else:
+                weights[number] += _log1p(text_logits.relu(), num_log1p).sum(0)
+    assert weights is not None
+    if strategy == "max":
+        weights = _log1p(weights, num_log1p)
+    return [_nonzero_weights(row) for row in weights]
+
+
+def sparse_output(
+    token_vectors: Tensor, token_ids: list[int], layers: OutputLayers
+) -> Value | None:
+    """Return the weights of a text by token id; None if a weight is not finite.
+
+    A token that occurs several times gets its largest weight.
+
+    Args:
+        token_vectors: [num_tokens, hidden_size] float32.
+        token_ids: the tokens of the text.
+        layers: the layers of the model, including the layer `sparse`.
+    """
+    assert layers.sparse is not None
+    weights = layers.sparse(token_vectors).squeeze(-1).relu()
+    if not weights.isfinite().all():
+        return None
+    weight_of_token: dict[int, float] = {}
+    for token_id, weight in zip(token_ids, weights.tolist(), strict=True):
+        if weight > weight_of_token.get(token_id, 0.0) and token_id not in layers.skipped:
+            weight_of_token[token_id] = weight
+    return weight_of_token
+
+
+def multi_vector_output(
+    token_vectors: Tensor, prepared: Prepared, layers: OutputLayers
+) -> Value | None:
+    """Return the vectors of a text's tokens, float32 [n, dimension]; None if one is not finite.
+
+    Args:
+        token_vectors: [num_tokens, hidden_size] float32.
+        prepared: the text.
+        layers: the layers of the model.
+    """
+    if layers.multi_vector is not None:
+        # The vector of the first token is left out, because it describes the whole text, like the
+        # dense vector.
+        token_vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
+    elif layers.skipped:
+        kept = [i for i, t in enumerate(prepared.token_ids) if t not in layers.skipped]
+        index = torch.tensor(kept, dtype=torch.int64, device=token_vectors.device)
+        token_vectors = token_vectors[index]
+    dimensions = prepared.item.dimensions
+    if dimensions is not None:
+        token_vectors = functional.normalize(token_vectors[:, :dimensions], dim=-1)
+    return _array(token_vectors) if token_vectors.isfinite().all() else None
+
+
+def _array(values: Tensor) -> Floats:
+    """Return a tensor as a float32 array on the CPU."""
+    array: Floats = values.float().cpu().numpy()
+    return array
+
+
+def _nonzero_weights(row: Tensor) -> Value | None:
+    """Return the weights that are not 0 by token id; None if a weight is not finite."""
+    if not row.isfinite().all():
+        return None
+    token_ids = row.nonzero().squeeze(1)
+    return dict(zip(token_ids.tolist(), row[token_ids].tolist(), strict=True))
+
+
+def _log1p(values: Tensor, times: int) -> Tensor:
+    for _ in range(times):
+        values = values.log1p()
+    return values
+
+
+def _activate(logits: Tensor, activation: str) -> Tensor:
+    """Apply an activation to the logits [num_labels] of one text."""
+    if activation == "none":
+        return logits
+    return logits.sigmoid() if activation == "sigmoid" else logits.softmax(-1)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the list of modules of a sentence-transformers checkpoint, modules.json."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nereid_backend.errors import ModelError, UnsupportedModelError
+
+# Linear layers with files of their own, which add a sparse and a multi-vector output to a model
+# with dense output.
+SPARSE_FILE = "sparse_linear.pt"
+MULTI_VECTOR_FILE = "colbert_linear.pt"
+
+_FIRST_MODULES = ("Transformer", "MLMTransformer", "CLIPModel")
+_LATER_MODULES = (
+    *("Dense", "Dropout", "LayerNorm", "LogitScore"),
+    *("MultiVectorMask", "Normalize", "Pooling", "SpladePooling"),
+)
+# The modules that only checkpoints of embedding models have.
+_EMBEDDING_MODULES = {
+    *("CLIPModel", "Dense", "MultiVectorMask"),
+    *("Normalize", "Pooling", "SpladePooling"),
+}
+# The name that modules.json gives to token vectors, and the name of the pooled vector.
+_TOKEN_VECTORS = "token_embeddings"
+_POOLED_VECTOR = "sentence_embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSpec:
+    """One module of a sentence-transformers checkpoint.
+
+    Attributes:
+        kind: the name of the module's class, such as "Pooling".
+        folder: the folder with the module's weights.
+        config: the content of the module's config.json.
+    """
+
+    kind: str
+    folder: Path
+    config: dict[str, Any]
+
+    @property
+    def maps_tokens(self) -> bool:
+        """Whether the module maps token vectors, and not the pooled vector."""
+        return self.config.get("module_input_name") == _TOKEN_VECTORS
+
+
+def read_modules(root: Path) -> list[ModuleSpec]:
+    """Return the modules in modules.json in order. The first one is the transformers model.
+
+    The list is empty if the checkpoint in the folder `root` has no modules.json.
+
+    Raises:
+        ModelError: the file is broken.
+        UnsupportedModelError: a module is not supported.
+    """
+    path = root / "modules.json"
+    if not path.is_file():
+        return []
+    try:
+        entries = sorted(json.loads(path.read_text(encoding="utf-8")), key=lambda e: e["idx"])
+        modules = [
+            ModuleSpec(
+                kind=entry["type"].rsplit(".", 1)[-1],
+                folder=root / entry["path"],
+                config=read_json(root / entry["path"] / "config.json"),
+            )
+            for entry in entries
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{path} cannot be read as a list of modules ({error!r}). Download the file again."
+        ) from error
+    _check_modules(path, modules)
+    return modules
+
+
+def is_embedder(modules: Iterable[ModuleSpec]) -> bool:
+    """Return whether the modules show that the checkpoint computes vectors."""
+    return any(module.kind in _EMBEDDING_MODULES for module in modules)
+
+
+def find_config(modules: Iterable[ModuleSpec], kind: str) -> dict[str, Any] | None:
+    """Return the config of the first module of a kind; None if there is no such module."""
+    return next((module.config for module in modules if module.kind == kind), None)
+
+
+def ends_with_normalize(modules: list[ModuleSpec]) -> bool:
+    """Return whether the last module scales the pooled vector to length 1."""
+    return bool(modules) and modules[-1].kind == "Normalize" and not modules[-1].maps_tokens
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file `path`, or {} if the file does not exist.
+
+    Raises:
+        ModelError: the file does not contain a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}). Download the file again.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not contain a JSON object. Download the file again.")
+    return value
+
+
+def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:
+    """Raise UnsupportedModelError if a module is not supported, or if the first one is missing."""
+    if not modules or modules[0].kind not in _FIRST_MODULES:
+        first = modules[0].kind if modules else "nothing"
+        raise UnsupportedModelError(
+            f"{path}: the first module must be a transformers model, but it is {first}."
+        )
+    for module in modules[1:]:
+        if module.kind not in _LATER_MODULES:
+            raise UnsupportedModelError(
+                f"{path}: the module {module.kind} is not supported. The supported modules are "
+                f"{', '.join(sorted(_LATER_MODULES))}."
+            )
+        input_name = module.config.get("module_input_name", _POOLED_VECTOR)
+        output_name = module.config.get("module_output_name") or input_name
+        if module.kind in ("Dense", "Normalize") and output_name != input_name:
+            raise UnsupportedModelError(
+                f"{path}: the input and the output of the module {module.kind} must have the same "
+                f"name, but they are {input_name} and {output_name}."
+            )

@@ -15,9 +15,7 @@ from nereid_backend.core.sequence import Sequence
 
 
 class ActiveRequests:
-    """The groups of all requests that have not ended.
-
-    Each group contains the sequences of one request.
+    """All requests that have not ended, by id.
 
     Attributes:
         waiting: the queue of sequences that wait for a row, in scheduling order.
@@ -25,7 +23,7 @@ class ActiveRequests:
     """
 
     def __init__(self, tables: BlockTables, *, shares_prompts: bool) -> None:
-        """Create an object without groups.
+        """Create an object without requests.
 
         Args:
             tables: the block tables, which keep the blocks of a prompt for followers.
@@ -47,7 +45,7 @@ class ActiveRequests:
         return request_id in self._requests
 
     def of(self, sequence: Sequence) -> Request:
-        """Return the group that contains a sequence. The sequence must not have ended."""
+        """Return the request of a sequence. The sequence must not have ended."""
         return self._requests[sequence.request_id]
 
     def sequences_of(self, request_id: str) -> list[Sequence]:
@@ -99,7 +97,7 @@ class ActiveRequests:
         """Remove a sequence that has just got its blocks from the waiting queue."""
         request = self.of(sequence)
         if sequence in request.followers:
-            self._unfollow(request, sequence)
+            self._remove_follower(request, sequence)
         self.waiting.remove(sequence)
 
     def share_prompt(self, sequence: Sequence) -> None:
@@ -124,7 +122,7 @@ class ActiveRequests:
         if not request.sequences:
             del self._requests[sequence.request_id]
         if is_follower:
-            self._unfollow(request, sequence)
+            self._remove_follower(request, sequence)
         elif request.followers and not request.is_split and request.is_prepared:
             # The leader has ended before the prompt was computed, so a follower becomes the leader.
             self.waiting.add(request.followers.pop(0))
@@ -145,7 +143,7 @@ class ActiveRequests:
         assert all(r.row is None and not r.block_table for r in self.waiting)
 
     def _enqueue(self, request: Request) -> None:
-        """Put the leader of a group into the waiting queue.
+        """Put the leader of a request into the waiting queue.
 
         If sequences do not share prompts, put the followers into the queue too.
         """
@@ -155,18 +153,20 @@ class ActiveRequests:
             self._split(request)
 
     def _split(self, request: Request) -> None:
+        """Put the followers of a request into the waiting queue."""
         request.is_split = True
         for follower in request.followers:
             self.waiting.add(follower)
 
-    def _unfollow(self, request: Request, sequence: Sequence) -> None:
+    def _remove_follower(self, request: Request, sequence: Sequence) -> None:
+        """Remove a follower, and release the prompt of the request after the last follower."""
         request.followers.remove(sequence)
         if not request.followers:
             self._tables.drop_prompt(request)
 
 
 def _num_held_back(request: Request) -> int:
-    """Return the number of sequences of a group that are neither running nor in the queue."""
+    """Return the number of sequences of a request that are neither running nor in the queue."""
     if not request.is_prepared:
         return len(request.sequences)
     return 0 if request.is_split else len(request.followers)

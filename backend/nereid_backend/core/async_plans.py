@@ -40,7 +40,7 @@ class PendingPlans:
         return bool(self._plans)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        """Return whether an uncommitted plan contains the sequence `sequence`."""
+        """Return whether an uncommitted plan contains a sequence."""
         return any(sequence is chunk.sequence for plan in self._plans for chunk in plan.chunks)
 
     def plan_next(self, before: StepPlan, plan_step: Callable[[], StepPlan]) -> StepPlan:
@@ -94,12 +94,12 @@ class PendingPlans:
         for index, source in plan.pending:
             chunk = chunks[index]
             token_ids = chunk.sequence.token_ids
-            is_right = token_ids[chunk.start] == device_token_ids[source]
-            if is_right and len(token_ids) == chunk.start + 1:
+            has_right_input = token_ids[chunk.start] == device_token_ids[source]
+            if has_right_input and len(token_ids) == chunk.start + 1:
                 continue
             if chunks is plan.chunks:
                 chunks = list(chunks)
-            chunks[index] = chunk._replace(num_tokens=int(is_right), samples=False)
+            chunks[index] = chunk._replace(num_tokens=int(has_right_input), samples=False)
         if chunks is plan.chunks:
             return plan
         settled = replace(plan, chunks=chunks, num_tokens=sum(c.num_tokens for c in chunks))

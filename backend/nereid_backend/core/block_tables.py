@@ -5,7 +5,7 @@ Example: two sequences of one request with a prompt of 2.5 blocks, some steps af
 computed.
 
     sequence 0   [ 4 ][ 9 ][ 1 ][ 6 ]     computed the prompt and appends its output to block 1
-    the group    [ 4 ][ 9 ][ 1 ]          keeps the prompt for sequences that have no row yet
+    the request  [ 4 ][ 9 ][ 1 ]          keeps the prompt for sequences that have no row yet
     sequence 1   [ 4 ][ 9 ][ 7 ]          block 7 is a copy of block 1, because both get new tokens
 
 A full block is never written again, so any number of block tables can contain the block. Sequences
@@ -26,7 +26,7 @@ from nereid_backend.core.window import AttentionWindow
 
 
 class BlockTables:
-    """Allocates and frees the blocks of all sequences and groups."""
+    """Allocates and frees the blocks of all sequences, and of requests that keep their prompts."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class BlockTables:
         self._block_size = block_size
         self._attention_window = attention_window
         self._max_step_tokens = max_step_tokens
-        self._holding: dict[int, Request] = {}
+        self._requests_with_prompt: dict[int, Request] = {}
         self._copies: list[tuple[int, int]] = []
 
     def try_admit(self, sequence: Sequence, request: Request) -> bool:
@@ -66,22 +66,21 @@ class BlockTables:
             Whether the blocks were allocated.
 
         Mutates: on success, the sequence's block table and its number of computed tokens. The call
-            may
-        add a block copy, which the next call of `take_copies` returns.
+            may add a block copy, which the next call of `take_copies` returns.
         """
         if request.block_table and sequence in request.followers:
             return self._try_share_prompt(sequence, request)
         found: list[int] = []
         if self.cache is not None and not sequence.wants_prompt_logprobs:
             found = self.cache.find(sequence)
-        num_new = self._num_blocks(self._num_wanted(sequence, len(found))) - len(found)
+        num_new = self._num_blocks(self._num_allocated_tokens(sequence, len(found))) - len(found)
         num_dropped = self._num_null(found)
-        held = found[num_dropped:]
-        if num_new > self._pool.num_free - self._pool.count_idle(held):
+        reused = found[num_dropped:]
+        if num_new > self._pool.num_free - self._pool.count_idle(reused):
             return False
-        self._pool.hold(held)
+        self._pool.hold(reused)
         sequence.block_table = found + self._pool.allocate(num_new)
-        self._begin(sequence, len(found) * self._block_size, num_dropped)
+        self._set_reused(sequence, len(found) * self._block_size, num_dropped)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_reused_tokens
             if self.cache is not None:
@@ -89,11 +88,11 @@ class BlockTables:
                 self.cache.num_hit_tokens += sequence.num_reused_tokens
         return True
 
-    def missing(self, sequence: Sequence, num_tokens: int) -> int:
+    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many more blocks a sequence needs for its first `num_tokens` tokens."""
         return max(0, self._num_blocks(num_tokens) - len(sequence.block_table))
 
-    def grow(self, sequence: Sequence, num_blocks: int) -> None:
+    def append_blocks(self, sequence: Sequence, num_blocks: int) -> None:
         """Append `num_blocks` new blocks to a sequence's block table.
 
         The pool must have enough free or idle blocks.
@@ -106,20 +105,20 @@ class BlockTables:
         if self.cache is not None:
             self.cache.add(sequence)
 
-    def free_invisible(self, sequence: Sequence) -> None:
+    def free_blocks_before_window(self, sequence: Sequence) -> None:
         """Free the leading blocks of a running sequence that no later token attends to."""
         if self._attention_window is None:
             return
-        first = (
-            self._attention_window.first_visible(sequence.num_computed_tokens) // self._block_size
-        )
-        old = sequence.num_dropped_blocks
-        # `first` may be the block of the next token, which is allocated only when that token is
-        # planned.
-        first = min(first, len(sequence.block_table))
-        if first > old:
-            self._pool.release(sequence.block_table[old:first])
-            sequence.block_table[old:first] = [self._pool.null_block] * (first - old)
+        first_position = self._attention_window.first_visible(sequence.num_computed_tokens)
+        # The window may start in the block of the next token, which is allocated only when that
+        # token is planned.
+        first = min(first_position // self._block_size, len(sequence.block_table))
+        num_dropped = sequence.num_dropped_blocks
+        if first > num_dropped:
+            self._pool.release(sequence.block_table[num_dropped:first])
+            sequence.block_table[num_dropped:first] = [self._pool.null_block] * (
+                first - num_dropped
+            )
             sequence.num_dropped_blocks = first
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
@@ -133,7 +132,7 @@ class BlockTables:
         """Release all blocks of a sequence and reset its number of computed tokens to 0."""
         self._pool.release(sequence.block_table[sequence.num_dropped_blocks :])
         sequence.block_table = []
-        self._begin(sequence, 0)
+        self._set_reused(sequence, 0)
 
     def hold_prompt(self, request: Request, leader: Sequence) -> None:
         """Keep the prompt blocks that `leader` has computed, so that followers can share them."""
@@ -141,40 +140,38 @@ class BlockTables:
         first = leader.num_dropped_blocks
         if self._attention_window is not None:
             # A follower computes the last prompt token again, so its window starts there.
-            seen = (
-                self._attention_window.first_visible(leader.num_prompt_tokens - 1)
-                // self._block_size
-            )
-            table[first:seen] = [self._pool.null_block] * (seen - first)
-            first = seen
+            last_position = leader.num_prompt_tokens - 1
+            visible = self._attention_window.first_visible(last_position) // self._block_size
+            table[first:visible] = [self._pool.null_block] * (visible - first)
+            first = visible
         self._pool.hold(table[first:])
         request.block_table = table
-        self._holding[id(request)] = request
+        self._requests_with_prompt[id(request)] = request
         full = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
             follower.block_hashes = leader.block_hashes[:full]
 
     def drop_prompt(self, request: Request) -> None:
-        """Release the prompt blocks of a group. Do nothing if the group has none."""
-        if self._holding.pop(id(request), None) is not None:
+        """Release the prompt blocks of a request. Do nothing if the request has none."""
+        if self._requests_with_prompt.pop(id(request), None) is not None:
             self._pool.release(request.block_table[self._num_null(request.block_table) :])
             request.block_table = []
 
     def drop_oldest_prompt(self) -> bool:
-        """Release the prompt blocks of the group that has kept them for the longest time.
+        """Release the prompt blocks of the request that has kept them for the longest time.
 
         Returns:
-            False if no group has prompt blocks.
+            False if no request has prompt blocks.
         """
-        for request in self._holding.values():
+        for request in self._requests_with_prompt.values():
             self.drop_prompt(request)
             return True
         return False
 
     def drop_prompts_with(self, blocks: set[int]) -> None:
-        """Release the prompt blocks of every group whose table contains any of `blocks`."""
-        for request in list(self._holding.values()):
+        """Release the prompt blocks of every request whose table contains any of `blocks`."""
+        for request in list(self._requests_with_prompt.values()):
             if not blocks.isdisjoint(request.block_table):
                 self.drop_prompt(request)
 
@@ -190,10 +187,19 @@ class BlockTables:
         return copies
 
     def held_tables(self) -> Iterator[list[int]]:
-        """Yield the block tables of the groups that keep prompt blocks."""
-        return (request.block_table for request in self._holding.values())
+        """Yield the block tables of the requests that keep prompt blocks."""
+        return (request.block_table for request in self._requests_with_prompt.values())
 
     def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
+        """Allocate the blocks of a follower, which shares the prompt blocks of its request.
+
+        Example: the prompt has 10 tokens in the blocks [4, 9, 1] of 4 tokens. The follower computes
+        the last prompt token again, so it reuses 9 tokens. The blocks 4 and 9 are shared. Block 1
+        is copied, because the follower writes into it. The result is the table [4, 9, 7].
+
+        Returns:
+            Whether the blocks were allocated.
+        """
         # The last prompt token is computed again, because its logits are needed.
         num_reused = sequence.num_prompt_tokens - 1
         num_shared = num_reused // self._block_size
@@ -207,16 +213,17 @@ class BlockTables:
         if num_reused % self._block_size:
             self._copies.append((request.block_table[num_shared], own[0]))
         sequence.block_table = shared + own
-        self._begin(sequence, num_reused, num_dropped)
+        self._set_reused(sequence, num_reused, num_dropped)
         return True
 
-    def _begin(self, sequence: Sequence, num_reused: int, num_dropped: int = 0) -> None:
+    def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: int = 0) -> None:
+        """Set the numbers of a sequence whose block table contains `num_reused` computed tokens."""
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
         sequence.num_findable_blocks = num_reused // self._block_size
         sequence.num_dropped_blocks = num_dropped
 
-    def _num_wanted(self, sequence: Sequence, num_found: int) -> int:
+    def _num_allocated_tokens(self, sequence: Sequence, num_found: int) -> int:
         """Return how many tokens of a waiting sequence need blocks, including cached tokens."""
         num_known = len(sequence.token_ids)
         if self._attention_window is None or self._max_step_tokens is None:
@@ -229,6 +236,7 @@ class BlockTables:
         )
 
     def _num_null(self, table: list[int]) -> int:
+        """Return how many entries of a block table are the null block."""
         return 0 if self._attention_window is None else table.count(self._pool.null_block)
 
     def _num_blocks(self, num_tokens: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A list of sequences that is sorted by scheduling rank."""
+"""Lists of sequences that are sorted by scheduling rank."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -46,3 +46,40 @@ class RankedSequences:
 
     def _position(self, sequence: Sequence) -> int:
         return bisect_left(self._sequences, sequence.rank, key=_rank)
+
+
+class RunningSequences(RankedSequences):
+    """The running sequences, each of which has a row in the runner's tables.
+
+    Attributes:
+        free_rows: the rows that no sequence has. The row at the end of the list is used first.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        super().__init__()
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._max_num_seqs = max_num_seqs
+
+    def add(self, sequence: Sequence) -> None:
+        """Insert a sequence and assign a row to it. At least one row must be free."""
+        sequence.row = self.free_rows.pop()
+        super().add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that is in the list, and free its row."""
+        super().remove(sequence)
+        assert sequence.row is not None
+        self.free_rows.append(sequence.row)
+        sequence.row = None
+
+    def check(self) -> None:
+        """Verify that every row is either free or belongs to exactly one sequence.
+
+        Raises:
+            AssertionError: if a row was lost or has two owners.
+        """
+        rows = [sequence.row for sequence in self if sequence.row is not None]
+        assert len(rows) == len(self), "A running sequence has no row."
+        assert sorted(rows + self.free_rows) == list(range(self._max_num_seqs)), (
+            "A row is neither free nor used by exactly one sequence."
+        )

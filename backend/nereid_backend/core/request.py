@@ -10,17 +10,17 @@ class Request:
     """The n sequences of one client request, which share a prompt.
 
     One sequence, the leader, computes the prompt. Meanwhile, the other sequences, the followers,
-    stay out of the scheduler's queue. When the prompt is computed, the group is split: the
-    followers enter the queue and wait for rows of their own, and the group keeps the blocks of the
-    prompt for them.
+    stay out of the scheduler's queue. When the prompt is computed, the request is split: the
+    followers enter the queue and wait for rows of their own, and the request keeps the blocks of
+    the prompt for them.
 
     Attributes:
         sequences: a mapping from indices to the sequences that have not ended.
         followers: the sequences that have not had a row yet, except the leader.
         is_split: whether the followers are in the queue and wait for rows.
         is_prepared: False while the grammar of the request is being compiled.
-        block_table: the blocks of the prompt. The group keeps these blocks until the last follower
-            has a row.
+        block_table: the blocks of the prompt. The request keeps these blocks until the last
+            follower has a row.
     """
 
     __slots__ = ("block_table", "followers", "is_prepared", "is_split", "sequences")

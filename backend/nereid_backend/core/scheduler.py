@@ -1,32 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler, which decides which tokens the model computes in the next step.
+"""The scheduler, which owns the state of all requests from their arrival to their end.
 
-There is no prefill phase and no decode phase. The known tokens of a sequence are its prompt and the
-tokens that were sampled so far. The computed tokens of a sequence are those whose keys and values
-are in the KV cache. A step computes some known tokens of every sequence, within a token budget for
-all sequences together. When a step computes the last known token of a sequence, the step samples a
-new token. Three features follow from that rule:
+    add -> waiting queue -> plan -> (the runner computes the step) -> commit -> update
+                               ^                                         |
+                               +------ until the sequence ends ----------+
 
-- chunked prefill: a long prompt is computed in several steps, together with sequences that add one
-  token each;
-- preemption: a preempted sequence has to compute all its tokens again;
-- prefix caching: a sequence whose prefix is in the cache has fewer tokens to compute.
+`plan` returns the tokens of the next step (step_planner.py). `commit` appends the sampled tokens to
+their sequences and returns the updates that the engine reports.
 
 Sequences are ordered by rank. The rank is the number of the step in which the request arrived, plus
 a fixed number of steps for each level of priority. A sequence that has waited for a long time
 therefore comes before a sequence that arrives much later with a higher priority, so no sequence
 starves.
-
-Running sequences are planned first, and each of them gets at least one token. Waiting sequences
-follow. If there are not enough free blocks, a running sequence that comes later in the order is
-preempted. The scheduler selects the sequence with the lowest priority. If several sequences have
-that priority, the scheduler selects the one with the fewest tokens to compute again. The first
-sequence in the order is never preempted for another sequence, so it always finishes.
-
-With async scheduling, a step is planned ahead while the previous step is running (async_plans.py).
-A plan that is made ahead never preempts a sequence and never copies a block, because the running
-step may still use the blocks. If a plan would have needed a preemption or a copy, `is_held_up` is
-True.
 """
 
 from collections import abc
@@ -40,10 +25,11 @@ from nereid_backend.core.grammar import Guide
 from nereid_backend.core.outputs import FinishReason, RequestUpdate
 from nereid_backend.core.prefix_cache import PrefixCache
 from nereid_backend.core.prompt_lookup import PromptLookup
-from nereid_backend.core.ranked_sequences import RankedSequences
+from nereid_backend.core.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
-from nereid_backend.core.updates import append_sampled, make_update, num_equal
+from nereid_backend.core.step_planner import StepPlanner
+from nereid_backend.core.updates import append_sampled, common_prefix_len, make_update
 from nereid_backend.core.window import AttentionWindow
 
 # A request whose priority is higher by one level may arrive up to this many steps later (some
@@ -54,7 +40,7 @@ _MAX_LEVEL = 100
 
 
 class Scheduler:
-    """Plans the steps of all requests that have not ended, and allocates their blocks.
+    """Plans the steps of all requests that have not ended, and applies the results of the steps.
 
     The class is not thread-safe: one thread must call all its methods.
 
@@ -63,8 +49,6 @@ class Scheduler:
         cache: the prefix cache; None if prefix caching is off.
         lookup: the object that proposes draft tokens; None if speculative decoding is off.
         attention_window: the model's attention window; None if tokens attend to all earlier tokens.
-        num_preemptions: the number of preemptions since the start.
-        is_held_up: whether the last plan was made ahead and needed a preemption or a block copy.
     """
 
     def __init__(  # noqa: PLR0913 - settings, each given by name
@@ -99,15 +83,12 @@ class Scheduler:
         """
         self.pool = pool
         self.attention_window = attention_window
-        self.num_preemptions = 0
-        self._shares = shares_blocks and not whole_prefill
-        self._whole_prefill = whole_prefill
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        caches = enable_prefix_caching and self._shares
-        self.cache = PrefixCache(pool, block_size, attention_window) if caches else None
-        self.lookup = None
-        if num_speculative_tokens > 0 and self._shares:
+        shares_blocks = shares_blocks and not whole_prefill
+        self.cache: PrefixCache | None = None
+        if enable_prefix_caching and shares_blocks:
+            self.cache = PrefixCache(pool, block_size, attention_window)
+        self.lookup: PromptLookup | None = None
+        if num_speculative_tokens > 0 and shares_blocks:
             self.lookup = PromptLookup(num_speculative_tokens)
         self._tables = BlockTables(
             pool,
@@ -116,17 +97,33 @@ class Scheduler:
             attention_window=attention_window,
             max_step_tokens=None if whole_prefill else max_num_batched_tokens,
         )
-        self._requests = ActiveRequests(self._tables, shares_prompts=self._shares)
+        self._requests = ActiveRequests(self._tables, shares_prompts=shares_blocks)
+        self._running = RunningSequences(max_num_seqs)
+        self._pending_plans = PendingPlans()
+        self._planner = StepPlanner(
+            pool=pool,
+            tables=self._tables,
+            requests=self._requests,
+            running=self._running,
+            pending_plans=self._pending_plans,
+            lookup=self.lookup,
+            max_num_batched_tokens=max_num_batched_tokens,
+            whole_prefill=whole_prefill,
+        )
         self._num_added = 0
         self._num_steps = 0
-        self._running = RankedSequences()
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        # The last updates of sequences that ended outside of a step. The next commit returns them.
         self._ended: list[RequestUpdate] = []
-        # Whether the last plan had no budget left for a waiting prompt that cannot be divided into
-        # chunks. The next plan then starts with that prompt.
-        self._is_overdue = False
-        self._pending_plans = PendingPlans()
-        self.is_held_up = False
+
+    @property
+    def num_preemptions(self) -> int:
+        """The number of preemptions since the start."""
+        return self._planner.num_preemptions
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the last plan was made ahead and needed a preemption or a block copy."""
+        return self._planner.is_held_up
 
     @property
     def num_running(self) -> int:
@@ -204,8 +201,8 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Return the plan of the next step. Every sequence in the plan has a row and blocks."""
         assert not self._pending_plans, "A step is still running. Call plan_ahead instead of plan."
-        self.is_held_up = False
-        return self._plan()
+        self._planner.is_held_up = False
+        return self._plan_step()
 
     def plan_ahead(self, before: StepPlan) -> StepPlan:
         """Plan the next step while the current step is still running.
@@ -221,7 +218,7 @@ class Scheduler:
             "A step cannot be planned ahead with speculative decoding, because draft tokens depend "
             "on the last sampled token."
         )
-        return self._pending_plans.plan_next(before, self._plan)
+        return self._pending_plans.plan_next(before, self._plan_step)
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
         """Return the valid part of a plan that was made ahead; see `PendingPlans.settle`."""
@@ -235,20 +232,6 @@ class Scheduler:
         self._pending_plans.remove(plan)
         self._release_ended()
 
-    def _plan(self) -> StepPlan:
-        self._num_steps += 1
-        chunks: list[Chunk] = []
-        budget = self._max_num_batched_tokens
-        if not self._is_overdue:
-            budget = self._plan_running(chunks, budget)
-        self._plan_waiting(chunks, budget)
-        if not chunks and self._running:
-            # The overdue prompt did not get enough blocks, so the running sequences continue.
-            self._plan_running(chunks, budget)
-        chunks.sort(key=_has_many_tokens)
-        num_tokens = sum(chunk.num_tokens for chunk in chunks)
-        return StepPlan(chunks, num_tokens, self._tables.take_copies())
-
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply the result of a step and return the updates of its sequences.
 
@@ -261,26 +244,17 @@ class Scheduler:
         sampled = iter(result.sampled)
         invalid_blocks: set[int] = set()
         for index, chunk in enumerate(plan.chunks):
-            sequence = chunk.sequence
-            if sequence in leaving:
-                # The sequence has ended, but other sequences may share its blocks. If the step
-                # wrote invalid numbers into the blocks, they must not be reused.
-                if chunk.samples and next(sampled).error is not None:
-                    invalid_blocks |= self._tables.blocks_of(sequence)
+            outcome = next(sampled) if chunk.samples else None
+            if outcome is not None and outcome.error is not None:
+                # Other sequences may share the blocks, even if this sequence has ended already.
+                invalid_blocks |= self._tables.blocks_of(chunk.sequence)
+            if chunk.sequence in leaving:
                 continue
-            num_known = len(sequence.token_ids)
-            sequence.num_computed_tokens = min(chunk.start + chunk.num_tokens, num_known)
             if index in result.prompt_logprobs:
-                sequence.prompt_logprobs += result.prompt_logprobs[index]
-            if not chunk.samples:
-                self._tables.cache_blocks(sequence)
-                self._tables.free_invisible(sequence)
-                continue
-            outcome = next(sampled)
-            if outcome.error is not None:
-                invalid_blocks |= self._tables.blocks_of(sequence)
-            updates.append(self._append(sequence, outcome))
-            self._tables.free_invisible(sequence)
+                chunk.sequence.prompt_logprobs += result.prompt_logprobs[index]
+            update = self._commit_chunk(chunk, outcome)
+            if update is not None:
+                updates.append(update)
         self._purge(invalid_blocks)
         self._release_ended()
         return updates
@@ -311,112 +285,33 @@ class Scheduler:
         self.pool.check([*tables, *self._tables.held_tables()])
         if self.cache is not None:
             self.cache.check()
-        rows = [sequence.row for sequence in self._running if sequence.row is not None]
-        assert len(rows) == len(self._running), "A running sequence has no row."
-        assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), (
-            "A row is neither free nor used by exactly one sequence."
-        )
+        self._running.check()
         self._requests.check(self.num_running)
 
-    def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
-        index = 0
-        is_ahead = self._pending_plans.is_planning
-        while index < len(self._running) and budget > 0:
-            sequence = self._running[index]
-            if is_ahead and self._pending_plans.will_end(sequence):
-                index += 1
-                continue
-            # Keep one token of the budget for each running sequence that is planned after this
-            # sequence. Otherwise, a long chunk could leave no budget for those sequences.
-            limit = max(1, budget - (len(self._running) - index - 1))
-            num_known = len(sequence.token_ids) - sequence.num_computed_tokens
-            num_tokens = min(num_known, 1 if self._whole_prefill else limit)
-            missing = self._tables.missing(sequence, sequence.num_computed_tokens + num_tokens)
-            if missing > 0 and not self._make_room(index, missing):
-                break
-            self._tables.grow(sequence, missing)
-            if self.lookup is not None and num_tokens == num_known:
-                self._propose_drafts(sequence, limit - num_tokens)
-            chunks.append(_chunk(sequence, num_tokens, is_first=False))
-            budget -= chunks[-1].num_tokens
-            index += 1
-        return budget
+    def _plan_step(self) -> StepPlan:
+        self._num_steps += 1
+        return self._planner.plan()
 
-    def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
-        # A sequence gets blocks for all its known tokens at once. Otherwise, two prompts could each
-        # have half of their blocks and wait for the other prompt's blocks forever.
-        if self.is_held_up:
-            return
-        is_overdue, self._is_overdue = self._is_overdue, False
-        waiting = self._requests.waiting
-        while waiting and self._free_rows and budget > 0:
-            sequence = waiting[0]
-            if self._whole_prefill and chunks and len(sequence.token_ids) > budget:
-                self._is_overdue = not is_overdue
-                break
-            if not self._try_admit(sequence):
-                break
-            num_known = len(sequence.token_ids) - sequence.num_computed_tokens
-            num_tokens = num_known if self._whole_prefill else min(num_known, budget)
-            chunks.append(_chunk(sequence, num_tokens, is_first=True))
-            budget -= num_tokens
-            if is_overdue:
-                break
+    def _commit_chunk(self, chunk: Chunk, outcome: Sampled | None) -> RequestUpdate | None:
+        """Apply the result of one chunk to its sequence.
 
-    def _try_admit(self, sequence: Sequence) -> bool:
-        request = self._requests.of(sequence)
-        if self._pending_plans.is_planning and sequence in request.followers:
-            self.is_held_up = True
-            return False
-        while not self._tables.try_admit(sequence, request):
-            # If no sequence is running, all used blocks belong to prompts that groups keep for
-            # followers. Such prompts can be computed again, so they are dropped.
-            if self._running or not self._tables.drop_oldest_prompt():
-                return False
-        self._requests.admit(sequence)
-        sequence.row = self._free_rows.pop()
-        self._running.add(sequence)
-        return True
-
-    def _make_room(self, index: int, num_blocks: int) -> bool:
-        """Preempt sequences until `num_blocks` blocks are free for the running sequence at `index`.
-
-        Every preempted sequence comes after `index` in the order, so it has no chunk in the current
-        plan yet.
+        Args:
+            chunk: a chunk of the plan.
+            outcome: the sampled tokens; None if the chunk does not sample.
 
         Returns:
-            False if the sequence at `index` itself was preempted, or if the plan is made ahead and
-            therefore must not preempt a sequence.
+            The update of the sequence; None if the chunk does not sample.
         """
-        sequence = self._running[index]
-        while self.pool.num_free < num_blocks:
-            if self._tables.drop_oldest_prompt():
-                continue
-            if self._pending_plans.is_planning:
-                self.is_held_up = True
-                return False
-            victim = min(self._running.after(index), key=_preemption_cost, default=sequence)
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._release(sequence)
-        sequence.prompt_logprobs = []
-        self._requests.waiting.add(sequence)
-        self.num_preemptions += 1
-
-    def _propose_drafts(self, sequence: Sequence, limit: int) -> None:
-        """Set the draft tokens of a sequence if enough blocks are free for the draft tokens."""
-        assert self.lookup is not None
-        room = sequence.max_total_tokens - len(sequence.token_ids) - 1
-        drafts = self.lookup.propose(sequence, min(limit, room))
-        missing = self._tables.missing(sequence, len(sequence.token_ids) + len(drafts))
-        if missing > self.pool.num_free:
-            return
-        self._tables.grow(sequence, missing)
-        sequence.draft_token_ids = drafts
+        sequence = chunk.sequence
+        computed_end = chunk.start + chunk.num_tokens
+        sequence.num_computed_tokens = min(computed_end, len(sequence.token_ids))
+        update = None
+        if outcome is None:
+            self._tables.cache_blocks(sequence)
+        else:
+            update = self._append(sequence, outcome)
+        self._tables.free_blocks_before_window(sequence)
+        return update
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
         """Append sampled tokens to a sequence and return its update.
@@ -431,7 +326,7 @@ class Scheduler:
         new_token_ids = sequence.token_ids[num_known:]
         if drafts:
             # The step has already computed the keys and values of the accepted draft tokens.
-            num_accepted = num_equal(drafts, new_token_ids)
+            num_accepted = common_prefix_len(drafts, new_token_ids)
             sequence.num_computed_tokens += num_accepted
             assert self.lookup is not None
             self.lookup.learn(sequence, len(drafts), num_accepted)
@@ -461,7 +356,7 @@ class Scheduler:
             if sequence in self._pending_plans:
                 self._pending_plans.leaving[sequence] = None
             else:
-                self._release(sequence)
+                self._planner.release(sequence)
         update = update or make_update(sequence, [], None)
         return replace(
             update,
@@ -475,16 +370,7 @@ class Scheduler:
         """Release the rows and blocks of ended sequences that no uncommitted plan contains."""
         if self._pending_plans.leaving:
             for sequence in self._pending_plans.take_free():
-                self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        """Release the row and the blocks of a running sequence."""
-        assert sequence.row is not None
-        self._running.remove(sequence)
-        self._free_rows.append(sequence.row)
-        sequence.row = None
-        sequence.draft_token_ids = []
-        self._tables.release(sequence)
+                self._planner.release(sequence)
 
     def _purge(self, blocks: set[int]) -> None:
         """Remove blocks with invalid content from the prefix cache and from all block tables.
@@ -500,28 +386,5 @@ class Scheduler:
                 sequence.block_table
             ):
                 self._tables.forget(self._tables.blocks_of(sequence))
-                self._preempt(sequence)
+                self._planner.preempt(sequence)
         self._tables.forget(blocks)
-
-
-def _chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
-    start = sequence.num_computed_tokens
-    samples = start + num_tokens == len(sequence.token_ids)
-    num_logits = int(samples) + len(sequence.draft_token_ids)
-    num_tokens += len(sequence.draft_token_ids)
-    if sequence.wants_prompt_logprobs:
-        num_logits = num_tokens
-    return Chunk(sequence, start, num_tokens, samples, is_first, num_logits)
-
-
-def _preemption_cost(sequence: Sequence) -> tuple[int, int, int]:
-    """Return a sort key. The sequence with the smallest key should be preempted first.
-
-    The order is: lower priority, fewer tokens to compute again, later arrival.
-    """
-    num_lost = sequence.num_computed_tokens - sequence.num_reused_tokens
-    return -sequence.params.priority, num_lost, -sequence.rank[2]
-
-
-def _has_many_tokens(chunk: Chunk) -> bool:
-    return chunk.num_tokens > 1

@@ -56,10 +56,10 @@ def make_update(
     )
 
 
-def num_equal(first: Iterable[int], second: Iterable[int]) -> int:
+def common_prefix_len(first: Iterable[int], second: Iterable[int]) -> int:
     """Return the length of the longest common prefix of two sequences of integers.
 
-    Example: `num_equal([5, 7, 9], [5, 7, 8, 9])` returns 2.
+    Example: `common_prefix_len([5, 7, 9], [5, 7, 8, 9])` returns 2.
     """
     count = 0
     for a, b in zip(first, second, strict=False):

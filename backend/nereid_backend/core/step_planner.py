@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step planner, which decides which tokens the model computes in the next step.
+
+There is no prefill phase and no decode phase. The known tokens of a sequence are its prompt and the
+tokens that were sampled so far. The computed tokens of a sequence are those whose keys and values
+are in the KV cache. A step computes some known tokens of every sequence, within a token budget for
+all sequences together. When a step computes the last known token of a sequence, the step samples a
+new token. Three features follow from that rule:
+
+- chunked prefill: a long prompt is computed in several steps, together with sequences that add one
+  token each;
+- preemption: a preempted sequence has to compute all its tokens again;
+- prefix caching: a sequence whose prefix is in the cache has fewer tokens to compute.
+
+Running sequences are planned first, and each of them gets at least one token. Waiting sequences
+follow. If there are not enough free blocks, a running sequence that comes later in the order is
+preempted. The planner selects the sequence with the lowest priority. If several sequences have that
+priority, the planner selects the one with the fewest tokens to compute again. The first sequence in
+the order is never preempted for another sequence, so it always finishes.
+
+With async scheduling, a step is planned ahead while the previous step is running (async_plans.py).
+A plan that is made ahead never preempts a sequence and never copies a block, because the running
+step may still use the blocks. If a plan would have needed a preemption or a copy, `is_held_up` is
+True.
+"""
+
+from nereid_backend.core.active_requests import ActiveRequests
+from nereid_backend.core.async_plans import PendingPlans
+from nereid_backend.core.block_pool import BlockPool
+from nereid_backend.core.block_tables import BlockTables
+from nereid_backend.core.prompt_lookup import PromptLookup
+from nereid_backend.core.ranked_sequences import RunningSequences
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import Chunk, StepPlan
+
+
+class StepPlanner:
+    """Plans steps and allocates the blocks of their tokens.
+
+    Attributes:
+        num_preemptions: the number of preemptions since the start.
+        is_held_up: whether the last plan was made ahead and needed a preemption or a block copy.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of the scheduler, each given by name
+        self,
+        *,
+        pool: BlockPool,
+        tables: BlockTables,
+        requests: ActiveRequests,
+        running: RunningSequences,
+        pending_plans: PendingPlans,
+        lookup: PromptLookup | None,
+        max_num_batched_tokens: int,
+        whole_prefill: bool,
+    ) -> None:
+        """Create a planner for the parts of one scheduler.
+
+        Args:
+            pool: the blocks of the KV cache.
+            tables: the block tables of all sequences.
+            requests: the requests that have not ended, and the waiting queue. Mutated.
+            running: the running sequences. Mutated.
+            pending_plans: the plans whose steps are not committed.
+            lookup: the object that proposes draft tokens; None if speculative decoding is off.
+            max_num_batched_tokens: the largest number of tokens in one step.
+            whole_prefill: whether every prompt must be computed in one step. A prompt that exceeds
+                `max_num_batched_tokens` is then computed in a step of its own.
+        """
+        self.num_preemptions = 0
+        self.is_held_up = False
+        self._pool = pool
+        self._tables = tables
+        self._requests = requests
+        self._running = running
+        self._pending_plans = pending_plans
+        self._lookup = lookup
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._whole_prefill = whole_prefill
+        # Whether the last plan had no budget left for a waiting prompt that cannot be divided into
+        # chunks. The next plan then starts with that prompt.
+        self._has_overdue_prompt = False
+
+    def plan(self) -> StepPlan:
+        """Return the plan of the next step. Every sequence in the plan has a row and blocks."""
+        chunks: list[Chunk] = []
+        budget = self._max_num_batched_tokens
+        if not self._has_overdue_prompt:
+            budget = self._plan_running(chunks, budget)
+        self._plan_waiting(chunks, budget)
+        if not chunks and self._running:
+            # The overdue prompt did not get enough blocks, so the running sequences continue.
+            self._plan_running(chunks, budget)
+        chunks.sort(key=_has_many_tokens)
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        return StepPlan(chunks, num_tokens, self._tables.take_copies())
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Release the row and the blocks of a running sequence, and put it into the queue."""
+        self.release(sequence)
+        sequence.prompt_logprobs = []
+        self._requests.waiting.add(sequence)
+        self.num_preemptions += 1
+
+    def release(self, sequence: Sequence) -> None:
+        """Release the row and the blocks of a running sequence."""
+        self._running.remove(sequence)
+        sequence.draft_token_ids = []
+        self._tables.release(sequence)
+
+    def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
+        """Append the chunks of the running sequences to `chunks`.
+
+        Returns:
+            The number of tokens of the budget that are left.
+        """
+        index = 0
+        is_ahead = self._pending_plans.is_planning
+        # The list of running sequences becomes shorter if the loop preempts a sequence.
+        while index < len(self._running) and budget > 0:
+            if is_ahead and self._pending_plans.will_end(self._running[index]):
+                index += 1
+                continue
+            # Keep one token of the budget for each running sequence that is planned after this
+            # sequence. Otherwise, a long chunk could leave no budget for those sequences.
+            num_later = len(self._running) - index - 1
+            chunk = self._plan_next_tokens(index, max(1, budget - num_later))
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            budget -= chunk.num_tokens
+            index += 1
+        return budget
+
+    def _plan_next_tokens(self, index: int, limit: int) -> Chunk | None:
+        """Return the chunk with the next tokens of the running sequence at `index`.
+
+        Args:
+            index: the position of the sequence in the order of the running sequences.
+            limit: the largest number of tokens in the chunk.
+
+        Returns:
+            The chunk; None if there are not enough free blocks for the tokens.
+        """
+        sequence = self._running[index]
+        num_known = len(sequence.token_ids) - sequence.num_computed_tokens
+        num_tokens = min(num_known, 1 if self._whole_prefill else limit)
+        num_missing = self._tables.num_missing_blocks(
+            sequence, sequence.num_computed_tokens + num_tokens
+        )
+        if num_missing > 0:
+            if not self._free_blocks(index, num_missing):
+                return None
+            self._tables.append_blocks(sequence, num_missing)
+        if self._lookup is not None and num_tokens == num_known:
+            self._propose_drafts(self._lookup, sequence, limit - num_tokens)
+        return _chunk(sequence, num_tokens, is_first=False)
+
+    def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
+        """Move waiting sequences to the running sequences, and append their chunks to `chunks`."""
+        # A sequence gets blocks for all its known tokens at once. Otherwise, two prompts could each
+        # have half of their blocks and wait for the other prompt's blocks forever.
+        if self.is_held_up:
+            return
+        is_overdue, self._has_overdue_prompt = self._has_overdue_prompt, False
+        waiting = self._requests.waiting
+        while waiting and self._running.free_rows and budget > 0:
+            sequence = waiting[0]
+            if self._whole_prefill and chunks and len(sequence.token_ids) > budget:
+                self._has_overdue_prompt = True
+                break
+            if not self._try_admit(sequence):
+                break
+            num_known = len(sequence.token_ids) - sequence.num_computed_tokens
+            num_tokens = num_known if self._whole_prefill else min(num_known, budget)
+            chunks.append(_chunk(sequence, num_tokens, is_first=True))
+            budget -= num_tokens
+            if is_overdue:
+                break
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        """Give a row and blocks to a waiting sequence.
+
+        Returns:
+            Whether there were enough free blocks.
+        """
+        request = self._requests.of(sequence)
+        if self._pending_plans.is_planning and sequence in request.followers:
+            # A follower shares the prompt of its request, which may need a block copy.
+            self.is_held_up = True
+            return False
+        while not self._tables.try_admit(sequence, request):
+            # If no sequence is running, all used blocks belong to prompts that requests keep for
+            # followers. Such prompts can be computed again, so they are dropped.
+            if self._running or not self._tables.drop_oldest_prompt():
+                return False
+        self._requests.admit(sequence)
+        self._running.add(sequence)
+        return True
+
+    def _free_blocks(self, index: int, num_blocks: int) -> bool:
+        """Preempt sequences until `num_blocks` blocks are free for the running sequence at `index`.
+
+        Every preempted sequence comes after `index` in the order, so it has no chunk in the current
+        plan yet.
+
+        Returns:
+            False if the sequence at `index` itself was preempted, or if the plan is made ahead and
+            therefore must not preempt a sequence.
+        """
+        sequence = self._running[index]
+        while self._pool.num_free < num_blocks:
+            if self._tables.drop_oldest_prompt():
+                continue
+            if self._pending_plans.is_planning:
+                self.is_held_up = True
+                return False
+            victim = min(self._running.after(index), key=_preemption_cost, default=sequence)
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _propose_drafts(self, lookup: PromptLookup, sequence: Sequence, limit: int) -> None:
+        """Set the draft tokens of a sequence if enough blocks are free for the draft tokens."""
+        num_remaining = sequence.max_total_tokens - len(sequence.token_ids) - 1
+        drafts = lookup.propose(sequence, min(limit, num_remaining))
+        num_missing = self._tables.num_missing_blocks(
+            sequence, len(sequence.token_ids) + len(drafts)
+        )
+        if num_missing > self._pool.num_free:
+            return
+        self._tables.append_blocks(sequence, num_missing)
+        sequence.draft_token_ids = drafts
+
+
+def _chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
+    """Return the chunk with the next `num_tokens` known tokens and the draft tokens."""
+    start = sequence.num_computed_tokens
+    samples = start + num_tokens == len(sequence.token_ids)
+    num_drafts = len(sequence.draft_token_ids)
+    num_logits = int(samples) + num_drafts
+    num_tokens += num_drafts
+    if sequence.wants_prompt_logprobs:
+        num_logits = num_tokens
+    return Chunk(sequence, start, num_tokens, samples, is_first, num_logits)
+
+
+def _preemption_cost(sequence: Sequence) -> tuple[int, int, int]:
+    """Return a sort key. The sequence with the smallest key should be preempted first.
+
+    The order is: lower priority, fewer tokens to compute again, later arrival.
+    """
+    num_lost = sequence.num_computed_tokens - sequence.num_reused_tokens
+    return -sequence.params.priority, num_lost, -sequence.rank[2]
+
+
+def _has_many_tokens(chunk: Chunk) -> bool:
+    return chunk.num_tokens > 1

@@ -15,7 +15,7 @@ This module also exports all classes from which a declaration is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from nereid_parsers.declarations import (
     Stage,
     Wrapper,
 )
-from nereid_parsers.pattern_syntax import FIELDS, Slot, pattern
+from nereid_parsers.pattern_syntax import Slot, pattern
 from nereid_parsers.policy import (
     LENIENT,
     STRICT,
@@ -44,7 +44,6 @@ from nereid_parsers.policy import (
     TextRule,
     UnknownTool,
 )
-from nereid_parsers.start_stage import TAIL_TOKENS
 from nereid_parsers.stream.parser import output_start
 from nereid_parsers.tool_declarations import (
     BareKeyArguments,
@@ -62,7 +61,6 @@ from nereid_parsers.tool_declarations import (
 )
 
 __all__ = [
-    "FIELDS",
     "LENIENT",
     "STRICT",
     "BareKeyArguments",
@@ -70,7 +68,6 @@ __all__ = [
     "BrokenArguments",
     "Call",
     "Format",
-    "FormatData",
     "JsonArguments",
     "JsonArray",
     "JsonObject",
@@ -121,17 +118,6 @@ class Format(FormatData):
                 known.
         """
         return output_start(self, prompt).stage
-
-    def stage_of_ids(
-        self, prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
-    ) -> Stage:
-        """Return the stage in which the output after a prompt starts, given as token ids.
-
-        Args:
-            prompt_ids: The token ids of the prompt.
-            decode: A function that converts token ids to text. Only the last ids are decoded.
-        """
-        return self.stage(decode(prompt_ids[-TAIL_TOKENS:]))
 
     def structural_tag(
         self,

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 from nereid_parsers.declarations import FormatData, Messages, Opener, Sections, Stage
 
-# The stage is determined from this number of tokens at the end of a prompt. Generation prompts are
-# shorter, unless the prompt already contains a long beginning of the answer.
-TAIL_TOKENS = 256
-
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:

@@ -15,7 +15,7 @@ from nereid_parsers import (
     fold,
     get_format,
 )
-from nereid_parsers.formats.names import REASONING_MODULES, TOOL_MODULES
+from nereid_parsers.formats import registry
 
 DATA = Path(__file__).parents[1] / "data" / "transcripts"
 REPOSITORY = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def conformance() -> Path | None:
 
 def all_formats() -> list[Format]:
     """Return the formats of all registered names, and of some pairs of names."""
-    names = sorted({*REASONING_MODULES, *TOOL_MODULES})
+    names = sorted({*registry.REASONING, *registry.TOOLS})
     return [
         *(get_format(name) for name in names),
         *(get_format(reasoning=one, tools=other) for one, other in PAIRS),

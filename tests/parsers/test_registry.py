@@ -1,15 +1,18 @@
 """Tests of the registry: names, aliases, pairs of names, and errors."""
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 import pytest
-from nereid_parsers import FormatError, UnknownFormatError, format_names, get_format
+from nereid_parsers import FormatError, UnknownFormatError, format_names, formats, get_format
 from nereid_parsers.format import STRICT, Messages, Sections
-from nereid_parsers.formats.names import (
+from nereid_parsers.formats.registry import (
+    REASONING,
     REASONING_ALIASES,
-    REASONING_MODULES,
     TOOL_ALIASES,
-    TOOL_MODULES,
+    TOOLS,
+    listing,
 )
-from nereid_parsers.formats.registry import listing, reasoning_entry, tool_entry
 
 FIRST_REASONING = [
     "deepseek-r1",
@@ -130,13 +133,24 @@ def test_every_listed_name_has_a_format_with_a_source():
     for name in format_names():
         assert get_format(name).sources[0].text
     for row in listing():
-        entry = reasoning_entry if row.kind == "reasoning" else tool_entry
-        assert str(entry(row.name).source) == str(row.source)
+        entries = REASONING if row.kind == "reasoning" else TOOLS
+        assert str(entries[row.name].source) == str(row.source)
         assert row.source.date
 
 
 def test_aliases_refer_to_registered_names():
-    assert set(REASONING_ALIASES.values()) <= set(REASONING_MODULES)
-    assert set(TOOL_ALIASES.values()) <= set(TOOL_MODULES)
-    assert not set(REASONING_ALIASES) & set(REASONING_MODULES)
-    assert not set(TOOL_ALIASES) & set(TOOL_MODULES)
+    assert set(REASONING_ALIASES.values()) <= set(REASONING)
+    assert set(TOOL_ALIASES.values()) <= set(TOOLS)
+    assert not set(REASONING_ALIASES) & set(REASONING)
+    assert not set(TOOL_ALIASES) & set(TOOLS)
+
+
+def test_every_declared_entry_is_registered_and_no_name_is_declared_twice():
+    modules = [
+        import_module(f"nereid_parsers.formats.{module.name}")
+        for module in iter_modules(formats.__path__)
+        if module.name != "registry"
+    ]
+    for table, registered in (("REASONING", REASONING), ("TOOLS", TOOLS)):
+        names = [name for module in modules for name in getattr(module, table, {})]
+        assert sorted(names) == sorted(registered)

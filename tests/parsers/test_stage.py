@@ -50,13 +50,7 @@ def test_markers_earlier_in_the_prompt_are_ignored():
     assert parsed(QWEN, "Hi.", prompt=prompt).content == "Hi."
 
 
-def test_the_stage_can_be_found_from_token_ids():
-    prompt = "x" * 10_000 + "<think>\n"
-    ids = list(prompt.encode())
-    assert QWEN.stage_of_ids(ids, lambda some: bytes(some).decode()) is Stage.REASONING
-
-
-def test_undecided_text_has_the_default_stage():
+def test_the_output_after_an_unknown_prompt_starts_in_the_default_stage():
     fmt = get_format("deepseek_r1", policy=STRICT)
     assert fmt.stage(None) is Stage.REASONING
 

@@ -4,12 +4,10 @@ import json
 
 import pytest
 from nereid_parsers import fold, get_format
-from nereid_parsers.formats.names import REASONING_MODULES, TOOL_MODULES
+from nereid_parsers.formats.registry import REASONING, TOOLS
 from parsers.support import DATA, SIZES, check_order, stream, transcripts
 
-NAMED = [f"reasoning.{name}" for name in REASONING_MODULES] + [
-    f"tools.{name}" for name in TOOL_MODULES
-]
+NAMED = [f"reasoning.{name}" for name in REASONING] + [f"tools.{name}" for name in TOOLS]
 MISSING = [name for name in NAMED if not (DATA / f"{name}.json").is_file()]
 if MISSING:
     raise FileNotFoundError(f"registered formats without a transcript in {DATA}: {MISSING}")

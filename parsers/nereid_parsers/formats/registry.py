@@ -1,29 +1,88 @@
 """Finds formats by name. The names are the parser names of vLLM and SGLang.
 
-In a name, `-`, `.` and `_` are equivalent. A module of this folder declares one or more model
-families in a dict REASONING, a dict TOOLS or both. The module is imported when one of its names is
-looked up. names.py maps the names to the modules.
+In a name, `-`, `.` and `_` are equivalent. Each module of this folder declares one or more model
+families in a dict REASONING, a dict TOOLS or both.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
 
 from nereid_parsers.declarations import Messages, Sections, Source
 from nereid_parsers.errors import FormatError, UnknownFormatError
 from nereid_parsers.format import Format
-from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
-from nereid_parsers.formats.names import (
-    REASONING_ALIASES,
-    REASONING_MODULES,
-    TOOL_ALIASES,
-    TOOL_MODULES,
+from nereid_parsers.formats import (
+    apertus,
+    arrays,
+    channels,
+    cohere,
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    hermes,
+    kimi,
+    llama,
+    minimax,
+    mistral,
+    nemotron,
+    pythonic,
+    qwen,
+    seed,
+    step,
+    think,
 )
+from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.policy import LENIENT, Policy
+
+# All entries, by name.
+REASONING: dict[str, ReasoningEntry] = (
+    apertus.REASONING | channels.REASONING | cohere.REASONING | deepseek.REASONING
+    | gemma.REASONING | glm.REASONING | gpt_oss.REASONING | granite.REASONING | kimi.REASONING
+    | minimax.REASONING | mistral.REASONING | nemotron.REASONING | qwen.REASONING | seed.REASONING
+    | step.REASONING | think.REASONING
+)  # fmt: skip
+TOOLS: dict[str, ToolEntry] = (
+    apertus.TOOLS | arrays.TOOLS | channels.TOOLS | cohere.TOOLS | deepseek.TOOLS | gemma.TOOLS
+    | glm.TOOLS | gpt_oss.TOOLS | granite.TOOLS | hermes.TOOLS | kimi.TOOLS | llama.TOOLS
+    | minimax.TOOLS | mistral.TOOLS | pythonic.TOOLS | qwen.TOOLS | seed.TOOLS | step.TOOLS
+)  # fmt: skip
+
+# Other spellings of the names.
+REASONING_ALIASES = {
+    "apertus": "apertus2509",
+    "hunyuan": "hy_v3",
+    "minimax": "minimax_m2",
+    "minimax_append_think": "minimax_m2_append_think",
+    "muse_glimmer": "muse",
+    "musespark1x": "muse",
+    "nano_v3": "nemotron_v3",
+    "nemotron_3": "nemotron_v3",
+    "openai_gptoss": "gpt_oss",
+}
+
+TOOL_ALIASES = {
+    "apertus2509": "apertus",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
+    "deepseekv4": "deepseek_v4",
+    "deepseekv41": "deepseek_v41",
+    "glm": "glm45",
+    "hunyuan": "hy_v3",
+    "llama3": "llama3_json",
+    "muse_glimmer": "muse",
+    "musespark1x": "muse",
+    "openai": "gpt_oss",
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3_json": "hermes",
+    "qwen3_xml": "qwen3_coder",
+}
 
 
 def normalize(name: str) -> str:
@@ -61,47 +120,50 @@ def get_format(
                 "get_format() accepts either one name, as in get_format('qwen3'), or the keyword "
                 "arguments reasoning and tools, but not both"
             )
-        reasoning = name if _find(name, REASONING_ALIASES, REASONING_MODULES) else None
-        tools = name if _find(name, TOOL_ALIASES, TOOL_MODULES) else None
-        if reasoning is None and tools is None:
-            raise _unknown_format(name, (*REASONING_MODULES, *TOOL_MODULES))
-    if reasoning is None and tools is None:
+        reasoning_entry = REASONING.get(_key(name, REASONING_ALIASES))
+        tool_entry = TOOLS.get(_key(name, TOOL_ALIASES))
+        if reasoning_entry is None and tool_entry is None:
+            raise _unknown_format(name, {**REASONING, **TOOLS})
+        label = name
+    elif reasoning is not None or tools is not None:
+        reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
+        tool_entry = _find_tools(tools) if tools is not None else None
+        label = "+".join(part for part in (reasoning, tools) if part)
+    else:
         raise FormatError(
             "get_format() requires the name of a format, for example get_format('hermes') or "
             "get_format(reasoning='qwen3', tools='hermes')"
         )
-    label = name or "+".join(part for part in (reasoning, tools) if part)
-    reasoning_part = reasoning_entry(reasoning) if reasoning is not None else None
-    tool_part = tool_entry(tools) if tools is not None else None
-    if reasoning_part is None and tool_part is not None:
-        reasoning_part = tool_part.reasoning
-    return _combine(normalize(label), reasoning_part, tool_part, policy)
+    if reasoning_entry is None and tool_entry is not None:
+        reasoning_entry = tool_entry.reasoning
+    return _combine(normalize(label), reasoning_entry, tool_entry, policy)
 
 
-def reasoning_entry(name: str) -> ReasoningEntry:
+def _key(name: str, aliases: Mapping[str, str]) -> str:
+    """Return the key of a name or alias in the tables. The key of an unknown name is the name."""
+    spelling = normalize(name)
+    return aliases.get(spelling, spelling)
+
+
+def _find_reasoning(name: str) -> ReasoningEntry:
     """Return the entry of a reasoning name. Raise UnknownFormatError if no entry has this name."""
-    key = _find(name, REASONING_ALIASES, REASONING_MODULES)
-    if key is None:
-        raise _unknown_format(name, REASONING_MODULES)
-    entry = import_module(f"nereid_parsers.formats.{REASONING_MODULES[key]}").REASONING[key]
-    assert isinstance(entry, ReasoningEntry)
+    entry = REASONING.get(_key(name, REASONING_ALIASES))
+    if entry is None:
+        raise _unknown_format(name, REASONING)
     return entry
 
 
-def tool_entry(name: str) -> ToolEntry:
+def _find_tools(name: str) -> ToolEntry:
     """Return the entry of a tool name. Raise UnknownFormatError if no entry has this name."""
-    key = _find(name, TOOL_ALIASES, TOOL_MODULES)
-    if key is None:
-        raise _unknown_format(name, TOOL_MODULES)
-    entry = import_module(f"nereid_parsers.formats.{TOOL_MODULES[key]}").TOOLS[key]
-    assert isinstance(entry, ToolEntry)
+    entry = TOOLS.get(_key(name, TOOL_ALIASES))
+    if entry is None:
+        raise _unknown_format(name, TOOLS)
     return entry
 
 
 def format_names() -> list[str]:
     """Return all names that `get_format` accepts, including aliases, in alphabetical order."""
-    tables = (REASONING_MODULES, TOOL_MODULES, REASONING_ALIASES, TOOL_ALIASES)
-    return sorted({name for table in tables for name in table})
+    return sorted({*REASONING, *TOOLS, *REASONING_ALIASES, *TOOL_ALIASES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,26 +190,20 @@ class ListedName:
 
 def listing() -> list[ListedName]:
     """Return all registered names: first the reasoning names, then the tool names, each sorted."""
-    rows: list[ListedName] = []
-    for name in sorted(REASONING_MODULES):
-        aliases = _aliases_of(name, REASONING_ALIASES)
-        rows.append(ListedName(name, "reasoning", aliases, reasoning_entry(name).source))
-    for name in sorted(TOOL_MODULES):
-        aliases = _aliases_of(name, TOOL_ALIASES)
-        rows.append(ListedName(name, "tools", aliases, tool_entry(name).source))
-    return rows
+    reasoning = [
+        ListedName(name, "reasoning", _aliases_of(name, REASONING_ALIASES), entry.source)
+        for name, entry in sorted(REASONING.items())
+    ]
+    tools = [
+        ListedName(name, "tools", _aliases_of(name, TOOL_ALIASES), entry.source)
+        for name, entry in sorted(TOOLS.items())
+    ]
+    return reasoning + tools
 
 
 def _aliases_of(name: str, aliases: dict[str, str]) -> tuple[str, ...]:
     """Return the aliases of a name, in alphabetical order."""
     return tuple(sorted(alias for alias, target in aliases.items() if target == name))
-
-
-def _find(name: str, aliases: dict[str, str], modules: dict[str, str]) -> str | None:
-    """Return the registered name for a name or an alias, or None."""
-    spelling = normalize(name)
-    key = aliases.get(spelling, spelling)
-    return key if key in modules else None
 
 
 def _unknown_format(name: str, names: Iterable[str]) -> UnknownFormatError:

@@ -73,16 +73,6 @@ class StreamParser:
         self._is_finished = True
         return self._machine.finish()
 
-    @property
-    def stage(self) -> Stage:
-        """The stage to which the next character will probably belong."""
-        return self._machine.stage
-
-    @property
-    def has_reasoned(self) -> bool:
-        """Whether the reasoning has ended, either in the parsed text or in the prompt."""
-        return self._machine.has_reasoned
-
 
 @dataclass(frozen=True, slots=True)
 class OutputStart:

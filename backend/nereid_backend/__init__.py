@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of Nereid: continuous batching and a paged KV cache under transformers' model code.
 
-``Engine``, ``Embedder`` and ``Reranker`` are imported on first use, because they bring torch, and
-the Triton server's stub processes, which import this package for its types, must not load that.
+``Engine``, ``Embedder`` and ``Reranker`` are imported on first use, because they import torch. The
+Triton server's stub processes import this package for its types and must not load torch.
+``SamplingParams`` is imported on first use, too, because only some processes need pydantic.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import CompletionOutput, EngineInfo, RequestOutput, RequestUpdate
-from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import (
     CapacityError,
     ConfigError,
@@ -22,6 +22,7 @@ from nereid_backend.errors import (
 
 if TYPE_CHECKING:
     from nereid_backend.engine import Engine
+    from nereid_backend.field_checks import CheckedSamplingParams as SamplingParams
     from nereid_backend.pooling.embedder import Embedder, Reranker
 
 __all__ = [
@@ -49,6 +50,10 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands fo
         from nereid_backend.engine import Engine
 
         return Engine
+    if name == "SamplingParams":
+        from nereid_backend.field_checks import CheckedSamplingParams
+
+        return CheckedSamplingParams
     if name in ("Embedder", "Reranker"):
         from nereid_backend.pooling import embedder
 

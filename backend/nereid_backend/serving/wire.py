@@ -7,7 +7,8 @@
 
 In Triton server, the postprocessor can receive inputs only from the executor, because the executor
 is a decoupled step. The tokenizer therefore packs the postprocessor's part of a request
-(StreamContext) into the envelope, and the executor passes it on unread with the first step.
+(StreamContext) into the envelope, and the executor passes that part on unread with the first step.
+The executor also passes on the packed SamplingParams unread, to the engine process.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +18,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.core.outputs import RequestUpdate
 from nereid_backend.core.sampling_params import SamplingParams
 
@@ -85,7 +87,8 @@ class RequestEnvelope:
     """The message of the tokenizer to the executor about one request.
 
     Attributes:
-        params: the sampling parameters.
+        params: the packed SamplingParams, which the executor sends to the engine process unread.
+        n: the number of sequences, which is also in `params`.
         context: a packed StreamContext, which the executor passes on unread.
         grammar_field: the request's field from which the grammar was built, for error messages.
         timeout_s: the time limit of the whole request in seconds. 0 means no limit, None means the
@@ -93,7 +96,8 @@ class RequestEnvelope:
         queue_timeout_s: the time limit for waiting in the queue, with the same special values.
     """
 
-    params: SamplingParams
+    params: bytes
+    n: int
     context: bytes
     grammar_field: str = ""
     timeout_s: float | None = None
@@ -101,15 +105,29 @@ class RequestEnvelope:
 
     def pack(self) -> UInt8Array:
         """Return the envelope as a UINT8 array of shape [num_bytes]."""
-        params = {field.name: getattr(self.params, field.name) for field in fields(SamplingParams)}
-        rest = (self.context, self.grammar_field, self.timeout_s, self.queue_timeout_s)
-        return np.frombuffer(_pack([params, *rest]), dtype=np.uint8)
+        row = [getattr(self, field.name) for field in fields(self)]
+        return np.frombuffer(_pack(row), dtype=np.uint8)
 
     @classmethod
     def unpack(cls, data: UInt8Array) -> Self:
         """Return the envelope that `pack` packed into `data`."""
-        params, *rest = msgpack.unpackb(data.tobytes(), use_list=False)
-        return cls(SamplingParams(**params), *rest)
+        return cls(*msgpack.unpackb(data.tobytes()))
+
+
+def pack_params(params: SamplingParams) -> bytes:
+    """Return sampling parameters as msgpack bytes."""
+    return _pack({field.name: getattr(params, field.name) for field in fields(SamplingParams)})
+
+
+def unpack_params(data: bytes) -> SamplingParams:
+    """Return the sampling parameters that `pack_params` packed into `data`."""
+    values = msgpack.unpackb(data, use_list=False)
+    grammar, thinking = values.pop("grammar"), values.pop("thinking")
+    return SamplingParams(
+        **values,
+        grammar=grammar and GrammarSpec(*grammar),
+        thinking=thinking and ThinkingSpec(*thinking),
+    )
 
 
 @dataclass(frozen=True, slots=True)

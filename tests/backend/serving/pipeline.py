@@ -90,7 +90,7 @@ from nereid_backend.serving.executor.streams import Sequence, Stream  # noqa: E4
 from nereid_backend.serving.feedback import FeedbackReader, Signal  # noqa: E402
 from nereid_backend.serving.postprocessor.postprocessor_model import PostprocessorModel  # noqa: E402
 from nereid_backend.serving.tokenizer.tokenizer_model import TokenizerModel  # noqa: E402
-from nereid_backend.serving.wire import Opening, RequestEnvelope  # noqa: E402
+from nereid_backend.serving.wire import Opening, RequestEnvelope, unpack_params  # noqa: E402
 
 
 class Request:
@@ -136,12 +136,12 @@ class Pipeline:
         (reply,) = self.tokenizer.execute([Request(**inputs)])
         given = _outputs(reply)
         envelope = RequestEnvelope.unpack(given[tensor_names.ENVELOPE])
-        self.params = envelope.params
-        slots = self.feedback.acquire(envelope.params.n)
+        self.params = unpack_params(envelope.params)
+        slots = self.feedback.acquire(envelope.n)
         opening = Opening(envelope.context, self.feedback.path, slots)
         sequences = [Sequence(index, slot) for index, slot in enumerate(slots)]
         stream = Stream("1", None, 1, sequences, opening, 0.0)
-        self.engine.add_request("1", given[tensor_names.PROMPT_TOKEN_IDS].tolist(), envelope.params)
+        self.engine.add_request("1", given[tensor_names.PROMPT_TOKEN_IDS].tolist(), self.params)
         replies = []
         while not stream.has_ended:
             for update in self.engine.step():

@@ -15,6 +15,7 @@ from nereid_backend import EngineConfig, EngineError, SamplingParams
 from nereid_backend.serving.executor.engine_client import EngineClient, RequestStarted
 from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE
 from nereid_backend.serving.process.process_handle import EngineDiedError, Refusal
+from nereid_backend.serving.wire import pack_params
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "chat"
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
@@ -54,16 +55,21 @@ def watch(client, limit_s):
         client.kill_if_hanging(1.0, is_working=True)
 
 
+def packed(**params):
+    """Return packed sampling parameters."""
+    return pack_params(SamplingParams(**params))
+
+
 def submit_again_and_again(client):
     for _ in range(1000):
-        client.submit("b", PROMPT, SamplingParams())
+        client.submit("b", PROMPT, packed())
         time.sleep(0.01)
 
 
 def test_requests_begin_in_their_order_and_the_rest_waits(start):
     client = start({"token_ids": [10], "ends": False, "delay_ms": 1}, max_num_seqs=1)
-    client.submit("a", PROMPT, SamplingParams(max_tokens=3))
-    client.submit("b", PROMPT, SamplingParams(max_tokens=3))
+    client.submit("a", PROMPT, packed(max_tokens=3))
+    client.submit("b", PROMPT, packed(max_tokens=3))
     answers = receive_until(
         client, lambda all_: sum(getattr(a, "finish_reason", None) is not None for a in all_) == 2
     )
@@ -78,7 +84,7 @@ def test_requests_begin_in_their_order_and_the_rest_waits(start):
 
 def test_a_refused_request_leaves_the_engine_alive(start):
     client = start({"token_ids": [10]}, max_model_len=2)
-    client.submit("a", PROMPT, SamplingParams())
+    client.submit("a", PROMPT, packed())
     (answer,) = receive_until(client, len)
     assert isinstance(answer, Refusal)
     assert "max_model_len" in str(answer.error)
@@ -86,7 +92,7 @@ def test_a_refused_request_leaves_the_engine_alive(start):
 
 def test_a_lost_device_ends_the_process_with_its_last_words(start):
     client = start({"token_ids": [10], "fault": "CUDA error: an illegal memory access"})
-    client.submit("a", PROMPT, SamplingParams())
+    client.submit("a", PROMPT, packed())
     with pytest.raises(EngineDiedError, match=r"\(exit code 1\): CUDA error: an illegal"):
         receive_until(client, lambda _: False)
 
@@ -98,20 +104,20 @@ def test_an_engine_that_hangs_is_killed_even_when_it_reads_nothing(start):
     started = time.monotonic()
     # More than the socket between the two holds: nobody here may wait for it.
     for number in range(200):
-        client.submit(str(number), np.zeros(10_000, dtype=np.int32), SamplingParams())
+        client.submit(str(number), np.zeros(10_000, dtype=np.int32), packed())
         client.abort(str(number))
     assert time.monotonic() - started < 20
     with pytest.raises(EngineDiedError, match=r"sent no message for .*\(engine_hang_timeout_s\)"):
         watch(client, 120.0)
     assert not psutil.pid_exists(pid)
     client.start(300)
-    client.submit("a", PROMPT, SamplingParams(max_tokens=1))
+    client.submit("a", PROMPT, packed(max_tokens=1))
     assert receive_until(client, lambda all_: len(all_) >= 2)
 
 
 def test_an_engine_that_computes_for_long_is_left_alone(start):
     client = start({"token_ids": [10], "fault": "busy 3"})
-    client.submit("a", PROMPT, SamplingParams(max_tokens=1))
+    client.submit("a", PROMPT, packed(max_tokens=1))
     answers, deadline = [], time.monotonic() + 120
     while not answers and time.monotonic() < deadline:
         answers += client.receive(0.05)
@@ -124,13 +130,13 @@ def test_an_engine_without_work_may_be_silent(start):
     for _ in range(6):
         client.receive(0.1)
         client.kill_if_hanging(0.2, is_working=False)
-    client.submit("a", PROMPT, SamplingParams(max_tokens=1))
+    client.submit("a", PROMPT, packed(max_tokens=1))
     assert receive_until(client, lambda all_: len(all_) >= 2)
 
 
 def test_a_killed_engine_is_noticed_at_once_and_can_be_started_again(start):
     client = start({"token_ids": [10], "ends": False, "delay_ms": 5})
-    client.submit("a", PROMPT, SamplingParams())
+    client.submit("a", PROMPT, packed())
     receive_until(client, len)
     os.kill(client.pid, signal.SIGKILL)
     killed = time.monotonic()

@@ -16,7 +16,7 @@ from nereid_backend.serving import tensor_names
 from nereid_backend.serving.executor.executor_model import ExecutorModel
 from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE
 from nereid_backend.serving.feedback import FeedbackWriter
-from nereid_backend.serving.wire import RequestEnvelope, StepState
+from nereid_backend.serving.wire import RequestEnvelope, StepState, pack_params
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "chat"
 ENDLESS = {"when": "", "token_ids": [10], "ends": False, "delay_ms": 10}
@@ -27,7 +27,8 @@ class Sender:
     """A response sender that records the responses. Each step counts as consumed immediately."""
 
     def __init__(self, num_tokens=3, consumes=True, params=None, **limits):
-        envelope = RequestEnvelope(params or SamplingParams(max_tokens=5), b"", **limits)
+        params = params or SamplingParams(max_tokens=5)
+        envelope = RequestEnvelope(pack_params(params), params.n, b"", **limits)
         self.inputs = {
             tensor_names.ENVELOPE: Tensor(tensor_names.ENVELOPE, envelope.pack()),
             tensor_names.PROMPT_TOKEN_IDS: Tensor("", np.full(num_tokens, 7, dtype=np.int32)),

@@ -2,12 +2,8 @@ import json
 
 import pytest
 from nereid_backend import RequestError, SamplingParams
-from nereid_backend.serving.tokenizer.read_sampling import (
-    read_generation_defaults,
-    read_sampling,
-    read_timeouts,
-    refuse_unknown,
-)
+from nereid_backend.serving.tokenizer.read_sampling import read_generation_defaults, read_sampling
+from nereid_backend.serving.tokenizer.request_fields import refuse_unknown
 
 
 def test_fields_win_over_the_checkpoints_defaults():
@@ -21,10 +17,29 @@ def test_null_means_the_default():
     assert options.stop == ()
 
 
-def test_numbers_may_come_as_text():
-    fields = {"max_tokens": "256", "temperature": "0.5", "ignore_eos": "true"}
-    params, _ = read_sampling(fields, {})
-    assert (params.max_tokens, params.temperature, params.ignore_eos) == (256, 0.5, True)
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("max_tokens", "256", 256),
+        ("temperature", "0.5", 0.5),
+        ("temperature", ".5", 0.5),
+        ("temperature", "1", 1.0),
+        ("ignore_eos", "true", True),
+        ("ignore_eos", " False", False),
+        ("stop_token_ids", "[1, 2]", (1, 2)),
+        ("logit_bias", '{"5": -1}', ((5, -1.0),)),
+        ("logprobs", "3", 3),
+        ("cache_salt", "5", "5"),
+    ],
+)
+def test_values_may_come_as_text(name, text, value):
+    params, _ = read_sampling({name: text}, {})
+    assert getattr(params, name) == value
+
+
+def test_text_that_is_nested_too_deeply_is_refused():
+    with pytest.raises(RequestError, match="stop_token_ids: the value must be a list"):
+        read_sampling({"stop_token_ids": "[" * 100_000}, {})
 
 
 def test_a_stop_string_may_stand_alone():
@@ -36,32 +51,39 @@ def test_a_stop_string_may_stand_alone():
     ("fields", "said"),
     [
         ({"temperature": float("nan")}, "temperature: the value must be a finite number"),
-        ({"max_tokens": 0}, "max_tokens: the value must be at least 1, but it is 0."),
-        ({"max_tokens": -4}, "max_tokens: the value must be at least 1, but it is -4."),
+        ({"max_tokens": 0}, "max_tokens: the value must be at least 1, but the request has 0."),
+        ({"max_tokens": -4}, "max_tokens: the value must be at least 1, but the request has -4."),
         (
             {"max_tokens": "many"},
             'max_tokens: the value must be an integer, but the request has "many"',
         ),
         ({"stop": [""]}, "stop: an empty string"),
-        ({"stop": [1]}, "stop: the value must be a string or a list of strings"),
+        ({"stop": [1]}, "stop: each item must be a string, but the request has 1."),
+        ({"stop": 1}, "stop: the value must be a list, but the request has 1."),
         (
             {"stop": ["x"] * 17},
-            "stop: the list must have at most 16 strings, but the request has 17.",
+            "stop: the value must be a list of at most 16 items, but the request has 17.",
         ),
-        ({"n": 0}, "n: the value must be at least 1, but it is 0."),
-        ({"presence_penalty": 2.5}, "presence_penalty: the value must be between -2 and 2"),
+        ({"n": 0}, "n: the value must be at least 1, but the request has 0."),
+        (
+            {"presence_penalty": 2.5},
+            "presence_penalty: the value must be at most 2, but the request has 2.5.",
+        ),
         (
             {"logit_bias": {"x": 1}},
             'logit_bias: each key must be a token id, but the request has ["x"]',
         ),
-        ({"logit_bias": {"5": 101}}, "logit_bias: each bias must be between -100 and 100"),
+        (
+            {"logit_bias": {"5": 101}},
+            "logit_bias: each item must be at most 100, but the request has 101.",
+        ),
         (
             {"logprobs": 21},
             "logprobs: the value must be an integer from 0 to 20, but the request has 21.",
         ),
         (
             {"logprobs": True, "top_logprobs": 30},
-            "top_logprobs: the value must be an integer from 0 to 20, but the request has 30.",
+            "top_logprobs: the value must be at most 20, but the request has 30.",
         ),
         ({"top_logprobs": 3}, "top_logprobs: this field requires logprobs=true."),
         ({"bad_words": "no"}, 'bad_words: the value must be a list, but the request has "no".'),
@@ -72,6 +94,8 @@ def test_a_stop_string_may_stand_alone():
             "skip_special_tokens: the value must be true or false, but the request has 1.",
         ),
         ({"cache_salt": 5}, "cache_salt: the value must be a string"),
+        ({"cache_salt": 5, "extra_key": "a"}, "cache_salt: the value must be a string"),
+        ({"reasoning_format": "xml"}, "reasoning_format: the value must be 'none', 'auto' or"),
         ({"guided_json": {}}, "guided_json: structured_outputs.json replaces this field"),
         ({"stop_regex": "a+"}, "stop_regex: a stop condition must be a string or a token id"),
         (
@@ -181,8 +205,10 @@ def test_do_sample_false_means_greedy_and_silence_does_not(tmp_path):
 
 
 def test_timeouts_are_seconds():
-    assert read_timeouts({}) == (None, None)
-    assert read_timeouts({"timeout": 2, "queue_timeout": "0.5"}) == (2.0, 0.5)
+    _, options = read_sampling({}, {})
+    assert (options.timeout_s, options.queue_timeout_s) == (None, None)
+    _, options = read_sampling({"timeout": 2, "queue_timeout": "0.5"}, {})
+    assert (options.timeout_s, options.queue_timeout_s) == (2.0, 0.5)
     for value in (-1, True, "soon", [1], float("inf"), float("nan")):
         with pytest.raises(RequestError, match="queue_timeout: the value must be"):
-            read_timeouts({"queue_timeout": value})
+            read_sampling({"queue_timeout": value}, {})

@@ -4,9 +4,10 @@ import msgpack
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from nereid_backend import RequestUpdate, SamplingParams
+from nereid_backend import RequestUpdate
 from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.core.outputs import TokenLogprobs
+from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.serving.wire import (
     Ending,
     Opening,
@@ -14,7 +15,9 @@ from nereid_backend.serving.wire import (
     SequenceDelta,
     StepState,
     StreamContext,
+    pack_params,
     pack_update,
+    unpack_params,
     unpack_update,
 )
 
@@ -34,22 +37,24 @@ def test_a_context_comes_out_as_it_went_in():
 
 
 def test_an_envelope_comes_out_as_it_went_in():
-    params = SamplingParams(temperature=0.5, seed=2**63, stop_token_ids=[4, 5], max_tokens=9)
-    envelope = RequestEnvelope(params, b"\x00context")
+    envelope = RequestEnvelope(b"\x00params", 2, b"\x00context", timeout_s=1.5)
     packed = envelope.pack()
     assert packed.dtype == np.uint8
     assert RequestEnvelope.unpack(packed) == envelope
 
 
-def test_grammars_and_thinking_cross_inside_the_params():
+def test_sampling_parameters_come_out_as_they_went_in():
     params = SamplingParams(
         n=2,
-        logit_bias={7: 1.5},
-        bad_words_token_ids=[[1, 2], [3]],
+        seed=2**63,
+        stop_token_ids=(4, 5),
+        logit_bias=((7, 1.5),),
+        bad_words_token_ids=((1, 2), (3,)),
         grammar=GrammarSpec("regex", "a+", "</think>"),
         thinking=ThinkingSpec("<think>", "</think>", (9, 10), True, 5),
     )
-    assert RequestEnvelope.unpack(RequestEnvelope(params, b"").pack()).params == params
+    assert unpack_params(pack_params(params)) == params
+    assert unpack_params(pack_params(SamplingParams())) == SamplingParams()
 
 
 ROWS = st.tuples(

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import RequestUpdate
-from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.serving.process.process_handle import ChildProcess, Refusal, Role
 from nereid_backend.serving.wire import unpack_update
 
@@ -54,15 +53,19 @@ class EngineClient(ChildProcess):
         super().start(timeout_s, meanwhile)
 
     def submit(
-        self, request_id: str, token_ids: npt.NDArray[np.int32], params: SamplingParams
+        self, request_id: str, token_ids: npt.NDArray[np.int32], params: bytes
     ) -> None:
         """Send a request to the engine.
+
+        Args:
+            request_id: the id of the request.
+            token_ids: the prompt's tokens, int32, of shape [num_tokens].
+            params: the packed sampling parameters.
 
         Raises:
             EngineDiedError: the engine process is not running.
         """
-        values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-        self.send(["add", request_id, token_ids.tobytes(), values])
+        self.send(["add", request_id, token_ids.tobytes(), params])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ask the engine to end a request, or one of its sequences. A last update follows.

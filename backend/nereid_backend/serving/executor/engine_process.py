@@ -5,7 +5,7 @@
 
 FD is the inherited end of a socket pair. The first message contains the settings. Further messages:
 
-    stub -> engine    ["add", id, int32 ids as bytes, params]  ["abort", id, index or None]
+    stub -> engine    ["add", id, int32 ids as bytes, packed params]  ["abort", id, index or None]
                       ["stop"]
     engine -> stub    ["updates", [row, ...]], a row has the fields of RequestUpdate in their order
                       ["started", [[id, monotonic time], ...]], requests that left the queue
@@ -22,14 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from nereid_backend.config import EngineConfig
-from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError
 from nereid_backend.serving.process.process_entry import connect, error_text, load
-from nereid_backend.serving.wire import pack_update
+from nereid_backend.serving.wire import pack_update, unpack_params
 from nereid_backend.step_engine import StepEngine
 
 _STATS_INTERVAL_S = 0.1
@@ -95,8 +92,8 @@ def _handle(engine: StepEngine, channel: Channel, message: list[Any]) -> None:
         return
     token_ids, params = rest
     try:
-        prompt = np.frombuffer(token_ids, dtype=np.int32).tolist()
-        engine.add_request(request_id, prompt, SamplingParams(**params))
+        prompt = memoryview(token_ids).cast("i")
+        engine.add_request(request_id, prompt, unpack_params(params))
     except (RequestError, CapacityError) as error:
         channel.send(["refused", request_id, type(error).__name__, str(error)])
     except Exception as error:

@@ -119,12 +119,12 @@ class ExecutorModel:
             effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
         )
         self._waiting.enter(timing)
-        slots = self._feedback.acquire(envelope.params.n)
+        slots = self._feedback.acquire(envelope.n)
         if slots is None:
             self._waiting.leave(timing, None)
             raise CapacityError(
                 self._waiting.with_retry_time(
-                    f"with the {envelope.params.n} sequences of this request, the server would "
+                    f"with the {envelope.n} sequences of this request, the server would "
                     f"have more than {settings.max_streams} sequences (max_streams). "
                     "Try again later."
                 )

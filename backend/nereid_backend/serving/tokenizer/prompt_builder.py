@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nereid_backend.errors import ModelError, RequestError
-from nereid_backend.serving.tokenizer.error_values import shown
+from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.thinking_effort import read_template_kwargs
 
 if TYPE_CHECKING:

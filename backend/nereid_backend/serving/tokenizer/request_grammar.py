@@ -12,8 +12,8 @@ from nereid_parsers.format import ReasoningGate, Sections
 
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
+from nereid_backend.field_checks import shown
 from nereid_backend.grammar.request_spec import grammar_spec, schema_spec
-from nereid_backend.serving.tokenizer.error_values import shown
 
 # A longer grammar is refused before a grammar library reads it.
 MAX_GRAMMAR_BYTES = 1 << 20

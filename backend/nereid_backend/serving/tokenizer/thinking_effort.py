@@ -11,7 +11,7 @@ from nereid_parsers.format import Sections
 
 from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.tokenizer.error_values import shown
+from nereid_backend.field_checks import shown
 
 # Variables with which chat templates enable and disable reasoning.
 _SWITCHES = ("enable_thinking", "thinking")

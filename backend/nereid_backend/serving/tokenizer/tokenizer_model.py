@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from nereid_backend.errors import NereidError, RequestError
+from nereid_backend.field_checks import shown
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.serving_settings import read_settings
-from nereid_backend.serving.tokenizer.error_values import shown
 from nereid_backend.serving.tokenizer.prompt_builder import (
     Prompt,
     PromptBuilder,
@@ -23,9 +23,8 @@ from nereid_backend.serving.tokenizer.prompt_builder import (
 from nereid_backend.serving.tokenizer.read_sampling import (
     read_generation_defaults,
     read_sampling,
-    read_timeouts,
-    refuse_unknown,
 )
+from nereid_backend.serving.tokenizer.request_fields import refuse_unknown
 from nereid_backend.serving.tokenizer.request_grammar import (
     RequestGrammar,
     build_chat_grammar,
@@ -35,7 +34,7 @@ from nereid_backend.serving.tokenizer.thinking_effort import (
     build_thinking_spec,
     read_thinking_budget,
 )
-from nereid_backend.serving.wire import RequestEnvelope, StreamContext
+from nereid_backend.serving.wire import RequestEnvelope, StreamContext, pack_params
 
 # Only the end of a prompt determines in which stage of a chat format the output begins.
 _PROMPT_TAIL_CHARS = 4096
@@ -116,12 +115,18 @@ class TokenizerModel:
             include_reasoning=options.include_reasoning,
             strict_schema=grammar.strict_schema,
         )
+        envelope = RequestEnvelope(
+            params=pack_params(params),
+            n=params.n,
+            context=context.pack(),
+            grammar_field=grammar.field,
+            timeout_s=options.timeout_s,
+            queue_timeout_s=options.queue_timeout_s,
+        )
         return tensors.response(
             {
                 tensor_names.PROMPT_TOKEN_IDS: np.array(prompt.token_ids, dtype=np.int32),
-                tensor_names.ENVELOPE: RequestEnvelope(
-                    params, context.pack(), grammar.field, *read_timeouts(fields)
-                ).pack(),
+                tensor_names.ENVELOPE: envelope.pack(),
             }
         )
 

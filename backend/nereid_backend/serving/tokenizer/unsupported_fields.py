@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.tokenizer.error_values import shown
+from nereid_backend.field_checks import shown
 
 
 @dataclass(frozen=True, slots=True)

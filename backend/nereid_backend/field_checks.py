@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of request fields with pydantic, and the error messages for wrong values."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+
+from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
+from nereid_backend.core.sampling_params import SamplingParams
+from nereid_backend.errors import RequestError
+
+_MAX_SHOWN_CHARS = 80
+
+# Pydantic's types of errors, as the end of the sentence "the value must be ...".
+_REQUIREMENTS = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "is_instance_of": "a list",
+    "sequence_str": "a list",
+    "dict_type": "an object",
+    "literal_error": "{expected}",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "too_short": "a list of at least {min_length} item",
+    "too_long": "a list of at most {max_length} items",
+}
+
+TokenId = Annotated[int, Field(ge=0, lt=2**64)]
+TokenIds = Annotated[Sequence[TokenId], AfterValidator(tuple)]
+_SomeTokenIds = Annotated[TokenIds, Field(min_length=1)]
+# The biases are stored as sorted pairs, and `dataclasses.replace` passes such pairs again.
+_Biases = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(lambda value: dict(value) if isinstance(value, tuple) else value),
+    AfterValidator(lambda biases: tuple(sorted(biases.items()))),
+]
+
+
+def shown(value: object) -> str:
+    """Return a request value as JSON text, cut to 80 characters.
+
+    Examples: `True` gives `true`, `"hot"` gives `"hot"`, and None gives `no value`, because a
+    field with the value null counts as missing.
+    """
+    if value is None:
+        return "no value"
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 3] + "..."
+
+
+def to_request_error(error: ValidationError) -> RequestError:
+    """Return a RequestError that describes the first wrong field of a validation error.
+
+    Example: `seed="x"` gives `seed: the value must be an integer, but the request has "x".`
+    """
+    detail = error.errors(include_url=False)[0]
+    name, *place = map(str, detail["loc"])
+    subject = "the value"
+    if place:
+        subject = "each key" if place[-1] == "[key]" else "each item"
+    requirement = _REQUIREMENTS.get(detail["type"])
+    if requirement is None:
+        return RequestError(f"{name}: {detail['msg']}.")
+    limits = {
+        limit: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+        for limit, bound in detail.get("ctx", {}).items()
+    }
+    # For a list with a wrong number of items, the number says more than the items.
+    value = limits.get("actual_length", detail["input"])
+    return RequestError(
+        f"{name}: {subject} must be {requirement.format(**limits)}, but the request has "
+        f"{shown(value)}."
+    )
+
+
+_CONFIG = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class CheckedSamplingParams(SamplingParams):
+    """Sampling parameters whose types and ranges are checked when the object is created.
+
+    Lists are stored as tuples, and `logit_bias` is stored as sorted pairs. The fields below are
+    declared again because the types of the core cannot limit the items of a list.
+
+    Raises:
+        RequestError: if a value has the wrong type or is out of range. The message names the field.
+    """
+
+    stop_token_ids: TokenIds = ()
+    logit_bias: _Biases = ()  # type: ignore[assignment]
+    allowed_token_ids: _SomeTokenIds | None = None
+    bad_words_token_ids: Annotated[Sequence[_SomeTokenIds], AfterValidator(tuple)] = ()
+    grammar: Annotated[GrammarSpec, BeforeValidator(GrammarSpec.of)] | None = None
+    thinking: Annotated[ThinkingSpec, BeforeValidator(ThinkingSpec.of)] | None = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _raise_request_errors(
+        cls,
+        values: Any,  # noqa: ANN401 - the arguments of the constructor
+        check: ModelWrapValidatorHandler[Self],
+    ) -> Self:
+        try:
+            params = check(values)
+        except ValidationError as error:
+            raise to_request_error(error) from None
+        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+            raise RequestError(
+                f"min_tokens: the value must be at most max_tokens ({params.max_tokens}), but the "
+                f"request has {params.min_tokens}."
+            )
+        return params

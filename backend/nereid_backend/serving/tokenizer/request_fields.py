@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields with which a request controls its generation, and the check of their values.
+
+The class SamplingParams declares the fields that the engine reads. The class RequestFields declares
+all other fields. The names are those of the OpenAI API, vLLM, SGLang and llama.cpp.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import json
+from collections.abc import Container, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from nereid_backend.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from nereid_backend.errors import RequestError
+from nereid_backend.field_checks import to_request_error
+from nereid_backend.serving.tokenizer import unsupported_fields
+
+Seconds = Annotated[float, Field(ge=0)]
+
+_BOOLEAN_TEXTS = {"true": True, "false": False}
+
+
+class RequestFields(BaseModel):
+    """The fields of a request that do not reach the engine under their own names.
+
+    A field with the type `Any` is checked by the module that reads the field: request_grammar.py,
+    thinking_effort.py or prompt_builder.py.
+    """
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    stop: Annotated[
+        list[str],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        Field(max_length=16),
+    ] = []
+    """The strings at which generation ends. A single string needs no list."""
+    include_stop_str_in_output: bool = False
+    """Whether the text keeps the stop string that ended it."""
+    no_stop_trim: bool = False
+    """SGLang's name of include_stop_str_in_output."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are removed from the text."""
+    separate_reasoning: bool | None = None
+    """Whether reasoning is a field of its own. If False, reasoning stays in the content."""
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None
+    """llama.cpp's name of separate_reasoning. The value "none" means False."""
+    include_reasoning: bool = True
+    """Whether responses contain reasoning at all."""
+    return_token_ids: bool = False
+    """Whether responses contain the token ids of the prompt and of the output."""
+    return_prompt_token_ids: bool = False
+    """SGLang's name of return_token_ids."""
+    logprobs: Any = None
+    """For a chat, whether log-probabilities are reported. Otherwise, their number per position."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    """The number of likely tokens that a chat reports at each position. Requires logprobs."""
+    logit_bias: dict[str | int, Any] = {}
+    """A mapping from token ids to numbers that are added to the logits. JSON keys are text."""
+    bad_words: Annotated[list[str], Field(max_length=128)] = []
+    """Texts that must not be generated."""
+    best_of: int | None = None
+    """The number of sequences to generate. It must equal n, because all of them are returned."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only if their values of this field are equal."""
+    extra_key: str = ""
+    """SGLang's name of cache_salt. If a request has both fields, both values must be equal."""
+    timeout: Seconds | None = None
+    """The time limit of the request in seconds. 0 means no limit."""
+    queue_timeout: Seconds | None = None
+    """The time limit for waiting in the queue in seconds. 0 means no limit."""
+    add_special_tokens: Any = None
+    """Whether the tokenizer adds its special tokens to the prompt."""
+    response_format: Any = None
+    """OpenAI's format of the output: text, json_object, json_schema or structural_tag."""
+    structured_outputs: Any = None
+    """vLLM's grammar of the output."""
+    regex: Any = None
+    """SGLang's regular expression that the output must match."""
+    ebnf: Any = None
+    """SGLang's EBNF grammar of the output."""
+    json_schema: Any = None
+    """The JSON schema of the output in the APIs of SGLang and llama.cpp."""
+    grammar: Any = None
+    """llama.cpp's EBNF grammar of the output."""
+    thinking_token_budget: Any = None
+    """The largest number of reasoning tokens."""
+    reasoning_budget_tokens: Any = None
+    """llama.cpp's name of thinking_token_budget."""
+    custom_params: Any = None
+    """SGLang's object whose key thinking_budget means thinking_token_budget."""
+
+    @classmethod
+    def check(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the fields of a request with their values checked.
+
+        Args:
+            fields: the request's fields. Names that this class does not declare are skipped.
+
+        Raises:
+            RequestError: a value has the wrong type or is out of range.
+        """
+        try:
+            return cls.model_validate(parse_texts(fields, cls.model_fields))
+        except ValidationError as error:
+            raise to_request_error(error) from None
+
+
+# Fields of SamplingParams that clients send under the same names.
+ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
+    "bad_words_token_ids",
+    "thinking",
+    *RequestFields.model_fields,
+}
+# All fields that have an effect on the generation.
+FIELD_NAMES = ENGINE_FIELDS | RequestFields.model_fields.keys()
+# The values of these fields are texts, or the module that reads the field parses the text itself.
+_TEXT_FIELDS = frozenset(
+    {
+        *("cache_salt", "extra_key", "stop", "reasoning_format", "regex", "ebnf", "grammar"),
+        *("json_schema", "response_format", "structured_outputs", "custom_params"),
+    }
+)
+
+
+def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+    """Return the fields with these names, without those that are null. Parse values that are text.
+
+    genai-perf and Triton's request parameters send numbers, booleans and lists as text. Example:
+    `{"top_k": "5", "ignore_eos": "true", "seed": None}` returns `{"top_k": 5, "ignore_eos": True}`.
+    Text that cannot be parsed stays text, so that the check of its type refuses it.
+    """
+    return {
+        name: _parse_text(value) if isinstance(value, str) and name not in _TEXT_FIELDS else value
+        for name, value in fields.items()
+        if name in names and value is not None
+    }
+
+
+def _parse_text(text: str) -> Any:  # noqa: ANN401 - any JSON value
+    if text.strip().lower() in _BOOLEAN_TEXTS:
+        return _BOOLEAN_TEXTS[text.strip().lower()]
+    for parse in (int, float, json.loads):
+        with contextlib.suppress(ValueError, RecursionError):
+            return parse(text)
+    return text
+
+
+def refuse_unknown(fields: Mapping[str, Any]) -> None:
+    """Refuse a field that is not a sampling parameter, and suggest the most similar known name.
+
+    Raises:
+        RequestError: `fields` has an unknown name.
+    """
+    known = [*FIELD_NAMES, *unsupported_fields.NAMES]
+    for name in fields:
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f' Did you mean "{similar[0]}"?' if similar else ""
+            raise RequestError(f"{name}: this name is not a known sampling parameter.{hint}")

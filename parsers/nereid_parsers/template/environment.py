@@ -171,7 +171,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
         """Return the result of a binary operation. Raise LimitError if it would be too large."""
-        check_operator(self.budget, operator, left, right)
+        check_operator(operator, left, right)
         return self.budget.check(super().call_binop(context, operator, left, right))
 
     # These parameter names are copied from the method of the base class. Names with underscores
@@ -189,7 +189,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         budget.step(__self.literal_size if is_macro else 0)
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str | bytes | int | float):
-            check_method(budget, owner, __obj.__name__, (*args, *kwargs.values()))
+            check_method(owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(owner, list | dict):
             budget.check(owner)  # A method such as `append` makes its object larger.
@@ -209,7 +209,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self.budget.step()
             if len(args) > value_at:
-                check_filter(self.budget, name, args[value_at], args[value_at + 1 :], kwargs)
+                check_filter(name, args[value_at], args[value_at + 1 :], kwargs)
             return self.budget.check(inner(*args, **kwargs))
 
         if pass_arg is not None:

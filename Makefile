@@ -117,8 +117,8 @@ bench-sampler: setup ## Measure the time of sampling in each step, by request fi
 bench-scheduler: setup ## Measure the time of scheduling in each step, with many running and waiting requests
 	@$(BIN)/python -m loadtest.bench.bench_scheduler $(ARGS)
 
-bench-growth: setup ## Draw charts of the step time by batch size, context, waiting requests and output length
-	@$(BIN)/python -m loadtest.bench.growth $(ARGS)
+bench-growth: setup ## Measure how the speed of decode depends on the batch size and on the context
+	@$(BIN)/python -m loadtest.bench.bench --contestants nereid --prefill --decode 1 4 16 64 --context 32 512 2048 $(ARGS)
 
 bench-gpu: ## Compare every GPU kernel with its reference and measure the kernels (needs an NVIDIA GPU and torch with CUDA)
 	@PYTHONPATH="parsers:backend:$$PYTHONPATH" $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m loadtest.gpu.bench_gpu $(ARGS)

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The scenarios: users who chat, call tools, search, cancel, read slowly, or send bad requests.
 
     nereid serve &

@@ -1,9 +1,9 @@
-# SPDX-License-Identifier: Apache-2.0
 """Compare the speed of Nereid's engine with transformers and llama.cpp on this machine.
 
     python -m loadtest.bench.bench --shapes demo 0.1b --dtype bfloat16 --decode 1 4 16
     python -m loadtest.bench.bench --contestants nereid generate          # without llama.cpp
     python -m loadtest.bench.bench --contestants nereid "int8 weights" "int8 cache" "int8"
+    python -m loadtest.bench.bench --contestants nereid --decode 1 4 16 64 --context 32 512 2048
 
 By default, the program compares five engines on the same random weights with the same number of
 threads: Nereid, Nereid with compile_forward, `generate` of transformers (static batches),
@@ -33,6 +33,7 @@ import torch
 from nereid_backend.linear import native_linear
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from loadtest import command_line
 from loadtest.bench.json_programs import Report, outcome
 
 LOADTEST = Path(__file__).parents[1]
@@ -72,9 +73,11 @@ def main() -> int:
         for shape in args.shapes:
             path = Path(folder) / shape
             num_parameters = make_checkpoint(path, shape, args.dtype)
-            rounds = run_rounds(path, shape, args)
-            report["shapes"][shape] = {"parameters": num_parameters, "contestants": rounds}
-            print(table(shape, num_parameters, rounds, report["limits"], args), flush=True)
+            for context in args.context:
+                rounds = run_rounds(path, shape, context, args)
+                title = f"{shape}, context {context}"
+                report["shapes"][title] = {"parameters": num_parameters, "contestants": rounds}
+                print(table(title, num_parameters, rounds, report["limits"], args), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
     return 0
@@ -82,9 +85,7 @@ def main() -> int:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     engines = list(CONTESTANTS)
     threads = len(os.sched_getaffinity(0))
@@ -93,16 +94,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="dtype of the weights")
     add("--prefill", type=int, nargs="*", default=[512], help="prompt lengths of the prefill rows")
     add("--decode", type=int, nargs="*", default=[1, 4, 16], help="batch sizes of the decode rows")
-    add("--context", type=int, default=512, help="prompt length of the decode rows")
+    add("--context", type=int, nargs="+", default=[512], help="prompt lengths of the decode rows")
     add("--answer", type=int, default=128, help="number of generated tokens in the decode rows")
-    add(
-        "--mixed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="also measure N requests that arrive at random times",
-    )
-    add("--per-second", type=float, default=4.0, help="arrival rate of --mixed, in requests/s")
     add("--repeat", type=int, default=3, help="number of measurements in each process")
     add("--rounds", type=int, default=2, help="number of processes of each engine")
     add("--threads", type=int, default=threads, help="number of threads (default: %(default)s)")
@@ -136,18 +129,24 @@ def make_checkpoint(path: Path, shape: str, dtype: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run_rounds(path: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the median results of each engine, or {"error": ...} for an engine that failed."""
+def run_rounds(path: Path, shape: str, context: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the median results of each engine, or {"error": ...} for an engine that failed.
+
+    Args:
+        path: the folder of the checkpoint.
+        shape: the shape of the model, a key of SHAPES.
+        context: the prompt length of the decode rows, in tokens.
+        args: the command line.
+    """
     workload = {
         "dtype": args.dtype,
         "threads": args.threads,
         "vocab_size": SHAPES[shape][-1],
         "prefill": args.prefill,
         "decode": args.decode,
-        "context": args.context,
+        "context": context,
         "answer": args.answer,
         "repeat": args.repeat,
-        "mixed": {"requests": args.mixed, "per_second": args.per_second} if args.mixed else None,
     }
     found: dict[str, list[Report]] = {name: [] for name in args.contestants}
     for number in range(args.rounds):
@@ -287,7 +286,7 @@ def header(report: dict[str, Any]) -> str:
 
 
 def table(
-    shape: str,
+    title: str,
     num_parameters: int,
     rounds: dict[str, Any],
     limit: dict[str, float],
@@ -300,7 +299,7 @@ def table(
     """
     names = list(rounds)
     lines = [
-        f"### {shape}: {num_parameters / 1e6:.0f}M parameters, tokens/s",
+        f"### {title}: {num_parameters / 1e6:.0f}M parameters, tokens/s",
         "",
         "| | " + " | ".join(names) + " | fastest Nereid / fastest other | share of the limit |",
         "|---" * (len(names) + 3) + "|",
@@ -319,11 +318,6 @@ def table(
                 most = limit["read_bytes_per_s"] / (num_parameters * itemsize) * size
             share = f"{ours / most:.0%}" if ours else "-"
             lines.append(row(label, rates, ours, share))
-    mixed = {name: rounds[name].get("mixed") for name in names}
-    if any(mixed.values()):
-        for key in ("tokens_per_s", "ttft_p50_s", "ttft_p95_s"):
-            cells = [f"{value[key]:.3g}" if value else "-" for value in mixed.values()]
-            lines.append(f"| mixed arrivals, {key} | " + " | ".join(cells) + " | | |")
     for label, key in (
         ("peak memory, MiB", "peak_bytes"),
         ("weights, MiB", "weights_bytes"),

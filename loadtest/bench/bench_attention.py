@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Measure decode attention on this CPU: the native kernel, the torch reference and the int8 cache.
 
     python -m loadtest.bench.bench_attention --batch 1 16 --contexts 545 8192 --threads 1 2
@@ -25,6 +24,8 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.step_batch import BatchBuilder
+
+from loadtest import command_line
 
 BLOCK = 16
 # Twice the share of the last-level cache that two cores of a large processor have.
@@ -116,9 +117,7 @@ def layer_seconds(
 
 def main() -> None:
     """Measure all combinations of the arguments, and print one table for each number of threads."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     add("--batch", type=int, nargs="+", default=[1, 16], help="numbers of sequences")
     add("--contexts", type=int, nargs="+", default=[545, 8192], help="tokens of each sequence")

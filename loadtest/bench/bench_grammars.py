@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Measure the cost of grammars: compile times, mask times, and tokens per second of the engine.
 
     python -m loadtest.bench.bench_grammars [--model demo/chat] [--parts compile,engine]

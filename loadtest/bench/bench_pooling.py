@@ -25,18 +25,15 @@ import numpy as np
 import torch
 from nereid_backend import Embedder, Reranker
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
-    PreTrainedTokenizerFast,
+    BertTokenizer,
 )
 from transformers.utils import logging
 
+from loadtest import command_line
 from loadtest.server.served import Served
 
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -58,22 +55,8 @@ def make_checkpoint(folder: Path, args: argparse.Namespace, *, has_head: bool) -
     )
     model = BertForSequenceClassification(config) if has_head else BertModel(config)
     model.to(getattr(torch, args.dtype)).save_pretrained(folder)
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        model_max_length=512,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    ).save_pretrained(folder)
+    vocabulary = {word: token_id for token_id, word in enumerate(words)}
+    BertTokenizer(vocab=vocabulary, model_max_length=512).save_pretrained(folder)
     return str(folder)
 
 
@@ -172,9 +155,7 @@ def serve(path: str, args: argparse.Namespace) -> Served:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     add("--hidden", type=int, default=384, help="hidden size of the model")
     add("--layers", type=int, default=6, help="number of layers of the model")

@@ -24,6 +24,8 @@ from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.sampler import Sampler
 from nereid_backend.sampling.token_masks import StepMasks
 
+from loadtest import command_line
+
 CASES: Mapping[str, Mapping[str, float]] = {
     "greedy": {"temperature": 0.0},
     "random": {},
@@ -54,7 +56,7 @@ class Case:
         if "masks" in name:
             width = -(-vocab_size // 32)
             words = rng.integers(-(2**31), 2**31, (batch, width)).astype(np.int32)
-            self._masks.words.update(enumerate(words))
+            self._masks.by_position.update(enumerate(words))
 
     @torch.inference_mode()
     def step(self, logits: torch.Tensor) -> float:
@@ -99,9 +101,7 @@ def measure(batch: int, vocab_size: int, args: argparse.Namespace) -> dict[str, 
 
 def main() -> None:
     """Measure all batch sizes and vocabularies, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     sizes = [2048, 32_000, 151_936]
     add("--batches", type=int, nargs="+", default=[1, 16, 64], help="batch sizes")

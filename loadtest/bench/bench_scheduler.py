@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Measure the time of a step outside the model: planning, batch building, sampling and commit.
 
     python -m loadtest.bench.bench_scheduler [--steps 300]
@@ -10,7 +9,6 @@ where a step starts before the tokens of the previous step are read. A GPU never
 if its forward pass takes longer than the time in "ahead".
 """
 
-import argparse
 import random
 import statistics
 import time
@@ -29,6 +27,8 @@ from nereid_backend.step_failures import StepFailures
 from nereid_backend.step_loop import StepLoop
 from torch import Tensor
 
+from loadtest import command_line
+
 T = TypeVar("T")
 
 PARTS = ("plan", "build", "sample", "commit", "step", "ahead")
@@ -39,9 +39,7 @@ _VOCAB = 256
 
 def main() -> None:
     """Print one row for each number of running and waiting requests."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="steps measured in each row")
     steps = parser.parse_args().steps
     torch.set_num_threads(1)

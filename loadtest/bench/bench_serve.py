@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Measure the cost of the Triton server and of the frontend, compared with the engine in process.
 
     python -m loadtest.bench.bench_serve [--model PATH] [--concurrency 1 8 32] [--rounds 3]
@@ -12,7 +11,6 @@ per response of all processes except the engine's. That CPU time shows what it s
 several tokens into one response.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -27,6 +25,7 @@ import psutil
 import tritonclient.grpc.aio as grpcclient
 from nereid_backend import Engine, EngineConfig, SamplingParams
 
+from loadtest import command_line
 from loadtest.client.light_client import posted
 from loadtest.server.served import Served
 
@@ -113,12 +112,12 @@ async def _complete(
 
 
 async def through(
-    door: str, served: Served, prompts: Prompts, max_tokens: int, concurrency: int
+    endpoint: str, served: Served, prompts: Prompts, max_tokens: int, concurrency: int
 ) -> tuple[float, float, float]:
     """Send all prompts to one endpoint.
 
     Args:
-        door: the name of the endpoint, a key of ENDPOINTS.
+        endpoint: the name of the endpoint, a key of ENDPOINTS.
         served: the running server.
         prompts: token ids of the prompts.
         max_tokens: tokens of each answer.
@@ -133,7 +132,7 @@ async def through(
 
         async def one(prompt: Sequence[int]) -> tuple[int, int, float]:
             async with limit:
-                if door == "openai":
+                if endpoint == "openai":
                     return await _complete(served.openai_port, model, prompt, max_tokens)
                 return await _ask(client, prompt, max_tokens)
 
@@ -153,14 +152,14 @@ def cpu_beside_engine(served: Served) -> float:
     return sum(sum(p.cpu_times()[:2]) for p in [psutil.Process(), *beside])
 
 
-def line_of(concurrency: int, door: str, rounds: Sequence[Figures]) -> str:
+def line_of(concurrency: int, endpoint: str, rounds: Sequence[Figures]) -> str:
     """Return one line of text with the medians of the rounds."""
     ratio, alone, rate, merged, first, cost = (
         statistics.median(column) for column in zip(*rounds, strict=True)
     )
     return (
         f"concurrency {concurrency:3}: {alone:7.0f} tokens/s in process, "
-        f"{rate:7.0f} tokens/s through {ENDPOINTS[door]}, ratio {ratio:.2f} "
+        f"{rate:7.0f} tokens/s through {ENDPOINTS[endpoint]}, ratio {ratio:.2f} "
         f"(rounds: {', '.join(f'{row[0]:.2f}' for row in rounds)}); "
         f"{merged:.1f} tokens per response; first response after {first * 1000:.0f} ms; "
         f"{cost * 1000:.2f} ms of CPU time per response outside the engine"
@@ -169,14 +168,12 @@ def line_of(concurrency: int, door: str, rounds: Sequence[Figures]) -> str:
 
 def main() -> None:
     """Measure each concurrency and each endpoint, and print one line for each."""
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = command_line.parser(__doc__)
     add = flags.add_argument
-    endpoints = list(ENDPOINTS)
+    names = list(ENDPOINTS)
     add("--model", type=Path, default=DEMO, help="folder of the checkpoint (default: the demo)")
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests at a time")
-    add("--doors", nargs="+", choices=endpoints, default=endpoints, help="endpoints to measure")
+    add("--endpoints", nargs="+", choices=names, default=names, help="endpoints to measure")
     add("--rounds", type=int, default=5, help="number of rounds, of which the median counts")
     add("--prompt-tokens", type=int, default=64, help="tokens of each prompt")
     add("--output-tokens", type=int, default=128, help="tokens of each answer")
@@ -190,7 +187,7 @@ def main() -> None:
     threads = {"NEREID_NUM_THREADS": str(args.num_threads)} if args.num_threads else {}
     with Served(args.model, threads) as served:
         for concurrency in args.concurrency:
-            rounds: dict[str, list[Figures]] = {door: [] for door in args.doors}
+            rounds: dict[str, list[Figures]] = {endpoint: [] for endpoint in args.endpoints}
             for _ in range(args.rounds):
 
                 def prompts(concurrency: int = concurrency) -> Prompts:
@@ -201,17 +198,17 @@ def main() -> None:
                     ]
 
                 alone = in_process(engine, prompts(), args.output_tokens, concurrency)
-                for door in args.doors:
+                for endpoint in args.endpoints:
                     before, asked = cpu_beside_engine(served), prompts()
                     rate, merged, first = asyncio.run(
-                        through(door, served, asked, args.output_tokens, concurrency)
+                        through(endpoint, served, asked, args.output_tokens, concurrency)
                     )
                     responses = len(asked) * args.output_tokens / merged
                     cost = (cpu_beside_engine(served) - before) / responses
-                    rounds[door].append((rate / alone, alone, rate, merged, first, cost))
-            for door, figures in rounds.items():
-                rows.append({"concurrency": concurrency, "door": door, "rounds": figures})
-                print(line_of(concurrency, door, figures), flush=True)
+                    rounds[endpoint].append((rate / alone, alone, rate, merged, first, cost))
+            for endpoint, figures in rounds.items():
+                rows.append({"concurrency": concurrency, "endpoint": endpoint, "rounds": figures})
+                print(line_of(concurrency, endpoint, figures), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Run a program that prints one JSON object, with a time limit; benchmarks run engines this way."""
 
 import contextlib

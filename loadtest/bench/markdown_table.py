@@ -1,14 +1,15 @@
-# SPDX-License-Identifier: Apache-2.0
 """Markdown tables for reports."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with one header row."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table with one header row and aligned columns."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(3, *(len(line[at]) for line in lines)) for at in range(len(head))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
 
 def short(message: str) -> str:

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Measure how the time of a decode step on a CPU is divided between its parts.
 
     python -m loadtest.bench.profile_step --shape 0.1b --batches 1 16
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.attention.cpu.cpu_attention import Spent
+from nereid_backend.attention.cpu.cpu_library import KernelTimes
 
+from loadtest import command_line
 from loadtest.bench.bench import SHAPES, make_checkpoint
 from loadtest.bench.markdown_table import table
 
@@ -37,7 +37,7 @@ class Parts:
         runner: Any = engine._runner
         path = runner._path
         self._cache = path._cache
-        self._cache.spent = Spent()
+        self._cache.kernel_times = KernelTimes()
         self._seconds: dict[str, float] = {}
         self.steps: list[list[float]] = []
         self._wrap(path._builder, "build")
@@ -48,7 +48,7 @@ class Parts:
 
     def step(self) -> Any:  # noqa: ANN401 - as the engine's
         """Run one step of the engine, store its times in `steps`, and return its updates."""
-        spent, self._seconds = self._cache.spent, {}
+        spent, self._seconds = self._cache.kernel_times, {}
         spent.linear_ns = spent.attention_ns = 0
         updates = self._step()
         found = {name: seconds * 1e3 for name, seconds in self._seconds.items()}
@@ -75,9 +75,7 @@ class Parts:
 
 def main() -> None:
     """Measure all batch sizes, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     dtypes = ["float32", "bfloat16"]
     add("--shape", default="0.1b", choices=sorted(SHAPES), help="shape of the model")

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Simulate the scheduler on a trace of arrivals, with a cost model instead of a GPU and a model.
 
     python -m loadtest.bench.scheduler_simulator --requests 2000 --rate 20
@@ -14,7 +13,6 @@ the same "prefix_tokens" tokens. The time of a step is
 This cost model is close enough to a real engine to compare settings and policies.
 """
 
-import argparse
 import heapq
 import json
 import random
@@ -30,6 +28,8 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepPlan, StepResult
+
+from loadtest import command_line
 
 _TOKEN = 1
 
@@ -231,11 +231,7 @@ def percentiles(values: abc.Sequence[float]) -> tuple[float, float, float, float
 
 def main(argv: abc.Sequence[str] | None = None) -> None:
     """Run the simulation that the command line describes, and print a table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtest.bench.scheduler_simulator",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     cost = Cost()
     add("--trace", type=Path, help="trace file (default: random arrivals)")

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A gRPC client of the ensemble that uses tritonclient's bidirectional stream.
 
 tritonclient delivers responses in a thread of its own. Under locust, that thread is a greenlet, and

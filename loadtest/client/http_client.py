@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """An HTTP client of the OpenAI API and of the Triton server's `generate_stream`.
 
 The client uses http.client and opens a new connection for each request, so that cancelling a

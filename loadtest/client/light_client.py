@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A small client of the OpenAI API, for measurements on the machine that runs the server.
 
 A full client library uses as much CPU time as the server and the frontend together, and the

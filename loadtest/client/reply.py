@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The reply to one request, with the times of its parts."""
 
 import json

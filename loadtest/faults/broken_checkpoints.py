@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Start `nereid serve` with checkpoints that are damaged in one way each, for engine_faults.py."""
 
 import json

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Send thousands of requests through every endpoint, and cancel half of them at random moments.
 
     python -m loadtest.faults.cancel_storm                # 10,000 requests on each engine
@@ -39,14 +38,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from loadtest.bench.markdown_table import table
+from loadtest import command_line
 from loadtest.client.ask import Ask
 from loadtest.client.traffic import Asker, Outcome
 from loadtest.faults import cancel_storm_requests
 from loadtest.faults.cancel_storm_requests import Load, endpoint_of
 from loadtest.faults.leftovers import Rests
 from loadtest.faults.server_watch import Watch
-from loadtest.faults.soak import growing, process_table, server_side
+from loadtest.faults.traffic_report import (
+    count_table,
+    growing,
+    outcomes,
+    process_table,
+    server_side,
+)
 from loadtest.server import processes
 from loadtest.server.served import ALONE, Served
 
@@ -198,14 +203,9 @@ class Storm:
                 )
 
     def _line(self, done: int, rate: float) -> str:
-        kinds = collections.Counter[str]()
-        for (_, _, kind), count in self.counts.items():
-            kinds[kind] += count
-        requests = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        crashes = len(self._watch.outages)
         return (
-            f"{done} requests ({rate:.0f}/s): {requests}; {crashes} crashes; "
-            f"{len(self.broken)} failed checks"
+            f"{done} requests ({rate:.0f}/s): {outcomes(self.counts)}; "
+            f"{len(self._watch.outages)} crashes; {len(self.broken)} failed checks"
         )
 
 
@@ -235,7 +235,6 @@ def states(watch: Watch) -> str:
 
 def report(storm: Storm, watch: Watch, title: str, max_crashes: int) -> tuple[str, bool]:
     """Return the report as Markdown, and whether every check passed."""
-    kinds = sorted({kind for _, _, kind in storm.counts})
     broken = [*storm.broken, *growing(watch)]
     if len(watch.outages) > max_crashes:
         broken.append(f"the server crashed {len(watch.outages)} times; the limit is {max_crashes}")
@@ -248,22 +247,13 @@ def report(storm: Storm, watch: Watch, title: str, max_crashes: int) -> tuple[st
         f"**{f'{len(broken)} checks failed' if broken else 'no check failed'}**",
         *(f"- {line}" for line in broken[:30]),
         *crashes,
-        table(["Endpoint", *kinds], _rows(storm, kinds, 0)),
-        table(["Kind of request", *kinds], _rows(storm, kinds, 1)),
+        count_table("Endpoint", storm.counts, 0),
+        count_table("Kind of request", storm.counts, 1),
         states(watch),
         server_side(watch),
         process_table(storm.rests, watch),
     ]
     return "\n\n".join(parts) + "\n", not broken
-
-
-def _rows(storm: Storm, kinds: list[str], part: int) -> list[list[str]]:
-    sums = collections.Counter[tuple[str, str]]()
-    for key, count in storm.counts.items():
-        sums[key[part], key[2]] += count
-        sums["all", key[2]] += count
-    names = sorted({key[part] for key in storm.counts})
-    return [[name, *(str(sums[name, kind]) for kind in kinds)] for name in [*names, "all"]]
 
 
 def serve(load: Load) -> Served:
@@ -297,9 +287,7 @@ def _print(line: str) -> None:
 
 def main() -> int:
     """Run the program. Return 1 if a check failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     engines = ("both", "demo", "scripted")
     add("--requests", type=int, default=10000, metavar="N", help="requests on each engine")

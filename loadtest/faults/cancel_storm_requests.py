@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The requests of cancel_storm.py: long phases in every state, through every endpoint.
 
 Requests of one group have the same prompt and must have the same answer through every endpoint.

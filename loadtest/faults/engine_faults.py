@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtest import command_line
 from loadtest.client.ask import Ask, Json, generate_stream
 from loadtest.client.traffic import CHATS, Asker
 from loadtest.faults.broken_checkpoints import run_checkpoints
@@ -228,9 +229,7 @@ def _in_own_mounts() -> bool:
 
 def main() -> int:
     """Run all tests. Return 1 if a request hung, a service did not recover, or a check failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument(
         "--only", default="", metavar="WORD", help="run only tests with WORD in their name"
     )

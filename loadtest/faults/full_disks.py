@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Run servers with full disks, for engine_faults.py. The disks are small tmpfs file systems."""
 
 import contextlib

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Check that an idle server uses nothing that it did not use before the traffic.
 
 The checks compare values that are comparable. Clients close their idle connections first, because

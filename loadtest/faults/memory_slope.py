@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Decide whether the memory of a process keeps growing, from the slope of many samples.
 
 The memory of a process grows at first, while caches fill and allocators reserve memory, and varies

@@ -7,7 +7,6 @@ measures the time until the last of these requests has ended, and the time until
 answered completely.
 """
 
-import argparse
 import asyncio
 import random
 import signal
@@ -17,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from loadtest import command_line
 from loadtest.client.ask import Ask, generate_stream
 from loadtest.client.traffic import Asker, asks
 from loadtest.faults.fault_rows import Fault, Row, measure, report
@@ -115,9 +115,7 @@ async def _measure_all(served: Served, faults: Sequence[Fault]) -> list[Row]:
 
 def main() -> int:
     """Inject all faults. Return 1 if a limit was violated, as described in `Row.is_broken`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     add("--model", type=Path, help="folder of the checkpoint (default: the demo)")
     add("--only", default="", metavar="WORD", help="inject only faults with WORD in their name")

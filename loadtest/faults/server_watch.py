@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Observe a server during a test: the memory of its processes, its metrics, and its outages."""
 
 import re

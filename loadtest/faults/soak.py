@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Run a soak test: mixed traffic on `nereid serve`, with a fault every minute.
 
     python -m loadtest.faults.soak --minutes 30            # one fault a minute, each kind in turn
@@ -15,48 +14,37 @@ The program prints one page of Markdown. The exit code is 1 if one of these chec
 part of the server failed without an injected fault.
 """
 
-import argparse
 import asyncio
 import collections
 import itertools
 import random
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from loadtest import command_line
 from loadtest.bench.markdown_table import table
 from loadtest.client.traffic import Asker, Outcome, asks
 from loadtest.faults.fault_rows import Fault, recovered
 from loadtest.faults.leftovers import Rests
-from loadtest.faults.memory_slope import MAX_SLOPE_MIB_PER_MINUTE
 from loadtest.faults.process_faults import FAULTS
 from loadtest.faults.server_watch import Watch
+from loadtest.faults.traffic_report import (
+    count_table,
+    growing,
+    outcomes,
+    percentiles,
+    process_table,
+    server_side,
+)
 from loadtest.server import processes
 from loadtest.server.served import Served
 
 _LATE_S = 5.0
 _AFTERMATH_S = 2.0
-_LEVELS = (
-    ("num_requests_running", 1, ""),
-    ("num_requests_waiting", 1, ""),
-    ("kv_cache_usage_perc", 100, " %"),
-)
-_COUNTERS = {
-    "prompt_tokens_total": "prompt tokens",
-    "prefix_cache_hits_total": "prompt tokens found in the prefix cache",
-    "generation_tokens_total": "generated tokens",
-    "request_success_total stop": "answers that ended by themselves",
-    "request_success_total length": "answers that ended at their token limit",
-    "request_success_total abort": "answers that their clients cancelled",
-    "request_success_total error": "answers that ended with an error",
-    "requests_refused_total": "rejected requests",
-    "num_preemptions_total": "preemptions",
-    "merged_responses_total": "merged updates",
-}
 
 
 @dataclass
@@ -225,30 +213,22 @@ class Soak:
         self.book.broken += await self.rests.check(when)
 
     def _line(self, fault: Fault | None) -> str:
-        counts = collections.Counter[str]()
-        for (_, kind), count in self.book.counts.items():
-            counts[kind] += count
-        requests = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
-        num_failed = len(self.book.broken)
+        requests, num_failed = outcomes(self.book.counts), len(self.book.broken)
         return f"{fault.name if fault else 'no fault'}: {requests}; {num_failed} failed checks"
 
 
 def report(soak: Soak, watch: Watch, title: str) -> str:
     """Return the report as one page of Markdown."""
     book = soak.book
-    kinds = sorted({kind for _, kind in book.counts})
-    names = sorted({name for name, _ in book.counts})
-    rows = [[name, *(str(book.counts[name, kind]) for kind in kinds)] for name in names]
-    total = [str(sum(book.counts[name, kind] for name in names)) for kind in kinds]
     broken = [*book.broken, *_late(book), *_unplanned(book, watch), *growing(watch)]
     parts = [
         f"## {title}",
         f"**{f'{len(broken)} checks failed' if broken else 'no check failed'}**",
         *(f"- {line}" for line in broken[:20]),
-        table(["Requests", *kinds], [*rows, ["all", *total]]),
-        _quantiles("Time to the first text", book.firsts_s),
-        _quantiles("Time between two chunks with text", book.gaps_s),
-        _quantiles("Time until the server was idle", soak.rests.took_s),
+        count_table("Requests", book.counts, 0),
+        percentiles("Time to the first text", book.firsts_s),
+        percentiles("Time between two chunks with text", book.gaps_s),
+        percentiles("Time until the server was idle", soak.rests.took_s),
         server_side(watch),
     ]
     if book.injected:
@@ -279,31 +259,6 @@ def _unplanned(book: Book, watch: Watch) -> list[str]:
     return broken + [f"{one.ask.kind} was {one.kind}: {one.detail[:300]}" for one in failed]
 
 
-def growing(watch: Watch) -> list[str]:
-    """Return one sentence for each process whose memory keeps growing."""
-    return [
-        f"the memory of {role} grows by {trend.slope:.2f} MiB per minute; the limit is "
-        f"{MAX_SLOPE_MIB_PER_MINUTE:g}"
-        for role, trend in watch.trends().items()
-        if not trend.is_flat
-    ]
-
-
-def server_side(watch: Watch) -> str:
-    """Return sentences with the counts and levels from the server's own metrics."""
-    counted = ", ".join(
-        f"{watch.totals[name]:,.0f} {label}"
-        for name, label in _COUNTERS.items()
-        if watch.totals[name]
-    )
-    running, waiting, cache = (
-        f"{scale * watch.mean(name):.1f}{unit} (peak {scale * watch.peaks.get(name, 0):.0f}{unit})"
-        for name, scale, unit in _LEVELS
-    )
-    levels = f"{running} sequences ran, {waiting} waited, and {cache} of the KV cache was in use"
-    return f"The server's metrics show {counted}. On average, {levels}."
-
-
 def _injection_rows(book: Book) -> list[list[str]]:
     rows = []
     for injection in book.injected:
@@ -313,35 +268,9 @@ def _injection_rows(book: Book) -> list[list[str]]:
     return rows
 
 
-def process_table(rests: Rests, watch: Watch) -> str:
-    """Return a table of each process's memory and open files at its first and last idle check."""
-    trends = watch.trends()
-    rows = []
-    for role, last in sorted(rests.last.items()):
-        first, trend = rests.first[role], trends.get(role)
-        slope = "-" if trend is None or trend.slope is None else f"{trend.slope:+.2f}"
-        quarters = ", ".join(f"{mib:.0f}" for mib in trend.quarters_mib) if trend else ""
-        files = [str(first.num_fds), str(last.num_fds)]
-        rows.append([role, f"{first.rss_mib:.0f}", quarters, slope, *files])
-    shared = [f"{mib:.0f}" for mib in (rests.shared_mib[0], rests.shared_mib[-1])]
-    rows.append(["/dev/shm", *shared, "-", "", ""])
-    head = ["First MiB", "MiB in each quarter", "MiB per minute", "First files", "Last files"]
-    return table(["Process", *head], rows)
-
-
-def _quantiles(name: str, values: Sequence[float]) -> str:
-    if len(values) < 2:
-        return f"{name}: there are too few values."
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    percentiles = ", ".join(f"p{n} {cuts[n - 1] * 1000:.0f} ms" for n in (50, 90, 99))
-    return f"{name}: {percentiles} ({len(values)} values)"
-
-
 def main() -> int:
     """Run the soak test. Return 1 if a check failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     add("--minutes", type=float, default=10.0, help="duration of the traffic")
     add("--users", type=int, default=8, help="number of requests at a time")

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Check and measure the kernels and the engine on a GPU, in one command that needs no network.
 
     python -m loadtest.gpu.bench_gpu              # checks, kernels and engine in under 8 minutes
@@ -44,8 +43,9 @@ if "--rehearse" in sys.argv:
 import torch
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.tuning import FOLDER, table_of, write_table
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 
+from loadtest import command_line
 from loadtest.bench.bench import LOADTEST, SHAPES
 from loadtest.bench.json_programs import Report
 from loadtest.gpu.gpu_engine import engine
@@ -105,8 +105,8 @@ TINY_CASES: list[Case] = [
     ("tiny", LayerSpec(2, 1, 16, 16), [(40, 1), (0, 20)], gpu_attention.GpuKVCache)
 ]
 # A layer with a window, which is compared with the same layer without a window.
-WINDOW = LayerSpec(64, 8, 64, 64, Span(window=128), None, True), [(32767, 1)] * 32
-TINY_WINDOW = LayerSpec(2, 1, 16, 16, Span(window=21), None, True), [(90, 1)]
+WINDOW = LayerSpec(64, 8, 64, 64, LayerWindow(size=128), None, True), [(32767, 1)] * 32
+TINY_WINDOW = LayerSpec(2, 1, 16, 16, LayerWindow(size=21), None, True), [(90, 1)]
 
 
 def main() -> int:
@@ -158,9 +158,7 @@ def release(device: torch.device) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument(
         "--out", type=Path, default=LOADTEST / "results", help="folder for the report"
     )
@@ -283,10 +281,10 @@ def kernels(
     window, shapes = TINY_WINDOW if args.rehearse else WINDOW
     full, short = (
         measured(
-            f"decode attention, {layer.span}",
+            f"decode attention, {layer.window}",
             functools.partial(decode_rate, "", layer, shapes, device, limit),
         )
-        for layer in (dataclasses.replace(window, span=Span()), window)
+        for layer in (dataclasses.replace(window, window=LayerWindow()), window)
     )
     report: Report = {
         "copy_bytes_per_s": limit,

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Compile the Triton kernels for GPUs on a machine without a GPU, and print their resources.
 
     python -m loadtest.gpu.compile_kernels --capabilities 80 90 --specs 128
@@ -8,7 +7,6 @@ spilled registers (stack_bytes), its matrix instructions, and its number of asyn
 launches are those of GPU attention and of the GPU sampler. They are recorded instead of run.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -23,23 +21,25 @@ import torch
 import triton
 from nereid_backend.attention.attention_batch import Prefill
 from nereid_backend.attention.gpu import gpu_attention, triton_decode, triton_prefill, triton_store
-from nereid_backend.attention.gpu.gpu_attention import Float8, Step
 from nereid_backend.attention.gpu.gpu_batch import DecodeRows, PrefillRows
+from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8
 from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.sampling import gpu_sampling, triton_sampling
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from loadtest import command_line
+
 SPECS = {
     "128": LayerSpec(32, 8, 128, 128),
-    "64-window-sinks": LayerSpec(64, 8, 64, 64, Span(window=128), None, True),
+    "64-window-sinks": LayerSpec(64, 8, 64, 64, LayerWindow(size=128), None, True),
     "80": LayerSpec(16, 16, 80, 80),
     "96": LayerSpec(32, 32, 96, 96),
-    "256-softcap-window": LayerSpec(16, 8, 256, 256, Span(window=4096), 50.0),
+    "256-softcap-window": LayerSpec(16, 8, 256, 256, LayerWindow(size=4096), 50.0),
     "192-128": LayerSpec(16, 16, 192, 128),
-    "128-chunk": LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
+    "128-chunk": LayerSpec(40, 8, 128, 128, LayerWindow(chunk=8192)),
     "512": LayerSpec(8, 2, 512, 512),
 }
 # The 8-bit dtypes stand for caches of bfloat16 models that store int8 or float8 (as bytes).
@@ -142,7 +142,7 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float
         return torch.zeros(shape, dtype=torch.int64)
 
     scales = empty(65, spec.num_kv_heads, block_size, of=torch.float32)
-    step = Step(
+    call = AttentionCall(
         spec,
         empty(65, spec.num_kv_heads, block_size, spec.key_dim, of=dtype),
         empty(65, spec.num_kv_heads, block_size, spec.value_dim, of=dtype),
@@ -155,12 +155,12 @@ def run_layer(spec: LayerSpec, dtype: torch.dtype, device: Device, float8: Float
     out = empty(num_tokens, spec.num_heads, spec.value_dim)
     new = packed(spec.num_kv_heads, spec.key_dim), packed(spec.num_kv_heads, spec.value_dim)
     dim, itemsize = max(spec.key_dim, spec.value_dim), dtype.itemsize
-    gpu_attention.store(*new, step, numbers(num_tokens))
+    gpu_attention.store(*new, call, numbers(num_tokens))
     # The sequence is so long that the decode kernel splits it into parts.
     decodes = DecodeRows(1, [(1, 2**20)], numbers(2**16), numbers(1), numbers(1), numbers(1))
-    gpu_attention.decode(query, step, decodes, out, device.tuning("decode", dim, itemsize))
+    gpu_attention.decode(query, call, decodes, out, device.tuning("decode", dim, itemsize))
     prefills = PrefillRows([Prefill(16, 80, 1024, numbers(1, 68))], numbers(68), numbers(1, 4))
-    gpu_attention.prefill(query, step, prefills, out, device.tuning("prefill", dim, itemsize))
+    gpu_attention.prefill(query, call, prefills, out, device.tuning("prefill", dim, itemsize))
 
 
 def run_sampling(dtype: torch.dtype) -> None:
@@ -221,9 +221,7 @@ def resources(binary: bytes) -> dict[str, int]:
 
 def main() -> None:
     """Compile the selected kernels, and print one line for each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     specs, dtypes = [*SPECS, _SAMPLING], list(DTYPES)
     add("--capabilities", type=int, nargs="+", default=[80, 90], help="compute capabilities")

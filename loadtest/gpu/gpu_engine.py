@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Measure Nereid's engine and transformers on a GPU, with random weights, for bench_gpu.py."""
 
 import argparse
@@ -78,7 +77,6 @@ def engine(
             "answer": answer,
             "repeat": 2,
             "warm": True,
-            "mixed": None,
         }
         ours: dict[str, Report] = {}
         theirs: Report = {}

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Check, measure and tune the attention kernels alone, for bench_gpu.py.
 
 Every step runs through `gpu_attention.attend`, as in a layer of a model.
@@ -16,9 +15,10 @@ from nereid_backend.attention import reference
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
+from nereid_backend.attention.gpu.gpu_call import AttentionCall
 from nereid_backend.attention.gpu.tuning import Entry, Table, Tuning
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.attention.scaled_cache import ScaledKVCache
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
@@ -39,13 +39,17 @@ Shapes = list[tuple[int, int]]
 
 REAL_SPECS = {
     "32/8 heads of 128": LayerSpec(32, 8, 128, 128),
-    "64/8 heads of 64, window 128, sinks": LayerSpec(64, 8, 64, 64, Span(window=128), None, True),
+    "64/8 heads of 64, window 128, sinks": LayerSpec(
+        64, 8, 64, 64, LayerWindow(size=128), None, True
+    ),
     "64/8 heads of 64, sinks": LayerSpec(64, 8, 64, 64, has_sinks=True),
-    "16/8 heads of 256, window 4096, softcap": LayerSpec(16, 8, 256, 256, Span(window=4096), 50.0),
+    "16/8 heads of 256, window 4096, softcap": LayerSpec(
+        16, 8, 256, 256, LayerWindow(size=4096), 50.0
+    ),
     "16/16 heads, keys 192, values 128": LayerSpec(16, 16, 192, 128),
     "32/32 heads of 80": LayerSpec(32, 32, 80, 80),
     "32/32 heads of 96": LayerSpec(32, 32, 96, 96),
-    "40/8 heads of 128, chunks of 8192": LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
+    "40/8 heads of 128, chunks of 8192": LayerSpec(40, 8, 128, 128, LayerWindow(chunk=8192)),
     "71/1 heads of 64": LayerSpec(71, 1, 64, 64),
 }
 # The (cached, new) tokens of each sequence of one step: decodes of all lengths, and prompts that
@@ -56,7 +60,7 @@ REAL_SHAPES: Shapes = [
     *[(0, 2000), (5000, 300), (0, 17), (12000, 5)],
 ]
 TINY_SPECS = {
-    "4/2 heads of 16, window 21, sinks": LayerSpec(4, 2, 16, 16, Span(window=21), None, True),
+    "4/2 heads of 16, window 21, sinks": LayerSpec(4, 2, 16, 16, LayerWindow(size=21), None, True),
     "2/1 heads of 24 and 10": LayerSpec(2, 1, 24, 10),
 }
 TINY_SHAPES: Shapes = [(40, 1), (0, 1), (0, 9), (20, 3)]
@@ -375,7 +379,7 @@ def fastest(kernel: str, step: LayerStep, tunings: list[Tuning]) -> Tuning:
     """Return the fastest of `tunings` for a kernel; skip those that fail or are wrong."""
     expected = step.attend()
     rows = gpu_attention.gpu_batch(step.batch)
-    call = gpu_attention.Step(
+    call = AttentionCall(
         step.spec, step.cache.keys[0], step.cache.values[0], step.scale, step.sinks
     )
     found = torch.empty_like(expected)

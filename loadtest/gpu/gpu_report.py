@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The Markdown report of bench_gpu.py: failures, targets and figures."""
 
 import dataclasses

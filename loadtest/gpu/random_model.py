@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Save a Qwen3 model with random weights and time one forward pass over a prompt.
 
     python -m loadtest.gpu.random_model FOLDER --shape 0.6b --prompt 512
@@ -9,7 +8,6 @@ runs in a process of its own, so that it leaves nothing in GPU memory, and works
 kernel has made the GPU unusable for the calling process.
 """
 
-import argparse
 import functools
 import json
 from pathlib import Path
@@ -18,15 +16,14 @@ import torch
 from transformers import Qwen3ForCausalLM
 from transformers.utils import logging
 
+from loadtest import command_line
 from loadtest.bench.bench import SHAPES, config_of
 from loadtest.gpu.gpu_kernels import milliseconds
 
 
 def main() -> None:
     """Create the model, time the forward pass, and save the model."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     dtypes, device = ["float32", "bfloat16"], torch.device("cuda:0")
     add("folder", type=Path, help="folder for the checkpoint")

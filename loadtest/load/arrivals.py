@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Arrival processes: they define when a user sends the next request.
 
 In a closed loop, a user waits for the answer before sending the next request, so a slow server

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Check replies, and classify what is wrong with them.
 
 If the expected answer consists of numbered tokens, each wrong token has a kind of fault:

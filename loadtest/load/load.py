@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Run two minutes of mixed load on a server, check every answer, and write a report.
 
     python -m loadtest.load.load                       # starts `nereid serve` twice and stops it
@@ -30,6 +29,7 @@ from pathlib import Path
 
 import psutil
 
+from loadtest import command_line
 from loadtest.load import numbered_answers, records, report_page, report_tables
 from loadtest.load.report_tables import Phase
 from loadtest.server import gauges, processes
@@ -216,9 +216,7 @@ def facts() -> list[str]:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     add = parser.add_argument
     out = _LOADTEST / "results" / time.strftime("%Y%m%d-%H%M%S")
     add("--seconds", type=float, default=120.0, help="duration of the load, shared by the phases")

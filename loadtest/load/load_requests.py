@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Requests of the load test, with one function for each endpoint and kind of request.
 
 Every request is greedy, so that it has exactly one correct answer. The answer is either known in

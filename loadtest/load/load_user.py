@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The base class of all scenarios: a locust user that sends requests and checks the replies."""
 
 import random

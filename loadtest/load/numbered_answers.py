@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Numbered tokens: answers in which a lost, repeated, foreign or swapped token can be recognised.
 
 The scripted engine (NEREID_ENGINE=scripted) returns one of several series of tokens. The prompt

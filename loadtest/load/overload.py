@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Send more requests than the server can answer, and measure accepted and rejected requests.
 
     python -m loadtest.load.overload [--factor 10] [--seconds 20]
@@ -11,7 +10,6 @@ small and opens a new connection for each request, because it shares the machine
 The table also shows how late the client sent its requests.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -23,6 +21,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+from loadtest import command_line
 from loadtest.client.light_client import Answer, posted
 from loadtest.server.served import ALONE, Served
 
@@ -70,16 +71,15 @@ class Phase:
 
     def row(self, name: str) -> str:
         """Return the results as one row of the table; `name` is the first cell."""
-        first = sorted(self.first_s) or [0.0]
-        refusals = sorted(self.refused_s) or [0.0]
+        first, refusals = self.first_s or [0.0], self.refused_s or [0.0]
         cells = (
             name,
             f"{self.offered_per_s:.0f}",
             f"{self.throughput:.1f}",
             f"{statistics.median(first) * 1000:.0f}",
-            f"{at_share(first, 0.99) * 1000:.0f}",
+            f"{np.percentile(first, 99) * 1000:.0f}",
             f"{sum(self.refused.values())}",
-            f"{at_share(refusals, 0.99) * 1000:.0f}",
+            f"{np.percentile(refusals, 99) * 1000:.0f}",
             ", ".join(f"{s} s" for s in sorted(self.retry_after)) or "-",
             f"{self.late_s * 1000:.0f}",
         )
@@ -90,11 +90,6 @@ HEAD = (
     "| Phase | Offered/s | Finished/s | TTFT median ms | TTFT p99 ms | Rejected "
     "| Rejection p99 ms | Retry-After | Client late by ms |\n|---|---|---|---|---|---|---|---|---|"
 )
-
-
-def at_share(ordered: list[float], share: float) -> float:
-    """Return the value below which `share` of the values lie; the values must be sorted."""
-    return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
 
 def serve(folder: Path) -> Served:
@@ -186,7 +181,7 @@ def judge(phases: dict[str, Phase], least_share: float = 0.9, slack: float = 2.0
             "requests/s."
         )
     limit_s = slack * QUEUE_TIMEOUT_S
-    slowest_s = at_share(sorted(overload.first_s) or [0.0], 0.99)
+    slowest_s = np.percentile(overload.first_s or [0.0], 99)
     if slowest_s > limit_s:
         found.append(
             f"The 99th percentile of the time to first token is {slowest_s:.2f} s; the limit is "
@@ -199,9 +194,7 @@ def judge(phases: dict[str, Phase], least_share: float = 0.9, slack: float = 2.0
 
 def main() -> int:
     """Run the phases and print a table. Return 1 if a limit is violated."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument(
         "--factor", type=float, default=10.0, help="load of the overload, as multiple of capacity"
     )

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Prompts, and the expected answers if they are known in advance."""
 
 import random

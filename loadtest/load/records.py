@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Records of requests, stored as one JSON object per line."""
 
 import json

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The report of a load test as one self-contained HTML file with tables and plots."""
 
 import base64
@@ -6,7 +5,7 @@ import html
 import io
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -108,9 +107,12 @@ def picture(phase: Phase, colours: dict[str, str]) -> bytes:
         _throughput(axes[0, 0], phase)
         _gauges(axes[0, 1], phase)
         _firsts(axes[1, 0], phase, colours)
-        _ends(axes[1, 1], phase, colours)
-        _firsts_shares(axes[2, 0], phase, colours)
-        _gaps_shares(axes[2, 1], phase, colours)
+        for place, title, values_of in (
+            (axes[1, 1], "end-to-end time of complete answers", _end_to_end_times),
+            (axes[2, 0], "time to first token", _first_token_times),
+            (axes[2, 1], "inter-token latency", _gaps),
+        ):
+            _distribution(place, phase, colours, title, values_of)
         _cache(axes[3, 0], phase)
         _merging(axes[3, 1], phase)
         handles, labels = axes[1, 0].get_legend_handles_labels()
@@ -163,33 +165,32 @@ def _firsts(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
     axes.set_yscale("log")
 
 
-def _ends(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
-    for name, colour in colours.items():
-        values = sorted(r.e2e_s for r in phase.records if r.scenario == name and r.outcome == "ok")
-        _curve(axes, values, colour)
-    axes.set(title="end-to-end time of complete answers", xlabel="s", ylabel="share of requests")
-    axes.set_xscale("log")
+def _end_to_end_times(records: Sequence[Record]) -> list[float]:
+    return [one.e2e_s for one in records if one.outcome == "ok"]
 
 
-def _firsts_shares(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
-    for name, colour in colours.items():
-        streams = _streams(phase, name)
-        _curve(axes, sorted(r.ttft_s for r in streams if r.ttft_s is not None), colour)
-    axes.set(title="time to first token", xlabel="s", ylabel="share of streams")
-    axes.set_xscale("log")
+def _first_token_times(records: Sequence[Record]) -> list[float]:
+    return [one.ttft_s for one in records if one.is_stream and one.is_fine and one.ttft_s]
 
 
-def _gaps_shares(axes: Axes, phase: Phase, colours: dict[str, str]) -> None:
-    for name, colour in colours.items():
-        _curve(axes, sorted(gap for r in _streams(phase, name) for gap in r.gaps_s), colour)
-    axes.set(title="inter-token latency", xlabel="s", ylabel="share of gaps")
-    axes.set_xscale("log")
+def _gaps(records: Sequence[Record]) -> list[float]:
     # Chunks that were read together have a distance of almost 0, which is not informative.
-    axes.set_xlim(left=max(1e-4, axes.get_xlim()[0]))
+    streams = [one for one in records if one.is_stream and one.is_fine]
+    return [max(gap, 1e-4) for one in streams for gap in one.gaps_s]
 
 
-def _streams(phase: Phase, scenario: str) -> list[Record]:
-    return [r for r in phase.records if r.scenario == scenario and r.is_stream and r.is_fine]
+def _distribution(
+    axes: Axes,
+    phase: Phase,
+    colours: dict[str, str],
+    title: str,
+    values_of: Callable[[Sequence[Record]], list[float]],
+) -> None:
+    """Draw the cumulative distribution of a quantity in seconds, with a line for each scenario."""
+    for name, colour in colours.items():
+        if values := values_of([one for one in phase.records if one.scenario == name]):
+            axes.ecdf(values, lw=1.2, color=colour)
+    axes.set(title=title, xlabel="s", ylabel="share", xscale="log")
 
 
 def _cache(axes: Axes, phase: Phase) -> None:
@@ -225,12 +226,6 @@ def _line(axes: Axes, phase: Phase, name: str, label: str, colour: str) -> None:
     at = [sample.at - zero for sample in phase.samples]
     values = [sample.gauges.get(name, 0.0) for sample in phase.samples]
     axes.plot(at, values, lw=1.2, color=colour, label=label)
-
-
-def _curve(axes: Axes, values: Sequence[float], colour: str) -> None:
-    """Draw the cumulative distribution of sorted values."""
-    shares = [(n + 1) / len(values) for n in range(len(values))]
-    axes.step(values, shares, where="post", lw=1.2, color=colour)
 
 
 def _scenarios(phase: Phase) -> set[str]:

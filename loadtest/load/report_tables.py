@@ -1,13 +1,15 @@
-# SPDX-License-Identifier: Apache-2.0
 """The figures of a load test as tables for the console and as CSV files."""
 
 import collections
 import csv
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 
+import numpy as np
+
+from loadtest.bench.markdown_table import table
 from loadtest.load.records import Record
 from loadtest.server.gauges import Sample
 
@@ -57,14 +59,6 @@ class Phase:
         return [f"{self.name}: {what}" for what in (*self.broken, *of_requests)]
 
 
-def at_share(values: Sequence[float], share: float) -> float | None:
-    """Return the value below which `share` of all values lie; None if there are no values."""
-    if len(values) < 2:
-        return values[0] if values else None
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return cuts[min(98, max(0, round(share * 100) - 1))]
-
-
 def row(name: str, records: Sequence[Record], seconds: float) -> list[str]:
     """Return one table row for some requests; the columns are COLUMNS."""
     fine = [one for one in records if one.is_fine]
@@ -81,7 +75,7 @@ def row(name: str, records: Sequence[Record], seconds: float) -> list[str]:
         f"{sum(one.num_tokens for one in fine) / seconds:.0f}",
         *_quantiles(firsts),
         *_quantiles(gaps),
-        _ms(at_share(each, 0.5)),
+        _quantiles(each)[0],
         *_quantiles(whole),
         str(outcomes["cancelled"]),
         str(len(records) - len(fine)),
@@ -91,8 +85,8 @@ def row(name: str, records: Sequence[Record], seconds: float) -> list[str]:
 def rows(phase: Phase) -> list[list[str]]:
     """Return one row for each scenario and one for all requests."""
     found = [
-        row(name, list(records), phase.seconds)
-        for name, records in sorted(_by(phase.records, lambda one: one.scenario).items())
+        row(name, [one for one in phase.records if one.scenario == name], phase.seconds)
+        for name in sorted({one.scenario for one in phase.records})
     ]
     return [*found, row("all", phase.records, phase.seconds)]
 
@@ -123,24 +117,13 @@ def text(phases: Iterable[Phase]) -> str:
     parts = []
     for phase in phases:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes(phase))
-        late = at_share([one.late_s for one in phase.records], 0.99) or 0.0
+        late = np.percentile([one.late_s for one in phase.records] or [0.0], 99)
         parts += [
             f"## {phase.name}: {phase.description}, {phase.seconds:.0f} s",
             f"{counts}. The load generator sent requests up to {late * 1000:.0f} ms late (p99).",
             table(COLUMNS, rows(phase)),
         ]
     return "\n\n".join([*parts, LEGEND])
-
-
-def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns are aligned."""
-    lines = [list(head), *(list(line) for line in body)]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
-    cells = [
-        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    ]
-    return "\n".join([cells[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *cells[1:]])
 
 
 def write_csv(folder: Path, phases: Sequence[Phase]) -> None:
@@ -151,11 +134,8 @@ def write_csv(folder: Path, phases: Sequence[Phase]) -> None:
         writer.writerows([phase.name, *line] for phase in phases for line in rows(phase))
     with (folder / "requests.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([
-            "phase", "scenario", "endpoint", "started", "late_ms", "ttft_ms", "token_ms",
-            "longest_gap_ms", "e2e_ms", "tokens", "pieces", "outcome", "faults",
-        ])  # fmt: skip
-        writer.writerows(_request(phase, one) for phase in phases for one in phase.records)
+        writer.writerow(["phase", *(field.name for field in fields(Record))])
+        writer.writerows([phase.name, *astuple(one)] for phase in phases for one in phase.records)
     names = sorted({name for p in phases for sample in p.samples for name in sample.gauges})
     with (folder / "gauges.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -175,36 +155,12 @@ def unique_columns() -> list[str]:
     return found
 
 
-def _request(phase: Phase, one: Record) -> list[str]:
-    return [
-        phase.name,
-        one.scenario,
-        one.endpoint,
-        f"{one.started:.3f}",
-        _ms(one.late_s),
-        _ms(one.ttft_s),
-        _ms(one.token_gap_s),
-        _ms(max(one.gaps_s, default=None)),
-        _ms(one.e2e_s),
-        str(one.num_tokens),
-        str(len(one.gaps_s) + (one.ttft_s is not None)),
-        one.outcome,
-        "; ".join(one.faults),
-    ]
-
-
-def _by(records: Iterable[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
-    found: dict[str, list[Record]] = collections.defaultdict(list)
-    for one in records:
-        found[key(one)].append(one)
-    return found
-
-
 def _quantiles(values: Sequence[float]) -> list[str]:
-    return [_ms(at_share(values, share)) for share in (0.5, 0.95, 0.99)]
+    """Return the 50th, 95th and 99th percentile in milliseconds, as text."""
+    if not len(values):
+        return ["-"] * 3
+    return [_ms(seconds) for seconds in np.percentile(values, (50, 95, 99))]
 
 
-def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
+def _ms(seconds: float) -> str:
     return f"{seconds * 1000:.1f}" if seconds < 0.01 else f"{seconds * 1000:.0f}"

@@ -8,7 +8,6 @@ after the first chunk. At the same time, four other clients read as fast as poss
 prints how much the memory of each server process grew.
 """
 
-import argparse
 import asyncio
 import json
 import sys
@@ -17,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from loadtest import command_line
 from loadtest.client.ask import Ask, generate_stream, grpc_stream
 from loadtest.client.traffic import Asker
 from loadtest.server.processes import gauges, sizes
@@ -82,9 +82,7 @@ async def _measure_all(served: Served, num_stalled: int) -> None:
 
 def main() -> int:
     """Print one JSON object for each endpoint."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.parser(__doc__)
     parser.add_argument(
         "--stalled", type=int, default=8, help="number of clients that stop reading"
     )

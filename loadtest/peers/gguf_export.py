@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Conversion of a Qwen3 checkpoint to GGUF without quantization, for llama.cpp.
 
 The names of tensors and metadata come from the package `gguf`, which belongs to llama.cpp.

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """llama.cpp as a compared engine, through the low-level interface of llama-cpp-python.
 
 The program converts the checkpoint to GGUF. It runs in an environment of its own
@@ -6,10 +5,8 @@ The program converts the checkpoint to GGUF. It runs in an environment of its ow
 """
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +14,9 @@ import llama_cpp as lib
 import numpy as np
 
 from loadtest.peers.gguf_export import export
-from loadtest.peers.workload import main, summary
+from loadtest.peers.workload import main
 
 _BATCH = 512
-
-
-@dataclass
-class _Slot:
-    """A running sequence.
-
-    Attributes:
-        number: the index of the request.
-        prompt: the token ids of the prompt.
-        num_wanted: the number of tokens to generate.
-        num_computed: the number of prompt tokens that are computed.
-        num_answered: the number of generated tokens.
-        last: the last generated token.
-    """
-
-    number: int
-    prompt: list[int]
-    num_wanted: int
-    num_computed: int = 0
-    num_answered: int = 0
-    last: int = 0
 
 
 class LlamaCpp:
@@ -81,61 +57,6 @@ class LlamaCpp:
                 rows = [(token, place, sequence, True) for sequence, token in enumerate(tokens)]
                 self._decode(context, batch, rows)
                 tokens = [self._most_likely_token(context, row) for row in range(len(prompts))]
-
-    def mixed(self, plan: list[tuple[float, list[int], int]]) -> dict[str, Any]:
-        """Run requests at their arrival times, with the batching of llama.cpp's server.
-
-        Each batch computes the next token of every running sequence, and prompts fill the rest.
-        """
-        longest = max(len(prompt) + num_tokens for _, prompt, num_tokens in plan)
-        started, first, waiting = time.perf_counter(), {}, list(enumerate(plan))
-        slots: dict[int, _Slot] = {}
-        with self._context(len(plan), longest) as (context, batch):
-            while waiting or slots:
-                now = time.perf_counter() - started
-                while waiting and waiting[0][1][0] <= now:
-                    number, (_, prompt, num_tokens) = waiting.pop(0)
-                    slots[number] = _Slot(number, prompt, num_tokens)
-                if not slots:
-                    time.sleep(waiting[0][1][0] - now)
-                    continue
-                answered = self._advance(context, batch, list(slots.values()))
-                for slot in answered:
-                    first.setdefault(slot.number, time.perf_counter() - started)
-                    if slot.num_answered == slot.num_wanted:
-                        del slots[slot.number]
-        total = sum(num_tokens for *_, num_tokens in plan)
-        waits = [first[number] - at for number, (at, *_) in enumerate(plan)]
-        return summary(waits, total, time.perf_counter() - started)
-
-    def _advance(
-        self,
-        context: object,
-        batch: Any,  # noqa: ANN401 - a ctypes structure
-        slots: list[_Slot],
-    ) -> list[_Slot]:
-        """Run one batch, and return the sequences that got a token."""
-        rows: list[tuple[int, int, int, bool]] = []
-        answered: list[tuple[_Slot, int]] = []
-        for slot in sorted(slots, key=lambda slot: slot.num_computed < len(slot.prompt)):
-            if slot.num_computed >= len(slot.prompt):
-                place = len(slot.prompt) + slot.num_answered - 1
-                rows.append((slot.last, place, slot.number, True))
-                answered.append((slot, len(rows) - 1))
-                continue
-            start = slot.num_computed
-            piece = slot.prompt[start : start + _BATCH - len(rows)]
-            slot.num_computed += len(piece)
-            is_last = slot.num_computed == len(slot.prompt)
-            for i, token in enumerate(piece):
-                rows.append((token, start + i, slot.number, is_last and i == len(piece) - 1))
-            if is_last:
-                answered.append((slot, len(rows) - 1))
-        self._decode(context, batch, rows)
-        for slot, row in answered:
-            slot.last = self._most_likely_token(context, row)
-            slot.num_answered += 1
-        return [slot for slot, _ in answered]
 
     @contextmanager
     def _context(self, num_sequences: int, length: int) -> Iterator[tuple[object, Any]]:

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Nereid's engine in process, as a compared engine."""
 
 import json
@@ -11,7 +10,7 @@ from typing import Any
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.device_transfer import HostCopy
 
-from loadtest.peers.workload import main, summary
+from loadtest.peers.workload import main
 
 
 class StepTimes:
@@ -107,24 +106,6 @@ class Nereid:
             "steps": self._times.summary(self._batches),
             "replays": 0 if graphs is None else graphs.num_replays,
         }
-
-    def mixed(self, plan: list[tuple[float, list[int], int]]) -> dict[str, Any]:
-        """Run requests at their arrival times; return the percentiles of TTFT and the tokens/s."""
-        engine, started, first, total = self._engine, time.perf_counter(), {}, 0
-        waiting = list(enumerate(plan))
-        while waiting or engine.has_work():
-            now = time.perf_counter() - started
-            while waiting and waiting[0][1][0] <= now:
-                number, (_, prompt, num_tokens) = waiting.pop(0)
-                params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-                engine.add_request(str(number), prompt, params)
-            for update in engine.step():
-                first.setdefault(update.request_id, time.perf_counter() - started)
-                total += len(update.new_token_ids)
-            if not engine.has_work() and waiting:
-                time.sleep(max(0.0, waiting[0][1][0] - (time.perf_counter() - started)))
-        waits = [first[str(number)] - at for number, (at, _, _) in enumerate(plan)]
-        return summary(waits, total, time.perf_counter() - started)
 
 
 if __name__ == "__main__":

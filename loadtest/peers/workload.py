@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The workload of the engine comparison, and how its times are measured.
 
 This module runs in the environment of each engine, so it needs only the standard library.
@@ -49,9 +48,6 @@ def main(load: Callable[[str, dict[str, Any]], Peer]) -> None:
     result["decode"] = {
         str(batch): decode_rate(peer, prompts, batch, workload) for batch in workload["decode"]
     }
-    mixed = getattr(peer, "mixed", None)
-    if mixed is not None and workload["mixed"]:
-        result["mixed"] = arrivals(mixed, workload, rng)
     facts = getattr(peer, "facts", None)
     if facts is not None:
         result |= facts()
@@ -107,34 +103,3 @@ def decode_rate(
     if statistics.median(times) <= 0:
         return 0.0
     return rate(batch * (workload["answer"] - 1), times)
-
-
-def arrivals(
-    mixed: Callable[..., dict[str, Any]], workload: dict[str, Any], rng: random.Random
-) -> dict[str, Any]:
-    """Measure requests that arrive at random times, with prompts and answers of random lengths."""
-    plan, now = [], 0.0
-    for _ in range(workload["mixed"]["requests"]):
-        now += rng.expovariate(workload["mixed"]["per_second"])
-        prompt = [
-            rng.randrange(3, workload["vocab_size"])
-            for _ in range(rng.randrange(16, workload["context"]))
-        ]
-        plan.append((now, prompt, rng.randrange(8, workload["answer"])))
-    return mixed(plan)
-
-
-def summary(first_token_s: list[float], num_tokens: int, seconds: float) -> dict[str, Any]:
-    """Return the percentiles of the time to first token, and the tokens per second.
-
-    Args:
-        first_token_s: for each request, the seconds from its arrival to its first token.
-        num_tokens: the number of generated tokens of all requests.
-        seconds: the duration of the measurement.
-    """
-    ordered = sorted(first_token_s)
-    return {
-        "ttft_p50_s": statistics.median(ordered),
-        "ttft_p95_s": ordered[int(0.95 * (len(ordered) - 1))],
-        "tokens_per_s": num_tokens / seconds,
-    }

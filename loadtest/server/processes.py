@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """The processes, memory, open files and metrics of a running `nereid serve`."""
 
 import http.client

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """A complete `nereid serve` on free ports for a test or a benchmark, stopped at the end."""
 
 import ctypes

@@ -110,8 +110,8 @@ def test_csv_files_hold_requests_scenarios_and_gauges(tmp_path):
         for path in tmp_path.glob("*.csv")
     }
     assert [row["outcome"] for row in tables["requests"]] == ["ok", "lost"]
-    assert tables["requests"][0]["ttft_ms"] == "100"
-    assert tables["requests"][0]["pieces"] == "3"
+    assert tables["requests"][0]["ttft_s"] == "0.1"
+    assert tables["requests"][1]["faults"] == "['lost: 03.007,']"
     assert [row["scenario"] for row in tables["scenarios"]] == ["Chat", "all"]
     assert [row["num_requests"] for row in tables["gauges"]] == ["0", "1", "2", "3", "4"]
 

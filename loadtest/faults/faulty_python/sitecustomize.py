@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Make forward passes fail on demand, in processes that start with this folder on PYTHONPATH.
 
 Python imports a module with this name when it starts. In engine and worker processes, the module

@@ -210,7 +210,7 @@ def _result(
     tools: ToolFindings,
     proofs: list[Proof],
 ) -> TemplateAnalysis:
-    """Return the result of the analysis from its findings."""
+    """Return the `TemplateAnalysis` that contains these findings."""
     prober = frame.prober
     supports = Supports(
         content=True,

@@ -1,4 +1,4 @@
-"""Determine the markup around plain content, and what ends a turn: comparisons C1 and C2."""
+"""Determine the markup around content and the end of a turn: comparisons C1 and C2."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MARKERS_AND_WORDS = re.compile(rf"(?:{MARKER.pattern})(?:\w+(?:{MARKER.pattern}
 def compare_content(
     frame: TurnFrame, reasoning: Reasoning | None, wrapper_of_reasoning: Wrapper | None
 ) -> Wrapper | None:
-    """Compare a conversation that ends with a question and one that ends with an answer (C1).
+    """Compare a conversation that ends with a question and one with an answer (comparison C1).
 
     Set `frame.end_markers`. Example: the answer "<answer>CONTENT</answer><|im_end|>" shows the
     wrapper `<answer>`, `</answer>` and the end marker `<|im_end|>`.
@@ -64,7 +64,7 @@ def compare_content(
 
 
 def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> Wrapper | None:
-    """Compare a tool call without content and a tool call with content before it (C2).
+    """Compare a tool call without content and a tool call with content before it (comparison C2).
 
     Some templates write markers around the content only in messages with tool calls, and also if
     the content is empty. Example: "<say></say><call>.." without content and

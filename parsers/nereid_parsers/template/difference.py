@@ -1,4 +1,4 @@
-"""Compare two rendered texts without ever cutting a marker in two.
+"""Compare two rendered texts, and split them only at the boundaries of markers and words.
 
 A marker is a piece of markup such as `<tool_call>`, `<|im_end|>` or `[TOOL_CALLS]`. All functions
 here split text into tokens first (`tokens`), so that a difference starts and ends at the boundary
@@ -53,7 +53,7 @@ class Comparison:
         changed: What was changed in the conversation to get `right` instead of `left`.
         left: The rendering before the change.
         right: The rendering after the change.
-        finding: What the analysis concludes from the difference, as a phrase for the report.
+        finding: What the analysis concludes from the difference, as a sentence for the report.
     """
 
     name: str
@@ -252,9 +252,10 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Return the closing of a block that several markers and words open together, or "".
+    """Return the markers and words at the start of `text` that close a block, or "".
 
-    The opening and the closing differ in their first markers and end with the same text.
+    The block is opened by several markers and words. The opening and the closing differ only in
+    their first markers.
 
     >>> compound_closing("<|close|>think<|sep|>Hello", "<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
@@ -268,7 +269,7 @@ def compound_closing(text: str, opening: str) -> str:
         return ""
     shared_end = opening.removeprefix(opening_markers[0])
     end_at = text.find(shared_end)
-    # The first marker of the closing is not longer than the whole opening.
+    # The first marker of the closing text is not longer than `opening`.
     return text[: end_at + len(shared_end)] if 0 <= end_at <= len(opening) else ""
 
 

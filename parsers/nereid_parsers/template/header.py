@@ -1,4 +1,4 @@
-r"""Determine the header of the model's turn, by comparing generation prompts and answers (G).
+r"""Determine the header: the text with which each message of the model starts (comparison G).
 
 Example: the generation prompt `<|im_start|>assistant\n<think>\n` consists of two parts. Every
 assistant message has the header `<|im_start|>assistant\n`. The rest, `<think>\n`, belongs to the
@@ -45,7 +45,7 @@ _ANSWERED = (
 
 
 def compare_generation_prompt(prober: Prober) -> TurnFrame:
-    r"""Compare a conversation without and with the generation prompt (G).
+    r"""Compare a conversation without and with the generation prompt (comparison G).
 
     The text that the generation prompt adds opens the model's turn. Example: the added text is
     "<|im_start|>assistant\n<think>\n", but messages without reasoning contain only
@@ -215,7 +215,7 @@ def _user_header(without_prompt: str) -> str:
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Return `header` up to the end of the structure that a user message's header has.
+    r"""Return `header` without the text after the role, which is a word such as "assistant".
 
     If every prompt and every answer continues with `<think>`, this marker seems to belong to the
     header. The user's header shows where the model's header really ends.

@@ -17,7 +17,7 @@ from nereid_parsers.errors import TemplateError
 # The first three limits are for all renderings of an analysis together.
 MAX_STEPS = 400_000  # the number of loop items, calls and filters
 MAX_MADE = 16_000_000  # the total size of all values that the template makes, see `size_of`
-# The processor time of this thread. The time of other programs on a busy machine does not count.
+# The limit of the processor time of this thread. The time of other programs does not count.
 MAX_SECONDS = 0.8
 MAX_SOURCE = 1_000_000  # the number of characters of a template
 MAX_VALUE = 300_000  # the number of characters of one string, or the size of one list
@@ -250,7 +250,7 @@ def _check_join(items: Any, separator: Any) -> None:  # noqa: ANN401
 
 
 def _text_size(value: object) -> int:
-    """Return the number of characters in an option of `tojson`: an indent, or two separators."""
+    """Return the number of characters in an option of the filter `tojson`, such as its indent."""
     if isinstance(value, list | tuple):
         return sum(_text_size(part) for part in value)
     return len(value) if isinstance(value, str) else 0

@@ -29,8 +29,8 @@ from nereid_parsers.template.difference import Comparison, drop_common_suffix, t
 from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
 from nereid_parsers.template.input_form import InputForm, forms_of_calls, forms_of_content
 
-# Renderings have these characters in place of the number and the id of each tool call. Two
-# renderings that differ only in numbers and ids are then equal.
+# In renderings, these characters replace the number and the id of each tool call. So two renderings
+# that differ only in numbers and ids are equal.
 COUNTER_MARK = "\ue010"
 ID_MARK = "\ue011"
 _CALL_ID = re.compile(r"zq7id000\d")
@@ -115,7 +115,7 @@ class Prober:
         return _mask_call_ids(text, self.form)
 
     def _fill_undefined_variable(self, refusal: str) -> bool:
-        """Set the undefined variable that caused a refusal to "". Return False if there is none.
+        """Set the undefined variable that a refusal names to "", and return whether there is one.
 
         Some templates read variables that only the model's own code sets. Example: the refusal
         "UndefinedError: 'today' is undefined" sets the variable `today`.
@@ -211,7 +211,7 @@ class Prober:
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:
-        """Return the values to try for a switch.
+        """Return the values of a thinking switch that the analysis tries.
 
         The first values are those with which the template compares the switch. Example: a template
         with `{% if thinking_mode == "fast" %}` gives ["fast", "high", "low", ..].

@@ -13,7 +13,7 @@ from nereid_parsers.format import Format, Messages, Route, Sections, Source, Sta
 
 @dataclass(frozen=True, slots=True)
 class QuarantineEntry:
-    """A template that is recognised by its source, and its format.
+    """The format of a template that is recognised by its source.
 
     Attributes:
         model: The models that have the template.
@@ -83,7 +83,7 @@ QUARANTINE = (
 
 
 def find_quarantined(source: str) -> tuple[QuarantineEntry, Format] | None:
-    """Return the entry that matches a template's source, with its format; None if none matches."""
+    """Return the quarantine entry of a template and its format, or None if no entry matches."""
     for entry in QUARANTINE:
         if entry.matches(source):
             note = Source(f"recognised in its chat template: {entry.model}")

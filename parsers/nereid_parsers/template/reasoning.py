@@ -1,5 +1,8 @@
 """Determine how a template marks reasoning: comparisons R1 to R5.
 
+Each comparison renders two conversations, except R4. The table shows the difference between the
+conversations, and what the difference between the renderings shows.
+
 R1  a message without and with reasoning    the markers around the reasoning
 R2  a thinking switch on and off            the markers that the generation prompt contains
 R3  a thinking switch on and off            pairs of tags that the instructions mention
@@ -78,7 +81,7 @@ def find_reasoning(frame: TurnFrame) -> ReasoningFindings:
 
 
 def _infer_opener(frame: TurnFrame, part: Reasoning) -> Opener:
-    r"""Return PROMPT if the default prompt opens and does not close reasoning, otherwise MODEL.
+    r"""Return Opener.PROMPT if the default prompt opens reasoning, or else Opener.MODEL.
 
     Example: the prompt "<|im_start|>assistant\n<think>\n" opens reasoning.
     """
@@ -93,7 +96,7 @@ def _infer_opener(frame: TurnFrame, part: Reasoning) -> Opener:
 def compare_reasoning_presence(
     frame: TurnFrame, conversation: Conversation
 ) -> ReasoningMarkup | None:
-    """Compare a message without and with reasoning (R1).
+    """Compare a message without and with reasoning (comparison R1).
 
     Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`. Set
     `frame.inner_headers` if a header is written between reasoning and content.
@@ -155,7 +158,7 @@ def _opening_before_reasoning(frame: TurnFrame, before: str) -> str:
 
 
 def compare_thinking_switch(frame: TurnFrame) -> ReasoningMarkup | None:
-    r"""Compare the generation prompts with a thinking switch on and off (R2).
+    r"""Compare the generation prompts with a thinking switch on and off (comparison R2).
 
     Example: if a prompt ends with "<think>\n\n</think>\n\n", the markers are `<think>\n` and
     `\n</think>\n\n`.
@@ -198,7 +201,7 @@ def _closing_in_prompt(frame: TurnFrame, prompt: GenerationPrompt) -> str:
 
 
 def compare_instructions(frame: TurnFrame) -> ReasoningMarkup | None:
-    """Compare the whole prompts with a thinking switch on and off (R3).
+    """Compare the whole prompts with a thinking switch on and off (comparison R3).
 
     A switch may add instructions that mention pairs of tags. Example: "Write <think></think> and
     <answer></answer>" shows the markers of reasoning and the wrapper of content.
@@ -222,7 +225,7 @@ def compare_instructions(frame: TurnFrame) -> ReasoningMarkup | None:
 
 
 def _markup_of_pairs(pairs: list[tuple[str, str]]) -> ReasoningMarkup:
-    r"""Return the markup with the first pair around reasoning and the second pair around content.
+    r"""Return the markup whose first pair encloses reasoning and whose second encloses content.
 
     The white space around the markers is not known. Usually each marker is on a line of its own.
 
@@ -241,7 +244,7 @@ def _markup_of_pairs(pairs: list[tuple[str, str]]) -> ReasoningMarkup:
 
 
 def search_source(frame: TurnFrame) -> ReasoningMarkup | None:
-    """Search the string constants of the template for markers of reasoning (R4).
+    """Search the string constants of the template for markers of reasoning (comparison R4).
 
     Example: a template that removes reasoning from earlier messages with
     `content.split('</think>')` shows the marker `</think>`.
@@ -267,7 +270,7 @@ def search_source(frame: TurnFrame) -> ReasoningMarkup | None:
 def compare_reasoning_before_call(
     frame: TurnFrame, part: Reasoning, conversation: Conversation
 ) -> Reasoning:
-    """Compare a tool call without and with reasoning directly before it (R5).
+    """Compare a tool call without and with reasoning directly before it (comparison R5).
 
     Some templates omit the closing marker of reasoning there. Example: in
     "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning.

@@ -115,10 +115,10 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the last of several opening markers, as a second spelling of the opening.
+    """Return a tuple of the last marker of `opening`, or () if it is not a second spelling.
 
-    Models sometimes write only this marker. The result is empty if the opening has only one marker,
-    or if the last marker also occurs in other markup of the format.
+    Models sometimes write only the last of several opening markers. The result is empty if
+    `opening` has only one marker, or if the last marker also occurs in other markup of the format.
 
     >>> last_marker_alone("<|message|><|thinking|>", "<|end|>")
     ('<|thinking|>',)

@@ -31,7 +31,7 @@ class Blank:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    r"""A part of an expression that matches varying text.
+    r"""A part of a regular expression that matches varying text.
 
     Examples: `(?P<key>\w+)` is a field with the name "key", and `[^>]+` is one with the name "".
     """
@@ -218,7 +218,7 @@ class _Reader:
         return end
 
     def read_class(self) -> Piece:
-        r"""Read a class as white space, or as a field without a name.
+        r"""Read a character class, as white space or as a field without a name.
 
         >>> _Reader("[ \\n]").read_class(), _Reader("[^>]").read_class()
         (Blank(), Field(name=''))

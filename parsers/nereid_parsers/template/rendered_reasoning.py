@@ -1,4 +1,4 @@
-"""Find the messages in which a template renders reasoning, before the markers are determined."""
+"""Find the messages in which a template renders reasoning, and the fields that it reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nereid_parsers.template.input_form import (
     REASONING_FIELDS,
 )
 
-# A message part that was printed as JSON or as a Python dict, rather than rendered.
+# This text shows that the template printed a part of a message as JSON or as a Python dict.
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
 _MAX_SWITCHES_TRIED = 6
 
@@ -58,7 +58,7 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(frame: TurnFrame) -> ReasoningFindings:
-    """Return the findings about the reasoning that the template renders, without its markers."""
+    """Return the findings about rendered reasoning. The markers are not yet determined."""
     conversation = _find_conversation(frame)
     fields = () if conversation is None else _rendered_fields(frame, conversation)
     return ReasoningFindings(

@@ -228,7 +228,7 @@ def supports_rows(analysis: AnalysisResult) -> list[tuple[str, str]]:
 
 
 def _value_text(value: object) -> str:
-    """Return the text of a value of `Supports`.
+    """Return the text that the report shows for an attribute of `Supports`.
 
     >>> _value_text(("reasoning", "thinking")), _value_text(True)
     ('reasoning, thinking', 'yes')

@@ -41,7 +41,7 @@ from nereid_parsers.tool_declarations import Body
 _VERSION = 1
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _KNOWN_FIELDS = {*REASONING_FIELDS, "content", "tool_calls"}
-# The fields of a pattern for the named groups of an expression. Other groups become {word}.
+# The pattern fields for the named groups of a regular expression. Other groups become {word}.
 _PATTERN_FIELDS = {"name": "{name}", "id": "{id}", "key": "{key}"}
 
 
@@ -186,7 +186,7 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    """Return all starts of a tool call that `open` or `open_pattern` declares.
+    """Return the start of a tool call for each spelling in `open` or `open_pattern`.
 
     >>> _call_starts({"open": ["<call>", "<tool>"]})
     [_CallStart(marker='<call>', head=''), _CallStart(marker='<tool>', head='')]
@@ -268,7 +268,7 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, is_array: boo
 
 
 def _body(field: Mapping[str, Any], has_name_in_head: bool, is_array: bool) -> Body:
-    """Return the declaration of a tool call's body.
+    """Return the body of a tool call, which contains the arguments and sometimes the name.
 
     Example: {"content": "json"} is the body `JsonArguments` if the head contains the name.
     Otherwise the JSON also contains the name, and the body is a `JsonObject` or a `JsonArray`.

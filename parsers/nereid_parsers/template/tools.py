@@ -1,14 +1,17 @@
 """Determine how a template writes tool calls: comparisons T1 to T8.
 
-T1  content, and a call instead          where a call is written
-T2  one call, and two                    the markup of a list of calls
-T3  one function, and another            where the name is written
-T4  one argument, and none               the markup of the arguments
-T5  one argument, and two                the markup of the arguments
-T6  one key and value, and others        where key and value are written
-T7  a string, and a number               how the type of a value is shown
-T7b a plain string, and one with markup  whether such strings are quoted
-T8  a call, and content before the call  what ends the content
+Each comparison renders two messages. The table shows what the messages contain, and what the
+difference between the renderings shows.
+
+T1   content; a tool call               the text of a tool call
+T2   one tool call; two tool calls      the markup of a list of tool calls
+T3   two functions                      where the name is written
+T4   one argument; no argument          the markup of the arguments
+T5   one argument; two arguments        the markup of the arguments
+T6   two pairs of key and value         where the key and the value are written
+T7   a string; a number                 how the type of a value is written
+T7b  a plain string; one with markup    whether strings with markup are quoted
+T8   a call; content before the call    what ends the content
 
 T1 and T2 also give the texts that the readers in `calls/` turn into a format. T3 to T7b only
 explain that format in the report.
@@ -179,7 +182,7 @@ def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
 
 
 def compare_call_presence(renderer: CallRenderer) -> str:
-    """Compare a message with content and a message with a tool call instead of content (T1).
+    """Compare a message with content and a message with a tool call (comparison T1).
 
     Returns:
         The text of the tool call, or "" if the template does not render tool calls.
@@ -200,7 +203,7 @@ def compare_call_presence(renderer: CallRenderer) -> str:
 
 
 def compare_two_calls(renderer: CallRenderer) -> str:
-    """Compare a message with one tool call and a message with two tool calls (T2).
+    """Compare a message with one tool call and a message with two tool calls (comparison T2).
 
     Returns:
         The text of the two tool calls, or "" if a message can have only one tool call.
@@ -224,7 +227,11 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 
 def compare_names(prober: Prober) -> None:
-    """Compare tool calls of two functions (T3). Their difference is the text of the name."""
+    """Compare the tool calls of two functions (comparison T3).
+
+    Example: in "<call>zqFirstTool(" and "<call>zqSecondTool(", the name is written between "<call>"
+    and "(".
+    """
     one_call = conversation_with_calls(*ONE_CALL)
     other_call = conversation_with_calls(ProbeCall(SECOND_TOOL))
     parts = difference(prober.render(one_call) or "", prober.render(other_call) or "")
@@ -265,7 +272,7 @@ def _change_text(parts: Difference) -> str:
 
 
 def compare_content_before_call(frame: TurnFrame) -> bool:
-    """Compare a tool call alone and a tool call with content before it (T8).
+    """Compare a tool call alone and a tool call with content before it (comparison T8).
 
     Set `frame.inner_headers` if the template writes content and tool calls as two turns. Example:
     in "CONTENT<|end|><|start|>assistant<call>..", the model itself writes `<|end|>` and the header
@@ -343,7 +350,7 @@ def _end_markers(calls: CallFormat) -> tuple[str, ...]:
 
 
 def _split_section_close(calls: CallFormat) -> tuple[str, list[str]]:
-    """Return the text that closes the tool section, and the markers after it, which end the turn.
+    """Split the text after the tool calls into the closing text and the turn's end markers.
 
     The closing text has the same number of markers as the opening text. Words in the opening text
     count as one marker. Example: for a section that opens with `<calls>`, the text

@@ -28,10 +28,10 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 
 
 def _distance_to_number(first: str, second: str) -> int:
-    """Return the position, from 1, of a digit that is one higher in `second` than in `first`.
+    """Return the position of the digit that is one higher in `second` than in `first`.
 
-    The digit must be the first difference between the two texts. The result is 0 if the first
-    difference is not such a digit.
+    The first character has position 1. The digit must be the first difference between the two
+    texts. The result is 0 if the first difference is not such a digit.
 
     >>> _distance_to_number(" index=0>", " index=1>")
     8

@@ -16,10 +16,10 @@ from nereid_parsers.template.conversation import FIRST_TOOL
 from nereid_parsers.template.difference import MARKER, ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# Bodies that contain only the arguments, so that the head of the tool call contains the name.
+# These bodies contain only the arguments. The head of the tool call contains the name.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
-# The id that the probe conversations give to tool calls of templates that render only the id.
+# The pattern of an id from which a template derives the name of the function.
 _NUMBERED_ID = "functions.{name}:{number}"
 
 
@@ -84,7 +84,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
 
 
 def _spellings_of_head(head: str) -> list[tuple[str, str]]:
-    """Return the spellings of a head, each with the pattern of the tool call's id.
+    """Return the spellings of a tool call's head, each with the pattern of the tool call's id.
 
     Some templates render the id that they get. The prefix "functions." comes from the probe
     conversation, and a model may write a shorter id or the name alone.
@@ -122,7 +122,7 @@ def _split_opening_marker(text: str) -> tuple[str, str]:
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:
-    r"""Return the pattern of a head, with fields for the name, the tool call's number and its id.
+    r"""Return the pattern of a tool call's head, with fields for the name, the number and the id.
 
     >>> _head_pattern("<call id=\ue011 name=", ">")
     '<call id={id} name={name}>'
@@ -133,7 +133,7 @@ def _head_pattern(before_name: str, after_name: str) -> str:
 
 
 def escape_braces(text: str) -> str:
-    """Return `text` as a literal of a pattern, in which braces are doubled.
+    """Return `text` with doubled braces, because single braces enclose the fields of a pattern.
 
     >>> escape_braces("f{x}")
     'f{{x}}'
@@ -142,10 +142,9 @@ def escape_braces(text: str) -> str:
 
 
 def split_at_words(text: str, *words: str) -> list[str] | None:
-    """Split `text` at the first occurrence of each word after the previous word.
+    """Split `text` at the given words. Each word is searched after the previous word.
 
-    The result has one piece more than there are words. Return None if a word does not follow the
-    previous word.
+    Return the pieces between the words, or None if a word does not follow the previous word.
 
     >>> split_at_words("<f><k>a</k>1</f>", "f", "a", "1")
     ['<', '><k>', '</k>', '</f>']

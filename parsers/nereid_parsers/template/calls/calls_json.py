@@ -20,7 +20,7 @@ _DECODER = json.JSONDecoder(strict=False)
 
 
 class _JsonSpan(NamedTuple):
-    """A JSON value, and where it starts and ends in a text."""
+    """A JSON value in a text, with the indices of its start and its end."""
 
     start: int
     end: int
@@ -60,7 +60,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
     markup = _markup_of_two(texts.two_calls, first, second)
     calls = [_call(JsonObject(keys), markup)]
     if markup.item_open.strip() and markup.item_close.strip():
-        # Models also write an array of several tool calls between the markers of one tool call.
+        # Some models write an array of several tool calls between the markers of one tool call.
         calls.append(_call(JsonArray(keys), markup))
     return CallFormat("JSON", tuple(calls), markup)
 
@@ -68,7 +68,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_object_or_array(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan, array: _JsonSpan
 ) -> CallFormat:
-    """Infer the format of tool calls that are one object if there is one tool call, else one array.
+    """Infer the format of tool calls that are one object or, if there are several, one array.
 
     Example: `<call>{..}</call>` for one tool call and `<call>[{..}, {..}]</call>` for two.
     """
@@ -76,8 +76,7 @@ def _read_object_or_array(
     opening = texts.one_call[: single.start]
     closing = texts.one_call[single.end :]
     if array_format.markup.open.strip() == opening.strip():
-        # The markers surround all tool calls together, so a single tool call has no markers of its
-        # own.
+        # The markers surround all tool calls together. So a single tool call has no markers.
         opening = ""
         closing = ""
     object_call = Call(JsonObject(keys), open=opening, close=closing)
@@ -85,7 +84,7 @@ def _read_object_or_array(
 
 
 def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) -> CallFormat:
-    """Infer the format of tool calls that are all in one array, or each in an array of its own.
+    """Infer the format of tool calls that share one array, or have an array for each tool call.
 
     Example: `<call>[{..}]</call><call>[{..}]</call>` has an array for each tool call.
     """
@@ -98,7 +97,7 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
 
 
 def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
-    """Return the format of tool calls that are all in the one array of `text`.
+    """Return the format of tool calls that are the members of one array.
 
     Example: `<calls>[{..}, {..}]</calls>` is a section between `<calls>` and `</calls>`, and
     `[TOOL_CALLS][{..}, {..}]` is a tool call that `[TOOL_CALLS]` opens.
@@ -106,8 +105,8 @@ def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> Call
     opening = text[: array.start]
     closing = text[array.end :]
     if opening.strip() and not closing.strip():
-        # Only the end of the array ends the tool calls, so the marker opens a tool call, not a
-        # section.
+        # Only the end of the array shows the end of the tool calls. So the marker opens a tool
+        # call, not a section.
         call = Call(JsonArray(keys), open=opening)
         return CallFormat("JSON array", (call,), ListMarkup())
     markup = ListMarkup(open=opening, separator=", ", close=closing)
@@ -165,7 +164,7 @@ def _is_call(member: object, name: str) -> bool:
 def _find_path(
     value: dict[str, Any], is_wanted: Callable[[object], bool]
 ) -> tuple[str, ...] | None:
-    """Return the keys that lead to the first wanted value in nested objects.
+    """Return the keys that lead to the first value for which `is_wanted` returns True.
 
     >>> _find_path({"id": 1, "function": {"name": "f"}}, lambda value: value == "f")
     ('function', 'name')
@@ -208,9 +207,10 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
 
 def _order_of_roles(call: dict[str, Any], roles: dict[str, str]) -> tuple[str, ...]:
-    """Return the order in which the template writes the keys, because a constraint must use it.
+    """Return the roles of the keys in the order in which the template writes the keys.
 
-    The id is omitted if it is the last key. A constraint cannot choose an id after the arguments.
+    A constraint must use this order. The id is omitted if it is the last key, because a constraint
+    cannot choose an id after the arguments.
 
     >>> roles = {"function": "name", "args": "arguments", "call_id": "id"}
     >>> _order_of_roles({"function": "f", "args": {}, "call_id": "1"}, roles)

@@ -94,7 +94,7 @@ def read_bare_keys(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
-    """Return the markup around the calls. A call ends with `last_character` after its value.
+    """Return the markup around calls that end with the first `last_character` after their value.
 
     Example: if the last character is ")", the calls `[f(a="x"), g(b="y")]` have `open` "[",
     `separator` ", " and `close` "]".

@@ -35,7 +35,7 @@ from nereid_parsers.template.difference import (
 
 _WORDS = re.compile(r"[^\W_]+|[\W_]")  # words, and single characters between words
 _NUMBER_TEXT = str(NUMBER_VALUE)
-# The words of the two probe calls, in the order in which a reader of this module expects them.
+# The name, the key and the value of each probe call, in the order in which templates write them.
 _FIRST_CALL = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
 _SECOND_CALL = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
 
@@ -63,8 +63,8 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
             return None
         before, _, _, between_calls, _, _, after = pieces
         calls = list_markup(before, between_calls, after)
-    # Until here, `calls.item_close` contains the closing tag of the last argument, because the
-    # call was cut at the value: `</k></c>`. The markup of the arguments separates the two.
+    # The text was cut at the last value. So `calls.item_close` still contains the closing tag of
+    # the last argument: `</k></c>`. The next lines move this tag to the markup of the arguments.
     arguments = list_markup(before_key, between_arguments, calls.item_close)
     calls = replace(calls, item_close=arguments.close)
     values = _infer_value_tags(texts, arguments, before_value)
@@ -131,7 +131,7 @@ def _text_after_string(texts: CallTexts) -> str:
 
 
 def _number_close(after_number: str, after_string: str) -> str:
-    """Return the closing tag of a number, or "" if it is the closing tag of a string.
+    """Return the closing tag of a number, or "" if a string has the same closing tag.
 
     >>> _number_close("</json></call>", "</text></call>")
     '</json>'
@@ -142,7 +142,7 @@ def _number_close(after_number: str, after_string: str) -> str:
 
 
 def _pattern_with_type(before_string: str, before_number: str) -> str | None:
-    r"""Return the pattern of an opening tag in which one word shows the type of the value.
+    r"""Return the pattern of an opening tag that contains the type of the value, or None.
 
     Return None if the two tags differ in more than one word, or if the word shows no type.
 
@@ -166,7 +166,7 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
 def _add_quoted_spelling(
     texts: CallTexts, values: TaggedArguments, before_value: str
 ) -> TaggedArguments:
-    """Add a spelling for quoted strings, if the template quotes strings that contain markup.
+    """Add the tags of quoted strings, if the template quotes only strings that contain markup.
 
     Example: the template writes the string "a" as `<v>a</v>`, and the string "a<b" as
     `<v><![CDATA[a<b]]></v>`. The result is the spelling `<v><![CDATA[..]]></v>`, with the spelling
@@ -229,7 +229,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """Return `calls` with `marker` as the start of each tag, not as the end of the previous tag.
+    """Move `marker` from the end of each tag to the start of the next tag.
 
     >>> _move_marker_to_next_tag(ListMarkup("~", "<f>", "~</f>~", "", ""), "~")
     ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~')

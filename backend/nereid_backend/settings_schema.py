@@ -32,6 +32,7 @@ from pydantic import (
     ValidationError,
 )
 from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
 
 from nereid_backend.errors import ConfigError
 
@@ -89,14 +90,15 @@ def _check_device(name: str) -> str:
 
 
 def _check_size(value: object) -> object:
-    """Raise a ValueError if `value` is a text that is not completely a size in bytes.
+    """Raise a ValueError if `value` is neither a number of bytes nor a text such as "2GiB".
 
     Without this check, pydantic's ByteSize would accept "4,096" as 4 bytes.
     """
-    size = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]?i?b)?\s*", re.IGNORECASE)
-    if not isinstance(value, int) and not (isinstance(value, str) and size.fullmatch(value)):
-        raise ValueError("a number of bytes or text such as 2GiB")
-    return value
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    pattern = r"\s*\d+(\.\d+)?\s*([kmgt]?i?b)?\s*"
+    if is_number or (isinstance(value, str) and re.fullmatch(pattern, value.lower())):
+        return value
+    raise ValueError("a number of bytes or text such as 2GiB")
 
 
 CheckpointPath = Annotated[str, AfterValidator(_check_checkpoint)]
@@ -153,27 +155,31 @@ def check_names(names: Iterable[str], known: Sequence[str], *, prefix: str = "")
 
 @contextmanager
 def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
-    """Convert pydantic's ValidationError to a ConfigError with one sentence.
+    """Convert pydantic's ValidationError for a settings class to a ConfigError with one sentence.
 
     Example of a message: "max_num_seqs: the value must be greater than 0, but it is 0."
     """
     try:
         yield
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    else:
-        return
-    # The location of a positional argument is its index.
-    [name] = first["loc"]
-    name = setting_names(kind)[name] if isinstance(name, int) else name
-    if first["type"] == "unexpected_keyword_argument":
-        check_names([name], setting_names(kind))
-    if first["type"] == "missing":
-        raise ConfigError(f"{prefix}{name}: this setting has no default, so it must be set.")
-    # Examples of pydantic's messages: "Input should be greater than or equal to 2", "Value error, a
-    # number of bytes", "Input should be a valid integer, unable to parse string as an integer".
-    expected = re.sub(r"^(Input should be|Value error,) |, unable to .*", "", first["msg"])
+        problem = error.errors(include_url=False)[0]
+        # The location of a positional argument is its index.
+        [location] = problem["loc"]
+        name = setting_names(kind)[location] if isinstance(location, int) else location
+        if problem["type"] == "unexpected_keyword_argument":
+            check_names([name], setting_names(kind))
+        raise ConfigError(f"{prefix}{name}: {_describe(problem)}") from None
+
+
+def _describe(problem: ErrorDetails) -> str:
+    """Return the end of the error message about a wrong value or a missing setting.
+
+    Example: pydantic's message "Input should be a valid integer, unable to parse string as an
+    integer" becomes "the value must be an integer, but it is 'many'."
+    """
+    if problem["type"] == "missing":
+        return "this setting has no default, so it must be set."
+    expected = re.sub(r"^(Input should be|Value error,) |, unable to .*", "", problem["msg"])
     for pydantic_phrase, phrase in _PHRASES.items():
         expected = expected.replace(pydantic_phrase, phrase)
-    value = first["input"]
-    raise ConfigError(f"{prefix}{name}: the value must be {expected}, but it is {value!r}.")
+    return f"the value must be {expected}, but it is {problem['input']!r}."

@@ -11,7 +11,7 @@ def test_a_memory_size_is_a_number_or_a_text_with_a_unit(text, size):
     assert (config.kv_cache_bytes, config.max_grammar_bytes) == (size, size)
 
 
-@pytest.mark.parametrize("value", ["", "-1", "2 bananas", "4,096", "2GiB or more", 1.5])
+@pytest.mark.parametrize("value", ["", "-1", "2 bananas", "4,096", "2GiB or more", 1.5, True, -1])
 def test_a_value_that_is_not_a_size_is_refused(value):
     with pytest.raises(ConfigError, match="kv_cache_memory: the value must be a number of bytes"):
         EngineConfig("/m", kv_cache_memory=value)

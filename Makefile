@@ -15,7 +15,7 @@ MINUTES ?= 10
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers check docs prose lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory clean
+.PHONY: help setup serve test test-long test-parsers check docs prose settings lint format type deps demo-train demo-eval archs bench bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-growth bench-gpu loadtest soak cancel-storm flat-memory clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ check: lint prose type deps docs test ## Run everything that CI checks: lint, pr
 
 docs: setup ## Build the documentation site in site/ and fail if a link is broken
 	@$(BIN)/python docs_tools/build_site.py
+
+settings: setup ## Write the files that are derived from the declarations of the settings, such as docs/reference/settings.md
+	@$(BIN)/python docs_tools/write_settings.py
 
 prose: setup ## Find private words and typing errors in documentation, docstrings and messages
 	@$(BIN)/python docs_tools/check_prose.py

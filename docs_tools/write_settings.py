@@ -1,6 +1,6 @@
 """Write everything that is derived from the declarations of the settings.
 
-    python docs_tools/write_settings.py           # write the files
+    make settings                                 # write the files
     python docs_tools/write_settings.py --check   # fail if a file is not up to date
 
 The settings are declared in EngineConfig, ServingSettings, PoolingConfig, PoolingServing and the
@@ -32,7 +32,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "settings.md"
 ENGINE_SETTINGS = ROOT / "client" / "nereid_client" / "cli" / "engine_settings.json"
 FRONTEND_VARIABLES = ROOT / "backend" / "nereid_backend" / "serving" / "frontend_variables.txt"
-TOOL = "python docs_tools/write_settings.py"
 _ROW = re.compile(r"^\| `(NEREID_\w+)`.*$", re.MULTILINE)
 
 
@@ -49,7 +48,7 @@ def main() -> int:
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv:
         for path in stale:
-            sys.stdout.write(f"{path.relative_to(ROOT)} is not up to date. Run {TOOL}.\n")
+            sys.stdout.write(f"{path.relative_to(ROOT)} is not up to date. Run `make settings`.\n")
         return 1 if stale else 0
     for path in stale:
         path.write_text(texts[path], encoding="utf-8")

@@ -25,7 +25,7 @@ from nereid_backend.settings_schema import (
 
 _PREFIX = "NEREID_"
 # The names of the OpenAI frontend's variables without the prefix, one on each line. This package
-# must not import the frontend. docs_tools/write_settings.py writes the file.
+# must not import the frontend. `make settings` writes the file.
 _FRONTEND_VARIABLES = Path(__file__).with_name("frontend_variables.txt")
 
 

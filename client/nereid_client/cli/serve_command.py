@@ -26,7 +26,7 @@ from nereid_client.supervise.supervisor import (
 _Number = TypeVar("_Number", int, float)
 
 # The descriptions of the language model's settings, by variable. This package must not import the
-# backend, which declares these settings. docs_tools/write_settings.py writes the file.
+# backend, which declares these settings. `make settings` writes the file.
 _ENGINE_SETTINGS = Path(__file__).with_name("engine_settings.json")
 # Flags of the language model and their metavars. The backend checks the values.
 _ENGINE_FLAGS = {

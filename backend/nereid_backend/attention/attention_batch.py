@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.kv_cache import gather_rows, store_rows
-from nereid_backend.attention.layers import Span
+from nereid_backend.attention.layers import LayerWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +71,34 @@ class DecodeGroup:
     blocks: Tensor
     lens: Tensor
     block_size: int
-    _visible: dict[Span, VisibleBlocks] = field(default_factory=dict)
-    _rows: dict[tuple[Span, int], Tensor] = field(default_factory=dict)
+    _visible: dict[LayerWindow, VisibleBlocks] = field(default_factory=dict)
+    _rows: dict[tuple[LayerWindow, int], Tensor] = field(default_factory=dict)
 
-    def visible(self, span: Span) -> VisibleBlocks:
+    def visible(self, window: LayerWindow) -> VisibleBlocks:
         """Return the blocks that the decodes attend to."""
-        visible = self._visible.get(span)
+        visible = self._visible.get(window)
         if visible is None:
-            visible = self._visible[span] = self._compute_visible(span)
+            visible = self._visible[window] = self._compute_visible(window)
         return visible
 
-    def rows(self, span: Span, num_heads: int) -> Tensor:
+    def rows(self, window: LayerWindow, num_heads: int) -> Tensor:
         """Return the visible blocks as rows of the cache of a layer with `num_heads` key heads."""
-        rows = self._rows.get((span, num_heads))
+        rows = self._rows.get((window, num_heads))
         if rows is None:
-            rows = self._rows[span, num_heads] = gather_rows(self.visible(span).blocks, num_heads)
+            rows = self._rows[window, num_heads] = gather_rows(
+                self.visible(window).blocks, num_heads
+            )
         return rows
 
-    def _compute_visible(self, span: Span) -> VisibleBlocks:
+    def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
         """Compute the blocks that the decodes attend to, and their bias."""
         size = self.block_size
         lens = self.lens[:, None]
         blocks = self.blocks
-        limit = span.window if span.window is not None else span.chunk
+        limit = window.size if window.size is not None else window.chunk
         first = torch.zeros_like(lens)
-        if not span.is_full:
-            first = _first_visible(lens - 1, span)
+        if not window.is_full:
+            first = _first_visible(lens - 1, window)
         offset = torch.zeros_like(lens)
         # A window of `limit` tokens covers at most this many blocks, wherever it starts.
         max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
@@ -106,7 +108,7 @@ class DecodeGroup:
             blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
         positions = offset * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
         is_hidden = positions >= lens
-        if not span.is_full:
+        if not window.is_full:
             is_hidden |= positions < first
         bias = torch.zeros(is_hidden.shape, device=blocks.device)
         bias.masked_fill_(is_hidden, float("-inf"))
@@ -134,7 +136,7 @@ class AttentionBatch:
     block_size: int
     device_rows: object | None = None
     _store_rows: dict[int, Tensor] = field(default_factory=dict)
-    _prefill_masks: dict[tuple[int, Span], Tensor] = field(default_factory=dict)
+    _prefill_masks: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
 
     def store_rows(self, num_heads: int) -> Tensor:
         """Return the rows of the cache in which the step is stored, for layers with `num_heads`."""
@@ -143,29 +145,29 @@ class AttentionBatch:
             rows = self._store_rows[num_heads] = store_rows(self.slots, num_heads, self.block_size)
         return rows
 
-    def prefill_mask(self, index: int, span: Span) -> Tensor:
+    def prefill_mask(self, index: int, window: LayerWindow) -> Tensor:
         """Return which tokens each new token of prefills[index] attends to.
 
         The mask is [num_tokens, seq_len] bool.
         """
-        mask = self._prefill_masks.get((index, span))
+        mask = self._prefill_masks.get((index, window))
         if mask is None:
             prefill = self.prefills[index]
             positions = torch.arange(prefill.seq_len, device=self.slots.device)
             queries = positions[prefill.num_cached :, None]
-            mask = (positions <= queries) & (positions >= _first_visible(queries, span))
-            self._prefill_masks[index, span] = mask
+            mask = (positions <= queries) & (positions >= _first_visible(queries, window))
+            self._prefill_masks[index, window] = mask
         return mask
 
 
-def _first_visible(positions: Tensor, span: Span) -> Tensor:
+def _first_visible(positions: Tensor, window: LayerWindow) -> Tensor:
     """Return the first position that the token at each position attends to.
 
     Example: with a window of 4, the positions [2, 9] give [0, 6].
     """
     first = torch.zeros_like(positions)
-    if span.window is not None:
-        first = (positions - (span.window - 1)).clamp_(min=0)
-    if span.chunk is not None:
-        first = torch.maximum(first, positions - positions % span.chunk)
+    if window.size is not None:
+        first = (positions - (window.size - 1)).clamp_(min=0)
+    if window.chunk is not None:
+        first = torch.maximum(first, positions - positions % window.chunk)
     return first

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the KV cache's class, and with it of the attention code, for a device."""
+"""The choice of the KV cache's class, and with it of the attention code, for a device.
+
+Outside the folder attention/gpu, only this module refers to the GPU kernels for attention.
+`cache_type` turns them on: they are not used if it never returns a GpuKVCache.
+"""
 
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
+from nereid_backend.attention import reference
+from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.cpu import cpu_attention
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import gpu_attention, gpu_check
@@ -102,6 +109,45 @@ def proven_type(
             logger.warning(_NO_GPU_KERNELS, reason)
             return next(base for base in _REFERENCE_TYPES if issubclass(kind, base))
     return kind
+
+
+def attend(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    layer: tuple[int, LayerSpec],
+    cache: KVCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Store the keys and values of one packed step in one layer, and return the attention.
+
+    Args:
+        inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
+            value [num_kv_heads, num_tokens, value_dim].
+        layer: the index of the layer in the cache, and its properties.
+        cache: the KV cache, whose class selects the code. Mutated.
+        batch: the metadata of the step.
+        scale: the factor of the scores.
+        sinks: the attention sinks, [num_heads]; None if the layer has none.
+
+    Returns:
+        [num_tokens, num_heads, value_dim] in the data type of the query.
+    """
+    if isinstance(cache, cpu_attention.CpuKVCache):
+        return cpu_attention.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
+    if isinstance(cache, gpu_attention.GpuKVCache):
+        return gpu_attention.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
+    number, spec = layer
+    _, key, value = inputs
+    rows = batch.store_rows(spec.num_kv_heads)
+    cache.store(number, key.transpose(0, 1), value.transpose(0, 1), rows)
+    return reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks)
+
+
+def uses_gpu_kernels(cache: KVCache) -> bool:
+    """Return whether attention over a KV cache runs in the GPU kernels."""
+    return isinstance(cache, gpu_attention.GpuKVCache)
 
 
 def attention_name(kind: type[KVCache]) -> str:

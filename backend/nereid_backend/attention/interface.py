@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from nereid_backend.attention import reference
+from nereid_backend.attention import choose_backend
 from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.cpu import cpu_attention
-from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.errors import EngineError
@@ -145,23 +144,11 @@ class PagedForward:
             scale: the factor of the scores.
             sinks: the attention sinks, [num_heads]; None if the layer has none.
         """
+        inputs = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
         layer = (number, self._layers[number])
-        key = key.squeeze(0)
-        value = value.squeeze(0)
-        inputs = (query.squeeze(0), key, value)
-        if isinstance(self._cache, cpu_attention.CpuKVCache):
-            out = cpu_attention.attend(
-                inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks
-            )
-            return out.unsqueeze(0)
-        if isinstance(self._cache, gpu_attention.GpuKVCache):
-            out = gpu_attention.attend(
-                inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks
-            )
-            return out.unsqueeze(0)
-        rows = self._batch.store_rows(layer[1].num_kv_heads)
-        self._cache.store(number, key.transpose(0, 1), value.transpose(0, 1), rows)
-        out = reference.attend(inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks)
+        out = choose_backend.attend(
+            inputs, layer, self._cache, self._batch, scale=scale, sinks=sinks
+        )
         return out.unsqueeze(0)
 
 

@@ -143,8 +143,8 @@ def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Uninitialised memory may contain NaN. Masked values are multiplied by 0, and 0 * NaN is NaN.
     """Return a tensor of zeros; on a CPU, in huge pages if possible."""
+    # Uninitialised memory may contain NaN. Masked values are multiplied by 0, and 0 * NaN is NaN.
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return huge_pages.zeros(shape, dtype)

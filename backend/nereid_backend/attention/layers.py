@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The properties of a model's attention layers, and the range of tokens that a token attends to."""
+"""The properties of a model's attention layers, and the window of each layer."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The attention window: how many earlier tokens a token attends to.
+class LayerWindow:
+    """The attention window of one layer, which limits the earlier tokens that a token attends to.
+
+    A layer may have neither limit, one of the limits, or both limits.
 
     Attributes:
-        window: a token attends to itself and the `window - 1` tokens before it. None means no
-            limit.
-        chunk: positions are divided into chunks of this many tokens, and a token attends only to
-            tokens of its own chunk. None means no limit.
+        size: the sliding window, in tokens. A token attends to itself and to the `size - 1` tokens
+            before it. None means no sliding window.
+        chunk: the attention chunk, in tokens. Positions are divided into chunks of this many
+            tokens, and a token attends only to tokens of its own chunk. None means no chunks.
     """
 
-    window: int | None = None
+    size: int | None = None
     chunk: int | None = None
 
     @property
     def is_full(self) -> bool:
         """Whether a token attends to all tokens before it."""
-        return self.window is None and self.chunk is None
+        return self.limit is None
 
-    def hides_at(self, length: int) -> bool:
-        """Return whether the window excludes any earlier token in a sequence of this length."""
-        limits = [limit for limit in (self.window, self.chunk) if limit is not None]
-        return any(length > limit for limit in limits)
+    @property
+    def limit(self) -> int | None:
+        """The largest number of tokens that one token attends to; None if there is no limit."""
+        limits = [limit for limit in (self.size, self.chunk) if limit is not None]
+        return min(limits, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class LayerSpec:
         num_kv_heads: the number of key and value heads; it divides num_heads.
         key_dim: the size of one query or key head.
         value_dim: the size of one value head.
-        span: the attention window.
+        window: the attention window.
         softcap: a score s becomes softcap * tanh(s / softcap). None leaves scores unchanged.
         has_sinks: whether each head has an attention sink: a further score in the softmax that
             belongs to no token.
@@ -51,7 +54,7 @@ class LayerSpec:
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    span: Span = Span()
+    window: LayerWindow = LayerWindow()
     softcap: float | None = None
     has_sinks: bool = False
 

@@ -50,8 +50,8 @@ def attend(
         out = value.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
         for group in batch.decodes:
             tokens = slice(None) if group.tokens is None else group.tokens
-            keys, values = cache.gather(number, group.rows(spec.span, spec.num_kv_heads))
-            bias = group.visible(spec.span).bias
+            keys, values = cache.gather(number, group.rows(spec.window, spec.num_kv_heads))
+            bias = group.visible(spec.window).bias
             group_inputs = (rows[tokens].unsqueeze(2), keys, values)
             out[tokens] = _stepwise(group_inputs, bias, spec, scale, sinks).squeeze(2)
         parts.append(out)
@@ -83,8 +83,10 @@ def _attend_prefills(
             keys = keys[:, :, : prefill.seq_len]
             values = values[:, :, : prefill.seq_len]
         mask = None
-        if prefill.num_cached or spec.span.hides_at(prefill.seq_len):
-            mask = batch.prefill_mask(index, spec.span)
+        limit = spec.window.limit
+        has_hidden_tokens = limit is not None and prefill.seq_len > limit
+        if prefill.num_cached or has_hidden_tokens:
+            mask = batch.prefill_mask(index, spec.window)
         rows = query[None, :, prefill.start : prefill.end]
         out = _prefill((rows, keys, values), mask, spec, scale, sinks)
         parts.append(out.squeeze(0).transpose(0, 1))

@@ -5,13 +5,15 @@ Start reading at guide_factory.py: `Guides.prepare` creates the guide of a reque
 
     guide_factory.py        chooses a grammar library and compiles the grammar of a request
     token_guide.py          the state of one sequence: reasoning, grammar, end of the answer
+    guide_rules.py          the token masks that all sequences of a request share
     thinking_budget.py      finds the start and the end of reasoning and enforces its budget
     backend_interface.py    the interface of a grammar library
     llguidance_backend.py   JSON schemas, regular expressions, choices and Lark grammars
     xgrammar_backend.py     structural tags and EBNF grammars
     compile_cost.py         rejects grammars that would take too long to compile
     compile_pool.py         compiles in threads, with a time limit and a cache
-    vocabulary.py           the bytes of every token
+    vocabulary.py           the tokens of a tokenizer, and token masks
+    token_bytes.py          converts the entries of a vocabulary into bytes
     request_spec.py         converts a JSON schema or a grammar text into a GrammarSpec
     validate_answer.py      compares a finished answer with its JSON schema
 

@@ -10,7 +10,7 @@ A matcher does not handle stop tokens. TokenGuide decides when an answer may end
 from collections.abc import Sequence
 from typing import Protocol, Self
 
-from nereid_backend.grammar.vocabulary import Row, Rows
+from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks
 
 
 class Matcher(Protocol):
@@ -30,11 +30,11 @@ class Matcher(Protocol):
             Whether the grammar allows the bytes.
         """
 
-    def fill(self, row: Row) -> None:
+    def fill(self, row: TokenMask) -> None:
         """Set the bits of the tokens that may follow, and clear all other bits. Mutates: row."""
 
     @staticmethod
-    def fill_all(matchers: "Sequence[Matcher]", rows: Rows, places: Sequence[int]) -> None:
+    def fill_all(matchers: "Sequence[Matcher]", rows: TokenMasks, places: Sequence[int]) -> None:
         """Call fill for several matchers of this class in one call.
 
         One call is faster than several, because the processor's caches are cold after the forward

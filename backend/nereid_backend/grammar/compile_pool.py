@@ -189,6 +189,8 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     except NereidError as error:
         return None, error
     except BaseException as error:
+        # Boundary: a job ends here. The grammar libraries are written in C++ and Rust, and their
+        # panics are not subclasses of Exception.
         log.exception("The compiler of grammars failed.")
         return None, RequestError(f"grammar: the grammar library failed: {error}")
 

@@ -20,11 +20,12 @@ from nereid_backend.errors import EngineError, NereidError, RequestError
 from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
 from nereid_backend.grammar.compile_cost import check_cost, load
 from nereid_backend.grammar.compile_pool import ByteCache, CompilePool
+from nereid_backend.grammar.guide_rules import GuideRules, rules_for
 from nereid_backend.grammar.thinking_budget import Thinking
-from nereid_backend.grammar.token_guide import Rules, TokenGuide, rules_for
+from nereid_backend.grammar.token_guide import TokenGuide
 from nereid_backend.grammar.vocabulary import Vocabulary, load_vocabulary
 
-# The number of Rules that are cached.
+# The number of GuideRules that are cached.
 _NUM_CACHED_RULES = 256
 
 S = TypeVar("S")
@@ -83,7 +84,7 @@ class Guides:
         self._max_source_bytes = max_source_bytes
         self._pool: CompilePool[_CompiledSpec] = CompilePool(num_threads, timeout_s)
         self._cache: ByteCache[_CompiledSpec] = ByteCache(cache_bytes)
-        self._rules: ByteCache[Rules] = ByteCache(_NUM_CACHED_RULES)
+        self._rules: ByteCache[GuideRules] = ByteCache(_NUM_CACHED_RULES)
         self._lock = threading.Lock()
         self._libraries: Future[_Libraries] | None = None
         self._compiling: dict[tuple[str, str], Future[_CompiledSpec]] = {}

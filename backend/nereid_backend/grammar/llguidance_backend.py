@@ -7,7 +7,7 @@ rejects schemas with keywords that it cannot enforce.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 import llguidance
@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.compile_cost import depth_of, subschemas
-from nereid_backend.grammar.vocabulary import Row, Rows, Vocabulary
+from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 # The white space that is allowed in JSON: one space, or a newline and up to 16 spaces. With
 # unlimited white space, a model might generate only white space until max_tokens.
@@ -75,7 +75,7 @@ class LLGuidanceBackend:
     def compile(self, kind: str, source: str) -> "LLGuidanceGrammar":
         """Compile a grammar; see GrammarBackend.compile."""
         if kind == "json_schema":
-            schema = _with_mended_bounds(json.loads(source))
+            schema = _with_inclusive_bounds(json.loads(source))
             matcher = self._matcher(_schema_grammar(schema))
             if matcher.is_error():
                 raise self._schema_error(schema, _problem(matcher))
@@ -86,7 +86,7 @@ class LLGuidanceBackend:
                 if kind == "regex":
                     # The error then refers to the text of the request, not to a converted text.
                     matcher = self._matcher(LLMatcher.grammar_from_regex(source))
-                problem = _problem(matcher, kind == "regex")
+                problem = _problem(matcher, has_pattern=kind == "regex")
                 raise RequestError(f"{kind}: the grammar is not valid: {problem}")
         # The matcher stores its first mask, and all its copies share this mask. The first masks of
         # 64 sequences with one regular expression then take 0.4 ms instead of 70 ms at 151k tokens.
@@ -171,12 +171,12 @@ class LLGuidanceMatcher:
             self._matcher.rollback(num_consumed)
         return num_consumed == len(tokens)
 
-    def fill(self, row: Row) -> None:
+    def fill(self, row: TokenMask) -> None:
         """Fill a row of the mask; see Matcher.fill."""
         self.fill_all([self], row[None], [0])
 
     @staticmethod
-    def fill_all(matchers: Sequence[Matcher], rows: Rows, places: Sequence[int]) -> None:
+    def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, places: Sequence[int]) -> None:
         """Fill several rows of the mask; see Matcher.fill_all."""
         address = rows.ctypes.data
         row_bytes = rows.nbytes // len(rows)
@@ -201,7 +201,7 @@ class LLGuidanceMatcher:
         return LLGuidanceMatcher(self._matcher.deep_copy(), self._vocabulary)
 
 
-def _problem(matcher: LLMatcher, has_pattern: bool = False) -> str:
+def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
     """Return the library's message in one line.
 
     If `has_pattern`, the message of a regular expression gets the column of the error. Example: the
@@ -220,7 +220,7 @@ def _problem(matcher: LLMatcher, has_pattern: bool = False) -> str:
     return " ".join(text.partition("\n")[0].split())[:_MAX_MESSAGE]
 
 
-def _with_mended_bounds(schema: object) -> object:
+def _with_inclusive_bounds(schema: object) -> object:
     """Return a schema without the bounds that llguidance 1.9 handles incorrectly. Mutates: schema.
 
     llguidance allows the excluded number itself if an exclusive bound is an integer and the other
@@ -234,18 +234,20 @@ def _with_mended_bounds(schema: object) -> object:
         high = part.get("exclusiveMaximum")
         largest = part.get("maximum", high)
         smallest = part.get("minimum", low)
-        if _is_whole(low) and _is_number(largest) and low >= 0 and largest < low + 1:
+        if _is_integer(low) and _is_number(largest) and low >= 0 and largest < low + 1:
             part["minimum"] = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
-        elif _is_whole(high) and _is_number(smallest) and high <= 0 and smallest > high - 1:
+        elif _is_integer(high) and _is_number(smallest) and high <= 0 and smallest > high - 1:
             part["maximum"] = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
     return schema
 
 
 def _is_number(value: object) -> TypeGuard[float]:
+    """Return whether a JSON value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_whole(value: object) -> TypeGuard[float]:
+def _is_integer(value: object) -> TypeGuard[float]:
+    """Return whether a JSON value is a number without a fraction, such as 3 or 3.0."""
     return _is_number(value) and value == int(value)
 
 
@@ -256,8 +258,8 @@ def _schema_grammar(schema: object) -> str:
 
 
 def _regex(source: str) -> str:
-    # Through Lark, \d matches only ASCII digits, as in the patterns of JSON schemas.
     """Convert a regular expression into the grammar format of llguidance."""
+    # In a Lark grammar, \d matches only ASCII digits, as in the patterns of JSON schemas.
     return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(source)}/"))
 
 
@@ -278,15 +280,9 @@ def _choice(source: str) -> str:
 
 def _escaped(text: str) -> str:
     r"""Return a regular expression that matches exactly `text`. Example: "a-b" gives `a\x{2d}b`."""
-    return "".join(_escaped_characters(text))
-
-
-def _escaped_characters(text: str) -> Iterator[str]:
-    for char in text:
-        if char.isalnum() and char.isascii():
-            yield char
-        else:
-            yield f"\\x{{{ord(char):x}}}"
+    return "".join(
+        char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text
+    )
 
 
 def _ebnf(source: str) -> str:

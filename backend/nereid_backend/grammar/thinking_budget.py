@@ -62,11 +62,6 @@ class Thinking:
         """Whether the next token belongs to the reasoning or to the forced end marker."""
         return self._state is _State.OPEN or bool(self.forced)
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether reasoning has started, or can no longer start."""
-        return self._state is not _State.BEFORE
-
     def feed(self, token_id: int, data: bytes) -> None:
         """Advance by one token.
 

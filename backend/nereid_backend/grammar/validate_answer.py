@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]  # it ships no types
 from referencing import Registry
 
+# The largest length of a problem that is passed on.
 _MAX_TEXT = 80
 
 
@@ -39,7 +40,9 @@ def validate_strict(text: str, schema: object) -> str | None:
     try:
         errors = _validator(json.dumps(schema, sort_keys=True)).iter_errors(value)
         first = next(iter(errors), None)
-    except Exception as problem:  # noqa: BLE001 - jsonschema raises what patterns and references do
+    except Exception as problem:  # noqa: BLE001
+        # Boundary: the check of an answer ends here. The schema comes from the client, and
+        # jsonschema raises any exception for schemas that are not valid.
         return f"the answer cannot be checked: {problem}"
     if first is None:
         return None

@@ -12,28 +12,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nereid_backend.errors import RequestError
+from nereid_backend.grammar.token_bytes import byte_fallback, byte_level, sentence_piece
 
 # The token mask of one sequence: one bit for each token, in ceil(size / 32) words. Bit i of word w
 # belongs to token 32 * w + i.
-Row = NDArray[np.int32]
+TokenMask = NDArray[np.int32]
 # The token masks of n sequences: [n, ceil(size / 32)], contiguous.
-Rows = NDArray[np.int32]
-
-# The length of a byte token of SentencePiece, such as "<0x0A>".
-_BYTE_TOKEN_LENGTH = 6
+TokenMasks = NDArray[np.int32]
 
 
-def row_width(vocab_size: int) -> int:
+def mask_width(vocab_size: int) -> int:
     """Return the number of int32 words in a token mask."""
     return (vocab_size + 31) // 32
 
 
-def row_of(token_ids: Iterable[int], vocab_size: int) -> Row:
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> TokenMask:
     """Return a mask in which the bits of these tokens are set. Other ids are ignored.
 
     Example: the tokens 0 and 33 of a vocabulary of 40 give the words [1, 2].
     """
-    bits = np.zeros(row_width(vocab_size) * 32, dtype=np.uint8)
+    bits = np.zeros(mask_width(vocab_size) * 32, dtype=np.uint8)
     ids = [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
     bits[ids] = 1
     return np.packbits(bits, bitorder="little").view(np.int32).copy()
@@ -73,7 +71,7 @@ class Vocabulary:
         return frozenset(number for number, data in enumerate(self.tokens) if not data)
 
     @cached_property
-    def blank_ids(self) -> frozenset[int]:
+    def white_space_ids(self) -> frozenset[int]:
         """The tokens that consist of one or two spaces or newlines. They may follow a marker."""
         return frozenset(
             number
@@ -106,6 +104,33 @@ class Vocabulary:
             token_ids.append(self._plain[data[:end]])
             data = data[end:]
         return token_ids
+
+    def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
+        """Return the tokens that the tokenizer would choose for bytes that must follow.
+
+        The last token is left out, unless it is a marker, because text after it may merge with it.
+        Return no tokens if the bytes would merge with the recent tokens.
+
+        Example: the recent tokens spell `{`, and the bytes are `"name": `. If the tokenizer splits
+        `{"name": ` into `{`, `"`, `name`, `":` and ` `, the result is the tokens `"`, `name` and
+        `":`.
+
+        Args:
+            recent: the last tokens of the answer.
+            data: the bytes that must follow.
+        """
+        text = _decoded(data)
+        before = _decoded(b"".join(self.tokens[token_id] for token_id in recent))
+        if not text or (recent and not before):
+            return []
+        tokens = self.encode(before + text)
+        if tokens[: len(recent)] != recent:
+            return []
+        tokens = tokens[len(recent) :]
+        if tokens and tokens[-1] not in self.marker_ids:
+            tokens.pop()
+        spelled = b"".join(self.tokens[token_id] for token_id in tokens)
+        return tokens if data.startswith(spelled) else []
 
     @cached_property
     def _plain(self) -> Mapping[bytes, int]:
@@ -180,9 +205,6 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
     return Vocabulary(tuple(tokens), frozenset(special), frozenset(markers), encode)
 
 
-# ---- the bytes of a token's text -----------------------------------------------------------------
-
-
 def _reader(decoder: object, named: Mapping[str, int]) -> Callable[[str], bytes]:
     """Return the function that converts the text of a token into bytes.
 
@@ -192,12 +214,12 @@ def _reader(decoder: object, named: Mapping[str, int]) -> Callable[[str], bytes]
     """
     kinds = set(_kinds(decoder))
     if "ByteLevel" in kinds:
-        return _byte_level
+        return byte_level
     if "ByteFallback" in kinds or all(f"<0x{byte:02X}>" in named for byte in range(128, 256)):
-        return _byte_fallback
+        return byte_fallback
     if not kinds and "Ġ" in named:
-        return _byte_level
-    return _with_blanks
+        return byte_level
+    return sentence_piece
 
 
 def _kinds(decoder: object) -> Iterator[str]:
@@ -208,43 +230,9 @@ def _kinds(decoder: object) -> Iterator[str]:
             yield from _kinds(part)
 
 
-def _alphabet() -> dict[str, int]:
-    """Return the bytes of the characters that byte-level BPE uses, such as b" " for "Ġ".
-
-    Source: bytes_to_unicode of GPT-2. Printable characters stand for themselves. The other bytes,
-    in order, are written as the characters from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    shifted = [byte for byte in range(256) if byte not in set(printable)]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + number): byte for number, byte in enumerate(shifted)})
-    return table
-
-
-_ALPHABET = _alphabet()
-
-
-def _byte_level(text: str) -> bytes:
-    """Return the bytes of a byte-level BPE token. Example: "Ġhi" gives b" hi"."""
+def _decoded(data: bytes) -> str:
+    """Return the text of UTF-8 bytes up to the first byte that cannot be decoded."""
     try:
-        return bytes(_ALPHABET[char] for char in text)
-    except KeyError:
-        return text.encode()
-
-
-def _byte_fallback(text: str) -> bytes:
-    r"""Return the bytes of a SentencePiece token.
-
-    Examples: "<0x0A>" gives b"\n", and "▁a" gives b" a".
-    """
-    if len(text) == _BYTE_TOKEN_LENGTH and text.startswith("<0x") and text.endswith(">"):
-        try:
-            return bytes([int(text[3:5], 16)])
-        except ValueError:
-            pass
-    return _with_blanks(text)
-
-
-def _with_blanks(text: str) -> bytes:
-    """Return the UTF-8 bytes of a token, with "▁" replaced by a space."""
-    return text.replace("▁", " ").encode()
+        return data.decode()
+    except UnicodeDecodeError as error:
+        return data[: error.start].decode()

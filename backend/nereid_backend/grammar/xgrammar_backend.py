@@ -9,7 +9,7 @@ import xgrammar
 
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.backend_interface import Matcher
-from nereid_backend.grammar.vocabulary import Row, Rows, Vocabulary
+from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 _BOUNDED = re.compile(r'"(?:min|max)Length"')
 # Two character classes as xgrammar serialises them: the number 1 (the class is negated), then the
@@ -90,12 +90,12 @@ class XGrammarMatcher:
         """Advance by bytes; see Matcher.accept_bytes."""
         return bool(self._matcher.accept_string(data))
 
-    def fill(self, row: Row) -> None:
+    def fill(self, row: TokenMask) -> None:
         """Fill a row of the mask; see Matcher.fill."""
         self.fill_all([self], row[None], [0])
 
     @staticmethod
-    def fill_all(matchers: Sequence[Matcher], rows: Rows, places: Sequence[int]) -> None:
+    def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, places: Sequence[int]) -> None:
         """Fill several rows of the mask; see Matcher.fill_all."""
         inner = [matcher._matcher for matcher in cast(Sequence[XGrammarMatcher], matchers)]
         _BATCH.batch_fill_next_token_bitmask(inner, rows, list(places))

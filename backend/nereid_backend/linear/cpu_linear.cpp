@@ -35,6 +35,7 @@ constexpr int64_t kAhead = 2048;
 
 #ifdef __AVX512F__
 
+// Rounds 16 numbers to bfloat16.
 inline Halves to_halves(Floats numbers) {
   const Words words = reinterpret_cast<Words>(numbers);
   const Words rounded = (words + 0x7fffu + ((words >> 16) & 1u)) >> 16;
@@ -43,7 +44,7 @@ inline Halves to_halves(Floats numbers) {
   return __builtin_convertvector(result, Halves);
 }
 
-// Stores the first min(count, 16) numbers.
+// Stores the first min(count, 16) numbers of a vector.
 template <typename Vector, typename Number>
 inline void store_first(Vector numbers, Number* to, int64_t count) {
   std::memcpy(to, &numbers, sizeof(Number) * std::min<int64_t>(count, kLanes));
@@ -65,6 +66,7 @@ struct Float32 {
 };
 
 #ifdef NEREID_PAIRS
+// bfloat16 with dot products of pairs.
 struct Pairs {
   using Number = Bfloat16;
   using Word = uint32_t;
@@ -86,6 +88,7 @@ struct Pairs {
 };
 using Bfloat16s = Pairs;
 #else
+// bfloat16 without dot products of pairs: weights are converted into float32.
 struct Bfloat16s {
   using Number = Bfloat16;
   using Word = uint32_t;
@@ -108,6 +111,7 @@ struct Bfloat16s {
 };
 #endif
 
+// The arguments of one call of a linear layer, for the arithmetic T.
 template <typename T>
 struct Call {
   const typename T::Word* weight;
@@ -165,6 +169,7 @@ void rows(const Call<T>& call, int64_t first, int64_t last, const typename T::In
   for (; panel < last; ++panel) tile<T, R, 1, true>(call, panel, x, out, nullptr);
 }
 
+// Calls `rows` for `count` rows, which must be from 1 to 12.
 template <typename T>
 void some_rows(int64_t count, const Call<T>& call, int64_t first, int64_t last, const typename T::Input* x,
                typename T::Number* out, const typename T::Word* next) {
@@ -179,6 +184,7 @@ void some_rows(int64_t count, const Call<T>& call, int64_t first, int64_t last, 
   }
 }
 
+// Computes a linear layer; see nereid_linear in cpu_kernels.h.
 template <typename T>
 void linear(const void* weight, const void* bias, const void* input, void* output, int64_t num_rows, int64_t dim,
             int64_t num_outputs, int num_threads) {

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nereid_backend.attention.cpu.cpu_attention import has_kernels, kernels
+from nereid_backend.attention.cpu.cpu_library import has_kernels, kernels
+from nereid_backend.linear.prepack import free_weight, shared_weights
 
 _DTYPES = (torch.float32, torch.bfloat16)
 # The number of outputs in one panel, whose weights fit into one vector.
@@ -44,26 +45,35 @@ class Int8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., out_features] for [..., in_features], in the input's dtype."""
         num_rows = input.numel() // self.in_features
-        is_many = input.dtype == torch.bfloat16 and num_rows > _MAX_KERNEL_BFLOAT16_ROWS
-        if is_many or not self.is_native:
+        has_many_rows = input.dtype == torch.bfloat16 and num_rows > _MAX_KERNEL_BFLOAT16_ROWS
+        if self.is_native and not has_many_rows:
+            rows = input.reshape(num_rows, self.in_features)
+            output = self._run_kernel(rows).to(input.dtype).view(*input.shape[:-1], -1)
+        else:
             weight = self.packed.transpose(1, 2).reshape(-1, self.in_features).to(input.dtype)
             output = functional.linear(input, weight) * self.scales.to(input.dtype)
-        else:
-            rows = input.reshape(num_rows, self.in_features).float().contiguous()
-            output = rows.new_empty(num_rows, self.scales.numel())
-            kernels().nereid_linear_int8(
-                self.packed.data_ptr(),
-                self.scales.data_ptr(),
-                rows.data_ptr(),
-                output.data_ptr(),
-                num_rows,
-                self.in_features,
-                self.packed.shape[0],
-                torch.get_num_threads(),
-            )
-            output = output.to(input.dtype).view(*input.shape[:-1], -1)
         output = output[..., : self.out_features]
         return output if self.bias is None else output + self.bias
+
+    def _run_kernel(self, rows: Tensor) -> Tensor:
+        """Return the outputs without bias, [num_rows, panels * 16] float32.
+
+        Args:
+            rows: the inputs, [num_rows, in_features].
+        """
+        rows = rows.float().contiguous()
+        output = rows.new_empty(len(rows), self.scales.numel())
+        kernels().nereid_linear_int8(
+            self.packed.data_ptr(),
+            self.scales.data_ptr(),
+            rows.data_ptr(),
+            output.data_ptr(),
+            len(rows),
+            self.in_features,
+            self.packed.shape[0],
+            torch.get_num_threads(),
+        )
+        return output
 
 
 @torch.inference_mode()
@@ -79,10 +89,7 @@ def quantise_linears(model: nn.Module) -> int:
     Returns:
         The number of converted layers.
     """
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[parameter.data_ptr()] = owners.get(parameter.data_ptr(), 0) + 1
+    shared = shared_weights(model)
     is_native = has_kernels()
     count = 0
     for module in list(model.modules()):
@@ -91,7 +98,7 @@ def quantise_linears(model: nn.Module) -> int:
             continue
         if 0 in weight.shape:
             continue
-        _quantise(module, keep=owners[weight.data_ptr()] > 1, is_native=is_native)
+        _quantise(module, keep=weight.data_ptr() in shared, is_native=is_native)
         count += 1
     return count
 
@@ -126,9 +133,7 @@ def _quantise(layer: nn.Module, *, keep: bool, is_native: bool) -> None:
     # The weights of 16 outputs for one input are contiguous, so that one vector can load them.
     packed = integers.view(-1, _LANES, weight.shape[1]).transpose(1, 2).contiguous()
     if not keep:
-        # One NaN, expanded to the shape of the weight, takes no memory.
-        placeholder = torch.full((1, 1), float("nan"), dtype=layer.weight.dtype)
-        layer.weight = nn.Parameter(placeholder.expand(weight.shape), requires_grad=False)
+        free_weight(layer)
     layer.__class__ = Int8Linear
     layer.packed = packed
     layer.scales = functional.pad(scales, (0, pad))

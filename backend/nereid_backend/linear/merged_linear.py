@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merged linear layers: layers with the same input are computed as one.
+"""Merged linear layers: layers with the same input are computed as one matrix product.
 
 Examples are the layers that compute queries, keys and values.
 
@@ -183,7 +183,7 @@ def _call_recorder(
 
 
 def _can_merge(last: _Call, call: _Call) -> bool:
-    """Return whether two calls can share one product, because input and weights fit."""
+    """Return whether two layers have the same input and weights that can be concatenated."""
     parent, layer, layer_input = last
     next_parent, next_layer, next_input = call
     weight = _weight_of(layer)

@@ -8,14 +8,13 @@ traced and compiled. Compiled models call the kernel without Python (attention/c
 """
 
 import functools
-from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nereid_backend.attention.cpu.cpu_attention import has_kernels, kernels
+from nereid_backend.attention.cpu.cpu_library import has_kernels, kernels
 
 # The number of outputs in one panel of packed weights.
 _LANES = 16
@@ -85,7 +84,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
         )
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], out_features)
-    _kernel()(
+    kernels().nereid_linear(
         x.dtype == torch.bfloat16,
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -102,15 +101,6 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
 def _linear_meta(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:  # noqa: ARG001
     """Return an uninitialised output of the right shape, as torch needs it for tracing."""
     return x.new_empty(*x.shape[:-1], out_features)
-
-
-@functools.cache
-def _kernel():  # type: ignore[no-untyped-def]  # noqa: ANN202 - ctypes has no public type for it
-    """Return the C function with its argument types."""
-    function = kernels().nereid_linear
-    function.argtypes = [c_int, *[c_void_p] * 4, *[c_int64] * 3, c_int]
-    function.restype = None
-    return function
 
 
 @functools.cache

@@ -7,6 +7,8 @@ native_linear.py computes the products instead; on other processors, oneDNN does
 docs/history/cpu-kernels.md has the measurements.
 """
 
+import collections
+
 import torch
 from torch import Tensor, nn
 
@@ -51,17 +53,33 @@ def prepack_linears(model: nn.Module, *, copy_shared: bool = False) -> int:
     Returns:
         The number of converted layers.
     """
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[parameter.data_ptr()] = owners.get(parameter.data_ptr(), 0) + 1
+    shared = shared_weights(model)
     count = 0
     for module in list(model.modules()):
         if type(module) is nn.Linear:
-            is_shared = owners[module.weight.data_ptr()] > 1
+            is_shared = module.weight.data_ptr() in shared
             if copy_shared or not is_shared:
                 count += _prepack(module, keep=is_shared)
     return count
+
+
+def shared_weights(model: nn.Module) -> set[int]:
+    """Return the addresses of the parameters that several modules of a model share."""
+    counts = collections.Counter(
+        parameter.data_ptr()
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    )
+    return {address for address, count in counts.items() if count > 1}
+
+
+def free_weight(layer: nn.Linear) -> None:
+    """Replace the weight of a layer by NaN of the same shape, which takes no memory.
+
+    Mutates: layer.
+    """
+    placeholder = torch.full((1, 1), float("nan"), dtype=layer.weight.dtype)
+    layer.weight = nn.Parameter(placeholder.expand(layer.weight.shape), requires_grad=False)
 
 
 def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
@@ -82,9 +100,7 @@ def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
     else:
         return False
     if not keep:
-        # One NaN, expanded to the shape of the weight, takes no memory.
-        placeholder = torch.full((1, 1), float("nan"), dtype=weight.dtype)
-        layer.weight = nn.Parameter(placeholder.expand(weight.shape), requires_grad=False)
+        free_weight(layer)
     layer.__class__ = kind
     # The tensor is a buffer, so that torch.export treats it as part of the model.
     layer.register_buffer("packed", packed, persistent=False)

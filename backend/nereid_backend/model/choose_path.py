@@ -236,7 +236,7 @@ def _with_measured_memory(spec: PathSpec, path: ForwardPath, trial: Trial) -> Pa
         return replace(spec, bytes_per_sequence=path.state_bytes())
     if isinstance(path, SinglePath):
         num_tokens = sum(len(tokens) for tokens, _ in trial.sequences)
-        return replace(spec, bytes_per_token=-(-path.kept_bytes() // num_tokens))
+        return replace(spec, bytes_per_token=-(-path.stored_bytes() // num_tokens))
     return spec
 
 
@@ -274,7 +274,14 @@ def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Candidates:
     def build_as(whole: bool, replays: bool) -> Callable[[Sizes], RowsPath]:
         def build(sizes: Sizes) -> RowsPath:
             blocks = make_blocks(checkpoint, layers, sizes) if layers else None
-            return RowsPath(checkpoint, hook, layers, blocks, whole=whole, replays=replays)
+            return RowsPath(
+                checkpoint,
+                hook,
+                layers,
+                blocks,
+                computes_from_start=whole,
+                replays_preempted=replays,
+            )
 
         return build
 
@@ -299,7 +306,7 @@ def _padded(checkpoint: Checkpoint, *, together: bool) -> Candidates:
     def build(sizes: Sizes) -> ForwardPath:
         kind = stored_type(KVCache, sizes.stored)
         cache = make_cache(kind, checkpoint, layout.layers, sizes)
-        return PaddedPath(checkpoint, layout, cache, together=together)
+        return PaddedPath(checkpoint, layout, cache, batches_sequences=together)
 
     if together:
         yield PathSpec("padded", build, layout.layers), None
@@ -324,7 +331,7 @@ def _single(checkpoint: Checkpoint) -> Candidates:
         )
 
         def build(sizes: Sizes, keeps: bool = keeps) -> ForwardPath:  # noqa: ARG001 - this path has no blocks
-            return SinglePath(checkpoint, keeps=keeps)
+            return SinglePath(checkpoint, uses_cache=keeps)
 
         yield (
             PathSpec(

@@ -103,10 +103,10 @@ def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
 
 def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
     """Return the windows of the attention layers; None if a layer attends to all earlier tokens."""
-    if not layers or any(layer.span.is_full for layer in layers):
+    if not layers or any(layer.window.is_full for layer in layers):
         return None
-    spans = dict.fromkeys(layer.span for layer in layers)
-    return AttentionWindow(tuple((span.window, span.chunk) for span in spans))
+    windows = dict.fromkeys(layer.window for layer in layers)
+    return AttentionWindow(tuple((window.size, window.chunk) for window in windows))
 
 
 def plan_memory(
@@ -218,7 +218,7 @@ def describe_memory(
 
 def _describe_windows(layers: Sequence[LayerSpec]) -> str:
     """Return a sentence about the sliding windows of the layers; "" if there are none."""
-    num_full = sum(layer.span.is_full for layer in layers)
+    num_full = sum(layer.window.is_full for layer in layers)
     if num_full == len(layers):
         return ""
     if num_full:

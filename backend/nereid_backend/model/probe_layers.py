@@ -6,10 +6,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.paths.model_call import ModelCall, UnfitError
-from nereid_backend.paths.recurrent import make_cache
+from nereid_backend.paths.recurrent_cache import make_cache
 
 
 class _Recorder:
@@ -47,8 +47,8 @@ class _Recorder:
             num_kv_heads=key.shape[1],
             key_dim=key.shape[3],
             value_dim=value.shape[3],
-            span=Span(
-                window=window if isinstance(window, int) and window > 0 else None,
+            window=LayerWindow(
+                size=window if isinstance(window, int) and window > 0 else None,
                 chunk=self._chunk if kind == "chunked_attention" else None,
             ),
             softcap=float(softcap) if isinstance(softcap, int | float) else None,

@@ -132,7 +132,7 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     Raises:
         UnfitError: the logits differ, so the trial does not show what users of the model see.
     """
-    path = SinglePath(checkpoint, keeps=True)
+    path = SinglePath(checkpoint, uses_cache=True)
     tokens, prompt_len = trial.sequences[0]
     count = len(tokens) - prompt_len + 1
     sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
@@ -197,7 +197,9 @@ def _sequences(
 
     The first prompt is longer than the windows of the layers, unless they are too long to test.
     """
-    limits = {limit for layer in layers for limit in (layer.span.window, layer.span.chunk) if limit}
+    limits = {
+        limit for layer in layers for limit in (layer.window.size, layer.window.chunk) if limit
+    }
     limits |= _limits_in_config(checkpoint)
     beyond_limits = [limit + _BEYOND_LIMIT for limit in limits]
     testable = [length for length in beyond_limits if length <= _LONGEST_PROMPT]

@@ -17,7 +17,7 @@ from nereid_backend.attention.choose_backend import (
     proven_type,
     stored_type,
 )
-from nereid_backend.attention.cpu.cpu_attention import has_kernels
+from nereid_backend.attention.cpu.cpu_library import has_kernels
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.checkpoint import Checkpoint, choose_device, load_checkpoint
 from nereid_backend.config import EngineConfig

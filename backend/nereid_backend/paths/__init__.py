@@ -3,6 +3,7 @@
 
 packed.py             all tokens of a step as one row; attention reads the KV cache in blocks
 recurrent.py          the path "rows": models that keep a state for each sequence
+recurrent_cache.py    the states of these models, and the cache that the models get
 padded.py             models with an attention of their own, which get a padded cache
 single_sequence.py    all other models, one sequence at a time
 step_batch.py         converts a step plan into tensors

@@ -69,7 +69,7 @@ def capture_on(device: torch.device, reserve_bytes: int = 0) -> Capture | None:
                     work()
                 except BaseException:
                     # Ending the capture usually fails, too. That error must not hide the first one.
-                    with suppress(Exception):
+                    with suppress(RuntimeError):
                         _end(graph, pool)
                     raise
                 _end(graph, pool)
@@ -92,7 +92,7 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torc
     """
     try:
         graph.capture_end()
-    except Exception:
+    except RuntimeError:
         device = torch.cuda.current_device()
         # These calls raise RuntimeError if the capture has already ended in the allocator.
         with suppress(RuntimeError):
@@ -108,7 +108,7 @@ def is_lost(device: torch.device) -> bool:
         return False
     try:
         torch.zeros(1, device=device).item()
-    except Exception:  # noqa: BLE001 - drivers fail in any way
+    except RuntimeError:  # the base class of torch's errors of a device
         return True
     return False
 

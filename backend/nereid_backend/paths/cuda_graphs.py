@@ -84,7 +84,7 @@ class GraphShape:
 
 
 class DecodeGraphs:
-    """Captures and replays the decode steps of one path.
+    """Captures and replays the decode steps of one path as CUDA graphs.
 
     Attributes:
         failure: the reason why steps are no longer replayed; None if they are.
@@ -102,7 +102,7 @@ class DecodeGraphs:
         *,
         patience: int = _PATIENCE,
     ) -> None:
-        """Create the class without graphs.
+        """Start without graphs.
 
         Args:
             run: computes a packed step and returns its logits, [num_logits, vocab_size].
@@ -159,7 +159,8 @@ class DecodeGraphs:
         """
         attention = batch.attention
         num_decodes = attention.num_decodes
-        if attention.prefills or not num_decodes or batch.num_logits != num_decodes:
+        is_decode_step = num_decodes > 0 and not attention.prefills
+        if not is_decode_step or batch.num_logits != num_decodes:
             return None
         rows = next((rows for rows in self._row_counts if rows >= num_decodes), None)
         if rows is None:
@@ -167,12 +168,20 @@ class DecodeGraphs:
         table_shapes = [tuple(group.blocks.shape) for group in attention.decodes]
         widest = max(width for _, width in table_shapes)
         num_blocks = sum(num_rows * width for num_rows, width in table_shapes)
-        size = self._sizes.block_size
-        # The next power of two, but at least _MIN_TOKENS and at most the longest sequence.
-        width = max(1 << (widest - 1).bit_length(), -(-_MIN_TOKENS // size))
-        width = max(widest, min(width, -(-self._sizes.max_model_len // size)))
         skew = int(math.log2(num_decodes * widest / num_blocks)) // 2
-        return GraphShape(rows, width, skew)
+        return GraphShape(rows, self._graph_width(widest), skew)
+
+    def _graph_width(self, num_blocks: int) -> int:
+        """Return the width of the block table of a graph for sequences of up to `num_blocks`.
+
+        The width is the next power of two, but it contains at least _MIN_TOKENS tokens, and not
+        more than the longest possible sequence needs.
+        """
+        block_size = self._sizes.block_size
+        min_width = -(-_MIN_TOKENS // block_size)
+        max_width = -(-self._sizes.max_model_len // block_size)
+        power_of_two = 1 << (num_blocks - 1).bit_length()
+        return max(num_blocks, min(max(power_of_two, min_width), max_width))
 
     def _try_capture(
         self, shape: GraphShape, batch: StepBatch
@@ -192,7 +201,9 @@ class DecodeGraphs:
             self._is_full = True
             self._report(f"No more CUDA graphs are captured: {error}.")
             return None
-        except Exception as error:  # noqa: BLE001 - models' code fails to be captured in any way
+        except Exception as error:  # noqa: BLE001
+            # Boundary: a capture runs the model's code and can fail in any way. The step then runs
+            # kernel by kernel.
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             self.failure = reason
             self._graphs.clear()
@@ -286,7 +297,7 @@ class StaticStep:
                 columns.index_copy_(0, group.tokens, group.blocks)
 
     def batch(self) -> StepBatch:
-        """Return the step for one run. Nothing in it was computed from earlier inputs."""
+        """Return the inputs for one run, without the results that an earlier run cached."""
         tokens, positions, _, _ = self._numbers
         attention = self._attention()
         assert self._rows.decodes is not None

@@ -132,3 +132,33 @@ def join_logits(parts: Iterable[Tensor | None], like: Tensor | None, vocab_size:
     if filled:
         return torch.cat(filled)
     return torch.empty(0, vocab_size) if like is None else like.new_empty(0, vocab_size)
+
+
+def num_bytes(value: object) -> int:
+    """Return the size in bytes of all tensors that a value contains. Each object counts once.
+
+    The values may be tensors, containers, and the caches of transformers.
+    """
+    return _num_new_bytes(value, set())
+
+
+def _num_new_bytes(value: object, seen: set[int]) -> int:
+    """Return the size of the tensors in a value that are not in `seen`; see `num_bytes`.
+
+    Args:
+        value: any value.
+        seen: the ids of the objects that were counted already. Mutated.
+    """
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(_num_new_bytes(part, seen) for part in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_num_new_bytes(part, seen) for part in value)
+    # Caches and their layers are the only objects of transformers in the values.
+    if type(value).__module__.startswith("transformers."):
+        return _num_new_bytes(vars(value), seen)
+    return 0

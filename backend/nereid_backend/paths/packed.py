@@ -4,8 +4,8 @@
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from nereid_backend.attention.choose_backend import uses_gpu_kernels
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
-from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
@@ -57,7 +57,7 @@ class PackedPath:
     @property
     def has_kernels(self) -> bool:
         """Whether attention runs in GPU kernels, which read all their inputs from tensors."""
-        return isinstance(self._cache, GpuKVCache)
+        return uses_gpu_kernels(self._cache)
 
     @property
     def is_native(self) -> bool:

@@ -81,37 +81,53 @@ def probe_cache(checkpoint: Checkpoint, token_id: int) -> CacheLayout:
                 f"the model's cache has layers of the class {type(layer).__name__}, which this "
                 "path does not support"
             )
-        keys: Any = layer.keys
-        values: Any = layer.values
-        indexer = getattr(layer, "indexer_keys", None)
-        layout.keys.append(None if keys is None else len(layout.layers))
-        if keys is not None:
-            if keys.shape[0] != 1 or keys.shape[2] != 1 or values.shape[:3] != keys.shape[:3]:
-                raise UnfitError(
-                    "the model's cache stores keys of the unsupported shape "
-                    f"{tuple(keys.shape)} for one token"
-                )
-            num_heads = keys.shape[1]
-            layout.layers.append(LayerSpec(num_heads, num_heads, keys.shape[3], values.shape[3]))
-        layout.indexers.append(None if indexer is None else len(layout.layers))
-        if indexer is not None:
-            if indexer.shape[:2] != (1, 1) or indexer.shape[2] % 2:
-                raise UnfitError(
-                    "the model's sparse indexer has keys of the unsupported shape "
-                    f"{tuple(indexer.shape)} for one token"
-                )
-            half = indexer.shape[2] // 2
-            layout.layers.append(LayerSpec(1, 1, half, half))
+        layout.keys.append(None)
+        layout.indexers.append(None)
+        if layer.keys is not None:
+            layout.keys[-1] = len(layout.layers)
+            layout.layers.append(_keys_spec(layer))
+        if getattr(layer, "indexer_keys", None) is not None:
+            layout.indexers[-1] = len(layout.layers)
+            layout.layers.append(_indexer_spec(layer))
     if not layout.layers:
         raise UnfitError("the model stores nothing in transformers' cache")
     return layout
+
+
+def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
+    """Return the shapes of a layer's keys and values. The layer contains one token."""
+    keys = layer.keys
+    values = layer.values
+    if keys.shape[0] != 1 or keys.shape[2] != 1 or values.shape[:3] != keys.shape[:3]:
+        raise UnfitError(
+            f"the model's cache stores keys of the unsupported shape {tuple(keys.shape)} for one "
+            "token"
+        )
+    num_heads = keys.shape[1]
+    return LayerSpec(num_heads, num_heads, keys.shape[3], values.shape[3])
+
+
+def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
+    """Return the shapes in which a sparse indexer's keys are stored; see `CacheLayout.indexers`."""
+    shape = tuple(layer.indexer_keys.shape)
+    if shape[:2] != (1, 1) or shape[2] % 2:
+        raise UnfitError(
+            f"the model's sparse indexer has keys of the unsupported shape {shape} for one token"
+        )
+    half = shape[2] // 2
+    return LayerSpec(1, 1, half, half)
 
 
 class PaddedPath:
     """Runs models that have an attention of their own. The path owns the KV cache."""
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: CacheLayout, cache: KVCache, *, together: bool
+        self,
+        checkpoint: Checkpoint,
+        layout: CacheLayout,
+        cache: KVCache,
+        *,
+        batches_sequences: bool,
     ) -> None:
         """Create a path.
 
@@ -119,14 +135,14 @@ class PaddedPath:
             checkpoint: the model.
             layout: the layout of the model's cache.
             cache: the KV cache.
-            together: whether several sequences may share a forward pass.
+            batches_sequences: whether several sequences may share a forward pass.
         """
         self._call = ModelCall(checkpoint.model)
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
         self._layout = layout
         self._cache = cache
-        self._together = together
+        self._batches_sequences = batches_sequences
 
     def forward(self, plan: StepPlan) -> Tensor:
         """Return the logits of a plan; see `ForwardPath.forward`."""
@@ -153,7 +169,7 @@ class PaddedPath:
         """
         groups: dict[int, list[int]] = {}
         for index, chunk in enumerate(chunks):
-            is_alone = not self._together or chunk.num_tokens > 1 or chunk.start == 0
+            is_alone = not self._batches_sequences or chunk.num_tokens > 1 or chunk.start == 0
             # A negative key belongs to one chunk only.
             key = -1 - index if is_alone else chunk.start.bit_length()
             groups.setdefault(key, []).append(index)
@@ -199,7 +215,8 @@ class _Step:
         blocks: [num_seqs, n] int64, the block tables, padded with the null block.
         slots: [num_seqs * num_tokens] int64, the slots of the new tokens.
         mask: [num_seqs, longest] int64, 1 for a token and 0 for padding.
-        order: [num_seqs, longest] int64, the position of the token at each place; 0 for padding.
+        positions: [num_seqs, longest] int64, the position of the token at each place; 0 for
+            padding.
         past: the number of tokens of the longest sequence before the new ones.
         block_size: tokens in one block.
     """
@@ -207,7 +224,7 @@ class _Step:
     blocks: Tensor
     slots: Tensor
     mask: Tensor
-    order: Tensor
+    positions: Tensor
     past: int
     block_size: int
 
@@ -222,17 +239,18 @@ class _Step:
         padding = [cache.null_block] * width
         tables = [(chunk.sequence.block_table[:width] + padding)[:width] for chunk in chunks]
         blocks = torch.tensor(tables)
-        positions = starts[:, None] + torch.arange(num_tokens)
-        slots = blocks.gather(1, positions // size) * size + positions % size
+        new_positions = starts[:, None] + torch.arange(num_tokens)
+        slots = blocks.gather(1, new_positions // size) * size + new_positions % size
         lens = starts[:, None] + num_tokens
-        order = torch.arange(longest)[None] - (longest - lens)
-        mask = (order >= 0).long()
+        # Sequences are padded on the left, so the positions of padding are negative.
+        positions = torch.arange(longest)[None] - (longest - lens)
+        mask = (positions >= 0).long()
         device = cache.device
         return cls(
             blocks.to(device),
             slots.flatten().to(device),
             mask.to(device),
-            order.clamp_(min=0).to(device),
+            positions.clamp_(min=0).to(device),
             longest - num_tokens,
             size,
         )
@@ -331,8 +349,8 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         longest = step.mask.shape[1]
         if not step.is_padded:
             return keys[:, :, :longest], values[:, :, :longest]
-        order = step.order[:, None, :, None]
+        index = step.positions[:, None, :, None]
         return (
-            torch.take_along_dim(keys, order, dim=2),
-            torch.take_along_dim(values, order, dim=2),
+            torch.take_along_dim(keys, index, dim=2),
+            torch.take_along_dim(values, index, dim=2),
         )

@@ -14,21 +14,11 @@ If the next step has the same rows, its decodes use the same cache. Otherwise th
 into the states of the sequences, and the states of the next step's rows are merged into a cache.
 """
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
 
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
@@ -38,89 +28,20 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import (
     ModelCall,
-    UnfitError,
     extend_to_start,
     ids_of,
     join_logits,
+    num_bytes,
     positions_of,
 )
+from nereid_backend.paths.recurrent_cache import (
+    PassLayer,
+    State,
+    make_cache,
+    merge_states,
+    split_states,
+)
 from nereid_backend.paths.step_batch import BatchBuilder
-
-# The state of one sequence: for each cache layer, its attributes. Tensors are cut to the sequence.
-State = list[dict[str, Any]]
-
-
-class _PassLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' is untyped
-    """A cache layer for attention. It stores nothing, because keys and values are in blocks."""
-
-    is_sliding = False
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing, because the layer stores nothing."""
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: object,  # noqa: ARG002 - transformers' signature
-        **kwargs: object,  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged."""
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of the attention mask and the offset of its first token."""
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens of the longest sequence before this step."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Return -1, because the length is not limited."""
-        return -1
-
-
-class _StateAndPassLayer(LinearAttentionLayer, _PassLayer):  # type: ignore[no-untyped-call, override]
-    """A cache layer for attention with a recurrent state. It stores the state, but no keys."""
-
-    def __init__(self, number_of_states: int) -> None:
-        _PassLayer.__init__(self)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-
-
-def make_cache(config: PretrainedConfig) -> DynamicCache:
-    """Return an empty cache whose attention layers store nothing.
-
-    Raises:
-        UnfitError: if a layer stores something that is neither keys and values nor a state of each
-            sequence.
-    """
-    cache: Any = DynamicCache(config=config)
-    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
-        raise UnfitError("the model's cache has no state besides keys and values")
-    cache.layers = [_replaced(layer) for layer in cache.layers]
-    return cache  # type: ignore[no-any-return]
-
-
-def _replaced(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the layer that replaces a layer of transformers' cache."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        if issubclass(type(layer), DynamicLayer):
-            return _StateAndPassLayer(layer.number_of_states)
-        return layer
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return _PassLayer()
-    if isinstance(layer, DummyLayer):
-        return layer
-    raise UnfitError(
-        f"the model's cache has layers of the class {type(layer).__name__}, which this path does "
-        "not support"
-    )
 
 
 class RowsPath:
@@ -136,8 +57,8 @@ class RowsPath:
         layers: list[LayerSpec],
         paged: tuple[KVCache, BatchBuilder] | None,
         *,
-        whole: bool,
-        replays: bool = False,
+        computes_from_start: bool,
+        replays_preempted: bool = False,
     ) -> None:
         """Create a path without sequences.
 
@@ -146,11 +67,12 @@ class RowsPath:
             hook: the engine's entry in transformers' attention interface.
             layers: the attention layers of a forward pass, in order.
             paged: the KV cache and the block tables; None if the model has no attention.
-            whole: if True, the model cannot continue a sequence by several tokens exactly. Every
-                chunk of several tokens is then computed from the start of the sequence.
-            replays: if True, a preempted sequence is computed again as it was the first time: the
-                prompt in one pass and then token by token. On some models, one pass over all tokens
-                gives different logits.
+            computes_from_start: whether every chunk of several tokens is computed from the start of
+                its sequence, because the model cannot continue a sequence by several tokens
+                exactly.
+            replays_preempted: whether a preempted sequence is computed again in the same passes as
+                the first time: the prompt in one pass and then token by token. On some models, one
+                pass over all tokens gives different logits.
         """
         self._call = ModelCall(checkpoint.model)
         self._config = checkpoint.model.config
@@ -159,9 +81,10 @@ class RowsPath:
         self._hook = hook
         self._layers = layers
         self._paged = paged
-        self._whole = whole
-        self._replays = replays
+        self._computes_from_start = computes_from_start
+        self._replays_preempted = replays_preempted
         self._states: dict[int, State] = {}
+        # The number of tokens that the state of each row covers.
         self._lengths: dict[int, int] = {}
         # The rows of the last batch and their merged cache; None if all states are split.
         self._batch_cache: tuple[tuple[int, ...], Any] | None = None
@@ -173,7 +96,8 @@ class RowsPath:
         for index, chunk in enumerate(plan.chunks):
             if chunk.is_first:
                 self._forget(_row(chunk))
-            if chunk.num_tokens == 1 and 0 < chunk.start == self._lengths.get(_row(chunk)):
+            has_state = chunk.start > 0 and chunk.start == self._lengths.get(_row(chunk))
+            if chunk.num_tokens == 1 and has_state:
                 decodes.append(index)
         if decodes:
             logits = self._decode([plan.chunks[index] for index in decodes])
@@ -197,8 +121,7 @@ class RowsPath:
         At least one sequence must have a state.
         """
         self._split_batch_cache()
-        state = next(iter(self._states.values()))
-        return sum(_num_bytes(value) for layer in state for value in layer.values())
+        return num_bytes(next(iter(self._states.values())))
 
     def _decode(self, chunks: list[Chunk]) -> Tensor:
         """Compute one token of each of several sequences.
@@ -209,7 +132,8 @@ class RowsPath:
         rows = tuple(_row(chunk) for chunk in chunks)
         if self._batch_cache is None or self._batch_cache[0] != rows:
             self._split_batch_cache()
-            cache = self._merge_states([self._states.pop(row) for row in rows])
+            states = [self._states.pop(row) for row in rows]
+            cache = merge_states(self._config, states)
         else:
             cache = self._batch_cache[1]
         # If the pass fails, the cache may be partly changed. It is therefore removed before the
@@ -230,24 +154,31 @@ class RowsPath:
         Returns:
             Logits, [num_logits, vocab_size]. None if the chunk is left for a later pass.
         """
-        row = _row(chunk)
-        state_length = self._lengths.get(row, 0)
-        if self._whole:
-            is_last = chunk.start + chunk.num_tokens >= len(chunk.sequence.token_ids)
-            if not is_last and chunk.num_logits == 0:
+        if self._computes_from_start and chunk.num_logits == 0:
+            end = chunk.start + chunk.num_tokens
+            if end < len(chunk.sequence.token_ids):
                 # The last chunk of the prompt will compute these tokens, too.
                 return None
-        if state_length != chunk.start or (self._whole and chunk.num_tokens > 1):
+        must_restart = self._computes_from_start and chunk.num_tokens > 1
+        if must_restart or chunk.start != self._lengths.get(_row(chunk), 0):
             # The state covers rejected draft tokens, or earlier chunks were left for this one. The
             # state is therefore computed again from the first token.
             chunk = extend_to_start(chunk)
             prompt_len = chunk.sequence.num_prompt_tokens
-            if self._replays and chunk.num_tokens > prompt_len:
+            if self._replays_preempted and chunk.num_tokens > prompt_len:
                 return self._replay(chunk, prompt_len)
         return self._continue(chunk)
 
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
-        """Compute a sequence from its start: the prompt in one pass, then every token by itself."""
+        """Compute a sequence from its start: the prompt in one pass, then token by token.
+
+        Args:
+            chunk: all tokens of the sequence.
+            prompt_len: the number of tokens of the prompt.
+
+        Returns:
+            Logits, [num_logits, vocab_size].
+        """
         positions = range(prompt_len, chunk.num_tokens)
         num_logits = max(0, chunk.num_logits - len(positions))
         prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_logits)
@@ -268,7 +199,7 @@ class RowsPath:
         state = self._states.pop(row, None)
         self._lengths.pop(row, None)
         if state and chunk.start > 0:
-            cache = self._merge_states([state])
+            cache = merge_states(self._config, [state])
         else:
             cache = make_cache(self._config)
         ids = ids_of(chunk, self._device)
@@ -299,7 +230,7 @@ class RowsPath:
             Logits, [num_chunks, num_logits, vocab_size].
         """
         for layer in cache.layers:
-            if isinstance(layer, _PassLayer):
+            if isinstance(layer, PassLayer):
                 layer.length = max(chunk.start for chunk in chunks)
         serving: Any = nullcontext()
         if self._paged is not None:
@@ -323,23 +254,7 @@ class RowsPath:
             return
         rows, cache = self._batch_cache
         self._batch_cache = None
-        for number, row in enumerate(rows):
-            self._states[row] = [
-                {
-                    name: _cut(value, number, len(rows))
-                    for name, value in ({} if _is_plain(layer) else vars(layer)).items()
-                    if name != "length"  # the length belongs to the step
-                }
-                for layer in cache.layers
-            ]
-
-    def _merge_states(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
-        """Return a cache for a batch, merged from the states of its rows."""
-        cache: Any = make_cache(self._config)
-        for layer, parts in zip(cache.layers, zip(*states, strict=True), strict=True):
-            for name in parts[0]:
-                setattr(layer, name, _merge([part[name] for part in parts]))
-        return cache
+        self._states.update(zip(rows, split_states(cache, len(rows)), strict=True))
 
 
 class RowsForward:
@@ -370,46 +285,3 @@ def _row(chunk: Chunk) -> int:
     """Return the row of a chunk's sequence."""
     assert chunk.sequence.row is not None
     return chunk.sequence.row
-
-
-def _is_plain(layer: object) -> bool:
-    """Return whether a cache layer has no state of a sequence."""
-    return isinstance(layer, DummyLayer) or type(layer) is _PassLayer
-
-
-def _cut(value: Any, number: int, count: int) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return the part of a layer's attribute that belongs to one sequence.
-
-    Example: for number 1 of 3 sequences, a tensor [3, 8] gives its second row as [1, 8].
-    """
-    if isinstance(value, Tensor) and value.dim() and value.shape[0] == count:
-        # A view would keep the memory of the whole batch allocated.
-        return value[number : number + 1].clone() if count > 1 else value
-    if isinstance(value, dict):
-        return {key: _cut(part, number, count) for key, part in value.items()}
-    return copy.copy(value)
-
-
-def _merge(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut
-    """Return the attribute of a batch, merged from those of its sequences.
-
-    This is the inverse of _cut.
-    """
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts) if len(parts) > 1 else first
-    if isinstance(first, dict):
-        return {key: _merge([part[key] for part in parts]) for key in first}
-    if any(part != first for part in parts):
-        raise UnfitError(
-            "sequences of this model cannot share a batch, because an attribute of their states "
-            f"differs: {first} and {parts[-1]}"
-        )
-    return first
-
-
-def _num_bytes(value: object) -> int:
-    """Return the size in bytes of a tensor, or of all tensors in a dict."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_num_bytes, value.values())) if isinstance(value, dict) else 0

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
-from nereid_backend.paths.model_call import join_logits
+from nereid_backend.paths.model_call import join_logits, num_bytes
 
 
 @dataclass(slots=True)
@@ -36,18 +36,18 @@ class _SequenceState:
 class SinglePath:
     """Runs models one sequence at a time. The path owns the state of each sequence."""
 
-    def __init__(self, checkpoint: Checkpoint, *, keeps: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, uses_cache: bool) -> None:
         """Create a path.
 
         Args:
             checkpoint: the model.
-            keeps: whether the model's own cache is used. If False, each step computes the whole
-                sequence.
+            uses_cache: whether the model's own cache is used. If False, each step computes the
+                whole sequence.
         """
         self._model: Any = checkpoint.model
         self._device = checkpoint.device
         self._vocab_size = checkpoint.vocab_size
-        self._keeps = keeps
+        self._uses_cache = uses_cache
         self._states: dict[int, _SequenceState] = {}
         names = inspect.signature(self._model.forward).parameters
         self._takes_positions = "position_ids" in names
@@ -70,9 +70,9 @@ class SinglePath:
         if sequence.row is not None:
             self._states.pop(sequence.row, None)
 
-    def kept_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Return the size of all stored states in bytes."""
-        return sum(_num_bytes(state.arguments, set()) for state in self._states.values())
+        return sum(num_bytes(state.arguments) for state in self._states.values())
 
     def _logits(self, row: int, chunk: Chunk) -> Tensor | None:
         """Return the logits after a chunk's last tokens, [num_logits, vocab_size].
@@ -86,7 +86,7 @@ class SinglePath:
         longest = chunk.start + chunk.num_tokens
         shortest = longest - chunk.num_logits + 1
         state = self._states.get(row)
-        if self._keeps and (state is None or state.num_tokens != shortest - 1):
+        if self._uses_cache and (state is None or state.num_tokens != shortest - 1):
             # A preempted sequence is computed as it was the first time: the prompt in one pass and
             # then token by token. On some models, one pass over all tokens gives different logits.
             shortest = min(shortest, chunk.sequence.num_prompt_tokens)
@@ -107,14 +107,16 @@ class SinglePath:
             state = _SequenceState(self._first_arguments(ids), 0)
         is_first = state.num_tokens == 0
         # The number of tokens that this call adds to the cache; None if there is no cache.
-        length = 1 if self._keeps and not is_first else None
-        if is_first and state.arguments.get(self._cache_name) is not None:
+        length = None
+        if not is_first and self._uses_cache:
+            length = 1
+        elif is_first and state.arguments.get(self._cache_name) is not None:
             length = len(token_ids)
         inputs = self._model.prepare_inputs_for_generation(
             ids, next_sequence_length=length, is_first_iteration=is_first, **state.arguments
         )
         output = self._model(**inputs, return_dict=True)
-        if self._keeps:
+        if self._uses_cache:
             arguments = self._model._update_model_kwargs_for_generation(output, state.arguments)
             self._states[row] = _SequenceState(arguments, len(token_ids))
         logits: Tensor = output.logits[0, -1]
@@ -124,34 +126,12 @@ class SinglePath:
         """Return the arguments of a sequence's first call of the model."""
         arguments: dict[str, Any] = {
             "attention_mask": torch.ones_like(ids),
-            "use_cache": self._keeps,
+            "use_cache": self._uses_cache,
         }
         if self._takes_positions:
             positions = self._model._prepare_position_ids_for_generation(ids, arguments)
             arguments["position_ids"] = positions
-        if self._keeps and self._model._supports_default_dynamic_cache():
+        if self._uses_cache and self._model._supports_default_dynamic_cache():
             config = self._model.config.get_text_config(decoder=True)
             arguments[self._cache_name] = DynamicCache(config=config)
         return arguments
-
-
-def _num_bytes(value: object, seen: set[int]) -> int:
-    """Return the size in bytes of all tensors that a value contains.
-
-    Args:
-        value: any value.
-        seen: the ids of objects that were counted already. Mutated.
-    """
-    if id(value) in seen:
-        return 0
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(_num_bytes(part, seen) for part in value.values())
-    if isinstance(value, list | tuple):
-        return sum(_num_bytes(part, seen) for part in value)
-    # Caches and their layers are the only objects of transformers in the arguments.
-    if type(value).__module__.startswith("transformers."):
-        return _num_bytes(vars(value), seen)
-    return 0

@@ -75,6 +75,8 @@ class BatchBuilder:
         self._null_block = null_block
         width = -(-max_model_len // block_size)
         self._tables: Integers = np.full((max_num_seqs, width), null_block, dtype=np.int64)
+        # For each row, the number of blocks that were copied into it, and how many of these were
+        # replaced by the null block after they were freed.
         self._num_filled = [0] * max_num_seqs
         self._num_dropped = [0] * max_num_seqs
 
@@ -99,6 +101,7 @@ class BatchBuilder:
         num_decodes = counts.count(1)
         positions, slots = self._positions_and_slots(plan, row_array, np.array(counts))
         groups = self._group(positions[:num_decodes] + 1)
+        # All arrays are uploaded in one copy, and then read in the same order.
         arrays = [np.array(token_ids), positions, slots, np.array(logits_index or [0])]
         for tokens, lens in groups:
             arrays += (self._blocks(row_array[tokens], lens.max()), lens)
@@ -113,15 +116,7 @@ class BatchBuilder:
         attention = AttentionBatch(
             slots=slot_ids,
             num_decodes=num_decodes,
-            decodes=[
-                DecodeGroup(
-                    blocks=next(tensors),
-                    lens=next(tensors),
-                    tokens=None if isinstance(tokens, slice) else next(tensors),
-                    block_size=self._block_size,
-                )
-                for tokens, _ in groups
-            ],
+            decodes=self._decode_groups(groups, tensors),
             prefills=_prefills(plan.chunks[num_decodes:], num_decodes, tensors),
             block_size=self._block_size,
         )
@@ -137,6 +132,24 @@ class BatchBuilder:
             logits_index=logits_ids,
             num_logits=len(logits_index),
         )
+
+    def _decode_groups(
+        self, groups: list[tuple[Integers | slice, Integers]], tensors: Iterator[Tensor]
+    ) -> list[DecodeGroup]:
+        """Return the groups of decodes.
+
+        Args:
+            groups: the groups as `_group` returns them.
+            tensors: yields the blocks and the lengths of each group, and the tokens of each group
+                whose tokens are not a slice.
+        """
+        decode_groups = []
+        for tokens, _ in groups:
+            blocks = next(tensors)
+            lens = next(tensors)
+            token_index = None if isinstance(tokens, slice) else next(tensors)
+            decode_groups.append(DecodeGroup(token_index, blocks, lens, self._block_size))
+        return decode_groups
 
     def _positions_and_slots(
         self, plan: StepPlan, rows: Integers, counts: Integers
@@ -190,6 +203,7 @@ class BatchBuilder:
         if is_first:
             self._tables[row, :num_filled] = self._null_block
             num_filled = 0
+            self._num_filled[row] = 0
             self._num_dropped[row] = 0
         elif sequence.num_dropped_blocks > self._num_dropped[row]:
             # Another sequence may use the freed blocks by now.
@@ -200,8 +214,6 @@ class BatchBuilder:
         if len(block_table) > num_filled:
             self._tables[row, num_filled : len(block_table)] = block_table[num_filled:]
             self._num_filled[row] = len(block_table)
-        elif is_first:
-            self._num_filled[row] = 0
 
     def _group(self, lens: Integers) -> list[tuple[Integers | slice, Integers]]:
         """Divide decodes into groups of similar length, so that padding at most doubles the work.

@@ -22,9 +22,10 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.errors import RequestError
+from nereid_backend.grammar.vocabulary import TokenMask, mask_of
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.penalties import TokenCounts, apply_penalties, asks_for_penalties
-from nereid_backend.sampling.token_masks import Words, pack, with_masks
+from nereid_backend.sampling.token_masks import with_masks
 
 Integers = NDArray[np.int64]
 
@@ -40,7 +41,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
         RequestError: if a token id is too large. The message names the field, the id and the limit.
     """
     named = {
-        "logit_bias": [token_id for token_id, _ in _pairs(params)],
+        "logit_bias": [token_id for token_id, _ in _bias_pairs(params)],
         "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words_token_ids": [t for word in params.bad_words_token_ids for t in word],
     }
@@ -73,7 +74,7 @@ class LogitsParams:
     is_plain: bool
     bias_ids: Integers = field(default_factory=lambda: _NONE)
     bias_values: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    allowed: Words | None = None
+    allowed: TokenMask | None = None
     bad_tokens: Integers = field(default_factory=lambda: _NONE)
     bad_words: dict[int, list[tuple[list[int], int]]] = field(default_factory=dict)
     stops: Integers = field(default_factory=lambda: _NONE)
@@ -92,7 +93,7 @@ class LogitsParams:
             or params.min_tokens
         ):
             return cls(sequence, is_plain=True)
-        bias = _pairs(params)
+        bias = _bias_pairs(params)
         words: dict[int, list[tuple[list[int], int]]] = {}
         for *before, last in params.bad_words_token_ids:
             if before:
@@ -103,7 +104,7 @@ class LogitsParams:
             is_plain=False,
             bias_ids=np.array([token_id for token_id, _ in bias], np.int64),
             bias_values=np.array([value for _, value in bias], np.float32),
-            allowed=None if allowed is None else pack(allowed, vocab_size),
+            allowed=None if allowed is None else mask_of(allowed, vocab_size),
             bad_tokens=np.array(
                 [word[0] for word in params.bad_words_token_ids if len(word) == 1], np.int64
             ),
@@ -157,22 +158,22 @@ class LogitsProcessor:
         self, positions: abc.Sequence[Position], vocab_size: int
     ) -> list[LogitsParams]:
         """Return the prepared logits parameters of the positions' requests."""
-        found = []
+        params_of_positions = []
         for index, position in enumerate(positions):
             sequence = position.sequence
             row = _row_of(position, index)
             logits_params = self._logits_params.get(row)
             if logits_params is None or logits_params.owner is not sequence:
                 logits_params = self._logits_params[row] = LogitsParams.of(sequence, vocab_size)
-            found.append(logits_params)
-        return found
+            params_of_positions.append(logits_params)
+        return params_of_positions
 
     def process(
         self,
         logits: Tensor,
         positions: abc.Sequence[Position],
         logits_params: abc.Sequence[LogitsParams],
-        masks: abc.Sequence[Words | None],
+        masks: abc.Sequence[TokenMask | None],
     ) -> Tensor:
         """Apply the sampling parameters and token masks of requests to the logits.
 
@@ -185,52 +186,37 @@ class LogitsProcessor:
         Returns:
             `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.
         """
-        asking = [i for i, params in enumerate(logits_params) if not params.is_plain]
-        if not asking and all(mask is None for mask in masks):
+        changed = [i for i, params in enumerate(logits_params) if not params.is_plain]
+        if not changed and all(mask is None for mask in masks):
             return logits
-        limits = [
-            _both(params.allowed, mask) for params, mask in zip(logits_params, masks, strict=True)
+        combined = [
+            _combine(params.allowed, mask)
+            for params, mask in zip(logits_params, masks, strict=True)
         ]
-        logits = with_masks(logits.float(), limits)
-        if asking:
-            self._forbid_tokens(logits, positions, logits_params, asking)
-            _add_bias(logits, logits_params, asking)
-            self._penalise(logits, positions, [i for i in asking if logits_params[i].has_penalties])
+        logits = with_masks(logits.float(), combined)
+        if changed:
+            _forbid_tokens(logits, positions, logits_params, changed)
+            _add_bias(logits, logits_params, changed)
+            penalised = [i for i in changed if logits_params[i].has_penalties]
+            if penalised:
+                self._penalise(logits, positions, penalised)
         return logits
 
-    @staticmethod
-    def _forbid_tokens(
-        logits: Tensor,
-        positions: abc.Sequence[Position],
-        logits_params: abc.Sequence[LogitsParams],
-        asking: abc.Sequence[int],
-    ) -> None:
-        rows: list[Integers] = []
-        columns: list[Integers] = []
-        for index in asking:
-            for token_ids in logits_params[index].forbidden_tokens(positions[index]):
-                rows.append(np.full(len(token_ids), index))
-                columns.append(token_ids)
-        if rows:
-            index_pair = _to_device(rows, logits), _to_device(columns, logits)
-            logits.index_put_(index_pair, logits.new_full((), float("-inf")))
-
     def _penalise(
-        self, logits: Tensor, positions: abc.Sequence[Position], asking: abc.Sequence[int]
+        self, logits: Tensor, positions: abc.Sequence[Position], rows: abc.Sequence[int]
     ) -> None:
-        if not asking:
-            return
-        chosen = [positions[i] for i in asking]
-        rows = [_row_of(position, i) for position, i in zip(chosen, asking, strict=True)]
-        ids, counts = self._counts.lists(rows, chosen)
-        params = [position.sequence.params for position in chosen]
-        if len(asking) == len(logits):
+        """Apply the penalties of the requests at the indices `rows`. Mutates: logits."""
+        penalised = [positions[i] for i in rows]
+        cache_rows = [_row_of(position, i) for position, i in zip(penalised, rows, strict=True)]
+        ids, counts = self._counts.lists(cache_rows, penalised)
+        params = [position.sequence.params for position in penalised]
+        if len(rows) == len(logits):
             apply_penalties(logits, ids, counts, params)
         else:
-            index = upload(np.array(asking), logits.device)
-            some = logits[index]
-            apply_penalties(some, ids, counts, params)
-            logits.index_copy_(0, index, some)
+            index = upload(np.array(rows), logits.device)
+            penalised_logits = logits[index]
+            apply_penalties(penalised_logits, ids, counts, params)
+            logits.index_copy_(0, index, penalised_logits)
 
 
 def explain_no_token(sequence: Sequence) -> str:
@@ -252,37 +238,70 @@ def explain_no_token(sequence: Sequence) -> str:
     )
 
 
-def _pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
+def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
+    """Return logit_bias as pairs of a token id and a bias."""
     # SamplingParams stores the mapping as sorted pairs.
     return cast(tuple[tuple[int, float], ...], params.logit_bias)
 
 
 def _row_of(position: Position, index: int) -> int:
+    """Return the row of the caches that belongs to a position's sequence.
+
+    Args:
+        position: the position.
+        index: the index of the position in the step.
+    """
     # A request outside a scheduler has no row, so it can use any row. The caches compare the owner
     # of a row with the request, so two requests never share a cached entry.
     row = position.sequence.row
     return index if row is None else row
 
 
-def _both(first: Words | None, second: Words | None) -> Words | None:
+def _combine(first: TokenMask | None, second: TokenMask | None) -> TokenMask | None:
+    """Return the mask of the tokens that two masks allow. None allows every token."""
     if first is None or second is None:
         return second if first is None else first
     return first & second
 
 
-def _add_bias(
-    logits: Tensor, logits_params: abc.Sequence[LogitsParams], asking: abc.Sequence[int]
+def _forbid_tokens(
+    logits: Tensor,
+    positions: abc.Sequence[Position],
+    logits_params: abc.Sequence[LogitsParams],
+    changed: abc.Sequence[int],
 ) -> None:
-    biased = [i for i in asking if len(logits_params[i].bias_ids)]
+    """Set the logits of bad words and of the stop tokens under min_tokens to -inf.
+
+    Args:
+        logits: [n, vocab_size] float32. Mutated.
+        positions: the position of each row.
+        logits_params: the logits parameters of each row.
+        changed: the rows whose requests have logits parameters.
+    """
+    rows: list[Integers] = []
+    columns: list[Integers] = []
+    for index in changed:
+        for token_ids in logits_params[index].forbidden_tokens(positions[index]):
+            rows.append(np.full(len(token_ids), index))
+            columns.append(token_ids)
+    if rows:
+        index_pair = (_to_device(rows, logits), _to_device(columns, logits))
+        logits.index_put_(index_pair, logits.new_full((), float("-inf")))
+
+
+def _add_bias(
+    logits: Tensor, logits_params: abc.Sequence[LogitsParams], changed: abc.Sequence[int]
+) -> None:
+    """Add logit_bias to the logits; see `_forbid_tokens` for the arguments. Mutates: logits."""
+    biased = [i for i in changed if len(logits_params[i].bias_ids)]
     if biased:
         rows = [np.full(len(logits_params[i].bias_ids), i) for i in biased]
-        index_pair = (
-            _to_device(rows, logits),
-            _to_device([logits_params[i].bias_ids for i in biased], logits),
-        )
+        columns = [logits_params[i].bias_ids for i in biased]
         values = np.concatenate([logits_params[i].bias_values for i in biased])
+        index_pair = (_to_device(rows, logits), _to_device(columns, logits))
         logits.index_put_(index_pair, upload(values, logits.device), accumulate=True)
 
 
 def _to_device(parts: abc.Sequence[Integers], like: Tensor) -> Tensor:
+    """Return some arrays as one int64 tensor on the device of `like`."""
     return upload(np.concatenate(parts), like.device)

@@ -6,16 +6,14 @@ times and writes as many values as it reads. The kernels read every logit once, 
 dtype. The result of a row does not depend on other rows.
 """
 
-import functools
-from ctypes import CDLL, c_int, c_int64, c_void_p
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nereid_backend.attention.cpu.cpu_attention import has_kernels, kernels
+from nereid_backend.attention.cpu.cpu_library import has_kernels, kernels
 
 
 class RowFacts(NamedTuple):
@@ -33,8 +31,9 @@ class RowFacts(NamedTuple):
 
 def can_read(logits: Tensor) -> bool:
     """Return whether the kernels are available and can read the tensor `logits`."""
-    is_known = logits.dtype in (torch.float32, torch.bfloat16)
-    return logits.device.type == "cpu" and is_known and logits.shape[1] > 0 and has_kernels()
+    has_supported_dtype = logits.dtype in (torch.float32, torch.bfloat16)
+    is_on_cpu = logits.device.type == "cpu"
+    return is_on_cpu and has_supported_dtype and logits.shape[1] > 0 and has_kernels()
 
 
 def read(logits: Tensor) -> RowFacts:
@@ -44,16 +43,18 @@ def read(logits: Tensor) -> RowFacts:
         logits: [n, vocab_size], float32 or bfloat16.
     """
     count = len(logits)
-    found = RowFacts(torch.empty(count, dtype=torch.int64), torch.empty(count))
+    facts = RowFacts(torch.empty(count, dtype=torch.int64), torch.empty(count))
     logits = _with_contiguous_rows(logits)
-    _library().nereid_read_logits(
-        *_rows(logits), *(tensor.data_ptr() for tensor in found), torch.get_num_threads()
+    kernels().nereid_read_logits(
+        *_rows(logits), *(tensor.data_ptr() for tensor in facts), torch.get_num_threads()
     )
-    return found
+    return facts
 
 
-def draw(logits: Tensor, temperature: NDArray[np.float32], uniform: NDArray[np.float64]) -> Tensor:
-    """Draw one token for each row; see `random_sampling`.
+def sample(
+    logits: Tensor, temperature: NDArray[np.float32], uniform: NDArray[np.float64]
+) -> Tensor:
+    """Sample one token for each row; see `random_sampling`.
 
     Args:
         logits: [n, vocab_size].
@@ -64,13 +65,11 @@ def draw(logits: Tensor, temperature: NDArray[np.float32], uniform: NDArray[np.f
         Token ids [n] int64.
     """
     token_ids = torch.empty(len(logits), dtype=torch.int64)
-    logits, scales, shares = (
-        _with_contiguous_rows(logits),
-        1 / temperature,
-        np.ascontiguousarray(uniform),
-    )
-    _library().nereid_draw(
-        *(*_rows(logits), scales.ctypes.data, shares.ctypes.data),
+    logits = _with_contiguous_rows(logits)
+    scales = 1 / temperature
+    uniform = np.ascontiguousarray(uniform)
+    kernels().nereid_sample(
+        *(*_rows(logits), scales.ctypes.data, uniform.ctypes.data),
         *(token_ids.data_ptr(), torch.get_num_threads()),
     )
     return token_ids
@@ -93,8 +92,9 @@ def likeliest(
     """
     probs = torch.empty(len(logits), width)
     token_ids = torch.empty(len(logits), width, dtype=torch.int64)
-    logits, scales = _with_contiguous_rows(logits), 1 / temperature
-    _library().nereid_likeliest(
+    logits = _with_contiguous_rows(logits)
+    scales = 1 / temperature
+    kernels().nereid_likeliest(
         *(*_rows(logits), scales.ctypes.data, width),
         *(token_ids.data_ptr(), probs.data_ptr(), torch.get_num_threads()),
     )
@@ -102,21 +102,11 @@ def likeliest(
 
 
 def _with_contiguous_rows(logits: Tensor) -> Tensor:
+    """Return logits whose last dimension is contiguous, as the kernels need it."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def _rows(logits: Tensor) -> tuple[bool, int, int, int, int]:
+    """Return the arguments of a kernel that describe the logits."""
     is_bfloat16 = logits.dtype == torch.bfloat16
     return is_bfloat16, logits.data_ptr(), len(logits), logits.stride(0), logits.shape[1]
-
-
-@functools.cache
-def _library() -> CDLL:
-    library = kernels()
-    rows: list[Any] = [c_int, c_void_p, *[c_int64] * 3]
-    library.nereid_read_logits.argtypes = [*rows, c_void_p, c_void_p, c_int]
-    library.nereid_draw.argtypes = [*rows, *[c_void_p] * 3, c_int]
-    library.nereid_likeliest.argtypes = [*rows, c_void_p, c_int64, *[c_void_p] * 2, c_int]
-    for name in ("read_logits", "draw", "likeliest"):
-        getattr(library, f"nereid_{name}").restype = None
-    return library

@@ -19,6 +19,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling.draft_verification import Position
 
+# The number of distinct tokens for which each row has memory at first.
 _FIRST_WIDTH = 64
 
 
@@ -82,7 +83,8 @@ class TokenCounts:
         extra = max(len(position.drafts) for position in positions)
         width = max(1, max(sizes) + extra)
         self._widen(width)
-        ids, counts = self._ids[rows, :width], self._counts[rows, :width]
+        ids = self._ids[rows, :width]
+        counts = self._counts[rows, :width]
         for index, position in enumerate(positions):
             if position.drafts:
                 places = self._texts[rows[index]].places
@@ -119,13 +121,15 @@ class TokenCounts:
         return text
 
     def _widen(self, width: int) -> None:
-        missing = width - self._ids.shape[1]
+        """Extend all rows to at least `width` elements. The width at least doubles."""
+        old_width = self._ids.shape[1]
+        missing = width - old_width
         if missing > 0:
-            pad = ((0, 0), (0, max(missing, self._ids.shape[1])))
-            first_ids, first_counts = self._ids[:, :1], self._counts[:, :1]
-            old = self._ids.shape[1]
-            self._ids, self._counts = np.pad(self._ids, pad), np.pad(self._counts, pad)
-            self._ids[:, old:], self._counts[:, old:] = first_ids, first_counts
+            padding = ((0, 0), (0, max(missing, old_width)))
+            self._ids = np.pad(self._ids, padding)
+            self._counts = np.pad(self._counts, padding)
+            self._ids[:, old_width:] = self._ids[:, :1]
+            self._counts[:, old_width:] = self._counts[:, :1]
 
 
 def apply_penalties(
@@ -155,10 +159,11 @@ def apply_penalties(
         dtype=np.float32,
     )
     repetition, frequency, presence = upload(factors, device)[:, :, None].unbind(1)
-    index, times = upload(ids, device), upload(counts, device)
+    index = upload(ids, device)
+    num_occurrences = upload(counts, device)
     values = logits.gather(1, index)
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= frequency * times + presence * (times > 0)
+    values -= frequency * num_occurrences + presence * (num_occurrences > 0)
     logits.scatter_(1, index, values)
 
 
@@ -176,6 +181,7 @@ def _add(
         place = places.get(token_id)
         if place is None:
             place = places[token_id] = len(places)
+            # The first token of a row also fills the unused end of the row.
             ids[place if place > 0 else slice(None)] = token_id
             counts[place] = 0
         counts[place] += 1

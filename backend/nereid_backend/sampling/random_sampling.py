@@ -26,17 +26,21 @@ from nereid_backend.sampling.draft_verification import Position
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
 # The number of likeliest tokens that are examined first. These tokens usually include all tokens
-# that top_k and top_p leave. The second number applies if uncertain rows are deferred, which is the
-# case on a GPU. There, examining more tokens costs little, but a wrong token makes the next step
-# useless.
-_LIKELIEST, _LIKELIEST_DEFERRED = 64, 512
-# On a CPU, a row with a flat distribution gets a second attempt with _LIKELIEST_UNSURE tokens. The
-# CPU kernel finds them in a third of the time that sorting all tokens takes. The attempt is made
-# only if the tokens of the first attempt have at least the total probability _LEAST_HELD.
-_LIKELIEST_UNSURE, _LEAST_HELD = 2048, 0.4
+# that top_k and top_p leave.
+_LIKELIEST = 64
+# The same number if uncertain rows are deferred, which is the case on a GPU. There, examining more
+# tokens costs little, but a wrong token makes the next step useless.
+_LIKELIEST_DEFERRED = 512
+# On a CPU, a row with a flat distribution gets a second attempt with this number of tokens. The CPU
+# kernel finds them in a third of the time that sorting all tokens takes.
+_LIKELIEST_SECOND = 2048
+# The second attempt is made only if the tokens of the first attempt have at least this total
+# probability.
+_MIN_TOTAL_PROB = 0.4
 
 # If a row has at least _MIN_BLOCKS blocks of _BLOCK tokens, the row is searched block by block.
-_BLOCK, _MIN_BLOCKS = 512, 32
+_BLOCK = 512
+_MIN_BLOCKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +89,19 @@ class SamplingBatch:
 
 
 class UncertainRows(NamedTuple):
-    """Rows that may have been sampled from too few tokens.
+    """Rows of a batch that may have been sampled from too few tokens.
 
     Attributes:
         rows: the indices of the rows.
-        is_known: [len(rows)] bool, on the device. If False, the row must be sampled again.
+        is_certain: [len(rows)] bool, on the device. If False, the row must be sampled again.
     """
 
     rows: NDArray[np.int64]
-    is_known: Tensor
+    is_certain: Tensor
 
 
-def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw one random token for each row.
+def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Sample one token for each row with the row's random number.
 
     The filters are applied in the order temperature, min_p, top_k, top_p.
 
@@ -109,13 +113,13 @@ def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     Returns:
         Token ids [n] int64.
     """
-    return draw_or_defer(logits, batch, defers=False)[0]
+    return sample_or_defer(logits, batch, defers=False)[0]
 
 
-def draw_or_defer(
+def sample_or_defer(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
-    """Draw one random token for each row; see `draw`.
+    """Sample one token for each row; see `sample_rows`.
 
     Args:
         logits: [n, vocab_size], any float dtype.
@@ -125,73 +129,79 @@ def draw_or_defer(
     Returns:
         Token ids [n] int64, and the uncertain rows. The second item is None if no row is uncertain.
     """
-    is_cut = (batch.top_k > 0) & (batch.top_k < logits.shape[1])
-    is_filtered = is_cut | (batch.top_p < 1) | (batch.min_p > 0)
+    has_top_k = (batch.top_k > 0) & (batch.top_k < logits.shape[1])
+    is_filtered = has_top_k | (batch.top_p < 1) | (batch.min_p > 0)
     if not is_filtered.any():
-        return _draw_unfiltered(logits, batch), None
-    rows = np.flatnonzero(is_filtered)
+        return _sample_unfiltered(logits, batch), None
+    filtered = np.flatnonzero(is_filtered)
     if is_filtered.all():
-        token_ids, is_known = _draw_filtered(logits, batch, defers=defers)
-        return token_ids, None if is_known is None else UncertainRows(rows, is_known)
-    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    index = upload(rows, logits.device)
-    drawn, is_known = _draw_filtered(logits[index], batch.rows(rows), defers=defers)
-    token_ids[index] = drawn
-    others = np.flatnonzero(~is_filtered)
-    index = upload(others, logits.device)
-    token_ids[index] = _draw_unfiltered(logits[index], batch.rows(others))
-    return token_ids, None if is_known is None else UncertainRows(rows, is_known)
+        token_ids, is_certain = _sample_filtered(logits, batch, defers=defers)
+    else:
+        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        index = upload(filtered, logits.device)
+        filtered_ids, is_certain = _sample_filtered(
+            logits[index], batch.rows(filtered), defers=defers
+        )
+        token_ids[index] = filtered_ids
+        unfiltered = np.flatnonzero(~is_filtered)
+        index = upload(unfiltered, logits.device)
+        token_ids[index] = _sample_unfiltered(logits[index], batch.rows(unfiltered))
+    return token_ids, None if is_certain is None else UncertainRows(filtered, is_certain)
 
 
-def _draw_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw one token for each row from all tokens. The rows have no filters."""
+def _sample_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Sample one token for each row from all tokens. The rows have no filters."""
     if native_logits.can_read(logits):
-        return native_logits.draw(logits, batch.temperature, batch.uniform)
-    return _pick(_probs(logits, batch), batch)
+        return native_logits.sample(logits, batch.temperature, batch.uniform)
+    return _select(_probs(logits, batch), batch)
 
 
 def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Return the probabilities after temperature, [n, vocab_size] float32."""
     return (logits.float() / _column(batch.temperature, logits)).softmax(-1)
 
 
-def _draw_filtered(
+def _sample_filtered(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw one token for each row. The rows have at least one of top_k, top_p and min_p.
+    """Sample one token for each row. The rows have at least one of top_k, top_p and min_p.
 
     The filters usually leave only a few tokens, so only the likeliest tokens of a row are examined.
-    If these tokens may not be enough for a row, the row is uncertain. Uncertain rows are sampled
-    from all tokens. If `defers` is True, the caller has to do this.
+    If the filters may leave other tokens, too, the row is uncertain. Uncertain rows are sampled
+    again from all tokens. If `defers` is True, the caller has to do this.
 
     Returns:
         Token ids [n] int64, and [n] bool, which is False if the caller must sample the row again.
         The second item is None if `defers` is False.
     """
     if defers:
-        chosen, is_known, _ = _draw_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
-        return chosen, is_known
-    chosen, is_known, held = _draw_from_likeliest(logits, batch, _LIKELIEST)
+        token_ids, is_certain, _ = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
+        return token_ids, is_certain
+    token_ids, is_certain, total_probs = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.can_read(logits):
-        rows = (~is_known & (held >= _LEAST_HELD)).nonzero().squeeze(1)
+        rows = (~is_certain & (total_probs >= _MIN_TOTAL_PROB)).nonzero().squeeze(1)
         if len(rows) > 0:
-            some = batch.rows(rows.numpy())
-            found = _draw_from_likeliest(logits[rows], some, _LIKELIEST_UNSURE)
-            chosen[rows], is_known[rows], _ = found
-    rows = (~is_known).nonzero().squeeze(1)
+            second_ids, second_is_certain, _ = _sample_from_likeliest(
+                logits[rows], batch.rows(rows.numpy()), _LIKELIEST_SECOND
+            )
+            token_ids[rows] = second_ids
+            is_certain[rows] = second_is_certain
+    rows = (~is_certain).nonzero().squeeze(1)
     if len(rows) > 0:
-        some = batch.rows(rows.cpu().numpy())
-        chosen[rows] = _draw_from_all(_probs(logits[rows], some), some)
-    return chosen, None
+        uncertain = batch.rows(rows.cpu().numpy())
+        token_ids[rows] = _sample_from_all(_probs(logits[rows], uncertain), uncertain)
+    return token_ids, None
 
 
-def _draw_from_likeliest(
+def _sample_from_likeliest(
     logits: Tensor, batch: SamplingBatch, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token for each row from the `width` likeliest tokens.
+    """Sample one token for each row from the `width` likeliest tokens.
 
     Returns:
-        Three tensors: token ids [n] int64; whether the filters leave only tokens that are among the
-        likeliest, [n] bool; and the total probability of the likeliest tokens, [n] float32.
+        Three tensors. The first contains the token ids, [n] int64. The second is True if the
+        filters leave only tokens that are among the likeliest, [n] bool. The third is the total
+        probability of the likeliest tokens, [n] float32.
     """
     width = min(width, logits.shape[1])
     if native_logits.can_read(logits):
@@ -201,31 +211,36 @@ def _draw_from_likeliest(
         token_ids.clamp_(min=0)
     else:
         values, token_ids = _probs(logits, batch).topk(width, dim=-1)
-    top_k, top_p = _column(batch.top_k, values), _column(batch.top_p, values)
-    kth = values.gather(1, top_k.clamp(1, width) - 1)
-    cut = torch.maximum(
-        torch.where((top_k > 0) & (top_k <= width), kth, 0),
+    top_k = _column(batch.top_k, values)
+    top_p = _column(batch.top_p, values)
+    # top_k and min_p remove the tokens below `floor`. Without these filters, it is 0.
+    kth_largest = values.gather(1, top_k.clamp(1, width) - 1)
+    floor = torch.maximum(
+        torch.where((top_k > 0) & (top_k <= width), kth_largest, 0),
         values[:, :1] * _column(batch.min_p, values),
     )
-    kept = values * (values >= cut)
+    kept = values * (values >= floor)
     # top_p refers to the total probability of the tokens that the other filters leave. If the other
     # filters remove no token, the total is 1. Otherwise, the total is known only if the likeliest
     # tokens include all tokens that the other filters leave.
-    total = torch.where(cut > 0, kept.sum(-1, keepdim=True), 1.0)
-    is_known = ((cut == 0) & (top_k <= 0)) | (values[:, -1:] < cut)
-    size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
-    threshold = torch.where(top_p < 1, torch.maximum(kept.gather(1, size - 1), cut), cut)
+    total = torch.where(floor > 0, kept.sum(-1, keepdim=True), 1.0)
+    smallest = values[:, -1:]
+    is_certain = ((floor == 0) & (top_k <= 0)) | (smallest < floor)
+    nucleus_size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
+    last_of_nucleus = kept.gather(1, nucleus_size - 1)
+    threshold = torch.where(top_p < 1, torch.maximum(last_of_nucleus, floor), floor)
     # Tokens that are as likely as the last token of the nucleus are kept, too. The row is certain
     # only if the least likely examined token is below the threshold.
-    is_known &= values[:, -1:] < threshold
+    is_certain &= smallest < threshold
+    # The random number selects from the tokens in the order of the vocabulary.
     token_ids, order = token_ids.sort(dim=-1)
-    kept = (kept * (kept >= threshold)).gather(1, order)
-    chosen = token_ids.gather(1, _pick(kept, batch)[:, None]).squeeze(1)
-    return chosen, is_known.squeeze(1), values.sum(-1)
+    weights = (kept * (kept >= threshold)).gather(1, order)
+    sampled_ids = token_ids.gather(1, _select(weights, batch)[:, None]).squeeze(1)
+    return sampled_ids, is_certain.squeeze(1), values.sum(-1)
 
 
-def _draw_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Draw one token for each row from all tokens, after min_p, top_k and top_p."""
+def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
+    """Sample one token for each row from all tokens, after min_p, top_k and top_p."""
     vocab_size = probs.shape[1]
     if batch.min_p.any():
         floor = probs.amax(-1, keepdim=True) * _column(batch.min_p, probs)
@@ -236,10 +251,10 @@ def _draw_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
     needs_top_p = batch.top_p < 1
     if needs_top_p.any():
         probs = _filter_rows(probs, needs_top_p, _keep_top_p, batch.top_p)
-    return _pick(probs, batch)
+    return _select(probs, batch)
 
 
-def _pick(weights: Tensor, batch: SamplingBatch) -> Tensor:
+def _select(weights: Tensor, batch: SamplingBatch) -> Tensor:
     """Select an index in each row with the row's random number.
 
     The result is the first index at which the cumulative weights exceed the random number times the
@@ -257,23 +272,23 @@ def _pick(weights: Tensor, batch: SamplingBatch) -> Tensor:
     uniform = _column(batch.uniform, weights)
     if num_blocks < _MIN_BLOCKS:
         cumulated = weights.cumsum(-1)
-        return _search(cumulated, _share(cumulated, uniform))
+        return _search(cumulated, _scaled_to_total(uniform, cumulated))
     # The last block also contains the remainder of the row.
     width = weights.shape[1] - (num_blocks - 1) * _BLOCK
     blocks = weights[:, : num_blocks * _BLOCK]
     sums = blocks.view(len(weights), num_blocks, _BLOCK).sum(-1)
     sums[:, -1] += weights[:, num_blocks * _BLOCK :].sum(-1)
     cumulated = sums.cumsum(-1)
-    target = _share(cumulated, uniform)
+    target = _scaled_to_total(uniform, cumulated)
     block = _search(cumulated, target)[:, None]
-    before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = weights.gather(1, block * _BLOCK + torch.arange(width, device=weights.device))
-    inside[:, _BLOCK:] *= block == num_blocks - 1
-    return block.squeeze(1) * _BLOCK + _search(inside.cumsum(-1), target - before)
+    sum_before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
+    block_weights = weights.gather(1, block * _BLOCK + torch.arange(width, device=weights.device))
+    block_weights[:, _BLOCK:] *= block == num_blocks - 1
+    return block.squeeze(1) * _BLOCK + _search(block_weights.cumsum(-1), target - sum_before)
 
 
-def _share(cumulated: Tensor, uniform: Tensor) -> Tensor:
-    """Return `uniform` times the total of each row, [n, 1]."""
+def _scaled_to_total(uniform: Tensor, cumulated: Tensor) -> Tensor:
+    """Return the random number of each row times the row's total weight, [n, 1] float32."""
     return (uniform * cumulated[:, -1:].double()).float()
 
 
@@ -287,17 +302,17 @@ def _search(cumulated: Tensor, target: Tensor) -> Tensor:
 
 
 def _column(values: Numbers, like: Tensor) -> Tensor:
+    """Return one number for each row as a column [n, 1] on the device of `like`."""
     return upload(values, like.device)[:, None]
 
 
 def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return a random number in [0, 1) for each pair of a seed and a counter.
 
-    Equal pairs give equal numbers.
+    Equal pairs give equal numbers. The seed is hashed, the counter times a constant (the golden
+    gamma) is added, and the sum is hashed again.
 
-    Source: SplitMix64 (Steele, Lea, Flood 2014). The counter's multiple of the golden gamma is
-        added to
-    the hash of the seed, and the output function is applied to the sum.
+    Source: SplitMix64 (Steele, Lea, Flood 2014).
     """
     gamma = np.uint64(0x9E3779B97F4A7C15)
     mixed = _mix64(_mix64(seeds + gamma) + (counters + np.uint64(1)) * gamma)
@@ -305,6 +320,7 @@ def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> 
 
 
 def _mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the hash of each value: the output function of SplitMix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -312,15 +328,22 @@ def _mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _filter_rows(
     probs: Tensor,
-    is_wanted: NDArray[np.bool_],
+    is_selected: NDArray[np.bool_],
     keep: Callable[[Tensor, Numbers], Tensor],
     values: Numbers,
 ) -> Tensor:
-    """Apply a filter to the rows for which `is_wanted` is True."""
-    if is_wanted.all():
+    """Apply a filter to the rows for which `is_selected` is True.
+
+    Args:
+        probs: [n, vocab_size]. Not changed.
+        is_selected: [n] bool.
+        keep: the filter, `_keep_top_k` or `_keep_top_p`.
+        values: [n], the parameter of the filter for each row.
+    """
+    if is_selected.all():
         return keep(probs, values)
-    rows = upload(is_wanted.nonzero()[0], probs.device)
-    return probs.index_copy(0, rows, keep(probs[rows], values[is_wanted]))
+    rows = upload(is_selected.nonzero()[0], probs.device)
+    return probs.index_copy(0, rows, keep(probs[rows], values[is_selected]))
 
 
 def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
@@ -338,16 +361,17 @@ def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     The nucleus is the smallest set of likeliest tokens whose probabilities sum to at least top_p.
     If other tokens are as likely as the last token of the nucleus, they are kept, too.
     """
-    rising = _sorted(probs)
-    cumulated = rising.cumsum(-1)
+    ascending = _sorted(probs)
+    cumulated = ascending.cumsum(-1)
     # A token belongs to the nucleus if the likelier tokens sum to less than top_p times the total.
     # This is equivalent: the token and the less likely tokens sum to more than `rest`.
     rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
-    return probs * (probs >= rising.gather(1, first))
+    return probs * (probs >= ascending.gather(1, first))
 
 
 def _sorted(probs: Tensor) -> Tensor:
+    """Return the probabilities of each row in ascending order."""
     if probs.device.type != "cpu":
         return probs.sort(dim=-1).values
     # On a CPU, numpy sorts with vector instructions and is more than ten times as fast as torch.

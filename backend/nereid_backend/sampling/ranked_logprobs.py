@@ -18,6 +18,10 @@ from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
 from nereid_backend.sampling.logsumexp import row_facts
 
+# The largest number of logits in a slice; see `slices`.
+_SLICE_LOGITS_CPU = 2**20
+_SLICE_LOGITS_GPU = 2**26
+
 
 class RankedRows(NamedTuple):
     """The log-probabilities at some positions, on the device.
@@ -59,8 +63,8 @@ def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
 
     Example: if a slice has 2 rows, 5 rows give the slices 0:2, 2:4 and 4:5.
     """
-    elements = 2**20 if device.type == "cpu" else 2**26
-    size = max(1, elements // vocab_size)
+    max_logits = _SLICE_LOGITS_CPU if device.type == "cpu" else _SLICE_LOGITS_GPU
+    size = max(1, max_logits // vocab_size)
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
@@ -77,8 +81,8 @@ def rank_tokens(
         token_ids: [n] int64, the token of each row.
         num_top: the number of likeliest tokens that each row reports.
     """
-    own = logits.gather(1, token_ids[:, None])
-    is_likelier = logits > own
+    token_logits = logits.gather(1, token_ids[:, None])
+    is_likelier = logits > token_logits
     if logits.device.type == "cpu":
         # `sum` would convert the whole mask to int64 first; `count_nonzero` on each row does not.
         ranks = torch.tensor([int(row.count_nonzero()) + 1 for row in is_likelier])
@@ -108,10 +112,11 @@ def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[
         token_ids: the n tokens.
         num_top: the number of likeliest tokens to report for each token.
     """
-    found: list[RankedRows] = []
+    ranked: list[RankedRows] = []
     targets = upload(np.array(token_ids), logits.device)
     for piece in slices(len(token_ids), logits.shape[1], logits.device):
         rows = logits[piece]
-        facts, counts = row_facts(rows), [num_top] * len(rows)
-        found.append(rank_tokens(rows.float(), facts.logsumexp, targets[piece], counts))
-    return found
+        logsumexp = row_facts(rows).logsumexp
+        num_tops = [num_top] * len(rows)
+        ranked.append(rank_tokens(rows.float(), logsumexp, targets[piece], num_tops))
+    return ranked

@@ -21,13 +21,14 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled
 from nereid_backend.device_transfer import HostCopy, upload
+from nereid_backend.grammar.vocabulary import TokenMask
 from nereid_backend.sampling import gpu_sampling
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.logits_processor import LogitsParams, LogitsProcessor, explain_no_token
 from nereid_backend.sampling.logsumexp import argmax, row_facts
-from nereid_backend.sampling.random_sampling import SamplingBatch, UncertainRows, draw_or_defer
+from nereid_backend.sampling.random_sampling import SamplingBatch, UncertainRows, sample_or_defer
 from nereid_backend.sampling.ranked_logprobs import RankedRows, rank_tokens, slices
-from nereid_backend.sampling.token_masks import StepMasks, Words
+from nereid_backend.sampling.token_masks import StepMasks
 
 NOT_FINITE = (
     "The model's logits contain NaN or infinity. Either the weights of the model are damaged, or a "
@@ -68,7 +69,7 @@ class _SliceInputs(NamedTuple):
     start: int
     positions: abc.Sequence[Position]
     logits_params: abc.Sequence[LogitsParams]
-    masks: abc.Sequence[Words | None]
+    masks: abc.Sequence[TokenMask | None]
 
     def select(self, indices: abc.Sequence[int]) -> "_SliceInputs":
         """Return the inputs of the positions at `indices`. `start` of the result has no meaning."""
@@ -141,7 +142,7 @@ class PendingTokens:
         more: list[Tensor] = []
         for part in parts:
             more += part.ranked.rows.tensors if part.ranked is not None else ()
-            more += (part.uncertain.is_known,) if part.uncertain is not None else ()
+            more += (part.uncertain.is_certain,) if part.uncertain is not None else ()
         self._copy = HostCopy([*joined, *more])
 
     def result(self) -> tuple[SampledTokens, list[int]]:
@@ -228,12 +229,12 @@ class Sampler:
             masks: the token masks of the guides; None allows every token. The caller must not
                 change the masks before the result is read.
         """
-        words = masks.words if masks else {}
+        step_masks = masks.by_position if masks else {}
         logits_params = self._processor.logits_params(positions, logits.shape[1])
         defers = logits.device.type != "cpu" if self.defers is None else self.defers
         pending: list[_PendingSlice] = []
         for rows in slices(len(positions), logits.shape[1], logits.device):
-            slice_masks = [words.get(i) for i in range(rows.start, rows.stop)]
+            slice_masks = [step_masks.get(i) for i in range(rows.start, rows.stop)]
             inputs = _SliceInputs(rows.start, positions[rows], logits_params[rows], slice_masks)
             pending.append(self._launch_slice(logits[rows], inputs, defers=defers))
         return PendingTokens(self, pending)
@@ -287,6 +288,7 @@ class Sampler:
         return _PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
 
     def _process(self, logits: Tensor, inputs: _SliceInputs) -> Tensor:
+        """Apply masks and sampling parameters to the logits; see `LogitsProcessor.process`."""
         return self._processor.process(logits, inputs.positions, inputs.logits_params, inputs.masks)
 
 
@@ -337,20 +339,20 @@ def _sample_rows(
     Returns:
         Token ids [n] int64, and the rows that may have to be sampled again.
     """
-    random = [i for i, p in enumerate(positions) if not p.sequence.params.is_greedy]
-    if len(random) == len(positions):
-        return draw_or_defer(logits, SamplingBatch.of(positions), defers=defers)
+    random_rows = [i for i, p in enumerate(positions) if not p.sequence.params.is_greedy]
+    if len(random_rows) == len(positions):
+        return sample_or_defer(logits, SamplingBatch.of(positions), defers=defers)
     token_ids = argmax(logits) if likeliest is None else likeliest
-    if not random:
+    if not random_rows:
         return token_ids, None
-    index = np.array(random)
+    index = np.array(random_rows)
     rows = upload(index, logits.device)
-    batch = SamplingBatch.of([positions[i] for i in random])
-    drawn, uncertain = draw_or_defer(logits[rows], batch, defers=defers)
+    batch = SamplingBatch.of([positions[i] for i in random_rows])
+    sampled_ids, uncertain = sample_or_defer(logits[rows], batch, defers=defers)
     if uncertain is not None:
         # Convert indices into the random rows to indices into all rows.
         uncertain = uncertain._replace(rows=index[uncertain.rows])
-    return token_ids.index_copy(0, rows, drawn), uncertain
+    return token_ids.index_copy(0, rows, sampled_ids), uncertain
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:

@@ -10,24 +10,21 @@ import logging
 import os
 import time
 from collections import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.core.grammar import Guide
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.errors import EngineError
+from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, mask_width
 from nereid_backend.sampling.draft_verification import Position
-
-Words = NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +34,13 @@ logger = logging.getLogger(__name__)
 # saves.
 _WORTH_A_THREAD_S = 5e-4
 
-# Each job fills the masks of at least this many requests, because starting a job costs about as
+# Each job fills the masks of at least this many sequences, because starting a job costs about as
 # much time as filling a few masks.
-_REQUESTS_PER_JOB = 8
+_SEQUENCES_PER_JOB = 8
+# The largest number of threads that fill masks.
+_MAX_THREADS = 4
+# The weight of the newest step in the moving average of the time that one mask takes.
+_NEWEST_WEIGHT = 0.2
 
 # One byte of a mask belongs to 8 logits. For each value of the byte, the table contains the 8
 # float32 numbers (0 or -inf) that are added to the logits. numpy copies 8 numbers at once as one
@@ -56,7 +57,7 @@ _BIAS_OF_BYTE = np.ascontiguousarray(
 class MaskingGuide(Guide, Protocol):
     """A guide with the additional methods that the sampler needs."""
 
-    def fill(self, row: Words) -> bool:
+    def fill(self, row: TokenMask) -> bool:
         """Write the mask of the next token into `row`, [ceil(vocab_size / 32)] int32.
 
         Returns:
@@ -65,7 +66,7 @@ class MaskingGuide(Guide, Protocol):
 
     @staticmethod
     def fill_all(
-        guides: "abc.Sequence[MaskingGuide]", rows: Words, places: abc.Sequence[int]
+        guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, places: abc.Sequence[int]
     ) -> list[bool]:
         """Fill the masks of several guides of this class.
 
@@ -92,14 +93,14 @@ class StepMasks:
     """The token masks of the positions of a step.
 
     Attributes:
-        words: a mapping from the index of a position to its mask. Every token is allowed at
+        by_position: a mapping from the index of a position to its mask. Every token is allowed at
             positions without an entry.
         errors: a mapping from the index of the first position of a request to the reason why the
             request's guide failed.
         seconds: the CPU time in seconds that filling took.
     """
 
-    words: dict[int, Words] = field(default_factory=dict)
+    by_position: dict[int, TokenMask] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -111,33 +112,100 @@ class Job(Protocol):
         """Return the masks when they are filled."""
 
 
-class _Rows(NamedTuple):
-    """The memory for the masks of a step.
+@dataclass(frozen=True, slots=True)
+class _FillJob:
+    """Fills the masks of some sequences of a step when `result` is called.
 
     Attributes:
-        buffer: [n, words] int32, one row for each mask.
-        places: a mapping from the index of a position to the index of its row in `buffer`.
+        groups: the indices of the positions of each sequence.
+        positions: all positions of the step.
+        buffer: [n, ceil(vocab_size / 32)] int32, the memory for the masks of the step.
+        rows: a mapping from the index of a position to the index of its row in `buffer`.
     """
 
-    buffer: Words
-    places: dict[int, int]
-
-
-class _Deferred(NamedTuple):
-    work: Callable[[], StepMasks]
+    groups: abc.Sequence[abc.Sequence[int]]
+    positions: abc.Sequence[Position]
+    buffer: TokenMasks
+    rows: dict[int, int]
 
     def result(self) -> StepMasks:
-        return self.work()
+        """Fill the masks and return them."""
+        masks = StepMasks()
+        started = time.thread_time()
+        first_positions: dict[type[MaskingGuide], list[int]] = {}
+        for first, *_ in self.groups:
+            guide = guide_of(self.positions[first].sequence)
+            assert guide is not None
+            first_positions.setdefault(type(guide), []).append(first)
+        for guide_class, indices in first_positions.items():
+            self._fill_first(guide_class, indices, masks)
+        for group in self.groups:
+            if len(group) > 1 and group[0] not in masks.errors:
+                self._fill_drafts(group, masks)
+        return replace(masks, seconds=time.thread_time() - started)
+
+    def _fill_first(
+        self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
+    ) -> None:
+        """Fill the masks of positions without draft tokens. Mutates: masks.
+
+        If a guide fails, its error is stored, and the other masks are filled.
+        """
+        guides = [cast(MaskingGuide, self.positions[index].sequence.guide) for index in indices]
+        rows = [self.rows[index] for index in indices]
+        try:
+            is_limited = guide_class.fill_all(guides, self.buffer, rows)
+        except Exception as error:  # noqa: BLE001
+            # Boundary: a request ends here, because its grammar library failed in any way.
+            if len(indices) == 1:
+                self._store_error(indices[0], error, masks)
+                return
+            # Fill the masks one by one to find the guide that fails. A row may be filled twice.
+            for index in indices:
+                self._fill_first(guide_class, [index], masks)
+            return
+        for index, row, limited in zip(indices, rows, is_limited, strict=True):
+            if limited:
+                masks.by_position[index] = self.buffer[row]
+
+    def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
+        """Fill the masks of the positions after the draft tokens of one sequence. Mutates: masks.
+
+        Stop at the first draft token that the grammar does not allow. The mask before that token
+        prevents sampling the token, so the positions after it are ignored.
+        """
+        sequence = self.positions[group[0]].sequence
+        try:
+            guide = cast(MaskingGuide, cast(Guide, sequence.guide).fork())
+            for index in group[1:]:
+                draft_token = self.positions[index].drafts[-1]
+                if draft_token in sequence.stop_token_ids:
+                    return
+                try:
+                    guide.accept([draft_token])
+                except EngineError:
+                    return
+                mask = self.buffer[self.rows[index]]
+                if guide.fill(mask):
+                    masks.by_position[index] = mask
+        except Exception as error:  # noqa: BLE001
+            # Boundary: a request ends here, because its grammar library failed in any way.
+            self._store_error(group[0], error, masks)
+
+    def _store_error(self, index: int, error: Exception, masks: StepMasks) -> None:
+        """Log the error of a guide, and store it as the error of the position at `index`."""
+        request_id = self.positions[index].sequence.request_id
+        logger.error("The grammar of request %s failed.", request_id, exc_info=error)
+        masks.errors[index] = f"The grammar of the request failed: {type(error).__name__}: {error}"
 
 
 class MaskFiller:
     """Fills the masks of guides. If filling takes long, several threads fill the masks."""
 
     def __init__(self) -> None:
-        workers = min(4, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="nereid-masks")
-        self._max_jobs = workers
-        self._buffer: Words = np.zeros((0, 0), np.int32)
+        self._max_jobs = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(self._max_jobs, thread_name_prefix="nereid-masks")
+        self._buffer: TokenMasks = np.zeros((0, 0), np.int32)
         # A moving average of the seconds that one mask takes.
         self._seconds_per_mask = 1e-3
 
@@ -149,60 +217,62 @@ class MaskFiller:
         guided = [i for i, position in enumerate(positions) if position.sequence.guide is not None]
         if not guided:
             return []
-        width = -(-vocab_size // 32)
+        width = mask_width(vocab_size)
         if len(guided) > len(self._buffer) or self._buffer.shape[1] != width:
             self._buffer = np.zeros((max(len(guided), 2 * len(self._buffer)), width), np.int32)
-        groups = _by_request(guided, positions)
-        rows = _Rows(self._buffer, dict(zip(guided, range(len(guided)), strict=True)))
+        groups = _by_sequence(guided, positions)
+        rows = {index: row for row, index in enumerate(guided)}
         if len(guided) * self._seconds_per_mask < _WORTH_A_THREAD_S:
-            return [_Deferred(partial(_fill, groups, positions, rows))]
-        num_jobs = max(1, min(self._max_jobs, len(groups) // _REQUESTS_PER_JOB))
+            return [_FillJob(groups, positions, self._buffer, rows)]
+        num_jobs = max(1, min(self._max_jobs, len(groups) // _SEQUENCES_PER_JOB))
         size = -(-len(groups) // num_jobs)
-        return [
-            self._threads.submit(_fill, groups[i : i + size], positions, rows)
+        jobs = [
+            _FillJob(groups[i : i + size], positions, self._buffer, rows)
             for i in range(0, len(groups), size)
         ]
+        return [self._threads.submit(job.result) for job in jobs]
 
     def join(self, jobs: Iterable[Job]) -> StepMasks:
         """Wait for the jobs that `start` returned and return their masks."""
-        words: dict[int, Words] = {}
+        masks: dict[int, TokenMask] = {}
         errors: dict[int, str] = {}
         seconds = 0.0
         for job in jobs:
             part = job.result()
-            words.update(part.words)
+            masks.update(part.by_position)
             errors.update(part.errors)
             seconds += part.seconds
-        if words:
-            self._seconds_per_mask += 0.2 * (seconds / len(words) - self._seconds_per_mask)
-        return StepMasks(words, errors, seconds)
+        if masks:
+            change = seconds / len(masks) - self._seconds_per_mask
+            self._seconds_per_mask += _NEWEST_WEIGHT * change
+        return StepMasks(masks, errors, seconds)
 
 
-def with_masks(logits: Tensor, words: abc.Sequence[Words | None]) -> Tensor:
+def with_masks(logits: Tensor, masks: abc.Sequence[TokenMask | None]) -> Tensor:
     """Return the logits with -inf for every token that is not allowed.
 
     Args:
         logits: [n, vocab_size] float32, finite or -inf. Not changed.
-        words: the mask of each row; None allows every token.
+        masks: the mask of each row; None allows every token.
 
     Returns:
         A new tensor, even if every token is allowed.
     """
-    rows = [i for i, row in enumerate(words) if row is not None]
+    rows = [i for i, mask in enumerate(masks) if mask is not None]
     if not rows:
         return logits.clone()
-    packed = np.concatenate([row for row in words if row is not None]).reshape(len(rows), -1)
+    packed = np.concatenate([mask for mask in masks if mask is not None]).reshape(len(rows), -1)
     vocab_size = logits.shape[1]
     if logits.device.type == "cpu":
         # Adding 0 or -inf has no branches. It takes the same time for any mask and is several times
         # faster than `masked_fill_`.
         bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
-        added = torch.from_numpy(bias[:, :vocab_size])
+        row_biases = torch.from_numpy(bias[:, :vocab_size])
         if len(rows) == len(logits):
-            return added.add_(logits)
+            return row_biases.add_(logits)
         logits = logits.clone()
-        for index, row in enumerate(rows):
-            logits[row] += added[index]
+        for row, row_bias in zip(rows, row_biases, strict=True):
+            logits[row] += row_bias
         return logits
     device = logits.device
     shifts = torch.arange(32, dtype=torch.int32, device=device)
@@ -212,18 +282,11 @@ def with_masks(logits: Tensor, words: abc.Sequence[Words | None]) -> Tensor:
     return logits.index_copy(0, limited, logits[limited].masked_fill_(forbidden, float("-inf")))
 
 
-def pack(token_ids: abc.Sequence[int], vocab_size: int) -> Words:
-    """Return a mask that allows only `token_ids`, [ceil(vocab_size / 32)] int32."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
+def _by_sequence(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -> list[list[int]]:
+    """Group the indices of positions by sequence.
 
-
-def _by_request(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -> list[list[int]]:
-    """Group the indices of positions by request.
-
-    The first position of a request has no draft tokens. Example: positions with 0, 1, 2 and 0 draft
-    tokens give the groups [[0, 1, 2], [3]].
+    The first position of a sequence has no draft tokens. Example: positions with 0, 1, 2 and 0
+    draft tokens give the groups [[0, 1, 2], [3]].
     """
     groups: list[list[int]] = []
     for index in guided:
@@ -232,87 +295,3 @@ def _by_request(guided: abc.Sequence[int], positions: abc.Sequence[Position]) ->
         else:
             groups.append([index])
     return groups
-
-
-def _fill(
-    groups: abc.Sequence[abc.Sequence[int]], positions: abc.Sequence[Position], rows: _Rows
-) -> StepMasks:
-    masks = StepMasks()
-    started = time.thread_time()
-    of_class: dict[type[MaskingGuide], list[int]] = {}
-    for first, *_ in groups:
-        guide = guide_of(positions[first].sequence)
-        assert guide is not None
-        of_class.setdefault(type(guide), []).append(first)
-    for kind, indices in of_class.items():
-        try:
-            _fill_first(kind, indices, positions, rows, masks)
-        except Exception:  # noqa: BLE001 - the loop below reports the guide that fails
-            # Fill the masks one by one to find the guide that fails. A row may be filled twice.
-            for index in indices:
-                _fill_alone(kind, index, positions, rows, masks)
-    for group in groups:
-        if len(group) > 1 and group[0] not in masks.errors:
-            _fill_drafts(group, positions, rows, masks)
-    return replace(masks, seconds=time.thread_time() - started)
-
-
-def _fill_first(
-    kind: type[MaskingGuide],
-    indices: abc.Sequence[int],
-    positions: abc.Sequence[Position],
-    rows: _Rows,
-    masks: StepMasks,
-) -> None:
-    """Fill the masks of positions without draft tokens. Mutates: rows, masks."""
-    guides = [cast(MaskingGuide, positions[index].sequence.guide) for index in indices]
-    places = [rows.places[index] for index in indices]
-    is_limited = kind.fill_all(guides, rows.buffer, places)
-    for index, place, limited in zip(indices, places, is_limited, strict=True):
-        if limited:
-            masks.words[index] = rows.buffer[place]
-
-
-def _fill_alone(
-    kind: type[MaskingGuide],
-    index: int,
-    positions: abc.Sequence[Position],
-    rows: _Rows,
-    masks: StepMasks,
-) -> None:
-    try:
-        _fill_first(kind, [index], positions, rows, masks)
-    except Exception as error:
-        logger.exception("The grammar of request %s failed.", positions[index].sequence.request_id)
-        masks.errors[index] = _failure(error)
-
-
-def _fill_drafts(
-    group: abc.Sequence[int], positions: abc.Sequence[Position], rows: _Rows, masks: StepMasks
-) -> None:
-    """Fill the masks of the positions after the draft tokens of one request.
-
-    Stop at the first draft token that the grammar does not allow. The mask before that token
-    prevents sampling the token, so the positions after it are ignored.
-    """
-    sequence = positions[group[0]].sequence
-    try:
-        ahead = cast(MaskingGuide, cast(Guide, sequence.guide).fork())
-        for index in group[1:]:
-            guess = positions[index].drafts[-1]
-            if guess in sequence.stop_token_ids:
-                return
-            try:
-                ahead.accept([guess])
-            except EngineError:
-                return
-            row = rows.buffer[rows.places[index]]
-            if ahead.fill(row):
-                masks.words[index] = row
-    except Exception as error:
-        logger.exception("The grammar of request %s failed.", sequence.request_id)
-        masks.errors[group[0]] = _failure(error)
-
-
-def _failure(error: Exception) -> str:
-    return f"The grammar of the request failed: {type(error).__name__}: {error}"

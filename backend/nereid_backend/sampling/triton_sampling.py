@@ -2,43 +2,51 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The sampling kernel in the Triton language: one program for each row, without sorting.
 
-The weight of a token is its probability divided by that of the likeliest token, a float32 from 0 to
-1. top_k and top_p keep the tokens whose weight reaches some threshold. Floats that are not negative
-have the same order as their bits, so the kernel searches the threshold among 2 ** 30 bit patterns.
-Each pass over the row counts the tokens above three patterns, until only one token lies between a
-threshold that keeps enough tokens and one that keeps too few.
+The weight of a token is its probability divided by the probability of the likeliest token. A weight
+is a float32 number from 0 to 1. The filters top_k and top_p keep the tokens whose weights reach a
+threshold. Floats that are not negative have the same order as their bits, so the kernel searches
+the threshold among 2 ** 30 bit patterns. Each pass over the row counts the tokens at or above three
+bit patterns. The search ends when only one token lies between a threshold that keeps enough tokens
+and a threshold that keeps too few.
 
-Weights are added as integers in units of 2 ** -40. The sums are therefore exact and the same in any
-order: a row's token depends only on its own logits, not on the order in which a device adds.
+Weights are added as integers in units of 2 ** -40, so the sums are exact and do not depend on the
+order of the additions. The sampled token of a row therefore depends only on the logits of the row,
+not on the order in which a device adds.
 """
 
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def load_logits(logits, columns, vocab_size):
-    """Load logits of a row as float32; positions after the end of the row give -inf."""
+    """Load some logits of a row as float32. Columns after the end of the row give -inf."""
     is_token = columns < vocab_size
     return tl.load(logits + columns, mask=is_token, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def weight_bits(given, greatest, factor):
-    """Return the bits of the weights of logits; 0 for NaN."""
-    weights = tl.exp2((given - greatest) * factor)
-    return tl.where(given == given, weights, 0.0).to(tl.int32, bitcast=True)
+def weight_bits(values, max_logit, factor):
+    """Return the weights of logits as the bits of float32 numbers. The weight of NaN is 0."""
+    weights = tl.exp2((values - max_logit) * factor)
+    return tl.where(values == values, weights, 0.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def shares(bits):
-    """Convert weights, given as bits, to units of 2 ** -40: int64, rounded down."""
+def fixed_point(bits):
+    """Convert weights from the bits of float32 numbers into units of 2 ** -40.
+
+    The result is int64, rounded down. Example: the weight 0.5 gives 2 ** 39.
+    """
+    # The mantissa with its leading 1, shifted so that the weight 1 becomes 2 ** 40.
     mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 17
     return mantissa >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
 
 
 @triton.jit
-def count_from(logits, greatest, factor, vocab_size, low, middle, high, TILE: tl.constexpr):
+def count_from(logits, max_logit, factor, vocab_size, low, middle, high, TILE: tl.constexpr):
     """Count the tokens at or above each of three thresholds, and sum their weights.
 
     Thresholds are compared as the bit patterns of float32 values.
@@ -53,15 +61,15 @@ def count_from(logits, greatest, factor, vocab_size, low, middle, high, TILE: tl
     middle_sum = tl.zeros([TILE], tl.int64)
     high_sum = tl.zeros([TILE], tl.int64)
     for begin in tl.range(0, vocab_size, TILE, num_stages=3):
-        given = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
-        bits = weight_bits(given, greatest, factor)
-        share = shares(bits)
+        values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
+        bits = weight_bits(values, max_logit, factor)
+        weights = fixed_point(bits)
         low_count += (bits >= low).to(tl.int32)
         middle_count += (bits >= middle).to(tl.int32)
         high_count += (bits >= high).to(tl.int32)
-        low_sum += tl.where(bits >= low, share, 0)
-        middle_sum += tl.where(bits >= middle, share, 0)
-        high_sum += tl.where(bits >= high, share, 0)
+        low_sum += tl.where(bits >= low, weights, 0)
+        middle_sum += tl.where(bits >= middle, weights, 0)
+        high_sum += tl.where(bits >= high, weights, 0)
     return (
         tl.sum(low_count, 0), tl.sum(middle_count, 0), tl.sum(high_count, 0),
         tl.sum(low_sum, 0), tl.sum(middle_sum, 0), tl.sum(high_sum, 0),
@@ -70,18 +78,21 @@ def count_from(logits, greatest, factor, vocab_size, low, middle, high, TILE: tl
 
 @triton.jit
 def search(
-    logits, greatest, factor, vocab_size, low, count, total, wanted,
+    logits, max_logit, factor, vocab_size, low, count, total, wanted,
     BY_COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Find the highest threshold, at least `low`, that keeps `wanted` tokens or `wanted` weight.
+    """Find the highest threshold, at least `low`, that keeps enough tokens.
 
-    `count` and `total` are the tokens and the weight that `low` keeps. If `low` itself keeps too
-    little, the result is `low`.
+    With BY_COUNT, a threshold keeps enough if it keeps at least `wanted` tokens. Otherwise, the
+    weights of the kept tokens must sum to at least `wanted`. `count` and `total` are the number of
+    tokens that the threshold `low` keeps, and the sum of their weights. If `low` itself does not
+    keep enough, the result is `low`.
 
     Returns:
-        The threshold, and the tokens and the weight that it keeps.
+        The threshold, the number of tokens that it keeps, and the sum of their weights.
     """
-    # `low` keeps enough and `high` does not. No weight is greater than 1.
+    # During the search, `low` keeps enough and `high` does not. No weight is greater than 1, whose
+    # bits are 0x3F800000.
     high = tl.full([], 0x3F800001, tl.int32)
     too_few = tl.full([], 0, tl.int32)
     is_enough = count >= wanted if BY_COUNT else total >= wanted
@@ -93,7 +104,7 @@ def search(
         second = tl.minimum(first + step, high)
         third = tl.minimum(second + step, high)
         counts_1, counts_2, counts_3, sums_1, sums_2, sums_3 = count_from(
-            logits, greatest, factor, vocab_size, first, second, third, TILE
+            logits, max_logit, factor, vocab_size, first, second, third, TILE
         )
         if BY_COUNT:
             is_1, is_2, is_3 = counts_1 >= wanted, counts_2 >= wanted, counts_3 >= wanted
@@ -110,57 +121,63 @@ def search(
 
 
 @triton.jit
-def pick(logits, greatest, factor, vocab_size, low, target, TILE: tl.constexpr):
+def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr):
     """Return the first token at which the cumulative weights exceed `target`.
 
-    Only weights of at least `low` count. `target` is less than their sum.
+    Weights below the threshold `low` are treated as 0. `target` must be less than the sum of the
+    other weights.
     """
     begin = tl.full([], 0, tl.int32)
     before = tl.full([], 0, tl.int64)
     inside = before
     while (before + inside <= target) & (begin < vocab_size):
         before += inside
-        given = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
-        bits = weight_bits(given, greatest, factor)
-        inside = tl.sum(tl.where(bits >= low, shares(bits), 0), 0)
+        values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
+        bits = weight_bits(values, max_logit, factor)
+        inside = tl.sum(tl.where(bits >= low, fixed_point(bits), 0), 0)
         begin += TILE
     begin -= TILE
-    given = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
-    bits = weight_bits(given, greatest, factor)
-    cumulated = before + tl.cumsum(tl.where(bits >= low, shares(bits), 0), 0)
+    values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
+    bits = weight_bits(values, max_logit, factor)
+    cumulated = before + tl.cumsum(tl.where(bits >= low, fixed_point(bits), 0), 0)
     return begin + tl.sum((cumulated <= target).to(tl.int32), 0)
 
 
 @triton.jit
-def draw(
-    logits, greatest, temperature, top_p, top_k, min_p, uniform, vocab_size, TILE: tl.constexpr
+def sample_token(
+    logits, max_logit, temperature, top_p, top_k, min_p, uniform, vocab_size, TILE: tl.constexpr
 ):
-    """Draw a token after min_p, top_k and top_p. `greatest` is the row's finite largest logit."""
-    factor = 1.4426950408889634 / temperature
-    # A weight of 0 is never drawn, so such tokens can be left out.
+    """Sample a token after applying min_p, top_k and top_p.
+
+    `max_logit` is the largest logit of the row, which must be finite.
+    """
+    factor = LOG2E / temperature
+    # A token with a weight of 0 is never sampled, so the smallest threshold is 1.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
-    count, _, _, total, _, _ = count_from(logits, greatest, factor, vocab_size, low, low, low, TILE)
+    count, _, _, total, _, _ = count_from(
+        logits, max_logit, factor, vocab_size, low, low, low, TILE
+    )
     if (top_k > 0) & (top_k < vocab_size):
         low, count, total = search(
-            logits, greatest, factor, vocab_size, low, count, total, top_k, True, TILE
+            logits, max_logit, factor, vocab_size, low, count, total, top_k, True, TILE
         )
     if top_p < 1.0:
-        # A token is kept if the likelier tokens weigh less than this in sum.
-        share = top_p.to(tl.float64) * total.to(tl.float64)
-        wanted = share.to(tl.int64)
-        wanted = tl.maximum(wanted + (wanted.to(tl.float64) < share).to(tl.int64), 1)
+        # The smallest integer that is at least top_p times the total, and at least 1.
+        exact = top_p.to(tl.float64) * total.to(tl.float64)
+        wanted = exact.to(tl.int64)
+        wanted = tl.maximum(wanted + (wanted.to(tl.float64) < exact).to(tl.int64), 1)
         low, count, total = search(
-            logits, greatest, factor, vocab_size, low, count, total, wanted, False, TILE
+            logits, max_logit, factor, vocab_size, low, count, total, wanted, False, TILE
         )
     target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-    return pick(logits, greatest, factor, vocab_size, low, target, TILE)
+    return pick(logits, max_logit, factor, vocab_size, low, target, TILE)
 
 
 # The number of rows changes from step to step. Specialisation would compile a kernel for one row,
 # one for multiples of 16, and one for other numbers.
 @triton.jit(do_not_specialize=["num_rows"])
 def sample_kernel(
-    logits, raw, settings, token_ids, logprobs, is_left,
+    logits, raw, settings, token_ids, logprobs, has_allowed,
     logits_stride, raw_stride, vocab_size, num_rows,
     IS_RAW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -169,45 +186,47 @@ def sample_kernel(
     `logits` and `raw` are [num_rows, vocab_size] with a contiguous last dimension. `raw` contains
     the model's own logits; it is the same tensor as `logits` if IS_RAW. `settings` is [5, num_rows]
     float64: temperature (0 is greedy), top_p, top_k, min_p, uniform. The outputs have one element
-    for each row: `token_ids` int64, `logprobs` float32 and `is_left` uint8; see
+    for each row: `token_ids` int64, `logprobs` float32 and `has_allowed` uint8; see
     `gpu_sampling.sample`.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     raw += row * raw_stride
-    top = tl.full([TILE], float("-inf"), tl.float32)
-    place = tl.zeros([TILE], tl.int32)
-    raw_top = top
-    odd = tl.zeros([TILE], tl.int32)
+    column_max = tl.full([TILE], float("-inf"), tl.float32)
+    columns_of_max = tl.zeros([TILE], tl.int32)
+    raw_column_max = column_max
+    is_invalid = tl.zeros([TILE], tl.int32)
     for begin in tl.range(0, vocab_size, TILE, num_stages=3):
         columns = begin + tl.arange(0, TILE)
-        given = load_logits(logits, columns, vocab_size)
-        place = tl.where(given > top, columns, place)
-        top = tl.where(given > top, given, top)
-        own = given
+        values = load_logits(logits, columns, vocab_size)
+        columns_of_max = tl.where(values > column_max, columns, columns_of_max)
+        column_max = tl.where(values > column_max, values, column_max)
+        raw_values = values
         if not IS_RAW:
-            own = load_logits(raw, columns, vocab_size)
-        raw_top = tl.where(own > raw_top, own, raw_top)
-        odd |= ((own != own) | (own == float("inf"))).to(tl.int32)
-    greatest = tl.max(top, 0)
-    token = tl.min(tl.where(top == greatest, place, vocab_size), 0)
-    raw_greatest = tl.max(raw_top, 0)
+            raw_values = load_logits(raw, columns, vocab_size)
+        raw_column_max = tl.where(raw_values > raw_column_max, raw_values, raw_column_max)
+        is_invalid |= ((raw_values != raw_values) | (raw_values == float("inf"))).to(tl.int32)
+    max_logit = tl.max(column_max, 0)
+    token = tl.min(tl.where(column_max == max_logit, columns_of_max, vocab_size), 0)
+    raw_max = tl.max(raw_column_max, 0)
     # A row that contains only -inf is not a distribution either.
-    is_finite = (tl.max(odd, 0) == 0) & (raw_greatest > float("-inf"))
+    is_finite = (tl.max(is_invalid, 0) == 0) & (raw_max > float("-inf"))
     powers = tl.zeros([TILE], tl.float32)
     for begin in tl.range(0, vocab_size, TILE, num_stages=3):
-        own = load_logits(raw, begin + tl.arange(0, TILE), vocab_size)
-        powers += tl.exp(own - raw_greatest)
+        raw_values = load_logits(raw, begin + tl.arange(0, TILE), vocab_size)
+        powers += tl.exp(raw_values - raw_max)
     temperature = tl.load(settings + row).to(tl.float32)
-    if (temperature > 0.0) & is_finite & (greatest > float("-inf")):
+    if (temperature > 0.0) & is_finite & (max_logit > float("-inf")):
         top_p = tl.load(settings + num_rows + row).to(tl.float32)
         top_k = tl.load(settings + 2 * num_rows + row).to(tl.int32)
         min_p = tl.load(settings + 3 * num_rows + row).to(tl.float32)
         uniform = tl.load(settings + 4 * num_rows + row)
-        token = draw(logits, greatest, temperature, top_p, top_k, min_p, uniform, vocab_size, TILE)
-    own = tl.load(raw + token).to(tl.float32)
-    logprob = own - raw_greatest - tl.log(tl.sum(powers, 0))
+        token = sample_token(
+            logits, max_logit, temperature, top_p, top_k, min_p, uniform, vocab_size, TILE
+        )
+    raw_values = tl.load(raw + token).to(tl.float32)
+    logprob = raw_values - raw_max - tl.log(tl.sum(powers, 0))
     tl.store(token_ids + row, token.to(tl.int64))
     tl.store(logprobs + row, tl.where(is_finite, logprob, float("nan")))
     is_possible = tl.load(logits + token).to(tl.float32) > float("-inf")
-    tl.store(is_left + row, is_possible.to(tl.uint8))
+    tl.store(has_allowed + row, is_possible.to(tl.uint8))

@@ -5,19 +5,16 @@ A token may contain only a part of a character. Its text is then U+FFFD, so clie
 need the bytes.
 """
 
-import contextlib
 import json
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from nereid_backend.grammar.token_bytes import SPACE, byte_fallback, byte_level, sentence_piece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BytesOfPiece = Callable[[str], bytes]
-
-_BLANK = "▁"  # SentencePiece vocabularies write a space as this character
-_BYTE_PIECE_LENGTH = 6  # the length of an entry for one byte, such as "<0x0A>"
 
 
 class TokenText:
@@ -77,13 +74,13 @@ def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
     steps = _decoder_steps(json.loads(backend.to_str()).get("decoder"))
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
-        return _byte_level
-    replaced = any(
-        step["type"] == "Replace" and step.get("content") == " " and _BLANK in str(step["pattern"])
+        return byte_level
+    replaces_space = any(
+        step["type"] == "Replace" and step.get("content") == " " and SPACE in str(step["pattern"])
         for step in steps
     )
-    if replaced or "Metaspace" in kinds:
-        return _byte_fallback if "ByteFallback" in kinds else _sentence_piece
+    if replaces_space or "Metaspace" in kinds:
+        return byte_fallback if "ByteFallback" in kinds else sentence_piece
     return None
 
 
@@ -94,41 +91,3 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if decoder["type"] == "Sequence":
         return [step for inner in decoder["decoders"] for step in _decoder_steps(inner)]
     return [decoder]
-
-
-def _byte_level(piece: str) -> bytes:
-    """Return the bytes of a byte-level entry. Example: "Ġhi" gives b" hi"."""
-    table = _byte_of_letter()
-    return b"".join(
-        bytes([table[letter]]) if letter in table else letter.encode("utf-8") for letter in piece
-    )
-
-
-def _sentence_piece(piece: str) -> bytes:
-    """Return the bytes of a SentencePiece entry. Example: "▁hi" gives b" hi"."""
-    return piece.replace(_BLANK, " ").encode("utf-8")
-
-
-def _byte_fallback(piece: str) -> bytes:
-    r"""Return the bytes of a SentencePiece entry, which may be one byte.
-
-    Example: "<0x0A>" gives b"\n".
-    """
-    is_byte = len(piece) == _BYTE_PIECE_LENGTH and piece.startswith("<0x") and piece.endswith(">")
-    if is_byte:
-        with contextlib.suppress(ValueError):
-            return bytes([int(piece[3:5], 16)])
-    return _sentence_piece(piece)
-
-
-@cache
-def _byte_of_letter() -> dict[str, int]:
-    """Return the byte of each letter of the byte-level alphabet of GPT-2.
-
-    Printable bytes of Latin-1 are written as themselves. The other bytes, in order, are written as
-    the letters from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    return table | {chr(0x100 + number): byte for number, byte in enumerate(others)}

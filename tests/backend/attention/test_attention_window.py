@@ -8,7 +8,7 @@ from backend.exactness import bytes_for, open_engine
 from backend.scripted_model import BLOCK, ScriptedModel, next_token
 from backend.tiny_models import BY_NAME, VOCAB_SIZE
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.core.block_pool import BlockPool
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
@@ -48,7 +48,7 @@ def test_sight_never_goes_back_and_sees_no_more_than_it_says():
 
 
 def test_one_layer_that_sees_everything_keeps_every_block():
-    narrow = LayerSpec(1, 1, 8, 8, Span(window=4))
+    narrow = LayerSpec(1, 1, 8, 8, LayerWindow(size=4))
     assert attention_window_of([narrow, narrow]) == AttentionWindow(((4, None),))
     assert attention_window_of([narrow, LayerSpec(1, 1, 8, 8)]) is None
     assert attention_window_of([]) is None

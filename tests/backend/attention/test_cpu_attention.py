@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from nereid_backend.attention.cpu import cpu_attention, cpu_build
-from nereid_backend.attention.cpu.cpu_attention import CpuKVCache, KernelBuildError
+from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
@@ -28,8 +28,8 @@ SPECS = {
     "three query heads a key head": LayerSpec(6, 2, 16, 16),
     "eleven query heads a key head": LayerSpec(11, 1, 16, 16),
     "keys and values of different sizes": LayerSpec(4, 2, 24, 10),
-    "window": LayerSpec(4, 2, 16, 16, Span(window=21)),
-    "chunks": LayerSpec(4, 2, 16, 16, Span(chunk=32)),
+    "window": LayerSpec(4, 2, 16, 16, LayerWindow(size=21)),
+    "chunks": LayerSpec(4, 2, 16, 16, LayerWindow(chunk=32)),
     "softcap": LayerSpec(4, 2, 16, 16, softcap=3.0),
     "sinks": LayerSpec(4, 2, 16, 16, has_sinks=True),
 }
@@ -159,21 +159,21 @@ def test_a_compiler_that_fails_is_an_error_with_its_words(monkeypatch, tmp_path)
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is no C++\n")
     monkeypatch.setattr(cpu_build, "SOURCES", (broken,))
-    with pytest.raises(KernelBuildError, match="failed"):
+    with pytest.raises(cpu_build.KernelBuildError, match="failed"):
         cpu_build.load_library()
     assert not list((tmp_path / "nereid").iterdir())
 
 
 def test_without_a_compiler_the_error_says_what_was_looked_for(monkeypatch):
     monkeypatch.setattr(cpu_build.shutil, "which", lambda name: None)
-    with pytest.raises(KernelBuildError, match=r"g\+\+"):
+    with pytest.raises(cpu_build.KernelBuildError, match=r"g\+\+"):
         cpu_build.load_library()
 
 
 def test_the_library_shares_torchs_openmp():
     # In a process of its own: other packages of this one may bring libraries of their own.
     program = (
-        "from nereid_backend.attention.cpu import cpu_attention; cpu_attention.kernels();"
+        "from nereid_backend.attention.cpu import cpu_library; cpu_library.kernels();"
         "from pathlib import Path; maps = Path('/proc/self/maps').read_text();"
         "print(len({line.split()[-1] for line in maps.splitlines() if 'libgomp' in line}))"
     )

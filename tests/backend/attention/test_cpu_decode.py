@@ -9,7 +9,7 @@ from nereid_backend.attention.cpu import cpu_attention
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.int8_cache import CpuInt8KVCache
 from nereid_backend.attention.kv_cache import gather_rows, store_rows
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 2, 15, 16, 17, 31, 127, 128, 129, 700]
@@ -82,10 +82,10 @@ def by_definition(spec, query, keys, values, sinks):
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     first = 0
-    if spec.span.window:
-        first = max(first, n - spec.span.window)
-    if spec.span.chunk:
-        first = max(first, (n - 1) // spec.span.chunk * spec.span.chunk)
+    if spec.window.size:
+        first = max(first, n - spec.window.size)
+    if spec.window.chunk:
+        first = max(first, (n - 1) // spec.window.chunk * spec.window.chunk)
     scores[:, :first] = -torch.inf
     if sinks is not None:
         scores = torch.cat([scores, sinks.double().unsqueeze(1)], 1)
@@ -120,9 +120,11 @@ def test_heads_may_have_any_size(key_dim, value_dim, group, dtype):
 @pytest.mark.parametrize("kind", [CpuKVCache, CpuInt8KVCache])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [16, 32, 48, 128, 256])
-@pytest.mark.parametrize("span", [Span(), Span(window=21), Span(chunk=48), Span(window=300)])
-def test_blocks_may_have_any_multiple_of_16_tokens(block_size, span, dtype, kind):
-    spec = LayerSpec(6, 2, 33, 24, span)
+@pytest.mark.parametrize(
+    "window", [LayerWindow(), LayerWindow(size=21), LayerWindow(chunk=48), LayerWindow(size=300)]
+)
+def test_blocks_may_have_any_multiple_of_16_tokens(block_size, window, dtype, kind):
+    spec = LayerSpec(6, 2, 33, 24, window)
     assert_close(*decode(spec, dtype=dtype, block_size=block_size, kind=kind))
 
 

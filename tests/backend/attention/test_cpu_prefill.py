@@ -12,7 +12,7 @@ from nereid_backend.attention.cpu import cpu_attention
 from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler"
@@ -22,20 +22,20 @@ CPU = torch.device("cpu")
 PLAIN = (KVCache, CpuKVCache)
 INTEGERS = (Int8KVCache, CpuInt8KVCache)
 
-spans = st.one_of(
-    st.just(Span()),
-    st.builds(Span, window=st.integers(1, 700)),
-    st.builds(Span, chunk=st.integers(1, 700)),
+windows = st.one_of(
+    st.just(LayerWindow()),
+    st.builds(LayerWindow, size=st.integers(1, 700)),
+    st.builds(LayerWindow, chunk=st.integers(1, 700)),
 )
 specs = st.builds(
-    lambda heads, group, key_dim, value_dim, span, softcap, has_sinks: LayerSpec(
-        heads * group, heads, key_dim, value_dim, span, softcap=softcap, has_sinks=has_sinks
+    lambda heads, group, key_dim, value_dim, window, softcap, has_sinks: LayerSpec(
+        heads * group, heads, key_dim, value_dim, window, softcap=softcap, has_sinks=has_sinks
     ),
     heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 3, 7, 12, 17]),
     key_dim=st.sampled_from([1, 7, 16, 24, 64, 80]),
     value_dim=st.sampled_from([1, 7, 16, 33, 64]),
-    span=spans,
+    window=windows,
     softcap=st.sampled_from([None, 3.0]),
     has_sinks=st.booleans(),
 )

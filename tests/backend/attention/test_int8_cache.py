@@ -16,7 +16,7 @@ from nereid_backend.attention.int8_cache import CpuInt8KVCache, Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.errors import ConfigError
-from nereid_backend.model import choose_path, startup
+from nereid_backend.model import choose_path, load_weights
 
 from backend import shrink
 
@@ -153,9 +153,9 @@ def test_the_self_check_still_notices_a_window_that_is_off_by_one(
 
     def wrong(*arguments):
         layers = probe(*arguments)
-        window = layers[0].span.window - 1
+        window = layers[0].window.size - 1
         return [
-            dataclasses.replace(layer, span=dataclasses.replace(layer.span, window=window))
+            dataclasses.replace(layer, window=dataclasses.replace(layer.window, size=window))
             for layer in layers
         ]
 
@@ -176,7 +176,7 @@ def test_every_path_with_blocks_keeps_8_bit_floats_in_them(model_type, path, tmp
 
 def test_what_cannot_be_stored_is_refused_by_name():
     with pytest.raises(
-        ConfigError, match=r"kv_cache_dtype: the value must be one of .*, but it is 'int4'"
+        ConfigError, match=r"kv_cache_dtype: the value must be 'auto', .*, but it is 'int4'"
     ):
         EngineConfig("/model", kv_cache_dtype="int4")
 
@@ -184,4 +184,4 @@ def test_what_cannot_be_stored_is_refused_by_name():
 @pytest.mark.parametrize("stored", ["int8", "fp8"])
 def test_keys_and_values_of_8_bits_are_not_refused_on_a_gpu(stored):
     config = EngineConfig("/model", kv_cache_dtype=stored)
-    startup._check_cpu_only(config, torch.device("cuda:0"))
+    load_weights._check_cpu_only(config, torch.device("cuda:0"))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache, store_rows
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
@@ -26,10 +26,10 @@ def slow_attention(query, keys, values, spec, scale, sinks):
         kv_head = head // (spec.num_heads // spec.num_kv_heads)
         scores, seen = [], []
         for other in range(len(keys)):
-            if spec.span.window is not None and position - other >= spec.span.window:
+            if spec.window.size is not None and position - other >= spec.window.size:
                 continue
-            if spec.span.chunk is not None and other // spec.span.chunk != (
-                position // spec.span.chunk
+            if spec.window.chunk is not None and other // spec.window.chunk != (
+                position // spec.window.chunk
             ):
                 continue
             score = float(query[head].double() @ keys[other, kv_head].double()) * scale
@@ -49,12 +49,12 @@ SPECS = [
     LayerSpec(4, 4, 16, 16),
     LayerSpec(4, 2, 16, 16),
     LayerSpec(6, 1, 8, 24),
-    LayerSpec(4, 2, 16, 16, Span(window=6)),
-    LayerSpec(4, 2, 16, 16, Span(window=1)),
-    LayerSpec(4, 2, 16, 16, Span(chunk=8)),
+    LayerSpec(4, 2, 16, 16, LayerWindow(size=6)),
+    LayerSpec(4, 2, 16, 16, LayerWindow(size=1)),
+    LayerSpec(4, 2, 16, 16, LayerWindow(chunk=8)),
     LayerSpec(4, 2, 16, 16, softcap=3.0),
     LayerSpec(4, 2, 16, 16, has_sinks=True),
-    LayerSpec(4, 2, 24, 16, Span(window=6), softcap=3.0, has_sinks=True),
+    LayerSpec(4, 2, 24, 16, LayerWindow(size=6), softcap=3.0, has_sinks=True),
 ]
 
 

@@ -51,5 +51,5 @@ def sample(logits, raw, settings):
             token = int(np.searchsorted(cumulated, target, side="right"))
         logprob = float(own.log_softmax(-1)[token]) if is_finite else float("nan")
         found.append((token, logprob, bool(row[token] > -np.inf)))
-    token_ids, logprobs, is_left = zip(*found, strict=True)
-    return list(token_ids), torch.tensor(logprobs), list(is_left)
+    token_ids, logprobs, has_allowed = zip(*found, strict=True)
+    return list(token_ids), torch.tensor(logprobs), list(has_allowed)

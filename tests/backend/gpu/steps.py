@@ -3,10 +3,11 @@
 import itertools
 import random
 
+import pytest
 import torch
 from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import store_rows
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
@@ -27,18 +28,28 @@ SPECS = {
     "heads of 256": LayerSpec(2, 1, 256, 256),
     "keys and values of 192 and 128": LayerSpec(2, 2, 192, 128),
     "keys and values of 24 and 10": LayerSpec(4, 2, 24, 10),
-    "window": LayerSpec(4, 2, 16, 16, Span(window=21)),
-    "window of one token": LayerSpec(4, 2, 16, 16, Span(window=1)),
-    "chunks": LayerSpec(4, 2, 16, 16, Span(chunk=32)),
-    "window and chunks": LayerSpec(4, 2, 16, 16, Span(window=20, chunk=32)),
+    "window": LayerSpec(4, 2, 16, 16, LayerWindow(size=21)),
+    "window of one token": LayerSpec(4, 2, 16, 16, LayerWindow(size=1)),
+    "chunks": LayerSpec(4, 2, 16, 16, LayerWindow(chunk=32)),
+    "window and chunks": LayerSpec(4, 2, 16, 16, LayerWindow(size=20, chunk=32)),
     "softcap": LayerSpec(4, 2, 16, 16, softcap=3.0),
     "sinks": LayerSpec(4, 2, 16, 16, has_sinks=True),
-    "window, softcap and sinks": LayerSpec(4, 2, 16, 16, Span(window=21), 3.0, True),
+    "window, softcap and sinks": LayerSpec(4, 2, 16, 16, LayerWindow(size=21), 3.0, True),
 }
 
 
+def sampled(values, *representative):
+    """The values as parameters of a test. Those not in `representative` only run in long runs."""
+    params = []
+    for value in values:
+        arguments = value if isinstance(value, tuple) else (value,)
+        marks = () if value in representative else (pytest.mark.long,)
+        params.append(pytest.param(*arguments, marks=marks))
+    return params
+
+
 class Steps:
-    """Sequences over one cache: first what is cached already, then the step under test."""
+    """Sequences over one cache: first the tokens that are cached, then the step under test."""
 
     def __init__(
         self, cache_type, spec, dtype, device, *, shapes=None, block=16, seed=0, rounded=None
@@ -68,13 +79,13 @@ class Steps:
             sequence.row = row
             sequence.block_table = list(itertools.islice(free, count))
             self._requests.append(sequence)
-        # What numbers are rounded to before they become dtype.
+        # The data type to which numbers are rounded before they are converted into dtype.
         self._rounded = rounded or dtype
         self._random = torch.Generator().manual_seed(seed)
         self._sinks = self._randn(spec.num_heads).to(device) if spec.has_sinks else None
 
     def fill(self, *, poison=()):
-        """Store what is cached already; NaN at (sequence, first position, end)."""
+        """Store the keys and values of the cached tokens; NaN at (row, first position, end)."""
         spec, size = self.spec, self.cache.values[0].shape[2]
         for row, (sequence, (cached, _)) in enumerate(
             zip(self._requests, self.shapes, strict=True)
@@ -83,8 +94,8 @@ class Steps:
                 continue
             key = self._randn(cached, spec.num_kv_heads, spec.key_dim)
             value = self._randn(cached, spec.num_kv_heads, spec.value_dim)
-            for sequence, start, end in poison:
-                if sequence == row:
+            for poisoned_row, start, end in poison:
+                if poisoned_row == row:
                     key[start:end] = value[start:end] = float("nan")
             places = torch.arange(cached)
             slots = torch.tensor(sequence.block_table)[places // size] * size + places % size
@@ -107,7 +118,7 @@ class Steps:
     def _step(self, chunks):
         spec, num_tokens = self.spec, sum(chunk.num_tokens for chunk in chunks)
         batch = self._builder.build(StepPlan(chunks, num_tokens), self.device)
-        # As models leave them: views with the heads moved to the front.
+        # Models return such views, with the heads moved to the front.
         query = self._randn(1, num_tokens, spec.num_heads, spec.key_dim)
         key = self._randn(1, num_tokens, spec.num_kv_heads, spec.key_dim)
         value = self._randn(1, num_tokens, spec.num_kv_heads, spec.value_dim)

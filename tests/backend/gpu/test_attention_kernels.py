@@ -1,20 +1,19 @@
 import pytest
 import torch
-from backend.gpu.steps import SPECS, Steps
+from backend.gpu.steps import SPECS, Steps, sampled
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu import gpu_attention
 from nereid_backend.attention.gpu.gpu_attention import (
-    Float8,
     GpuFloat8KVCache,
     GpuInt8KVCache,
     GpuKVCache,
-    Step,
     float8_of,
 )
+from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8
 from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 
 TOLERANCE = {
     torch.float32: {"atol": 1e-5, "rtol": 1e-5},
@@ -36,24 +35,41 @@ def check(spec, device, dtype=torch.float32, **options):
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_float32_attention_equals_the_reference(spec, device):
-    check(spec, device)
+# Every branch of the kernels: groups of any size, divided keys, padded sizes, windows, chunks,
+# softcap and sinks.
+REPRESENTATIVE = (
+    *("three query heads a key head", "eleven query heads a key head"),
+    *("forty query heads a key head", "keys and values of 192 and 128"),
+    *("keys and values of 24 and 10", "chunks", "window and chunks", "window, softcap and sinks"),
+)
+
+
+@pytest.mark.parametrize("name", sampled(SPECS, *REPRESENTATIVE))
+def test_float32_attention_equals_the_reference(name, device):
+    check(SPECS[name], device)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["three query heads a key head", "keys and values of 192 and 128"])
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        ["three query heads a key head", "keys and values of 192 and 128"],
+        "keys and values of 192 and 128",
+    ),
+)
 def test_attention_in_half_precision_equals_the_reference_within_its_rounding(name, dtype, device):
     check(SPECS[name], device, dtype)
 
 
-@pytest.mark.parametrize("name", ["as many key heads as query heads", "sinks", "softcap"])
+@pytest.mark.parametrize(
+    "name", sampled(["as many key heads as query heads", "sinks", "softcap"], "sinks")
+)
 def test_a_long_sequence_is_cut_into_parts_that_add_up(name, device):
     check(SPECS[name], device, shapes=[(700, 1), (3, 1)])
 
 
 def test_parts_of_a_long_sequence_begin_at_its_window(device):
-    spec = LayerSpec(2, 1, 16, 16, Span(window=200), has_sinks=True)
+    spec = LayerSpec(2, 1, 16, 16, LayerWindow(size=200), has_sinks=True)
     check(spec, device, shapes=[(700, 1), (150, 1)])
 
 
@@ -61,7 +77,7 @@ def test_decodes_of_very_different_lengths_go_in_one_launch(device):
     check(LayerSpec(2, 1, 16, 16), device, shapes=[(400, 1), (5, 1), (3, 1), (0, 1), (2, 1)])
 
 
-@pytest.mark.parametrize("block", [1, 5, 32])
+@pytest.mark.parametrize("block", sampled([1, 5, 32], 5))
 def test_blocks_may_have_any_size(block, device):
     check(LayerSpec(2, 1, 16, 16), device, shapes=[(40, 1), (7, 1), (11, 9)], block=block)
 
@@ -70,9 +86,9 @@ def test_many_prompts_go_in_one_launch_and_long_tiles_come_first(device, monkeyp
     launches = []
     plain = gpu_attention.prefill
 
-    def counted(query, step, rows, out, tuning):
-        launches.append(rows.tiles(4, step.spec.span))
-        plain(query, step, rows, out, tuning)
+    def counted(query, call, rows, out, tuning):
+        launches.append(rows.tiles(4, call.spec.window))
+        plain(query, call, rows, out, tuning)
 
     monkeypatch.setattr(gpu_attention, "prefill", counted)
     check(LayerSpec(2, 1, 16, 16), device, shapes=[(0, 3), (20, 2), (0, 6), (3, 5)])
@@ -93,10 +109,12 @@ def test_what_is_not_a_number_shows_in_its_own_sequence_only(device):
     torch.testing.assert_close(found[~is_hit], expected[~is_hit], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("span", [Span(window=21), Span(chunk=40)], ids=["window", "chunk"])
-def test_what_no_token_sees_any_more_is_not_read(span, device):
-    shapes, spec = [(70, 1), (70, 6)], LayerSpec(4, 2, 16, 16, span)
-    first = 50 if span.window else 40
+@pytest.mark.parametrize(
+    "window", [LayerWindow(size=21), LayerWindow(chunk=40)], ids=["window", "chunk"]
+)
+def test_what_no_token_sees_any_more_is_not_read(window, device):
+    shapes, spec = [(70, 1), (70, 6)], LayerSpec(4, 2, 16, 16, window)
+    first = 50 if window.size else 40
     steps = Steps(GpuKVCache, spec, torch.float32, device, shapes=shapes)
     found = steps.fill(poison=[(0, 0, first), (1, 0, first)]).run()
     clean = Steps(GpuKVCache, spec, torch.float32, device, shapes=shapes).fill().run()
@@ -117,7 +135,8 @@ def test_a_write_puts_every_head_where_a_gather_finds_it_and_skips_negative_slot
     key = torch.randn(5, heads, 24, device=device).transpose(0, 1)
     value = torch.randn(heads, 5, 10, device=device)
     slots = torch.tensor([4, 5, -1, 7, 8], device=device)
-    gpu_attention.store(key, value, Step(spec, cache.keys[0], cache.values[0], 1.0, None), slots)
+    call = AttentionCall(spec, cache.keys[0], cache.values[0], 1.0, None)
+    gpu_attention.store(key, value, call, slots)
     rows = gather_rows(torch.tensor([[1, 2]], device=device), heads)
     keys, values = cache.gather(0, rows)
     kept = [0, 1, 3, 4]
@@ -131,7 +150,7 @@ def test_a_write_puts_every_head_where_a_gather_finds_it_and_skips_negative_slot
 def test_any_tuning_gives_the_same(tuning, device, monkeypatch):
     device_with_table = Device({name: [Entry(256, 4, tuning)] for name in KERNELS})
     monkeypatch.setattr(gpu_attention, "device_of", lambda device: device_with_table)
-    check(LayerSpec(6, 2, 16, 16, Span(window=21), has_sinks=True), device)
+    check(LayerSpec(6, 2, 16, 16, LayerWindow(size=21), has_sinks=True), device)
 
 
 @pytest.mark.gpu
@@ -140,11 +159,11 @@ def test_any_tuning_gives_the_same(tuning, device, monkeypatch):
     "spec",
     [
         LayerSpec(32, 8, 128, 128),
-        LayerSpec(64, 8, 64, 64, Span(window=128), None, True),
-        LayerSpec(16, 8, 256, 256, Span(window=4096), 50.0),
+        LayerSpec(64, 8, 64, 64, LayerWindow(size=128), None, True),
+        LayerSpec(16, 8, 256, 256, LayerWindow(size=4096), 50.0),
         LayerSpec(16, 16, 192, 128),
         LayerSpec(32, 32, 96, 96),
-        LayerSpec(40, 8, 128, 128, Span(chunk=8192)),
+        LayerSpec(40, 8, 128, 128, LayerWindow(chunk=8192)),
     ],
     ids=["gqa", "window and sinks", "softcap", "mla", "heads of 96", "chunks"],
 )
@@ -164,6 +183,12 @@ def float8(request, device, monkeypatch):
     return request.param
 
 
+SCALED = sampled(
+    ["window, softcap and sinks", "keys and values of 192 and 128"],
+    "keys and values of 192 and 128",
+)
+
+
 def check_scaled(kinds, name, device, dtype=torch.float32):
     found, expected = [
         Steps(kind, SPECS[name], dtype, device).fill().run().float() for kind in kinds
@@ -175,19 +200,19 @@ def check_scaled(kinds, name, device, dtype=torch.float32):
     torch.testing.assert_close(found, expected, atol=rounding, rtol=rounding)
 
 
-@pytest.mark.parametrize("name", ["window, softcap and sinks", "keys and values of 192 and 128"])
+@pytest.mark.parametrize("name", SCALED)
 def test_attention_over_integers_equals_the_reference_within_their_rounding(name, device):
     check_scaled((GpuInt8KVCache, Int8KVCache), name, device)
 
 
-@pytest.mark.parametrize("name", ["window, softcap and sinks", "keys and values of 192 and 128"])
+@pytest.mark.parametrize("name", SCALED)
 def test_attention_over_8_bit_floats_equals_the_reference_within_their_rounding(
     name, device, float8
 ):
     check_scaled((GpuFloat8KVCache, Float8KVCache), name, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", sampled([torch.bfloat16, torch.float16], torch.bfloat16))
 def test_8_bit_floats_serve_models_in_half_precision(dtype, device, float8):
     check_scaled((GpuFloat8KVCache, Float8KVCache), "heads of 96", device, dtype)
 
@@ -202,10 +227,10 @@ def written(kinds, key, value, device):
         kind([spec], num_blocks=blocks, block_size=4, dtype=torch.float32, device=device)
         for kind in kinds
     ]
-    step = Step(
-        spec, ours.keys[0], ours.values[0], 1.0, None, *gpu_attention._number_format(ours, 0)
+    call = AttentionCall(
+        spec, ours.keys[0], ours.values[0], 1.0, None, *gpu_attention.number_format(ours, 0)
     )
-    gpu_attention.store(key, value, step, slots)
+    gpu_attention.store(key, value, call, slots)
     theirs.store(0, key.transpose(0, 1), value.transpose(0, 1), store_rows(slots, num_heads, 4))
     return ours, theirs
 

@@ -52,8 +52,8 @@ def test_a_kernel_that_differs_from_its_twin_stops_it(device, monkeypatch):
 
     plain = gpu_attention.decode
 
-    def wrong(query, step, rows, out, tuning):
-        plain(query, step, rows, out, tuning)
+    def wrong(query, call, rows, out, tuning):
+        plain(query, call, rows, out, tuning)
         out[0] += 0.1
 
     monkeypatch.setattr(gpu_attention, "decode", wrong)
@@ -74,8 +74,8 @@ def test_numbers_of_8_bits_that_are_off_by_more_than_their_rounding_stop_it(
 
     plain = gpu_attention.store
 
-    def wrong(key, value, step, slots):
-        plain(key * factor, value, step, slots)
+    def wrong(key, value, call, slots):
+        plain(key * factor, value, call, slots)
 
     monkeypatch.setattr(gpu_attention, "store", wrong)
     with pytest.raises(gpu_kernels.KernelError, match="more than the rounding"):

@@ -58,6 +58,7 @@ def test_attention_multiplies_on_tensor_cores_and_copies_ahead(lines):
             assert line["num_async_copies"] > 0, line
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_heads_of_512_fit_a_device_of_their_generation_too(tmp_path):
     for line in compiled(tmp_path, "--specs", "512", "--dtypes", "bfloat16"):

@@ -1,6 +1,7 @@
 """Whole engines whose attention goes through the kernels, where these run."""
 
 import pytest
+from backend.gpu.steps import sampled
 from backend.tiny_models import BY_NAME
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
@@ -42,7 +43,7 @@ def test_an_engine_answers_on_the_kernels_as_on_the_reference(tmp_path, device, 
     assert info.self_check_difference < 1e-4
 
 
-@pytest.mark.parametrize("stored", ["int8", "fp8"])
+@pytest.mark.parametrize("stored", sampled(["int8", "fp8"], "fp8"))
 def test_an_engine_on_the_kernels_answers_from_8_bits(stored, tmp_path, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("on a GPU the engine takes the kernels by itself")

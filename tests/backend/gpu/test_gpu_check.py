@@ -9,11 +9,11 @@ from nereid_backend.attention.gpu.gpu_attention import GpuFloat8KVCache, GpuInt8
 from nereid_backend.attention.gpu.tuning import KERNELS, Device, Entry, Tuning
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 
 KINDS = [GpuKVCache, GpuInt8KVCache, GpuFloat8KVCache]
 PLAIN = LayerSpec(2, 1, 16, 16)
-ODD = LayerSpec(4, 2, 24, 10, Span(window=60), 5.0, True)
+ODD = LayerSpec(4, 2, 24, 10, LayerWindow(size=60), 5.0, True)
 
 
 @pytest.fixture(autouse=True)
@@ -55,17 +55,17 @@ def break_part(name, monkeypatch):
     """Make one part of the work wrong, such as only long sequences or late rows show."""
     plain = getattr(gpu_attention, name)
 
-    def store(key, value, step, slots):
-        plain(key * 1.1, value, step, slots)
+    def store(key, value, call, slots):
+        plain(key * 1.1, value, call, slots)
 
-    def decode(query, step, rows, out, tuning):
+    def decode(query, call, rows, out, tuning):
         # As if the reduction forgot the sequence's last part.
         rows.lens[0] -= 100
-        plain(query, step, rows, out, tuning)
+        plain(query, call, rows, out, tuning)
         rows.lens[0] += 100
 
-    def prefill(query, step, rows, out, tuning):
-        plain(query, step, rows, out, tuning)
+    def prefill(query, call, rows, out, tuning):
+        plain(query, call, rows, out, tuning)
         out[-1] *= 1.5
 
     monkeypatch.setattr(
@@ -87,8 +87,8 @@ def test_kernels_that_are_wrong_are_noticed(name, kind, device, monkeypatch):
 def test_an_answer_that_is_not_a_number_is_noticed(device, monkeypatch):
     plain = gpu_attention.decode
 
-    def odd(query, step, rows, out, tuning):
-        plain(query, step, rows, out, tuning)
+    def odd(query, call, rows, out, tuning):
+        plain(query, call, rows, out, tuning)
         out[1] = float("nan")
 
     monkeypatch.setattr(gpu_attention, "decode", odd)

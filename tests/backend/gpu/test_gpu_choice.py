@@ -19,7 +19,7 @@ from nereid_backend.attention.gpu.tuning import (
 )
 from nereid_backend.attention.int8_cache import CpuInt8KVCache
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import Span
+from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -68,22 +68,22 @@ def test_the_kernels_need_a_gpu_with_asynchronous_copies(monkeypatch, capability
 
 def test_few_long_sequences_are_cut_into_parts_and_many_are_not(monkeypatch):
     monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
-    tokens, parts = gpu_attention.split(rows_of((1, 32768)), Span(), 8, 64, CPU)
+    tokens, parts = gpu_attention.split(rows_of((1, 32768)), LayerWindow(), 8, 64, CPU)
     assert parts > 30
     assert tokens * parts >= 32768
-    assert gpu_attention.split(rows_of((256, 1024)), Span(), 8, 64, CPU)[1] <= 2
+    assert gpu_attention.split(rows_of((256, 1024)), LayerWindow(), 8, 64, CPU)[1] <= 2
 
 
 def test_a_window_bounds_the_number_of_parts(monkeypatch):
     monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 132)
-    tokens, parts = gpu_attention.split(rows_of((1, 100_000)), Span(window=512), 8, 64, CPU)
+    tokens, parts = gpu_attention.split(rows_of((1, 100_000)), LayerWindow(size=512), 8, 64, CPU)
     # The window's first token may lie anywhere in its tile.
     assert 512 + 64 <= tokens * parts <= 1024
 
 
 def test_a_sequence_never_has_more_parts_than_the_reduction_takes(monkeypatch):
     monkeypatch.setattr(gpu_attention, "num_processors", lambda device: 10_000)
-    assert gpu_attention.split(rows_of((1, 1_000_000)), Span(), 1, 16, CPU)[1] <= 128
+    assert gpu_attention.split(rows_of((1, 1_000_000)), LayerWindow(), 1, 16, CPU)[1] <= 128
 
 
 def test_a_step_without_tokens_of_a_kind_has_no_rows_for_it():

@@ -1,12 +1,14 @@
-"""The sampling kernel against its reference, and against the sampler that has no kernel."""
+"""The sampling kernel gives the tokens of its reference, and of the sampler without a kernel."""
+
+import itertools
 
 import numpy as np
 import pytest
 import torch
 from backend.gpu import sampling_reference as reference
 from backend.gpu.sampling_reference import settings_of
-from nereid_backend import EngineConfig
-from nereid_backend.core.sampling_params import SamplingParams
+from backend.gpu.steps import sampled
+from nereid_backend import EngineConfig, SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.model import startup
 from nereid_backend.sampling import gpu_sampling, random_sampling, sampler
@@ -60,11 +62,11 @@ def check(logits, settings, device, raw=None):
     raw = logits if raw is None else raw
     on_device = logits.to(device)
     own = on_device if raw is logits else raw.to(device)
-    token_ids, logprobs, is_left = gpu_sampling.sample(on_device, own, settings)
+    token_ids, logprobs, has_allowed = gpu_sampling.sample(on_device, own, settings)
     expected_ids, expected_logprobs, expected_left = reference.sample(logits, raw, settings)
     if device.type == "cpu":
         assert token_ids.tolist() == expected_ids
-        assert is_left.tolist() == expected_left
+        assert has_allowed.tolist() == expected_left
         torch.testing.assert_close(logprobs, expected_logprobs, equal_nan=True)
     else:
         # The hardware's exponential is another one in its last bits.
@@ -73,8 +75,14 @@ def check(logits, settings, device, raw=None):
     return token_ids.cpu()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab_size", VOCABS)
+@pytest.mark.parametrize(
+    ("kind", "vocab_size"),
+    sampled(
+        itertools.product(KINDS, VOCABS),
+        *itertools.product(KINDS, [700]),
+        *itertools.product(["ties"], VOCABS),
+    ),
+)
 def test_every_filter_on_every_kind_of_row_gives_the_references_token(kind, vocab_size, device):
     random = np.random.default_rng(0)
     settings = settings_of(
@@ -93,7 +101,7 @@ def test_rows_of_several_tiles_add_up(kind, device):
     check(rows_of(kind, 2, 9000), settings, device)
 
 
-@pytest.mark.parametrize("uniform", [0.0, 1e-300, 0.5, 1 - 2.0**-53])
+@pytest.mark.parametrize("uniform", sampled([0.0, 1e-300, 0.5, 1 - 2.0**-53], 0.0, 1 - 2.0**-53))
 def test_the_ends_of_the_random_number_give_the_first_and_the_last_token_kept(uniform, device):
     logits = rows_of("masked", 1, 9000)
     token_ids = check(logits, settings_of((1.0, 1.0, 0, 0.0, uniform)), device)
@@ -126,9 +134,11 @@ def test_rows_that_are_odd_say_so_and_leave_their_neighbours_alone(device):
     logits[:3] = raw[:3]
     logits[3] = float("-inf")  # nothing is allowed
     settings = settings_of(*[(1.0, 0.9, 0, 0.0, 0.5)] * 5, (0.0, 1.0, 0, 0.0, 0.5))
-    token_ids, logprobs, is_left = gpu_sampling.sample(logits.to(device), raw.to(device), settings)
+    token_ids, logprobs, has_allowed = gpu_sampling.sample(
+        logits.to(device), raw.to(device), settings
+    )
     assert logprobs.isfinite().tolist() == [False] * 3 + [True] * 3
-    assert is_left[3:].tolist() == [False, True, True]
+    assert has_allowed[3:].tolist() == [False, True, True]
     assert ((token_ids >= 0) & (token_ids < 900)).all()
     check(logits[4:], settings[:, 4:].copy(), device)
 
@@ -139,7 +149,7 @@ def test_rows_that_are_views_are_read_where_they_are(device):
     check(logits, settings_of(*[(1.0, 0.9, 0, 0.0, u) for u in (0.1, 0.4, 0.6, 0.95)]), device)
 
 
-@pytest.mark.parametrize("name", ["none", "top_p", "top_k", "min_p", "all"])
+@pytest.mark.parametrize("name", sampled(["none", "top_p", "top_k", "min_p", "all"], "none", "all"))
 def test_the_kernel_and_the_sampler_differ_where_rounding_decides_and_rarely(name, device):
     top_p, top_k, min_p = FILTERS[name]
     random = np.random.default_rng(1)
@@ -156,7 +166,7 @@ def test_the_kernel_and_the_sampler_differ_where_rounding_decides_and_rarely(nam
         np.full(count, min_p, dtype=np.float32),
         uniform,
     )
-    assert (found.cpu() != random_sampling.draw(logits, batch)).sum() <= 1
+    assert (found.cpu() != random_sampling.sample_rows(logits, batch)).sum() <= 1
 
 
 def test_the_comparison_at_load_passes_what_is_right_and_notices_what_is_wrong(device, monkeypatch):

@@ -38,7 +38,7 @@ print(json.dumps({
 TENSORS = {
     *("query", "keys", "values", "key_scales", "value_scales", "out", "parts", "weights_log"),
     *("sinks", "table", "table_starts", "tokens", "lens", "sequences", "tiles", "key", "value"),
-    *("slots", "logits", "raw", "settings", "token_ids", "logprobs", "is_left"),
+    *("slots", "logits", "raw", "settings", "token_ids", "logprobs", "has_allowed"),
 }
 
 

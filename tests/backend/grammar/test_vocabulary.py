@@ -2,7 +2,7 @@
 
 import pytest
 from nereid_backend.errors import RequestError
-from nereid_backend.grammar.vocabulary import row_of, vocabulary_of
+from nereid_backend.grammar.vocabulary import mask_of, vocabulary_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -50,4 +50,4 @@ def test_bytes_can_be_spelled_with_any_tokens(vocabulary):
 
 
 def test_rows_have_a_bit_for_each_token():
-    assert row_of([0, 31, 33], 40).tolist() == [-(2**31) + 1, 2]
+    assert mask_of([0, 31, 33], 40).tolist() == [-(2**31) + 1, 2]

@@ -8,7 +8,7 @@ import torch
 from backend.exactness import PARAMS, open_engine
 from nereid_backend import ModelError, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.attention.layers import Span
+from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.checkpoint import load_checkpoint
 from nereid_backend.model.choose_path import make_blocks, set_attention
 from nereid_backend.model.limits import model_limit
@@ -165,11 +165,11 @@ def packed_path(loaded, hook, layers, sizes):
 
 
 def change_window(layer):
-    return dataclasses.replace(layer, span=Span(window=11))
+    return dataclasses.replace(layer, window=LayerWindow(size=11))
 
 
 def drop_window(layer):
-    return dataclasses.replace(layer, span=Span())
+    return dataclasses.replace(layer, window=LayerWindow())
 
 
 def drop_softcap(layer):
@@ -203,7 +203,7 @@ def test_the_self_check_notices_what_a_layer_lacks(checkpoint, family, change, b
 def test_the_probe_sees_each_layers_window_and_heads(checkpoint):
     hook = AttentionHook()
     layers = probe_layers(load(checkpoint("gpt_oss"), hook), hook)
-    assert [layer.span.window for layer in layers] == [12, None]
+    assert [layer.window.size for layer in layers] == [12, None]
     assert all(layer.has_sinks and layer.num_kv_heads == 2 for layer in layers)
     hook.remove()
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 from backend.tiny_models import VOCAB_SIZE, Family
 from nereid_backend import Engine, EngineConfig, SamplingParams
-from nereid_backend.attention.cpu.cpu_attention import Spent
+from nereid_backend.attention.cpu.cpu_library import KernelTimes
 from nereid_backend.linear import native_linear
-from nereid_backend.model import startup
+from nereid_backend.model import accelerate_path
 from nereid_backend.paths import compiled_forward
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -18,8 +18,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 9, 11, 4], [7], list(range(3, 60))]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(tmp_path, monkeypatch):
+    """An empty folder for compiled libraries, instead of the cache of this machine."""
     monkeypatch.setattr(compiled_forward, "cache_folder", lambda: tmp_path)
     return tmp_path
 
@@ -38,8 +39,11 @@ def answers(path, **settings):
         engine.close()
 
 
-# Sinks and experts; windows and soft caps.
-@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2"])
+# Sinks and experts; windows and soft caps. The library stays in the cache of this machine, because
+# compiling it takes half a minute. Its name depends on everything that it was built from.
+@pytest.mark.parametrize(
+    "architecture", ["gpt_oss", pytest.param("gemma2", marks=pytest.mark.long)]
+)
 def test_a_compiled_model_gives_the_tokens_of_the_model_as_it_is(checkpoint, architecture):
     path = checkpoint(architecture)
     expected, _ = answers(path)
@@ -72,15 +76,16 @@ def test_what_was_compiled_is_kept_and_serves_another_checkpoint_of_the_same_sha
 
     engine = Engine(EngineConfig(str(path), kv_cache_memory="4MiB", compile_forward=True))
     try:
-        spent = engine._runner._path._cache.spent = Spent()
+        spent = engine._runner._path._cache.kernel_times = KernelTimes()
         engine.generate(PROMPTS, GREEDY)
     finally:
         engine.close()
-    # So its kernels are called as C functions, and not as operators by way of Python.
+    # The compiled library calls the kernels as C functions, not as operators through Python.
     assert spent.linear_ns > 0
     assert spent.attention_ns > 0
 
 
+@pytest.mark.usefixtures("folder")
 def test_a_model_that_cannot_be_traced_runs_as_it_is_and_says_why(checkpoint, monkeypatch):
     path = checkpoint("llama")
     forward = LlamaMLP.forward
@@ -99,7 +104,7 @@ def test_a_library_that_computes_something_else_is_not_used(checkpoint, monkeypa
     path = checkpoint("llama")
     expected, _ = answers(path)
     monkeypatch.setattr(
-        startup,
+        accelerate_path,
         "compile_forward",
         lambda *_, **__: compiled_forward.CompiledForward(
             lambda *rows: torch.zeros(len(rows[2]), VOCAB_SIZE)

@@ -13,7 +13,7 @@ from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model.choose_path import choose_path
-from nereid_backend.paths import padded, recurrent
+from nereid_backend.paths import padded, recurrent, recurrent_cache
 from nereid_backend.paths.model_call import Sizes
 
 from backend import shrink
@@ -146,8 +146,8 @@ def test_the_self_check_notices_padding_that_is_looked_at(saved, monkeypatch):
 
 
 def test_the_self_check_notices_states_of_other_rows(saved, monkeypatch):
-    right = recurrent._cut
-    monkeypatch.setattr(recurrent, "_cut", lambda value, number, count: right(value, 0, count))
+    right = recurrent_cache._cut
+    monkeypatch.setattr(recurrent_cache, "_cut", lambda value, row, count: right(value, 0, count))
     assert_differs(saved("qwen3_next"), "rows")
 
 

@@ -61,11 +61,11 @@ def test_every_input_of_every_request_gets_exactly_one_result(folder):
     assert sorted(seen) == [(str(n), i) for n in range(4) for i in range(9)]
 
 
-def test_ten_thousand_texts_are_answered_in_their_order(embedder):
-    texts = [f"w{i % 7}" for i in range(10_000)]
+def test_two_thousand_texts_are_answered_in_their_order(embedder):
+    texts = [f"w{i % 7}" for i in range(2000)]
     found = embedder.encode(texts)
-    assert found.shape == (10_000, 48)
-    np.testing.assert_allclose(found[:7], found[9800:9807], atol=1e-5)
+    assert found.shape == (2000, 48)
+    np.testing.assert_allclose(found[:7], found[1960:1967], atol=1e-5)
     assert not np.allclose(found[0], found[1], atol=1e-3)
 
 
@@ -101,9 +101,9 @@ def test_a_text_that_is_too_long_is_refused_with_its_length_and_the_limit(embedd
     np.testing.assert_allclose(cut[1:], wanted, atol=1e-5)
 
 
-def test_a_text_of_a_megabyte_is_refused_or_cut(embedder):
-    huge = "w1 w2 w3 w4 " * 90_000
-    with pytest.raises(RequestError, match="has 360002 tokens"):
+def test_a_text_of_100_kilobytes_is_refused_or_truncated(embedder):
+    huge = "w1 w2 w3 w4 " * 9_000
+    with pytest.raises(RequestError, match="has 36002 tokens"):
         embedder.encode(huge)
     assert embedder.encode(huge, truncate=True).shape == (1, 48)
 

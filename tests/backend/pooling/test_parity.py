@@ -1,4 +1,4 @@
-"""The same vectors as transformers' and sentence-transformers' own, alone and in a mixed batch."""
+"""Vectors equal those of transformers and sentence-transformers, alone and in a mixed batch."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,24 @@ def wanted_rows(folder, texts):
         ]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+# One family for each path, and the families with special attention.
+REPRESENTATIVE = (
+    *("bert", "deberta-v2", "convbert, convolves along the row"),
+    *("gemma2, softcap and sliding window", "gemma3, bidirectional"),
+)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(
+            family,
+            id=family.name,
+            marks=() if family.name in REPRESENTATIVE else pytest.mark.long,
+        )
+        for family in FAMILIES
+    ],
+)
 def test_vectors_equal_the_models_own_alone_and_in_a_mixed_batch(family, encoder_of, texts):
     folder = encoder_of(family.name)
     embedder = Embedder(str(folder), pooling="mean", num_threads=1)
@@ -54,7 +71,14 @@ def test_vectors_equal_the_models_own_alone_and_in_a_mixed_batch(family, encoder
     ],
     ids="+".join,
 )
-@pytest.mark.parametrize("name", ["bert", "mpnet", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert",
+        pytest.param("mpnet", marks=pytest.mark.long),
+        pytest.param("qwen3", marks=pytest.mark.long),
+    ],
+)
 def test_each_pooler_equals_that_of_sentence_transformers(name, modes, encoder_of, texts, tmp_path):
     folder = copy_of(encoder_of(name), tmp_path)
     add_modules(folder, pooling(*modes), NORMALIZE)

@@ -1,4 +1,4 @@
-"""The same scores as transformers' heads and sentence-transformers' CrossEncoder."""
+"""Scores equal those of transformers' heads and of sentence-transformers' CrossEncoder."""
 
 import random
 
@@ -13,17 +13,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HEADS = [
     ("bert", {}, "packed"),
-    ("roberta", {}, "packed"),
-    ("xlm-roberta", {}, "packed"),
-    ("modernbert", {}, "packed"),
+    pytest.param("roberta", {}, "packed", marks=pytest.mark.long),
+    pytest.param("xlm-roberta", {}, "packed", marks=pytest.mark.long),
+    pytest.param("modernbert", {}, "packed", marks=pytest.mark.long),
     ("modernbert", {"classifier_pooling": "mean"}, "packed"),
-    ("distilbert", {}, "packed"),
-    ("electra", {}, "packed"),
-    ("albert", {}, "padded"),
-    ("mpnet", {}, "padded"),
+    pytest.param("distilbert", {}, "packed", marks=pytest.mark.long),
+    pytest.param("electra", {}, "packed", marks=pytest.mark.long),
+    pytest.param("albert", {}, "padded", marks=pytest.mark.long),
+    pytest.param("mpnet", {}, "padded", marks=pytest.mark.long),
     ("deberta-v2", {}, "padded"),
-    ("qwen3", {}, "packed"),
-    ("llama", {}, "packed"),
+    pytest.param("qwen3", {}, "packed", marks=pytest.mark.long),
+    pytest.param("llama", {}, "packed", marks=pytest.mark.long),
     ("gemma2, softcap and sliding window", {}, "packed"),
 ]
 TEMPLATE = (

@@ -4,10 +4,11 @@ import torch
 from nereid_backend import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.errors import RequestError
+from nereid_backend.grammar.vocabulary import mask_of
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.logits_processor import LogitsProcessor, check_token_ids
 from nereid_backend.sampling.sampler import Sampler, sample
-from nereid_backend.sampling.token_masks import pack, with_masks
+from nereid_backend.sampling.token_masks import with_masks
 
 VOCAB = 70
 INF = float("inf")
@@ -200,7 +201,7 @@ def test_masks_set_all_and_only_forbidden_tokens_to_minus_infinity():
     for vocab_size in (5, 32, 33, 200):
         allowed = rng.random((3, vocab_size)) < 0.5
         logits = torch.randn(4, vocab_size)
-        words = [pack(np.flatnonzero(row), vocab_size) for row in allowed]
+        words = [mask_of(np.flatnonzero(row), vocab_size) for row in allowed]
         found = with_masks(logits, [words[0], None, words[1], words[2]])
         for row, limits in ((0, allowed[0]), (2, allowed[1]), (3, allowed[2])):
             expected = torch.where(torch.from_numpy(limits), logits[row], -INF)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from nereid_backend.sampling import native_logits
-from nereid_backend.sampling.random_sampling import SamplingBatch, draw
+from nereid_backend.sampling.random_sampling import SamplingBatch, sample_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(
@@ -43,7 +43,7 @@ def test_a_draw_is_the_token_at_which_the_cumulated_probabilities_pass_the_rando
     dtype, size, height, share_out, temperature, seed, uniform
 ):
     logits = some_logits(dtype, size, height, share_out, seed)
-    found = native_logits.draw(logits, np.float32([temperature] * 3), np.array([uniform] * 3))
+    found = native_logits.sample(logits, np.float32([temperature] * 3), np.array([uniform] * 3))
     probs = probs_of(logits, np.float32(temperature).item())
     behind = probs.cumsum(-1)
     for row, token in enumerate(found.tolist()):
@@ -82,7 +82,7 @@ def test_rows_that_are_no_distribution_give_some_token_and_leave_their_neighbour
     logits[1, 4100] = wrong
     logits[:, 7] = 30.0
     temperature, uniform = np.ones(3, dtype=np.float32), np.full(3, 0.5)
-    tokens = native_logits.draw(logits, temperature, uniform).tolist()
+    tokens = native_logits.sample(logits, temperature, uniform).tolist()
     assert tokens[0] == tokens[2] == 7
     assert 0 <= tokens[1] < 9000
     _, ids = native_logits.likeliest(logits, temperature, 8)
@@ -104,8 +104,8 @@ def test_draws_are_those_that_torch_makes_without_the_kernels(wish, height, monk
         np.full(200, wish.get("min_p", 0.0), np.float32),
         np.random.default_rng(0).random(200),
     )
-    native = draw(logits, batch)
+    native = sample_rows(logits, batch)
     monkeypatch.setattr(native_logits, "has_kernels", lambda: False)
-    plain = draw(logits, batch)
+    plain = sample_rows(logits, batch)
     # A random number may lie so near to the border of two tokens that rounding decides.
     assert (native != plain).sum() <= 1

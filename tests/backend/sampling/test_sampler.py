@@ -195,7 +195,7 @@ def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges(monkeypatc
             min_p=np.zeros(count, np.float32),
             uniform=numbers,
         )
-        tokens = random_sampling.draw(logits.expand(count, -1), batch)
+        tokens = random_sampling.sample_rows(logits.expand(count, -1), batch)
         assert logits[tokens].isfinite().all()
         # The index at which the sum of probabilities passes the random number, by the definition.
         sums = logits.double().softmax(-1).cumsum(-1).numpy()

@@ -6,11 +6,9 @@ kernel of its own.
 """
 
 import ctypes
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,87 +16,24 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch
-from nereid_backend.attention.cpu.cpu_build import KernelBuildError, load_library
+from nereid_backend.attention.cpu.cpu_build import KernelBuildError
+from nereid_backend.attention.cpu.cpu_library import (
+    KernelTimes,
+    NativeDecodeGroup,
+    NativeForward,
+    NativeLayer,
+    NativePrefill,
+    NativeShape,
+    kernels,
+)
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
-
-__all__ = ["CpuKVCache", "KernelBuildError", "attend", "cache_type", "has_kernels", "kernels"]
 
 logger = logging.getLogger(__name__)
 
 # The kernels compute this many tokens of a block at once.
 _LANES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
-
-
-class _Shape(ctypes.Structure):
-    """The struct `Shape` of cpu_kernels.h."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim")),
-        *((name, c_int64) for name in ("block_size", "window", "chunk")),
-        ("scale", c_float),
-        ("softcap", c_float),
-    )
-
-
-class _Layer(ctypes.Structure):
-    """The struct `Layer` of cpu_kernels.h."""
-
-    _fields_ = (
-        ("shape", _Shape),
-        ("is_bfloat16", c_int64),
-        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
-    )
-
-
-class _DecodeGroup(ctypes.Structure):
-    """The struct `DecodeGroup` of cpu_kernels.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("tokens", "blocks")),
-        ("blocks_stride", c_int64),
-        ("lens", c_void_p),
-        ("num_seqs", c_int64),
-    )
-
-
-class _Prefill(ctypes.Structure):
-    """The struct `Prefill` of cpu_kernels.h."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("first", "num_tokens", "num_cached")),
-        ("blocks", c_void_p),
-    )
-
-
-class _Forward(ctypes.Structure):
-    """The struct `Forward` of cpu_shim.cpp."""
-
-    _fields_ = (
-        *(("layers", c_void_p), ("num_layers", c_int64)),
-        *(("groups", c_void_p), ("num_groups", c_int64)),
-        *(("prefills", c_void_p), ("num_prefills", c_int64)),
-        *(("slots", c_void_p), ("num_tokens", c_int64), ("num_threads", c_int64)),
-        ("spent", c_void_p),
-    )
-
-
-class Spent(ctypes.Structure):
-    """The time that compiled models have spent in the kernels, in nanoseconds."""
-
-    _fields_ = (("linear_ns", c_int64), ("attention_ns", c_int64))
-
-
-@dataclass(frozen=True, slots=True)
-class _NativeLayer:
-    """A cached `_Layer`, and the arguments for which it was built."""
-
-    spec: LayerSpec
-    scale: float
-    dtype: torch.dtype
-    block_size: int
-    layer: _Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,43 +45,8 @@ class _NativeStep:
 
     slots: int
     num_tokens: int
-    groups: "ctypes.Array[_DecodeGroup]"
-    prefills: "ctypes.Array[_Prefill]"
-
-
-@functools.cache
-def kernels() -> ctypes.CDLL:
-    """Return the library of kernels, which is built and loaded once in a process.
-
-    Raises:
-        KernelBuildError: if the kernels cannot be built on this machine.
-    """
-    library = load_library()
-    pointer = c_void_p
-    size = c_int64
-    rows = (pointer, size, size)
-    library.nereid_attend.argtypes = [
-        *(pointer, pointer, *rows, *rows, *rows),
-        *(pointer, size, pointer, pointer, c_int),
-    ]
-    library.nereid_linear_int8.argtypes = [*([pointer] * 4), *([size] * 3), c_int]
-    library.nereid_linear_int8.restype = None
-    library.nereid_attend.restype = None
-    library.nereid_attend_prefills.argtypes = [pointer, pointer, size, *rows, *[pointer] * 2, c_int]
-    library.nereid_attend_prefills.restype = None
-    library.nereid_serve.argtypes = [pointer]
-    library.nereid_serve.restype = None
-    return library
-
-
-@functools.cache
-def has_kernels() -> bool:
-    """Return whether the kernels can be built on this machine."""
-    try:
-        kernels()
-    except KernelBuildError:
-        return False
-    return True
+    groups: "ctypes.Array[NativeDecodeGroup]"
+    prefills: "ctypes.Array[NativePrefill]"
 
 
 def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
@@ -188,45 +88,48 @@ class CpuKVCache(KVCache):
         key_scales: the factors of the keys, if the cache stores integers (int8_cache.py); otherwise
             empty.
         value_scales: the factors of the values, as key_scales.
-        spent: the kernels add the time that compiled models spend in them; None if the time is not
-            measured.
+        kernel_times: the kernels add the time that compiled models spend in them; None if the time
+            is not measured.
     """
 
-    spent: Spent | None
+    kernel_times: KernelTimes | None
     key_scales: list[Tensor]
     value_scales: list[Tensor]
-    _native: dict[int, _NativeLayer]
-    _native_layers: "ctypes.Array[_Layer] | None"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - KVCache's own
         """Allocate the blocks, filled with zeros; see `KVCache.__init__`."""
         super().__init__(*args, **kwargs)
         self.key_scales = []
         self.value_scales = []
-        self._native = {}
-        self._native_layers = None
-        self.spent = None
+        self.kernel_times = None
+        # For each layer, the arguments of `native` and the struct that was built from them.
+        self._native: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
+        self._native_layers: ctypes.Array[NativeLayer] | None = None
         # The memory contains only zeros so far, so a view of another shape changes the layout.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
 
     def native(
         self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
-    ) -> _Layer:
-        """Return one layer in the form that the kernels read. It is built once and cached."""
-        number, spec = layer
-        cached = self._native.get(number)
-        if (
-            cached is None
-            or cached.spec is not spec
-            or cached.scale != scale
-            or cached.dtype is not dtype
-            or cached.block_size != block_size
-        ):
-            native = self._native_layer(number, spec, scale, dtype, block_size)
-            cached = self._native[number] = _NativeLayer(spec, scale, dtype, block_size, native)
-        return cached.layer
+    ) -> NativeLayer:
+        """Return one layer in the form that the kernels read. It is built once and cached.
 
-    def native_layers(self, specs: Sequence[LayerSpec], block_size: int) -> "ctypes.Array[_Layer]":
+        Args:
+            layer: the index of the layer, and its properties.
+            scale: the factor of the scores.
+            dtype: the data type of the query, float32 or bfloat16.
+            block_size: tokens in one block.
+        """
+        number, spec = layer
+        arguments = (spec, scale, dtype, block_size)
+        cached_arguments, native = self._native.get(number, (None, None))
+        if native is None or cached_arguments != arguments:
+            native = self._native_layer(number, *arguments)
+            self._native[number] = (arguments, native)
+        return native
+
+    def native_layers(
+        self, specs: Sequence[LayerSpec], block_size: int
+    ) -> "ctypes.Array[NativeLayer]":
         """Return all layers in the form that compiled models read. They are built once and cached.
 
         The scale of each layer is left at zero, because a compiled model passes it with each call.
@@ -237,20 +140,22 @@ class CpuKVCache(KVCache):
                 self._native_layer(number, spec, 0.0, self.dtype, block_size)
                 for number, spec in enumerate(specs)
             ]
-            layers = self._native_layers = (_Layer * len(natives))(*natives)
+            layers = self._native_layers = (NativeLayer * len(natives))(*natives)
         return layers
 
     def _native_layer(
         self, number: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
-    ) -> _Layer:
+    ) -> NativeLayer:
         """Build one layer in the form that the kernels read."""
-        shape = _Shape(
+        shape = NativeShape(
             *(spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.value_dim, block_size),
-            *(spec.span.window or 0, spec.span.chunk or 0, scale, spec.softcap or 0.0),
+            *(spec.window.size or 0, spec.window.chunk or 0, scale, spec.softcap or 0.0),
         )
         scales = (self.key_scales[number], self.value_scales[number]) if self.key_scales else ()
         tensors = (self.keys[number], self.values[number], *scales)
-        return _Layer(shape, dtype is torch.bfloat16, *(tensor.data_ptr() for tensor in tensors))
+        return NativeLayer(
+            shape, dtype is torch.bfloat16, *(tensor.data_ptr() for tensor in tensors)
+        )
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
         """Write the keys and values of one step; see `KVCache.store`."""
@@ -287,18 +192,19 @@ def attend(
 
     The arguments and the result are those of `reference.attend`. Mutates: cache.
     """
-    query = inputs[0]
-    # The list keeps the tensors alive until the kernels have read them.
-    tensors = [_with_rows(tensor) for tensor in inputs]
-    query_rows, key_rows, value_rows = map(_rows_of, tensors)
-    step = _native_step(batch)
+    # These tensors must exist until the kernels have read them.
+    query, key, value = (_with_contiguous_rows(tensor) for tensor in inputs)
+    sink_scores = None if sinks is None else sinks.float().contiguous()
+    query_rows = _rows_of(query)
+    key_rows = _rows_of(key)
+    value_rows = _rows_of(value)
     spec = layer[1]
+    step = _native_step(batch)
     out = query.new_empty(step.num_tokens, spec.num_heads, spec.value_dim)
-    sinks_float = None if sinks is None else sinks.float().contiguous()
-    sinks_at = None if sinks_float is None else sinks_float.data_ptr()
     native = ctypes.byref(cache.native(layer, scale, query.dtype, batch.block_size))
+    sinks_address = None if sink_scores is None else sink_scores.data_ptr()
     num_threads = torch.get_num_threads()
-    num_tokens = step.num_tokens
+    num_tokens_to_store = step.num_tokens
     for group in step.groups:
         kernels().nereid_attend(
             native,
@@ -307,19 +213,19 @@ def attend(
             *key_rows,
             *value_rows,
             step.slots,
-            num_tokens,
-            sinks_at,
+            num_tokens_to_store,
+            sinks_address,
             out.data_ptr(),
             num_threads,
         )
-        num_tokens = 0  # The first call has stored the step's keys and values.
+        num_tokens_to_store = 0  # The first call has stored the step's keys and values.
     if step.prefills:
         kernels().nereid_attend_prefills(
             native,
             step.prefills,
             len(step.prefills),
             *query_rows,
-            sinks_at,
+            sinks_address,
             out.data_ptr(),
             num_threads,
         )
@@ -339,12 +245,12 @@ def serving(
     """
     step = _native_step(batch)
     natives = cache.native_layers(layers, batch.block_size)
-    forward = _Forward(
+    forward = NativeForward(
         *(ctypes.addressof(natives), len(natives)),
         *(ctypes.addressof(step.groups), len(step.groups)),
         *(ctypes.addressof(step.prefills), len(step.prefills)),
         *(step.slots, step.num_tokens, torch.get_num_threads()),
-        None if cache.spent is None else ctypes.addressof(cache.spent),
+        None if cache.kernel_times is None else ctypes.addressof(cache.kernel_times),
     )
     kernels().nereid_serve(ctypes.byref(forward))
     try:
@@ -353,13 +259,13 @@ def serving(
         kernels().nereid_serve(None)
 
 
-def _with_rows(tensor: Tensor) -> Tensor:
+def _with_contiguous_rows(tensor: Tensor) -> Tensor:
     """Return a tensor whose last dimension is contiguous, as the kernels need it."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def _rows_of(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the struct `Rows` of cpu_kernels.h: an address, and the strides of head and token."""
+    """Return the fields of the struct `Rows`: the address, and the strides of head and token."""
     head, token, _ = tensor.stride()
     return tensor.data_ptr(), head, token
 
@@ -375,7 +281,7 @@ def _native_step(batch: AttentionBatch) -> _NativeStep:
 def _make_native_step(batch: AttentionBatch) -> _NativeStep:
     """Build a step in the form that the kernels read."""
     groups = [
-        _DecodeGroup(
+        NativeDecodeGroup(
             None if group.tokens is None else group.tokens.data_ptr(),
             group.blocks.data_ptr(),
             group.blocks.stride(0),
@@ -385,7 +291,7 @@ def _make_native_step(batch: AttentionBatch) -> _NativeStep:
         for group in batch.decodes
     ]
     prefills = [
-        _Prefill(
+        NativePrefill(
             prefill.start,
             prefill.end - prefill.start,
             prefill.num_cached,
@@ -394,10 +300,10 @@ def _make_native_step(batch: AttentionBatch) -> _NativeStep:
         for prefill in batch.prefills
     ]
     # The call for a group of decodes also stores the step, so an empty group is added if needed.
-    groups = groups or [_DecodeGroup()]
+    groups = groups or [NativeDecodeGroup()]
     return _NativeStep(
         batch.slots.data_ptr(),
         batch.slots.numel(),
-        (_DecodeGroup * len(groups))(*groups),
-        (_Prefill * len(prefills))(*prefills),
+        (NativeDecodeGroup * len(groups))(*groups),
+        (NativePrefill * len(prefills))(*prefills),
     )

@@ -3,8 +3,8 @@
 // these functions through a plain C interface. cpu_kernels.h describes the layout of the cache.
 //
 // A task is one segment of a sequence for some key-value heads. A thread reads the blocks of its tasks in one stream
-// (class Reader), so that blocks are prefetched long before they are needed, also beyond the end of a head, tile or
-// task. Query heads that share a key-value head are computed together, so each key and value is read once. Scores and
+// (class Reader), so that blocks are prefetched long before they are needed, also those of the next head, tile or task.
+// Query heads that share a key-value head are computed together, so each key and value is read once. Scores and
 // sums are float32 for all data types. With AVX512-BF16, the weights of bfloat16 values are rounded to bfloat16, both
 // in the weighted sum and in the sum of weights by which it is divided. For a cache of 8-bit integers, scores and
 // weights are multiplied by the scales, which takes less time than scaling the vectors.
@@ -145,21 +145,24 @@ struct Plain {
   template <int G>
   static constexpr Weigh weigh_of = weigh<T, G>;
 
+  // Returns the number of Query elements of one query head.
   static int64_t query_size(int64_t dim) { return dim; }
 
+  // Converts the queries of `heads` heads into the form that `Score` reads.
   template <typename Q>
   static void pack(const Q* from, int64_t head_stride, int64_t heads, int64_t dim, Query* to) {
     for (int64_t g = 0; g < heads; ++g)
       for (int64_t d = 0; d < dim; ++d) to[g * dim + d] = to_float(from[g * head_stride + d]);
   }
 
-  // Stores 16 weights and returns them as they enter the sum of weights.
-  static Floats keep(Floats weights, Weight* to) {
+  // Stores 16 weights in the form that `Weigh` reads. Returns the weights that must be summed.
+  static Floats store_weights(Floats weights, Weight* to) {
     *reinterpret_cast<Floats*>(to) = weights;
     return weights;
   }
 };
 
+// The arithmetic that is used for a cache of type T.
 template <typename T>
 struct Arithmetic : Plain<T> {};
 
@@ -268,6 +271,7 @@ inline void weigh_pair_lanes(const Bfloat16* values, int64_t dim, int64_t c, con
     }
 }
 
+// Like `weigh`, with pairs of tokens.
 template <int G>
 void weigh_pairs(const Bfloat16* values, int64_t dim, const uint16_t* weights, int64_t stride, int count, float* out,
                  int64_t out_stride, int64_t ahead) {
@@ -300,7 +304,7 @@ struct Arithmetic<Bfloat16> {
       }
   }
 
-  static Floats keep(Floats weights, Weight* to) {
+  static Floats store_weights(Floats weights, Weight* to) {
     const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(reinterpret_cast<__m512>(weights));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
     // The rounded weights are summed, because values are multiplied by them. Rounding errors then cancel in part.
@@ -310,16 +314,17 @@ struct Arithmetic<Bfloat16> {
 
 #endif  // NEREID_PAIRS
 
+// Returns the functions that compute scores, for 1, 2, ... query heads.
 template <typename T, int... G>
 constexpr std::array<typename Arithmetic<T>::Score, sizeof...(G)> scores_of(std::integer_sequence<int, G...>) {
   return {Arithmetic<T>::template score_of<G + 1>...};
 }
 
+// Returns the functions that add weighted values, for 1, 2, ... query heads.
 template <typename T, int... G>
 constexpr std::array<typename Arithmetic<T>::Weigh, sizeof...(G)> weighs_of(std::integer_sequence<int, G...>) {
   return {Arithmetic<T>::template weigh_of<G + 1>...};
 }
-
 
 // Returns the number of tokens in a tile: about kSteadyTokens, in whole blocks.
 int64_t tile_of(const Shape& shape) {
@@ -337,6 +342,7 @@ struct Merge {
   int64_t seq, head, num_heads, partial, count;
 };
 
+// The division of the decodes of a group into tasks.
 struct Plan {
   std::vector<Task> tasks;
   std::vector<Merge> merges;
@@ -344,6 +350,7 @@ struct Plan {
   int64_t heads_per_task = 1;
 };
 
+// Divides the decodes of a group into tasks for the threads.
 Plan plan_tasks(const Shape& shape, const DecodeGroup& decodes, int64_t bytes_per_head, int num_threads) {
   Plan plan;
   // Heads are contiguous in a block. A task computes several heads if there are still enough tasks for all threads.
@@ -382,9 +389,10 @@ Plan plan_tasks(const Shape& shape, const DecodeGroup& decodes, int64_t bytes_pe
 template <typename T>
 class Reader {
  public:
+  // One block of a task, as keys or as values.
   struct Visit {
     const T* at;    // the keys or values of the block, starting at the task's first head
-    int64_t cell;   // block * num_kv_heads + head
+    int64_t cell;   // the index of the part of the block that belongs to the first head
     int64_t bytes;  // the size of the keys or values of all heads of the task
   };
 
@@ -396,14 +404,14 @@ class Reader {
   }
 
   // Returns the next task, or null.
-  const Task* task() {
-    if (taken_ == tasks_.size() && !extend()) return nullptr;
+  const Task* next_task() {
+    if (taken_ == tasks_.size() && !add_tile()) return nullptr;
     return &plan_.tasks[tasks_[taken_++]];
   }
 
-  // Returns the next block of the task.
-  Visit next() {
-    while (at_ + ahead_ >= static_cast<int64_t>(visits_.size()) && extend()) {
+  // Returns the next block of the current task.
+  Visit next_block() {
+    while (at_ + ahead_ >= static_cast<int64_t>(visits_.size()) && add_tile()) {
     }
     if (at_ > 1024) {
       visits_.erase(visits_.begin(), visits_.begin() + at_);
@@ -432,7 +440,7 @@ class Reader {
 
  private:
   // Adds the blocks of one more tile. Returns false if there is no further tile.
-  bool extend() {
+  bool add_tile() {
     if (start_ >= last_) {
       const int64_t number = next_.fetch_add(1, std::memory_order_relaxed);
       if (number >= static_cast<int64_t>(plan_.tasks.size())) return false;
@@ -493,7 +501,7 @@ void to_weights(const Shape& shape, float* scores, int64_t first, int64_t last, 
   if (largest == -INFINITY) largest = 0.0f;  // all scores are hidden or NaN
   Floats total = {};
   for (int64_t t = from; t < to; t += kLanes)
-    total += Arithmetic<T>::keep(power_of_two(load(scores + t) - largest), weights + t);
+    total += Arithmetic<T>::store_weights(power_of_two(load(scores + t) - largest), weights + t);
   const float rescale = state.largest == -INFINITY ? 0.0f : std::exp2(state.largest - largest);
   state = {largest, state.total * rescale + sum_of(total)};
   if (rescale != 1.0f)
@@ -536,7 +544,7 @@ void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>&
     const int64_t from = std::max<int64_t>(0, task.first - start) / kLanes * kLanes;
     const int64_t to = (end - start + kLanes - 1) / kLanes * kLanes;
     for (int64_t place = 0; place < end - start; place += size) {
-      const auto visit = reader.next();
+      const auto visit = reader.next_block();
       const int64_t ahead = reader.ahead();
       for (int64_t h = 0; h < task.num_heads; ++h) {
         const T* keys = visit.at + h * shape.key_dim * size;
@@ -558,7 +566,7 @@ void attend(const Layer& layer, const Task& task, Reader<T>& reader, Scratch<T>&
                     scratch.sums[row], scratch.out.data() + row * width);
     }
     for (int64_t place = 0; place < end - start; place += size) {
-      const auto visit = reader.next();
+      const auto visit = reader.next_block();
       const int64_t ahead = reader.ahead();
       for (int64_t h = 0; h < task.num_heads; ++h) {
         const T* values = visit.at + h * shape.value_dim * size;
@@ -588,8 +596,8 @@ Q* out_row(const Shape& shape, const DecodeGroup& decodes, const Step& step, int
 
 // Combines the sums of one query head over `count` segments, and writes the normalised result to `out`.
 template <typename Q>
-void finish(const Sums* sums, const float* partial, int64_t sums_stride, int64_t count, const float* sink, int64_t dim,
-            Q* out) {
+void combine_segments(const Sums* sums, const float* partial, int64_t sums_stride, int64_t count, const float* sink,
+                      int64_t dim, Q* out) {
   const int64_t width = padded(dim);
   float largest = sink ? *sink * kLog2E : -INFINITY;
   for (int64_t s = 0; s < count; ++s) largest = std::max(largest, sums[s * sums_stride].largest);
@@ -684,7 +692,7 @@ void run(const Layer& layer, const DecodeGroup& decodes, const Step& step, int n
   {
     Scratch<T> scratch(shape, rows);
     Reader<T> reader(layer, decodes, plan, next);
-    while (const Task* task = reader.task()) {
+    while (const Task* task = reader.next_task()) {
       const int64_t token = decodes.tokens ? decodes.tokens[task->seq] : task->seq;
       if (!is_stored_first && task->last == decodes.lens[task->seq]) {
         for (int64_t h = 0; h < task->num_heads; ++h) prefetch_store<T>(layer, step, token, task->head + h);
@@ -705,16 +713,18 @@ void run(const Layer& layer, const DecodeGroup& decodes, const Step& step, int n
       }
       for (int64_t row = 0; row < task->num_heads * group; ++row) {
         const int64_t head = task->head * group + row;
-        finish(&scratch.sums[row], &scratch.out[row * width], rows, 1, step.sinks ? step.sinks + head : nullptr,
-               shape.value_dim, out_row<Q>(shape, decodes, step, task->seq, head));
+        combine_segments(&scratch.sums[row], &scratch.out[row * width], rows, 1,
+                         step.sinks ? step.sinks + head : nullptr, shape.value_dim,
+                         out_row<Q>(shape, decodes, step, task->seq, head));
       }
     }
   }
   for (const Merge& merge : plan.merges)
     for (int64_t row = 0; row < merge.num_heads * group; ++row) {
       const int64_t head = merge.head * group + row, place = merge.partial * rows + row;
-      finish(&sums[place], &partial[place * width], rows, merge.count, step.sinks ? step.sinks + head : nullptr,
-             shape.value_dim, out_row<Q>(shape, decodes, step, merge.seq, head));
+      combine_segments(&sums[place], &partial[place * width], rows, merge.count,
+                       step.sinks ? step.sinks + head : nullptr, shape.value_dim,
+                       out_row<Q>(shape, decodes, step, merge.seq, head));
     }
 }
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C interface of the CPU kernels. Python (cpu_attention.py, native_linear.py, int8_linear.py, native_logits.py) and
-// compiled models (cpu_shim.cpp) call these functions.
+// The C interface of the CPU kernels. Python (cpu_library.py) and compiled models (cpu_shim.cpp) call these functions.
 //
 // Layout of the KV cache for block b and key-value head h (block_size is a multiple of 16):
 //
@@ -29,9 +28,10 @@ inline float to_float(Bfloat16 value) {
   return result;
 }
 
+// The sizes and the parameters of the attention of one layer. layers.py describes them.
 struct Shape {
   int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
-  int64_t window, chunk;  // 0 means no limit
+  int64_t window, chunk;  // in tokens; 0 means no limit
   float scale, softcap;   // a softcap of 0 means none
 };
 
@@ -54,7 +54,7 @@ struct DecodeGroup {
   const int64_t* tokens;  // the rows of the tokens in the step; null if they are the first rows
   const int64_t* blocks;  // [num_seqs][blocks_stride]
   int64_t blocks_stride;
-  const int64_t* lens;
+  const int64_t* lens;  // the lengths of the sequences, including the new token
   int64_t num_seqs;
 };
 
@@ -63,7 +63,7 @@ struct Prefill {
   int64_t first;       // the row of the first new token in the step
   int64_t num_tokens;
   int64_t num_cached;  // the number of earlier tokens of the sequence
-  const int64_t* blocks;
+  const int64_t* blocks;  // the blocks of all tokens up to the last new one
 };
 
 extern "C" {
@@ -90,7 +90,7 @@ void nereid_linear(int is_bfloat16, const void* weight, const void* bias, const 
                    int64_t dim, int64_t num_outputs, int num_threads);
 
 // The next three functions read rows of logits, bfloat16 or float32, [num_rows][size]. Rows are `stride` numbers apart.
-//
+
 // Finds each row's first token with the largest logit, and the logarithm of the sum of the exponentials. This logarithm
 // is NaN if a logit is NaN or plus infinity.
 void nereid_read_logits(int is_bfloat16, const void* logits, int64_t num_rows, int64_t stride, int64_t size,
@@ -99,8 +99,8 @@ void nereid_read_logits(int is_bfloat16, const void* logits, int64_t num_rows, i
 // Samples a token of each row with probabilities proportional to exp(scale * logit). `uniform` contains a number in
 // [0, 1) for each row: the sampled token is the one at which the cumulated probabilities, in the order of the
 // vocabulary, exceed this number. If a logit is NaN, any token may be returned.
-void nereid_draw(int is_bfloat16, const void* logits, int64_t num_rows, int64_t stride, int64_t size,
-                 const float* scales, const double* uniform, int64_t* tokens, int num_threads);
+void nereid_sample(int is_bfloat16, const void* logits, int64_t num_rows, int64_t stride, int64_t size,
+                   const float* scales, const double* uniform, int64_t* tokens, int num_threads);
 
 // Finds the `width` most likely tokens of each row and their probabilities, most likely first, [num_rows][width]. If
 // fewer tokens are possible, the rest is filled with token -1 and probability 0.

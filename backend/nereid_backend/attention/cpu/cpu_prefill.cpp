@@ -39,8 +39,8 @@ struct Prefills {
   void* out;  // [tokens of the step][num_heads][value_dim]
 };
 
-// The arithmetic of matrix products. A unit of a row (one or two numbers) is multiplied by one unit of each of 16
-// columns.
+// The arithmetic of matrix products in float32. A unit of a row is multiplied by one unit of each of 16 columns. A unit
+// is one number here, and two numbers in Pairs.
 struct Singles {
   typedef float Unit;
   static constexpr int kNumbers = 1;
@@ -61,11 +61,13 @@ struct Singles {
 };
 
 #ifdef NEREID_PAIRS
+// Returns 16 numbers, rounded to bfloat16, in the lower halves of 32-bit words.
 inline Words rounded(Floats numbers) {
   return reinterpret_cast<Words>(
       _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(reinterpret_cast<__m512>(numbers))));
 }
 
+// The arithmetic of matrix products in pairs of bfloat16; see Singles.
 struct Pairs {
   typedef uint32_t Unit;
   static constexpr int kNumbers = 2;
@@ -146,12 +148,13 @@ struct Task {
   int64_t work;               // the approximate number of keys that the tokens attend to
 };
 
+// The state of one row of a task: one token and one query head.
 struct Row {
   int64_t begin, end;    // the positions that the row attends to
   float largest, total;  // the largest score, times log2(e), and the sum of the weights
 };
 
-// The memory of one thread.
+// The memory of one thread, for one task at a time.
 template <typename U>
 struct Scratch {
   typedef typename U::Unit Unit;
@@ -174,7 +177,7 @@ struct Scratch {
 };
 
 // Rounds a number of rows up to a multiple of kRowStep.
-int64_t whole(int64_t rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
+int64_t padded_rows(int64_t rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
 
 // Packs the keys of 16 tokens as [step][16] units.
 template <typename T, typename U>
@@ -240,6 +243,7 @@ void pack_tile(const Layer& layer, const Task& task, int64_t start, int64_t end,
   const Shape& shape = layer.shape;
   const int64_t size = shape.block_size;
   for (int64_t at = start; at < end; at += kLanes) {
+    // A cell is the part of a block that belongs to one key-value head.
     const int64_t cell = task.prefill->blocks[at / size] * shape.num_kv_heads + task.head, place = at % size;
     const T* keys = static_cast<const T*>(layer.keys) + cell * shape.key_dim * size + place;
     const T* values = static_cast<const T*>(layer.values) + (cell * size + place) * shape.value_dim;
@@ -312,7 +316,7 @@ template <typename Q, typename U>
 void pack_queries(const Shape& shape, const Prefills& prefills, const Task& task, Scratch<U>& scratch) {
   const int64_t group = shape.num_heads / shape.num_kv_heads, count = (task.last - task.first) * group;
   for (int64_t row = 0; row < count; row += kRows) {
-    const int64_t product_rows = std::min<int64_t>(kRows, whole(count - row));
+    const int64_t product_rows = std::min<int64_t>(kRows, padded_rows(count - row));
     auto* to = scratch.query.data() + row * scratch.key_steps;
     for (int64_t r = 0; r < product_rows; ++r) {
       const int64_t source = std::min(row + r, count - 1);  // padding rows repeat the last row
@@ -328,6 +332,8 @@ void pack_queries(const Shape& shape, const Prefills& prefills, const Task& task
   }
 }
 
+// Computes the attention of one task and writes it to the output. T is the type of the numbers in the cache, Q the type
+// of queries and outputs, and U the arithmetic (Singles or Pairs).
 template <typename T, typename Q, typename U>
 void attend(const Layer& layer, const Prefills& prefills, const Task& task, Scratch<U>& scratch) {
   const Shape& shape = layer.shape;
@@ -338,12 +344,12 @@ void attend(const Layer& layer, const Prefills& prefills, const Task& task, Scra
     const int64_t position = before + task.first + row / group;
     scratch.rows[row] = {first_visible(shape, position), position + 1, -INFINITY, 0.0f};
   }
-  std::fill(scratch.out.begin(), scratch.out.begin() + whole(num_rows) * scratch.width, 0.0f);
+  std::fill(scratch.out.begin(), scratch.out.begin() + padded_rows(num_rows) * scratch.width, 0.0f);
   const int64_t end = before + task.last;
   for (int64_t start = scratch.rows[0].begin / kLanes * kLanes; start < end; start += kTile) {
     const int64_t stop = std::min(end, start + kTile);
     pack_tile<T, U>(layer, task, start, stop, scratch);
-    for (int64_t row = 0; row < num_rows; row += kRows) switch (std::min<int64_t>(kRows, whole(num_rows - row))) {
+    for (int64_t row = 0; row < num_rows; row += kRows) switch (std::min<int64_t>(kRows, padded_rows(num_rows - row))) {
         case kRows:
           attend_rows<U, kRows>(shape, row, num_rows, start, stop, scratch);
           break;
@@ -359,19 +365,20 @@ void attend(const Layer& layer, const Prefills& prefills, const Task& task, Scra
   }
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t head = task.head * group + row % group, token = task.prefill->first + task.first + row / group;
-    float total = scratch.rows[row].total, kept = 1.0f;
+    float total = scratch.rows[row].total, rescale = 1.0f;
     if (prefills.sinks) {
       const float sink = prefills.sinks[head] * kLog2E, largest = std::max(sink, scratch.rows[row].largest);
-      kept = std::exp2(scratch.rows[row].largest - largest);
-      total = total * kept + std::exp2(sink - largest);
+      rescale = std::exp2(scratch.rows[row].largest - largest);
+      total = total * rescale + std::exp2(sink - largest);
     }
     const float* from = scratch.out.data() + row * scratch.width;
     Q* to = static_cast<Q*>(prefills.out) + (token * shape.num_heads + head) * shape.value_dim;
-    const float factor = kept / total;
+    const float factor = rescale / total;
     for (int64_t c = 0; c < shape.value_dim; ++c) from_float(from[c] * factor, to + c);
   }
 }
 
+// Divides the prefills of a step into tasks for the threads, the longest task first.
 std::vector<Task> plan_tasks(const Shape& shape, const Prefills& prefills, int num_threads) {
   std::vector<Task> tasks;
   const int64_t group = shape.num_heads / shape.num_kv_heads;
@@ -393,17 +400,18 @@ std::vector<Task> plan_tasks(const Shape& shape, const Prefills& prefills, int n
   return tasks;
 }
 
+// Computes the attention of all prefills of a step; see `attend` for the types.
 template <typename T, typename Q, typename U>
 void run(const Layer& layer, const Prefills& prefills, int num_threads) {
   const Shape& shape = layer.shape;
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   const std::vector<Task> tasks = plan_tasks(shape, prefills, num_threads);
-  int64_t most = 0;
-  for (const Task& task : tasks) most = std::max(most, whole((task.last - task.first) * group));
+  int64_t max_rows = 0;
+  for (const Task& task : tasks) max_rows = std::max(max_rows, padded_rows((task.last - task.first) * group));
   std::atomic<size_t> next{0};
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
-    Scratch<U> scratch(shape, most);
+    Scratch<U> scratch(shape, max_rows);
     for (size_t i = next++; i < tasks.size(); i = next++) attend<T, Q, U>(layer, prefills, tasks[i], scratch);
   }
 }

@@ -26,15 +26,16 @@ struct Forward {
   const int64_t* slots;
   int64_t num_tokens;
   int64_t num_threads;
-  int64_t* spent;  // two sums of nanoseconds, for linear layers and for attention; null if the time is not measured
+  int64_t* times;  // two sums of nanoseconds, for linear layers and for attention; null if the time is not measured
 };
 
 thread_local const Forward* current = nullptr;
 
-// Adds its own lifetime to the time spent on linear layers (kind 0) or attention (kind 1).
+// Measures the time from its creation to its destruction, and adds this time to the sum of the linear layers (kind 0)
+// or of attention (kind 1).
 class Stopwatch {
  public:
-  explicit Stopwatch(int kind) : to_(current->spent ? current->spent + kind : nullptr) {
+  explicit Stopwatch(int kind) : to_(current->times ? current->times + kind : nullptr) {
     if (to_) started_ = std::chrono::steady_clock::now();
   }
   ~Stopwatch() {
@@ -65,7 +66,8 @@ namespace {
 
 constexpr int64_t kMaxDims = 8;
 
-// The properties of a tensor. data is null if they cannot be read or are not supported.
+// The properties of a tensor. `data` is null if the properties cannot be read, or if the tensor has too many
+// dimensions.
 struct View {
   const void* data = nullptr;
   int64_t dim = 0;
@@ -84,12 +86,15 @@ struct View {
     data = address;
   }
 
+  // Returns the size of the last dimension.
   int64_t last() const { return sizes[dim - 1]; }
+  // Returns the number of elements.
   int64_t count() const {
     int64_t count = 1;
     for (int64_t i = 0; i < dim; ++i) count *= sizes[i];
     return count;
   }
+  // Returns the size of one number in bytes.
   int64_t bytes() const { return dtype == aoti_torch_dtype_bfloat16() ? 2 : 4; }
 };
 
@@ -116,7 +121,7 @@ const void* dense(const View& view, std::vector<char>& storage, int64_t* strides
   return storage.data();
 }
 
-// A new tensor without gaps, and its memory.
+// Creates a contiguous tensor on the CPU. Returns the address of its memory, or null if this fails.
 void* make(const int64_t* sizes, int64_t dim, int32_t dtype, Tensor** made) {
   int64_t strides[kMaxDims], count = 1;
   for (int64_t i = dim - 1; i >= 0; --i) {

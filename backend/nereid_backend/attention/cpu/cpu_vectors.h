@@ -29,6 +29,7 @@ typedef int8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
 typedef int16_t Shorts __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 
+// Converts a number into float32 or bfloat16 and stores the result.
 inline void from_float(float value, float* out) { *out = value; }
 inline void from_float(float value, Bfloat16* out) {
   uint32_t word;
@@ -40,6 +41,7 @@ inline void from_float(float value, Bfloat16* out) {
   out->bits = static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
 }
 
+// Loads 16 numbers as float32.
 inline Floats load(const float* at) { return *reinterpret_cast<const Floats*>(at); }
 inline Floats load(const Bfloat16* at) {
   const Halves halves = *reinterpret_cast<const Halves*>(at);
@@ -70,9 +72,11 @@ inline Floats load_some(const T* from, int64_t count) {
   return numbers;
 }
 
+// Returns a vector of 16 equal numbers.
 inline Floats fill(float value) { return Floats{} + value; }
 
-inline Floats larger(Floats a, Floats b) {  // returns b if a is NaN
+// Returns the larger number of each lane. If the number of `a` is NaN, returns that of `b`.
+inline Floats larger(Floats a, Floats b) {
 #ifdef __AVX512F__
   return reinterpret_cast<Floats>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
 #else
@@ -113,7 +117,7 @@ struct Exact {
   }
 };
 
-// The same with a relative error of at most 8e-5, which is 1/25 of the error of rounding to bfloat16.
+// 2^f for |f| <= 1/2, with a relative error of at most 8e-5, which is 1/25 of the error of rounding to bfloat16.
 struct Coarse {
   static inline Floats power(Floats f) {
     Floats p = fill(5.5171665e-2f);
@@ -145,6 +149,7 @@ inline Floats power_of_two(Floats x) {
 #endif
 }
 
+// Returns the hyperbolic tangent of 16 numbers.
 inline Floats tanh_of(Floats x) {
   const Floats square = x * x;
   // Near zero, 1 - 2 / (e^2x + 1) would lose digits by cancellation, so a polynomial is used there.
@@ -157,7 +162,9 @@ inline Floats tanh_of(Floats x) {
 
 #ifdef NEREID_PAIRS
 
+// Reinterprets 16 words of 32 bits as pairs of bfloat16 numbers.
 inline __m512bh as_pairs(__m512i x) { return (__m512bh)x; }
+// Returns a vector of 16 equal pairs.
 inline __m512bh one_pair(uint32_t x) { return as_pairs(_mm512_set1_epi32(static_cast<int>(x))); }
 
 #endif

@@ -9,10 +9,7 @@ The kernels are imported when the first step runs, because they need the package
 installs this package on machines with a GPU.
 """
 
-import enum
 import functools
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +18,20 @@ from torch import Tensor
 from nereid_backend.attention.attention_batch import AttentionBatch
 from nereid_backend.attention.float8_cache import Float8KVCache
 from nereid_backend.attention.gpu.gpu_batch import DecodeRows, GpuBatch, PrefillRows
+from nereid_backend.attention.gpu.gpu_call import (
+    AttentionCall,
+    Float8,
+    next_power_of_two,
+    padded_size,
+)
 from nereid_backend.attention.gpu.tuning import Device, Tuning, table_of
 from nereid_backend.attention.int8_cache import Int8KVCache
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.attention.layers import LayerSpec, Span
+from nereid_backend.attention.layers import LayerSpec, LayerWindow
 from nereid_backend.attention.scaled_cache import ScaledKVCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_LOG2E = math.log2(math.e)
 # The largest number of parts of a sequence. More parts make the reduction slower than they make
 # decoding faster.
 _MAX_SPLITS = 128
@@ -47,8 +49,6 @@ _STORE_ELEMENTS = 4096
 _MAX_DECODE_ROWS = 64
 # The number of parts that one iteration of the reduction adds.
 _REDUCE_STEP = 16
-# Keys up to this size are padded, because a second matrix product would cost more.
-_MAX_PADDED_KEY = 32
 
 
 class GpuKVCache(KVCache):
@@ -64,41 +64,6 @@ class GpuInt8KVCache(Int8KVCache, GpuKVCache):
 
 class GpuFloat8KVCache(Float8KVCache, GpuKVCache):
     """A GpuKVCache of 8-bit floating point numbers; see `Float8KVCache`."""
-
-
-class Float8(enum.IntEnum):
-    """The way in which the kernels convert 8-bit floating point numbers, a constant in them."""
-
-    NONE = 0
-    """The cache contains other numbers: floating point numbers of the model, or integers."""
-    DEVICE = 1
-    """With instructions of the GPU, which exist from compute capability 8.9 on."""
-    BITS = 2
-    """By shifting bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The arguments of one attention call.
-
-    Attributes:
-        spec: the properties of the layer.
-        keys: the keys of the layer, [num_blocks + 1, num_kv_heads, block_size, key_dim].
-        values: the values of the layer, with value_dim.
-        scale: the factor of the scores.
-        sinks: the attention sinks, [num_heads]; None if the layer has none.
-        scales: the factors of keys and values of 8 bits, each [num_blocks + 1, num_kv_heads,
-            block_size] float32; None if keys and values are not scaled.
-        float8: how keys and values are converted if they are e4m3, stored as bytes.
-    """
-
-    spec: LayerSpec
-    keys: Tensor
-    values: Tensor
-    scale: float
-    sinks: Tensor | None
-    scales: tuple[Tensor, Tensor] | None = None
-    float8: Float8 = Float8.NONE
 
 
 def attend(
@@ -124,31 +89,38 @@ def attend(
     Returns:
         [num_tokens, num_heads, value_dim] in the data type of the query.
     """
-    query, key, value = (_rows(tensor) for tensor in inputs)
+    query, key, value = (_with_contiguous_rows(tensor) for tensor in inputs)
     number, spec = layer
-    scales, float8 = _number_format(cache, number)
-    step = Step(spec, cache.keys[number], cache.values[number], scale, sinks, scales, float8)
+    scales, float8 = number_format(cache, number)
+    call = AttentionCall(
+        spec, cache.keys[number], cache.values[number], scale, sinks, scales, float8
+    )
     out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
     # Triton launches kernels on the current device, which may differ from the device of the cache.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        _launch(query, key, value, step, batch, out)
+        _launch(query, key, value, call, batch, out)
     return out
 
 
 def _launch(
-    query: Tensor, key: Tensor, value: Tensor, step: Step, batch: AttentionBatch, out: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: AttentionCall,
+    batch: AttentionBatch,
+    out: Tensor,
 ) -> None:
-    """Launch the kernels of one layer."""
-    store(key, value, step, batch.slots)
+    """Launch the kernels of one layer; see `attend`. Mutates: the cache of the layer, out."""
+    store(key, value, call, batch.slots)
     rows = gpu_batch(batch)
     device = device_of(query.device)
-    dim = max(step.spec.key_dim, step.spec.value_dim)
+    dim = max(call.spec.key_dim, call.spec.value_dim)
     if rows.decodes is not None:
-        tuning = device.tuning("decode", dim, step.keys.itemsize)
-        decode(query, step, rows.decodes, out, tuning)
+        tuning = device.tuning("decode", dim, call.keys.itemsize)
+        decode(query, call, rows.decodes, out, tuning)
     if rows.prefills is not None:
-        tuning = device.tuning("prefill", dim, step.keys.itemsize)
-        prefill(query, step, rows.prefills, out, tuning)
+        tuning = device.tuning("prefill", dim, call.keys.itemsize)
+        prefill(query, call, rows.prefills, out, tuning)
 
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
@@ -159,13 +131,13 @@ def gpu_batch(batch: AttentionBatch) -> GpuBatch:
     return rows
 
 
-def store(key: Tensor, value: Tensor, step: Step, slots: Tensor) -> None:
+def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> None:
     """Write the keys and values of a step into the cache of one layer.
 
     Args:
         key: [num_kv_heads, num_tokens, key_dim], the last dimension contiguous.
         value: [num_kv_heads, num_tokens, value_dim], the last dimension contiguous.
-        step: the layer's cache.
+        call: the attention call, of which only the cache is used.
         slots: [num_tokens] int64. Tokens with a negative slot are not written.
 
     Mutates: the cache.
@@ -173,34 +145,36 @@ def store(key: Tensor, value: Tensor, step: Step, slots: Tensor) -> None:
     from nereid_backend.attention.gpu.triton_store import store_kernel
 
     num_kv_heads, num_tokens, key_dim = key.shape
-    value_dim = value.shape[2]
-    padded = _power(max(key_dim, value_dim))
-    heads = min(_power(num_kv_heads), max(1, _STORE_ELEMENTS // padded))
     if num_tokens == 0:
         return
+    value_dim = value.shape[2]
+    max_heads = max(1, _STORE_ELEMENTS // padded_size(max(key_dim, value_dim)))
+    heads = min(padded_size(num_kv_heads), max_heads)
     store_kernel[(num_tokens, -(-num_kv_heads // heads))](
-        *(key, value, *_cache(step), slots),
+        *(key, value, *call.cache_tensors, slots),
         *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
         NUM_KV_HEADS=num_kv_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        BLOCK_SIZE=step.values.shape[2],
+        BLOCK_SIZE=call.values.shape[2],
         HEADS=heads,
-        KEY_PADDED=_power(key_dim),
-        VALUE_PADDED=_power(value_dim),
-        HAS_SCALES=step.scales is not None,
-        IS_FLOAT8=step.float8 is not Float8.NONE,
+        KEY_PADDED=padded_size(key_dim),
+        VALUE_PADDED=padded_size(value_dim),
+        HAS_SCALES=call.scales is not None,
+        IS_FLOAT8=call.float8 is not Float8.NONE,
         num_warps=4,
         **_FUSED,
     )
 
 
-def decode(query: Tensor, step: Step, rows: DecodeRows, out: Tensor, tuning: Tuning) -> None:
+def decode(
+    query: Tensor, call: AttentionCall, rows: DecodeRows, out: Tensor, tuning: Tuning
+) -> None:
     """Compute the attention of decodes.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
-        step: the arguments of the attention call.
+        call: the attention call.
         rows: the decodes of the step.
         out: [num_tokens, num_heads, value_dim]. The rows of the decodes are written.
         tuning: the tile sizes of the kernel.
@@ -209,52 +183,47 @@ def decode(query: Tensor, step: Step, rows: DecodeRows, out: Tensor, tuning: Tun
     """
     from nereid_backend.attention.gpu.triton_decode import decode_kernel, reduce_kernel
 
-    spec = step.spec
-    group = spec.num_heads // spec.num_kv_heads
+    spec = call.spec
     # One program computes all heads of a large group, so that their keys are read only once.
-    height = max(tuning.rows, min(_MAX_DECODE_ROWS, _power(group)))
-    parts_of_heads = spec.num_kv_heads * -(-group // height)
-    split_tokens, num_splits = split(rows, spec.span, parts_of_heads, tuning.tile, query.device)
+    num_rows = max(tuning.rows, min(_MAX_DECODE_ROWS, padded_size(call.group_size)))
+    num_programs = spec.num_kv_heads * -(-call.group_size // num_rows)
+    split_tokens, num_splits = split(rows, spec.window, num_programs, tuning.tile, query.device)
     is_split = num_splits > 1
-    # Without parts, the kernel needs two pointers that it does not use.
+    # The kernel needs pointers also for the arguments that it does not read: the parts of a
+    # sequence that is not divided, and the sinks of a layer without sinks.
     parts = out
-    logs = out
+    weights_log = out
+    sinks = out if call.sinks is None else call.sinks
     if is_split:
         shape = (rows.count, spec.num_heads, num_splits)
         parts = rows.workspace((*shape, spec.value_dim))
-        logs = rows.workspace(shape)
-    window = spec.span.window or 0
-    chunk = spec.span.chunk or 0
-    # Without sinks, the kernel still needs a pointer, but does not read through it.
-    sinks = out if step.sinks is None else step.sinks
+        weights_log = rows.workspace(shape)
+    split_arguments = (*call.window_limits, split_tokens, num_splits)
     shared: dict[str, Any] = {
-        "VALUE_DIM": spec.value_dim,
-        "VALUE_PADDED": _power(spec.value_dim),
+        **call.value_constants(),
+        **call.window_constants(),
         "TILE": tuning.tile,
-        **_span_flags(spec.span),
-        "HAS_SINKS": step.sinks is not None,
+        "HAS_SINKS": call.sinks is not None,
     }
-    decode_kernel[(rows.count, parts_of_heads, num_splits)](
-        *(query, *_cache(step), out, parts, logs, sinks),
+    decode_kernel[(rows.count, num_programs, num_splits)](
+        *(query, *call.cache_tensors, out, parts, weights_log, sinks),
         *(rows.table, rows.table_starts, rows.tokens, rows.lens),
-        *(query.stride(0), query.stride(1), *_factors(step), window, chunk),
-        *(split_tokens, num_splits),
-        GROUP=group,
-        ROWS=height,
+        *(query.stride(0), query.stride(1), *call.score_factors),
+        *split_arguments,
+        GROUP=call.group_size,
+        ROWS=num_rows,
         IS_SPLIT=is_split,
-        HAS_SCALES=step.scales is not None,
-        FLOAT8=int(step.float8),
-        **_sizes(step),
-        **shared,
         HAS_CAP=spec.softcap is not None,
+        **call.cache_constants(),
+        **shared,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **_FUSED,
     )
     if is_split:
         reduce_kernel[(rows.count, spec.num_heads)](
-            *(out, parts, logs, sinks, rows.tokens, rows.lens),
-            *(window, chunk, split_tokens, num_splits),
+            *(out, parts, weights_log, sinks, rows.tokens, rows.lens),
+            *split_arguments,
             NUM_HEADS=spec.num_heads,
             SPLITS_PADDED=_MAX_SPLITS,
             STEP=_REDUCE_STEP,
@@ -264,12 +233,14 @@ def decode(query: Tensor, step: Step, rows: DecodeRows, out: Tensor, tuning: Tun
         )
 
 
-def prefill(query: Tensor, step: Step, rows: PrefillRows, out: Tensor, tuning: Tuning) -> None:
+def prefill(
+    query: Tensor, call: AttentionCall, rows: PrefillRows, out: Tensor, tuning: Tuning
+) -> None:
     """Compute the attention of all prefills of a step in one launch.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
-        step: the arguments of the attention call.
+        call: the attention call.
         rows: the prefills of the step.
         out: [num_tokens, num_heads, value_dim]. The rows of the prefills are written.
         tuning: the tile sizes of the kernel.
@@ -278,28 +249,23 @@ def prefill(query: Tensor, step: Step, rows: PrefillRows, out: Tensor, tuning: T
     """
     from nereid_backend.attention.gpu.triton_prefill import prefill_kernel
 
-    spec = step.spec
-    group = spec.num_heads // spec.num_kv_heads
-    heads = min(group, tuning.rows)
-    tiles = rows.tiles(tuning.rows // heads, spec.span)
-    num_parts = spec.num_kv_heads * -(-group // heads)
-    prefill_kernel[(tiles.shape[0] * num_parts,)](
-        *(query, *_cache(step), out, out if step.sinks is None else step.sinks),
+    spec = call.spec
+    heads = min(call.group_size, tuning.rows)
+    tiles = rows.tiles(tuning.rows // heads, spec.window)
+    programs_per_tile = spec.num_kv_heads * -(-call.group_size // heads)
+    prefill_kernel[(tiles.shape[0] * programs_per_tile,)](
+        *(query, *call.cache_tensors, out, out if call.sinks is None else call.sinks),
         *(rows.table, rows.sequences, tiles),
-        *(query.stride(0), query.stride(1), *_factors(step)),
-        *(spec.span.window or 0, spec.span.chunk or 0),
-        GROUP=group,
+        *(query.stride(0), query.stride(1), *call.score_factors, *call.window_limits),
+        GROUP=call.group_size,
         ROWS=tuning.rows,
         HEADS=heads,
         TILE=tuning.tile,
-        VALUE_DIM=spec.value_dim,
-        VALUE_PADDED=_power(spec.value_dim),
-        **_sizes(step),
-        **_span_flags(spec.span),
         HAS_CAP=spec.softcap is not None,
-        HAS_SINKS=step.sinks is not None,
-        HAS_SCALES=step.scales is not None,
-        FLOAT8=int(step.float8),
+        HAS_SINKS=call.sinks is not None,
+        **call.cache_constants(),
+        **call.value_constants(),
+        **call.window_constants(),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **_FUSED,
@@ -307,7 +273,7 @@ def prefill(query: Tensor, step: Step, rows: PrefillRows, out: Tensor, tuning: T
 
 
 def split(
-    rows: DecodeRows, span: Span, parts_of_heads: int, tile: int, device: torch.device
+    rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
 ) -> tuple[int, int]:
     """Return the number of tokens in a part of a sequence, and the number of parts.
 
@@ -316,23 +282,22 @@ def split(
 
     Args:
         rows: the decodes. Only the bounds of their lengths are used.
-        span: the attention window of the layer.
-        parts_of_heads: the number of programs for each part of a sequence.
+        window: the attention window of the layer.
+        num_programs: the number of programs that compute one part of a sequence.
         tile: the number of keys in a tile.
         device: the device of the step.
     """
-    limits = [limit for limit in (span.window, span.chunk) if limit is not None]
-    limit = min(limits, default=None)
+    limit = window.limit
     lens = [
         (count, length if limit is None else min(length, limit + tile))
         for count, length in rows.bounds
     ]
     longest = max(length for _, length in lens)
-    total = sum(count * length for count, length in lens) * parts_of_heads
-    programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    min_tokens = max(-(-total // programs), -(-longest // _MAX_SPLITS), 2 * tile)
+    total_tokens = sum(count * length for count, length in lens) * num_programs
+    wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
+    min_tokens = max(-(-total_tokens // wanted_programs), -(-longest // _MAX_SPLITS), 2 * tile)
     # A power of two times the tile gives few different launches, so that steps can share graphs.
-    split_tokens = tile * _power(-(-min_tokens // tile), least=1)
+    split_tokens = tile * next_power_of_two(-(-min_tokens // tile))
     return split_tokens, -(-longest // split_tokens)
 
 
@@ -353,13 +318,18 @@ def device_of(device: torch.device) -> Device:
     return Device(table_of(torch.cuda.get_device_name(device)), generation)
 
 
-def _number_format(cache: GpuKVCache, number: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
-    """Return the scales and the number format of a layer, as `Step` contains them."""
+def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
+    """Return `scales` and `float8` of a layer's AttentionCall.
+
+    Args:
+        cache: the KV cache.
+        layer: the index of the layer.
+    """
     if not isinstance(cache, ScaledKVCache):
         return None, Float8.NONE
     is_float8 = isinstance(cache, Float8KVCache)
     float8 = float8_of(cache.device) if is_float8 else Float8.NONE
-    return (cache.key_scales[number], cache.value_scales[number]), float8
+    return (cache.key_scales[layer], cache.value_scales[layer]), float8
 
 
 @functools.cache
@@ -370,54 +340,6 @@ def float8_of(device: torch.device) -> Float8:
     return Float8.BITS
 
 
-def _cache(step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of keys, values and their scales.
-
-    Without scales, return keys and values twice. The kernels need pointers, but do not read them.
-    """
-    return step.keys, step.values, *(step.scales or (step.keys, step.values))
-
-
-def _rows(tensor: Tensor) -> Tensor:
+def _with_contiguous_rows(tensor: Tensor) -> Tensor:
     """Return a tensor whose last dimension is contiguous, as the kernels need it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _power(size: int, least: int = 16) -> int:
-    """Return the next power of two, at least `least`, the smallest size of a matrix product."""
-    return max(least, 1 << (size - 1).bit_length())
-
-
-def _factors(step: Step) -> tuple[float, float]:
-    """Return the scale and the cap of the kernels; see `triton_common.tile_scores`."""
-    softcap = step.spec.softcap
-    if softcap is None:
-        return step.scale * _LOG2E, 0.0
-    return step.scale / softcap, softcap * _LOG2E
-
-
-def _sizes(step: Step) -> dict[str, int]:
-    """Return the sizes of a layer's cache, and how keys are divided in two, as kernel constants.
-
-    Example: a key of 192 numbers is divided into 128 (MAIN) and 64 (REST).
-    """
-    key_dim = step.spec.key_dim
-    main = 1 << (key_dim.bit_length() - 1)
-    rest = key_dim - main
-    if key_dim <= _MAX_PADDED_KEY:
-        main = key_dim
-        rest = 0
-    return {
-        "NUM_KV_HEADS": step.spec.num_kv_heads,
-        "BLOCK_SIZE": step.values.shape[2],
-        "KEY_DIM": key_dim,
-        "MAIN": main,
-        "DIM": _power(main),
-        "REST": rest,
-        "REST_PADDED": _power(rest) if rest else 0,
-    }
-
-
-def _span_flags(span: Span) -> dict[str, bool]:
-    """Return the compile-time constants that describe an attention window."""
-    return {"HAS_WINDOW": span.window is not None, "HAS_CHUNK": span.chunk is not None}

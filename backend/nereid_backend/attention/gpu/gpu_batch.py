@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup, Prefill
-from nereid_backend.attention.layers import Span
+from nereid_backend.attention.layers import LayerWindow
 
 
 @dataclass(slots=True)
@@ -64,26 +64,26 @@ class PrefillRows:
     prefills: list[Prefill]
     table: Tensor
     sequences: Tensor
-    _tiles: dict[tuple[int, Span], Tensor] = field(default_factory=dict)
+    _tiles: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
 
-    def tiles(self, num_queries: int, span: Span) -> Tensor:
+    def tiles(self, num_queries: int, window: LayerWindow) -> Tensor:
         """Return the new tokens in tiles of at most `num_queries` tokens, [num_tiles, 2] int64.
 
         The tokens of a tile belong to one sequence. Each row is the index of the sequence and the
         first new token of the tile. Tiles that attend to the most keys come first, so that the last
         programs to start are short.
         """
-        uploaded = self._tiles.get((num_queries, span))
+        uploaded = self._tiles.get((num_queries, window))
         if uploaded is None:
             tiles = [
-                (_num_keys(prefill.num_cached + begin, span), number, begin)
+                (_num_keys(prefill.num_cached + begin, window), number, begin)
                 for number, prefill in enumerate(self.prefills)
                 for begin in range(0, prefill.end - prefill.start, num_queries)
             ]
             tiles.sort(key=lambda tile: -tile[0])
             rows = [value for _, number, begin in tiles for value in (number, begin)]
             uploaded = upload(rows, self.table.device).view(-1, 2)
-            self._tiles[num_queries, span] = uploaded
+            self._tiles[num_queries, window] = uploaded
         return uploaded
 
 
@@ -157,7 +157,6 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _num_keys(position: int, span: Span) -> int:
+def _num_keys(position: int, window: LayerWindow) -> int:
     """Return about how many keys a token at a position attends to."""
-    limits = [limit for limit in (span.window, span.chunk) if limit is not None]
-    return min([position, *limits])
+    return position if window.limit is None else min(position, window.limit)

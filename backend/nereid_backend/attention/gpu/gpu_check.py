@@ -22,7 +22,8 @@ from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.scaled_cache import ScaledKVCache
 
-# The length of each decode's sequence, and the numbers of cached and new tokens of each prefill.
+# The step that is computed: the length of each decode's sequence, and the numbers of cached and new
+# tokens of each prefill.
 _DECODES = (400, 1, 17)
 _PREFILLS = ((0, 40), (140, 20))
 # The largest accepted difference, as `check` returns it. The reference computes in float32. A
@@ -30,8 +31,8 @@ _PREFILLS = ((0, 40), (140, 20))
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 _SCALE = 0.3
 # The largest accepted rounding errors of the cache write: for e4m3, a sixteenth of the number, and
-# 2**-17 of the largest number for numbers below the normal ones; for int8, half of a step. Both
-# allow a little more for numbers halfway between two stored numbers.
+# 2**-17 of the largest number for subnormal numbers; for int8, half of the distance between two
+# stored numbers. Both limits allow a little more for numbers halfway between two stored numbers.
 _FLOAT8_ERROR = 1.01 / 16
 _FLOAT8_SMALLEST = 2.0**-17
 _INT8_ERROR = 0.51 / 127
@@ -55,7 +56,8 @@ def why_not(
     """
     try:
         check(kind, spec, block_size, dtype, device)
-    except Exception as error:  # noqa: BLE001 - compilers and drivers fail in any way
+    except Exception as error:  # noqa: BLE001
+        # Boundary: a compiler or driver can fail in any way. The reference is then used instead.
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         return text if isinstance(error, KernelError) else f"{type(error).__name__}: {text}"
     return None

@@ -8,6 +8,9 @@ Scores are multiplied by log2(e), because the hardware computes powers of 2 and 
 import triton
 import triton.language as tl
 
+# log2(e), by which scores are multiplied.
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def key_cells(
@@ -53,7 +56,7 @@ def load_rows(
 def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
     """Return the factors of some rows of an 8-bit cache, [n] float32.
 
-    The factors fit the numbers that `numbers` returns.
+    The factors belong to the numbers that `converted` returns.
     """
     if IS_MASKED:
         factors = tl.load(scales + cells, mask=is_real, other=0.0)
@@ -65,22 +68,24 @@ def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.cons
 
 
 @triton.jit
-def numbers(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
-    """Return a tile of a cache, converted to another data type. FLOAT8 is a value of `gpu.Float8`.
+def converted(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
+    """Return a tile of a cache, converted to another data type.
 
-    With FLOAT8 == 2, the bits of an e4m3 number are shifted to where float16 has its exponent and
-    mantissa. The result is 1/256 of the number, also for numbers below the normal ones.
+    FLOAT8 is a value of `gpu_call.Float8`.
+
+    With FLOAT8 == 2, the bits of an e4m3 number are shifted to the places of the exponent and the
+    mantissa in float16. The result is 1/256 of the number, also for subnormal numbers.
     `load_scales` multiplies the factors by 256 to correct this. NaN does not occur in the cache.
     """
     if FLOAT8 == 0:
-        converted = tile.to(dtype)
+        result = tile.to(dtype)
     elif FLOAT8 == 1:
-        converted = tile.to(tl.float8e4nv, bitcast=True).to(dtype)
+        result = tile.to(tl.float8e4nv, bitcast=True).to(dtype)
     else:
         wide = tile.to(tl.int16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        converted = bits.to(tl.float16, bitcast=True).to(dtype)
-    return converted
+        result = bits.to(tl.float16, bitcast=True).to(dtype)
+    return result
 
 
 @triton.jit
@@ -92,18 +97,18 @@ def tile_scores(
 ):  # fmt: skip
     """Return the scores of a tile in base 2, [rows, n] float32.
 
-    A key whose size is no power of two is divided in two (192 into 128 and 64), so that the
-    products
-    are not padded to the next power of two: MAIN columns, padded to DIM, and then REST columns.
-    REST is 0 if the key is not divided. With a cap, `scale` is the scale of the scores divided by
-    the softcap, and `cap` is the softcap times log2(e). With HAS_SCALES, each score is multiplied
-    by the factor of its key.
+    A key whose size is not a power of two is divided into MAIN columns, padded to DIM, and REST
+    columns, padded to REST_PADDED. Example: 192 columns are divided into 128 and 64, because the
+    products would otherwise be padded to 256. REST is 0 if the key is not divided.
+
+    With HAS_CAP, `scale` is the scale of the scores divided by the softcap, and `cap` is the
+    softcap times log2(e). With HAS_SCALES, each score is multiplied by the factor of its key.
     """
     key = load_rows(keys, cells, is_real, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
-    scores = tl.dot(query, tl.trans(numbers(key, query.dtype, FLOAT8)), input_precision="ieee")
+    scores = tl.dot(query, tl.trans(converted(key, query.dtype, FLOAT8)), input_precision="ieee")
     if REST > 0:
         rest = load_rows(keys, cells, is_real, DIM, REST, REST_PADDED, KEY_DIM, IS_MASKED)
-        rest = numbers(rest, query.dtype, FLOAT8)
+        rest = converted(rest, query.dtype, FLOAT8)
         scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision="ieee")
     if HAS_SCALES:
         scores *= load_scales(key_scales, cells, is_real, IS_MASKED, FLOAT8)[None, :]
@@ -133,6 +138,6 @@ def add_tile(
     total = total * decay + tl.sum(weights, 1)
     if HAS_SCALES:
         weights *= load_scales(value_scales, cells, is_real, IS_MASKED, FLOAT8)[None, :]
-    value = numbers(value, dtype, FLOAT8)
+    value = converted(value, dtype, FLOAT8)
     acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")
     return new_top, total, acc

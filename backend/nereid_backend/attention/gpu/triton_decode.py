@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Decode attention: one new token in each sequence, whose keys are divided into parallel parts."""
+"""Decode attention: each sequence has one new token. Its keys are divided into parallel parts."""
 
 import triton
 import triton.language as tl
 
-from nereid_backend.attention.gpu.triton_common import add_tile, key_cells, load_rows, tile_scores
+from nereid_backend.attention.gpu.triton_common import (
+    LOG2E,
+    add_tile,
+    key_cells,
+    load_rows,
+    tile_scores,
+)
 
 
 @triton.jit
-def seen_from(
+def first_visible(
     length, window, chunk, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr
 ):
-    """Return the first position that the last token attends to, and the start of its tile."""
+    """Return the first position that the last token attends to, and the start of that tile.
+
+    Example: with a length of 100, a window of 40 and tiles of 16 tokens, the result is 60 and 48.
+    """
     first = length * 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
@@ -40,9 +49,10 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
 ):  # fmt: skip
     """Compute ROWS query heads that share a key head, over one part of a sequence.
 
-    Grid: (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits). Part s of a sequence begins
-    s * split_tokens after the first tile that its token attends to, so nothing outside the window
-    is read. Parts after the end of the sequence return at once.
+    Grid: (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits). Part 0 of a sequence begins
+    with the first tile that the token attends to, so keys before the window are not read. Each part
+    has split_tokens tokens. A program whose part begins after the end of the sequence returns at
+    once.
 
     Shapes: out [num_tokens, num_heads, VALUE_DIM]. With IS_SPLIT, the kernel instead writes parts
     [num_sequences, num_heads, max_splits, VALUE_DIM] float32, the attention of each part, and
@@ -52,7 +62,7 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     sequence = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(lens + sequence).to(tl.int32)
-    first, base = seen_from(length, window, chunk, TILE, HAS_WINDOW, HAS_CHUNK)
+    first, base = first_visible(length, window, chunk, TILE, HAS_WINDOW, HAS_CHUNK)
     start = base + split * split_tokens
     if start >= length:
         return
@@ -78,16 +88,16 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
     for position in tl.range(start, end, TILE):
         places = position + tl.arange(0, TILE)
-        is_seen = (places >= first) & (places < end)
-        cells = key_cells(blocks, places, is_seen, kv_head, NUM_KV_HEADS, BLOCK_SIZE, True)
+        is_visible = (places >= first) & (places < end)
+        cells = key_cells(blocks, places, is_visible, kv_head, NUM_KV_HEADS, BLOCK_SIZE, True)
         scores = tile_scores(
-            query_tile, query_rest, keys, key_scales, cells, is_seen, scale, cap,
+            query_tile, query_rest, keys, key_scales, cells, is_visible, scale, cap,
             KEY_DIM, MAIN, DIM, REST, REST_PADDED, True, HAS_CAP, HAS_SCALES, FLOAT8,
         )  # fmt: skip
-        scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        value = load_rows(values, cells, is_seen, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, True)
+        scores = tl.where(is_visible[None, :], scores, float("-inf"))
+        value = load_rows(values, cells, is_visible, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, True)
         top, total, acc = add_tile(
-            top, total, acc, scores, value, value_scales, cells, is_seen,
+            top, total, acc, scores, value, value_scales, cells, is_visible,
             True, HAS_SCALES, FLOAT8, query_tile.dtype,
         )  # fmt: skip
     columns = tl.arange(0, VALUE_PADDED)
@@ -101,7 +111,7 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     else:
         if HAS_SINKS:
             sink = tl.load(sinks + heads, mask=is_member, other=0.0).to(tl.float32)
-            total += tl.exp2(sink * 1.4426950408889634 - top)
+            total += tl.exp2(sink * LOG2E - top)
         cells = (token * num_heads + heads)[:, None] * VALUE_DIM + columns[None, :]
         tl.store(out + cells, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
@@ -121,7 +131,7 @@ def reduce_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(lens + sequence).to(tl.int32)
-    _, base = seen_from(length, window, chunk, TILE, HAS_WINDOW, HAS_CHUNK)
+    _, base = first_visible(length, window, chunk, TILE, HAS_WINDOW, HAS_CHUNK)
     num_splits = (length - base + split_tokens - 1) // split_tokens
     place = (sequence * NUM_HEADS + head) * max_splits
     splits = tl.arange(0, SPLITS_PADDED)
@@ -132,15 +142,15 @@ def reduce_kernel(
     is_column = columns < VALUE_DIM
     acc = tl.zeros([VALUE_PADDED], tl.float32)
     for begin in tl.range(0, num_splits, STEP):
-        some = begin + tl.arange(0, STEP)
-        is_some = some < num_splits
-        some_logs = tl.load(weights_log + place + some, mask=is_some, other=float("-inf"))
-        pointers = parts + (place + some)[:, None] * VALUE_DIM + columns[None, :]
-        tile = tl.load(pointers, mask=is_some[:, None] & is_column[None, :], other=0.0)
-        acc += tl.sum(tile * tl.exp2(some_logs - top)[:, None], 0)
+        step_splits = begin + tl.arange(0, STEP)
+        is_split = step_splits < num_splits
+        step_logs = tl.load(weights_log + place + step_splits, mask=is_split, other=float("-inf"))
+        pointers = parts + (place + step_splits)[:, None] * VALUE_DIM + columns[None, :]
+        tile = tl.load(pointers, mask=is_split[:, None] & is_column[None, :], other=0.0)
+        acc += tl.sum(tile * tl.exp2(step_logs - top)[:, None], 0)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
-        total += tl.exp2(sink * 1.4426950408889634 - top)
+        total += tl.exp2(sink * LOG2E - top)
     token = tl.load(tokens + sequence).to(tl.int64)
     cells = (token * NUM_HEADS + head) * VALUE_DIM + columns
     tl.store(out + cells, (acc / total).to(out.dtype.element_ty), mask=is_column)

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Prefill attention: the new tokens of several sequences, packed, over all their keys in blocks."""
+"""Prefill attention: the new tokens of several packed sequences attend to keys in blocks."""
 
 import triton
 import triton.language as tl
 
-from nereid_backend.attention.gpu.triton_common import add_tile, key_cells, load_rows, tile_scores
+from nereid_backend.attention.gpu.triton_common import (
+    LOG2E,
+    add_tile,
+    key_cells,
+    load_rows,
+    tile_scores,
+)
 
 
 @triton.jit
-def walk_tiles(
+def add_keys(
     begin, end, top, total, acc, query_tile, query_rest, positions,
     keys, values, key_scales, value_scales, blocks, kv_head, first, length,
     scale, cap, window, chunk,
@@ -20,10 +26,10 @@ def walk_tiles(
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from begin to end, TILE at a time, to the running softmax of the rows.
+    """Add the keys from begin to end to the running softmax of the rows, TILE keys at a time.
 
     Only keys from first to length are read. Without IS_MASKED, every row attends to all keys from
-    begin to end, so no positions are compared.
+    begin to end, so positions need not be compared.
     """
     for position in tl.range(begin, end, TILE):
         places = position + tl.arange(0, TILE)
@@ -34,12 +40,12 @@ def walk_tiles(
             KEY_DIM, MAIN, DIM, REST, REST_PADDED, IS_MASKED, HAS_CAP, HAS_SCALES, FLOAT8,
         )  # fmt: skip
         if IS_MASKED:
-            is_seen = places[None, :] <= positions[:, None]
+            is_visible = places[None, :] <= positions[:, None]
             if HAS_WINDOW:
-                is_seen &= places[None, :] > positions[:, None] - window
+                is_visible &= places[None, :] > positions[:, None] - window
             if HAS_CHUNK:
-                is_seen &= places[None, :] >= (positions // chunk * chunk)[:, None]
-            scores = tl.where(is_seen, scores, float("-inf"))
+                is_visible &= places[None, :] >= (positions // chunk * chunk)[:, None]
+            scores = tl.where(is_visible, scores, float("-inf"))
         value = load_rows(values, cells, is_real, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, IS_MASKED)
         top, total, acc = add_tile(
             top, total, acc, scores, value, value_scales, cells, is_real,
@@ -65,8 +71,8 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     """Compute ROWS // HEADS tokens of one sequence, for HEADS query heads that share a key head.
 
     Grid: (num_tiles * NUM_KV_HEADS * cdiv(GROUP, HEADS),), with all heads of a tile side by side.
-    Row token * HEADS + head belongs to a token and a head, so that all heads of a group read their
-    keys once.
+    Row `token * HEADS + head` of a tile belongs to one token and one head, so that all heads of a
+    group share the keys that the program reads.
 
     Shapes: sequences [num_sequences, 4] int64: the index of the first new token in the packed row,
     the number of new tokens, the number of cached tokens before them, and the index in `table` of
@@ -105,7 +111,8 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
-    # Some row attends to each key in [first, length). All rows attend to the keys in [low, middle).
+    # At least one row attends to each key in [first, length). All rows attend to the keys in
+    # [low, middle), so that these keys need no mask.
     oldest = num_cached + begin
     length = num_cached + tl.minimum(begin + num_queries, num_new)
     first = oldest * 0
@@ -117,14 +124,14 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     middle = low
     if not (HAS_WINDOW or HAS_CHUNK):
         middle = (oldest + 1) // TILE * TILE
-        top, total, acc = walk_tiles(
+        top, total, acc = add_keys(
             low, middle, top, total, acc, query_tile, query_rest, positions,
             keys, values, key_scales, value_scales, blocks, kv_head, first, length,
             scale, cap, window, chunk,
             NUM_KV_HEADS, BLOCK_SIZE, KEY_DIM, VALUE_DIM, MAIN, DIM, REST, REST_PADDED,
             VALUE_PADDED, TILE, HAS_WINDOW, HAS_CHUNK, HAS_CAP, HAS_SCALES, FLOAT8, False,
         )  # fmt: skip
-    top, total, acc = walk_tiles(
+    top, total, acc = add_keys(
         middle, length, top, total, acc, query_tile, query_rest, positions,
         keys, values, key_scales, value_scales, blocks, kv_head, first, length,
         scale, cap, window, chunk,
@@ -134,7 +141,7 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
 
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
-        total += tl.exp2(sink * 1.4426950408889634 - top)
+        total += tl.exp2(sink * LOG2E - top)
     # Rows without a token may have a total of 0, by which the result must not be divided.
     total = tl.where(is_row, total, 1.0)
     columns = tl.arange(0, VALUE_PADDED)

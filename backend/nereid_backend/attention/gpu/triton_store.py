@@ -16,10 +16,10 @@ def float8_bits(scaled):
     """
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # 20 of the 23 mantissa bits are rounded away. The exponent's bias is 7 instead of 127.
+    # 3 of the 23 mantissa bits remain. The bias of the exponent becomes 7 instead of 127.
     rounded = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Numbers below 1/64 are multiples of 1/512. Adding 1.5 * 2**23 and subtracting it again rounds
-    # a float32 number to an integer, halves to even.
+    # e4m3 numbers below 1/64 are multiples of 1/512. Adding 1.5 * 2**23 and subtracting it again
+    # rounds a float32 number to the nearest integer, and halves to the even integer.
     small = tl.abs(scaled) * 512.0 + 12582912.0 - 12582912.0
     nearest = tl.where(magnitude < 0x3C800000, small.to(tl.int32), rounded)
     return (nearest | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -32,9 +32,9 @@ def store_rows(
 ):  # fmt: skip
     """Copy some heads of one token into rows of a cache, viewed as [..., DIM].
 
-    With HAS_SCALES, each head is converted to integers whose largest is 127, or to 8-bit floating
-    point numbers whose largest is 448, and its factor is stored. If a number of a head is not
-    finite, the factor is NaN, so that the error is visible in the answer.
+    With HAS_SCALES, the numbers of each head are scaled and converted to integers up to 127, or to
+    8-bit floating point numbers up to 448. The factor of the head is stored, too. If a number of a
+    head is not finite, the factor is NaN, so that the error is visible in the answer.
     """
     columns = tl.arange(0, PADDED)
     mask = is_head[:, None] & (columns < DIM)[None, :]
@@ -43,17 +43,17 @@ def store_rows(
     if HAS_SCALES:
         limit: tl.constexpr = 448.0 if IS_FLOAT8 else 127.0
         wide = new.to(tl.float32)
-        is_odd = (wide != wide) | (tl.abs(wide) == float("inf"))
-        largest = tl.max(tl.abs(tl.where(is_odd, 0.0, wide)), 1)
-        whole = tl.max(is_odd.to(tl.int32), 1) == 0
-        tl.store(scales + cells, tl.where(whole, largest / limit, float("nan")), mask=is_head)
+        is_not_finite = (wide != wide) | (tl.abs(wide) == float("inf"))
+        largest = tl.max(tl.abs(tl.where(is_not_finite, 0.0, wide)), 1)
+        is_finite = tl.max(is_not_finite.to(tl.int32), 1) == 0
+        tl.store(scales + cells, tl.where(is_finite, largest / limit, float("nan")), mask=is_head)
         # A head whose numbers are almost 0 would have an infinite factor, so it is stored as 0.
         factor = limit / tl.where(largest > 1e-35, largest, 1.0)
-        scaled = tl.where(is_odd, 0.0, wide) * factor[:, None]
+        scaled = tl.where(is_not_finite, 0.0, wide) * factor[:, None]
         if IS_FLOAT8:
             stored = float8_bits(tl.clamp(scaled, -limit, limit))
         else:
-            # As in float8_bits, this rounds to an integer, halves to even.
+            # Round to the nearest integer, as in float8_bits.
             stored = (scaled + 12582912.0 - 12582912.0).to(tl.int8)
         tl.store(cache + cells[:, None] * DIM + columns[None, :], stored, mask=mask)
     else:

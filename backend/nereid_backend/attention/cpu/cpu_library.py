@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C interface of the CPU kernels: the library's functions, and the structs that they read.
+
+The structs have the layout of the structs in cpu_kernels.h and cpu_shim.cpp.
+"""
+
+import ctypes
+import functools
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+from nereid_backend.attention.cpu.cpu_build import KernelBuildError, load_library
+
+
+class NativeShape(ctypes.Structure):
+    """The struct `Shape` of cpu_kernels.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("block_size", "window", "chunk")),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class NativeLayer(ctypes.Structure):
+    """The struct `Layer` of cpu_kernels.h."""
+
+    _fields_ = (
+        ("shape", NativeShape),
+        ("is_bfloat16", c_int64),
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+    )
+
+
+class NativeDecodeGroup(ctypes.Structure):
+    """The struct `DecodeGroup` of cpu_kernels.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("tokens", "blocks")),
+        ("blocks_stride", c_int64),
+        ("lens", c_void_p),
+        ("num_seqs", c_int64),
+    )
+
+
+class NativePrefill(ctypes.Structure):
+    """The struct `Prefill` of cpu_kernels.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("first", "num_tokens", "num_cached")),
+        ("blocks", c_void_p),
+    )
+
+
+class NativeForward(ctypes.Structure):
+    """The struct `Forward` of cpu_shim.cpp."""
+
+    _fields_ = (
+        *(("layers", c_void_p), ("num_layers", c_int64)),
+        *(("groups", c_void_p), ("num_groups", c_int64)),
+        *(("prefills", c_void_p), ("num_prefills", c_int64)),
+        *(("slots", c_void_p), ("num_tokens", c_int64), ("num_threads", c_int64)),
+        ("times", c_void_p),
+    )
+
+
+class KernelTimes(ctypes.Structure):
+    """The time that compiled models have spent in the kernels, in nanoseconds."""
+
+    _fields_ = (("linear_ns", c_int64), ("attention_ns", c_int64))
+
+
+_ROWS = (c_void_p, c_int64, c_int64)
+_LOGITS = (c_int, c_void_p, c_int64, c_int64, c_int64)
+# The argument types of the functions in cpu_kernels.h and cpu_shim.cpp, which return nothing.
+_ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
+    "nereid_attend": (
+        *(c_void_p, c_void_p, *_ROWS, *_ROWS, *_ROWS),
+        *(c_void_p, c_int64, c_void_p, c_void_p, c_int),
+    ),
+    "nereid_attend_prefills": (
+        *(c_void_p, c_void_p, c_int64, *_ROWS),
+        *(c_void_p, c_void_p, c_int),
+    ),
+    "nereid_serve": (c_void_p,),
+    "nereid_linear": (c_int, *[c_void_p] * 4, *[c_int64] * 3, c_int),
+    "nereid_linear_int8": (*[c_void_p] * 4, *[c_int64] * 3, c_int),
+    "nereid_read_logits": (*_LOGITS, c_void_p, c_void_p, c_int),
+    "nereid_sample": (*_LOGITS, *[c_void_p] * 3, c_int),
+    "nereid_likeliest": (*_LOGITS, c_void_p, c_int64, *[c_void_p] * 2, c_int),
+}
+
+
+@functools.cache
+def kernels() -> ctypes.CDLL:
+    """Return the library of kernels, which is built and loaded once in a process.
+
+    Raises:
+        KernelBuildError: if the kernels cannot be built on this machine.
+    """
+    library = load_library()
+    for name, argument_types in _ARGUMENT_TYPES.items():
+        function = getattr(library, name)
+        function.argtypes = argument_types
+        function.restype = None
+    return library
+
+
+@functools.cache
+def has_kernels() -> bool:
+    """Return whether the kernels can be built on this machine."""
+    try:
+        kernels()
+    except KernelBuildError:
+        return False
+    return True

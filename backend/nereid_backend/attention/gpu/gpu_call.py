@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of one attention call on a GPU, in the forms that the kernels read."""
+
+import enum
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nereid_backend.attention.layers import LayerSpec
+
+_LOG2E = math.log2(math.e)
+# The smallest size of a matrix product in the Triton language.
+_MIN_PRODUCT = 16
+# Keys up to this size are padded, because a second matrix product would cost more.
+_MAX_PADDED_KEY = 32
+
+
+class Float8(enum.IntEnum):
+    """The way in which the kernels convert 8-bit floating point numbers, a constant in them."""
+
+    NONE = 0
+    """The cache contains other numbers: floating point numbers of the model, or integers."""
+    DEVICE = 1
+    """With instructions of the GPU, which exist from compute capability 8.9 on."""
+    BITS = 2
+    """By shifting bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """The arguments of one attention call, except the query and the metadata of the step.
+
+    Attributes:
+        spec: the properties of the layer.
+        keys: the keys of the layer, [num_blocks + 1, num_kv_heads, block_size, key_dim].
+        values: the values of the layer, [num_blocks + 1, num_kv_heads, block_size, value_dim].
+        scale: the factor of the scores.
+        sinks: the attention sinks, [num_heads]; None if the layer has none.
+        scales: the factors of the 8-bit keys and of the 8-bit values, each [num_blocks + 1,
+            num_kv_heads, block_size] float32; None if keys and values are not scaled.
+        float8: how the kernels convert keys and values of the format e4m3, which are stored as
+            bytes.
+    """
+
+    spec: LayerSpec
+    keys: Tensor
+    values: Tensor
+    scale: float
+    sinks: Tensor | None
+    scales: tuple[Tensor, Tensor] | None = None
+    float8: Float8 = Float8.NONE
+
+    @property
+    def group_size(self) -> int:
+        """The number of query heads that share a key head."""
+        return self.spec.num_heads // self.spec.num_kv_heads
+
+    @property
+    def cache_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The keys, the values, the factors of the keys and the factors of the values.
+
+        A cache without factors has its keys and values in place of the factors, because the kernels
+        need pointers. The kernels do not read through these pointers.
+        """
+        return self.keys, self.values, *(self.scales or (self.keys, self.values))
+
+    @property
+    def score_factors(self) -> tuple[float, float]:
+        """The arguments `scale` and `cap` of the kernels; see `triton_common.tile_scores`."""
+        softcap = self.spec.softcap
+        if softcap is None:
+            return self.scale * _LOG2E, 0.0
+        return self.scale / softcap, softcap * _LOG2E
+
+    @property
+    def window_limits(self) -> tuple[int, int]:
+        """The arguments `window` and `chunk` of the kernels, in tokens; 0 means no limit."""
+        return self.spec.window.size or 0, self.spec.window.chunk or 0
+
+    def window_constants(self) -> dict[str, bool]:
+        """Return the kernel constants that describe the attention window."""
+        window = self.spec.window
+        return {"HAS_WINDOW": window.size is not None, "HAS_CHUNK": window.chunk is not None}
+
+    def value_constants(self) -> dict[str, int]:
+        """Return the kernel constants that describe the size of a value."""
+        dim = self.spec.value_dim
+        return {"VALUE_DIM": dim, "VALUE_PADDED": padded_size(dim)}
+
+    def cache_constants(self) -> dict[str, int]:
+        """Return the kernel constants that describe the cache and the division of a key.
+
+        Example: a key of 192 numbers is divided into 128 (MAIN) and 64 (REST).
+        """
+        key_dim = self.spec.key_dim
+        main = 1 << (key_dim.bit_length() - 1)
+        rest = key_dim - main
+        if key_dim <= _MAX_PADDED_KEY:
+            main = key_dim
+            rest = 0
+        return {
+            "NUM_KV_HEADS": self.spec.num_kv_heads,
+            "BLOCK_SIZE": self.values.shape[2],
+            "KEY_DIM": key_dim,
+            "MAIN": main,
+            "DIM": padded_size(main),
+            "REST": rest,
+            "REST_PADDED": padded_size(rest) if rest else 0,
+            "HAS_SCALES": self.scales is not None,
+            "FLOAT8": int(self.float8),
+        }
+
+
+def padded_size(size: int) -> int:
+    """Return the size to which a kernel pads a dimension: a power of two, at least 16.
+
+    Examples: 80 gives 128, and 10 gives 16.
+    """
+    return max(_MIN_PRODUCT, next_power_of_two(size))
+
+
+def next_power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least `size`. Example: 5 gives 8."""
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a guide that do not change while answers are generated."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from nereid_backend.grammar.vocabulary import TokenMask, Vocabulary, mask_of
+
+# The bytes that count as white space around a marker.
+WHITE_SPACE = b" \t\r\n"
+
+
+@dataclass(frozen=True)
+class GuideRules:
+    """The parts of a guide that do not change while answers are generated. Requests share them.
+
+    Attributes:
+        vocabulary: the tokens of the model.
+        stop_ids: the tokens that end the answer.
+        stop_mask: the mask of the stop tokens.
+        free_mask: the mask of all tokens except the stop tokens.
+        grammar_mask: the mask of the tokens that a grammar may allow. It contains no stop tokens,
+            and only those special tokens that the grammar contains.
+        grammar_bits: `grammar_mask` as bytes, in which looking up one token is fastest.
+        white_space_mask: the mask of the tokens that are white space.
+        marker: the bytes after which the grammar applies, without white space around them. b"" if
+            the grammar applies from the first token on.
+        spanning: the tokens that contain the end of the marker and text after it. The key is the
+            number of the marker's bytes that must come before the token. Each value lists the token
+            and its text after the marker. Example: for the marker "</think>", the token `>{` is
+            listed under the key 7 with the text `{`.
+    """
+
+    vocabulary: Vocabulary
+    stop_ids: frozenset[int]
+    stop_mask: TokenMask
+    free_mask: TokenMask
+    grammar_mask: TokenMask
+    grammar_bits: bytes
+    white_space_mask: TokenMask
+    marker: bytes
+    spanning: Mapping[int, list[tuple[int, bytes]]]
+
+
+def rules_for(
+    vocabulary: Vocabulary,
+    stop_ids: frozenset[int],
+    allowed_special_ids: Iterable[int],
+    after: str,
+) -> GuideRules:
+    """Return the rules of a request.
+
+    Args:
+        vocabulary: the tokens of the model.
+        stop_ids: the tokens that end the answer.
+        allowed_special_ids: the special tokens that the grammar contains.
+        after: the text after which the grammar applies; see GrammarSpec.
+    """
+    size = vocabulary.size
+    stop_mask = mask_of(stop_ids, size)
+    every = mask_of(range(size), size)
+    forbidden_special_ids = vocabulary.special_ids - frozenset(allowed_special_ids)
+    forbidden = mask_of(forbidden_special_ids | vocabulary.unusable_ids, size)
+    grammar_mask = every & ~stop_mask & ~forbidden
+    marker = after.strip().encode()
+    return GuideRules(
+        vocabulary=vocabulary,
+        stop_ids=stop_ids,
+        stop_mask=stop_mask,
+        free_mask=every & ~stop_mask,
+        grammar_mask=grammar_mask,
+        grammar_bits=grammar_mask.tobytes(),
+        white_space_mask=mask_of(vocabulary.white_space_ids - stop_ids, size),
+        marker=marker,
+        spanning=_spanning_tokens(vocabulary, marker),
+    )
+
+
+def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
+    """Return the tokens that contain the end of the marker; see GuideRules.spanning."""
+    table: dict[int, list[tuple[int, bytes]]] = {}
+    for num_before in range(1, len(marker)):
+        ending = marker[num_before:]
+        for data, number in vocabulary.starting_with(ending):
+            rest = data[len(ending) :].lstrip(WHITE_SPACE)
+            if rest:
+                table.setdefault(num_before, []).append((number, rest))
+    for data, number in vocabulary.sorted_tokens if marker else ():
+        if marker in data:
+            rest = data.partition(marker)[2].lstrip(WHITE_SPACE)
+            if rest:
+                table.setdefault(0, []).append((number, rest))
+    return table

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache that a model with recurrent states gets, and the states of its sequences.
+
+The cache of a batch contains the states of all rows, in tensors whose first dimension is the number
+of rows. It can be split into the states of the rows, and states can be merged into a cache for
+other rows. Keys and values are not in the cache, because they are in blocks.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from nereid_backend.paths.model_call import UnfitError
+
+# The state of one sequence: for each layer of the cache, the attributes of the layer by name. Each
+# tensor contains only the part of the sequence.
+State = list[dict[str, Any]]
+
+
+class PassLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' is untyped
+    """A cache layer for attention. It stores nothing, because keys and values are in blocks."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing, because the layer stores nothing."""
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,  # noqa: ARG002 - transformers' signature
+        **kwargs: object,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values unchanged."""
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length of the attention mask and the offset of its first token."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens of the longest sequence before this step."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Return -1, because the length is not limited."""
+        return -1
+
+
+class StateAndPassLayer(LinearAttentionLayer, PassLayer):  # type: ignore[no-untyped-call, override]
+    """A cache layer for attention with a recurrent state. It stores the state, but no keys."""
+
+    def __init__(self, number_of_states: int) -> None:
+        PassLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+
+def make_cache(config: PretrainedConfig) -> DynamicCache:
+    """Return an empty cache whose attention layers store nothing.
+
+    Raises:
+        UnfitError: if a layer stores something that is neither keys and values nor a state of each
+            sequence.
+    """
+    cache: Any = DynamicCache(config=config)
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        raise UnfitError("the model's cache has no state besides keys and values")
+    cache.layers = [_without_keys(layer) for layer in cache.layers]
+    return cache  # type: ignore[no-any-return]
+
+
+def _without_keys(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are untyped
+    """Return the layer that replaces a layer of transformers' cache, but stores no keys."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if issubclass(type(layer), DynamicLayer):
+            return StateAndPassLayer(layer.number_of_states)
+        return layer
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        return PassLayer()
+    if isinstance(layer, DummyLayer):
+        return layer
+    raise UnfitError(
+        f"the model's cache has layers of the class {type(layer).__name__}, which this path does "
+        "not support"
+    )
+
+
+def split_states(cache: Any, num_rows: int) -> list[State]:  # noqa: ANN401 - an untyped cache
+    """Return the state of each row of a cache for a batch.
+
+    Args:
+        cache: a cache from `make_cache`.
+        num_rows: the number of rows of the batch.
+    """
+    return [[_row_state(layer, row, num_rows) for layer in cache.layers] for row in range(num_rows)]
+
+
+def merge_states(config: PretrainedConfig, states: list[State]) -> Any:  # noqa: ANN401 - as above
+    """Return a cache for a batch, merged from the states of its rows.
+
+    Args:
+        config: the config of the model.
+        states: the state of each row.
+    """
+    cache: Any = make_cache(config)
+    for layer, parts in zip(cache.layers, zip(*states, strict=True), strict=True):
+        for name in parts[0]:
+            setattr(layer, name, _merge([part[name] for part in parts]))
+    return cache
+
+
+def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
+    """Return the attributes of a layer for one row, without those that describe the step."""
+    if isinstance(layer, DummyLayer) or type(layer) is PassLayer:
+        return {}
+    return {
+        name: _cut(value, row, num_rows) for name, value in vars(layer).items() if name != "length"
+    }
+
+
+def _cut(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
+    """Return the part of a layer's attribute that belongs to one row.
+
+    Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
+    """
+    if isinstance(value, Tensor) and value.dim() and value.shape[0] == num_rows:
+        # A view would keep the memory of the whole batch allocated.
+        return value[row : row + 1].clone() if num_rows > 1 else value
+    if isinstance(value, dict):
+        return {key: _cut(part, row, num_rows) for key, part in value.items()}
+    return copy.copy(value)
+
+
+def _merge(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut
+    """Return the attribute of a batch, merged from those of its sequences.
+
+    This is the inverse of _cut.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts) if len(parts) > 1 else first
+    if isinstance(first, dict):
+        return {key: _merge([part[key] for part in parts]) for key in first}
+    if any(part != first for part in parts):
+        raise UnfitError(
+            "sequences of this model cannot share a batch, because an attribute of their states "
+            f"differs: {first} and {parts[-1]}"
+        )
+    return first

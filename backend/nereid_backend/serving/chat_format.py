@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the chat format with which a checkpoint's output is parsed."""
 
+import fcntl
+import hashlib
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 
+import nereid_parsers
 from nereid_parsers import LENIENT, STRICT, Format, NereidParsersError, get_format
-from nereid_parsers.template import format_for_checkpoint
 
+from nereid_backend.cache_folder import cache_folder
 from nereid_backend.errors import ConfigError
 from nereid_backend.serving import tensors
 from nereid_backend.serving.serving_settings import ServingSettings
 
 OFF = "none"
 _POLICIES = {"lenient": LENIENT, "strict": STRICT}
+# The files of a checkpoint from which its chat format is derived.
+_FORMAT_FILES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer_config.json",
+    "additional_chat_templates/*.jinja",
+)
 
 
 def choose_format(
@@ -26,16 +38,6 @@ def choose_format(
     Raises:
         ConfigError: no format has the configured name, or the checkpoint cannot be read.
     """
-    fmt = _choose(settings, report)
-    policy = _POLICIES.get(settings.parser_policy)
-    return fmt if fmt is None or policy is None else fmt.with_policy(policy)
-
-
-def _choose(settings: ServingSettings, report: Callable[[str], None]) -> Format | None:
-    """Return the format that the settings name, or else the format derived from the checkpoint.
-
-    Return None if the settings turn parsing off.
-    """
     names = {"reasoning": settings.reasoning_parser, "tools": settings.tool_parser}
     if OFF in names.values():
         # "none" turns off one parser: reasoning or tool calls then stay in the content. The other
@@ -46,11 +48,64 @@ def _choose(settings: ServingSettings, report: Callable[[str], None]) -> Format 
             return None
     try:
         if len(names) == 1:
-            return get_format(**names)
-        chosen = format_for_checkpoint(
-            settings.model, reasoning=names["reasoning"] or None, tools=names["tools"] or None
-        )
+            fmt = get_format(**names)
+        else:
+            fmt, reason = _derive_format(Path(settings.model), names["reasoning"], names["tools"])
+            report(f"chat format: {reason}")
     except NereidParsersError as error:
         raise ConfigError(f"reasoning_parser, tool_parser: {error}") from error
-    report(f"chat format: {chosen.why}")
-    return chosen.format
+    policy = _POLICIES.get(settings.parser_policy)
+    return fmt if policy is None else fmt.with_policy(policy)
+
+
+def _derive_format(model: Path, reasoning: str, tools: str) -> tuple[Format, str]:
+    """Return the format that is derived from a checkpoint's files, and the reason for the choice.
+
+    The result is stored in the cache folder, because both the tokenizer and the postprocessor need
+    it at each start. A process that needs a result while another process computes it waits for it.
+
+    Args:
+        model: the folder of the checkpoint.
+        reasoning: the name of the format of reasoning; "" for the derived format.
+        tools: the name of the format of tool calls; "" for the derived format.
+    """
+    try:
+        folder = cache_folder() / "chat-formats"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / _fingerprint(model, reasoning, tools)).open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            if data := file.read():
+                fmt, reason = pickle.loads(data)
+            else:
+                fmt, reason = _analyse(model, reasoning, tools)
+                file.write(pickle.dumps((fmt, reason)))
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
+        # The folder cannot be written, or an earlier process was killed while it wrote the file.
+        fmt, reason = _analyse(model, reasoning, tools)
+    return fmt, reason
+
+
+def _analyse(model: Path, reasoning: str, tools: str) -> tuple[Format, str]:
+    """Return the result of `_derive_format` without a cache."""
+    # Imported here, because the analysis is needed only once for each checkpoint.
+    from nereid_parsers.template import format_for_checkpoint
+
+    chosen = format_for_checkpoint(model, reasoning=reasoning or None, tools=tools or None)
+    return chosen.format, chosen.why
+
+
+def _fingerprint(model: Path, *names: str) -> str:
+    """Return a hash of everything on which a derived format depends.
+
+    These are the checkpoint's files, the names of formats, and the code of the analysis. The code
+    is identified by the sizes and times of its files.
+    """
+    digest = hashlib.sha256(repr(names).encode())
+    for pattern in _FORMAT_FILES:
+        for path in sorted(model.glob(pattern)):
+            digest.update(repr((path.name, path.read_bytes())).encode())
+    for path in sorted(Path(nereid_parsers.__file__).parent.rglob("*.py")):
+        status = path.stat()
+        digest.update(repr((path.name, status.st_size, status.st_mtime_ns)).encode())
+    return digest.hexdigest()

@@ -2,7 +2,6 @@
 """Reads and builds tensors. Only this module imports the Python API of Triton server."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,9 @@ from nereid_backend.errors import (
 )
 
 log = logging.getLogger("nereid")
+
+Tensors = dict[str, npt.NDArray[Any]]
+"""Output tensors by name."""
 
 
 def optional_text(request: Any, name: str) -> str | None:  # noqa: ANN401 - the server's own type
@@ -64,7 +66,7 @@ def array(request: Any, name: str) -> npt.NDArray[Any]:  # noqa: ANN401 - the se
     return values.reshape(-1)
 
 
-def response(tensors: Mapping[str, npt.NDArray[Any]]) -> Any:  # noqa: ANN401 - the server's own type
+def response(tensors: Tensors) -> Any:  # noqa: ANN401 - the server's own type
     """Return a response with these output tensors by name."""
     return pb_utils.InferenceResponse([pb_utils.Tensor(n, array) for n, array in tensors.items()])
 

@@ -1,116 +1,19 @@
-"""Runs the three steps of the ensemble in one process, with a scripted engine and without a server.
-
-Triton server's Python API exists only in its stubs. This module replaces it by a small
-implementation with the same behaviour.
-"""
+"""Runs the three steps of the ensemble in one process, without a server, on a scripted engine."""
 
 import json
-import sys
-import types
-from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 import torch  # noqa: F401 - load_tokenizer keeps it out of processes that have not loaded it
-
-
-@dataclass
-class Tensor:
-    name: str
-    values: np.ndarray
-
-    def as_numpy(self):
-        return self.values
-
-
-@dataclass
-class TritonError:
-    text: str
-    code: int = 0
-
-    INVALID_ARG, UNAVAILABLE, INTERNAL = 1, 2, 3
-
-
-@dataclass
-class InferenceResponse:
-    tensors: list = field(default_factory=list)
-    error: TritonError | None = None
-
-
-class MetricFamily:
-    GAUGE, COUNTER, HISTOGRAM = range(3)
-
-    values: ClassVar = {}
-
-    def __init__(self, name, description, kind):
-        self.name = name
-
-    def Metric(self, labels, buckets=None):
-        return Metric(self.name, {**labels})
-
-
-@dataclass
-class Metric:
-    name: str
-    labels: dict
-
-    @property
-    def key(self):
-        extra = [value for label, value in self.labels.items() if label != "model_name"]
-        return "/".join([self.name.removeprefix("nereid:"), *extra])
-
-    def set(self, value):
-        MetricFamily.values[self.key] = value
-
-    def increment(self, value):
-        assert value > 0
-        MetricFamily.values[self.key] = MetricFamily.values.get(self.key, 0) + value
-
-    def observe(self, value):
-        MetricFamily.values.setdefault(self.key, []).append(value)
-
-
-def _install():
-    made = types.ModuleType("triton_python_backend_utils")
-    made.Tensor, made.InferenceResponse, made.TritonError = Tensor, InferenceResponse, TritonError
-    made.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
-    made.TritonModelException = RuntimeError
-    made.MetricFamily = MetricFamily
-    made.get_input_tensor_by_name = lambda request, name: request.inputs.get(name)
-    sys.modules.setdefault("triton_python_backend_utils", made)
-
-
-_install()
-
-from nereid_backend import EngineConfig  # noqa: E402
-from nereid_backend.errors import EngineError, RequestError  # noqa: E402
-from nereid_backend.serving import tensor_names  # noqa: E402
-from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine  # noqa: E402
-from nereid_backend.serving.executor.streams import Sequence, Stream  # noqa: E402
-from nereid_backend.serving.feedback import FeedbackReader, Signal  # noqa: E402
-from nereid_backend.serving.postprocessor.postprocessor_model import PostprocessorModel  # noqa: E402
-from nereid_backend.serving.tokenizer.tokenizer_model import TokenizerModel  # noqa: E402
-from nereid_backend.serving.wire import Opening, RequestEnvelope, unpack_params  # noqa: E402
-
-
-class Request:
-    """A request to one step. It is its own response sender."""
-
-    def __init__(self, **inputs):
-        self.inputs = {name: Tensor(name, values) for name, values in inputs.items()}
-        self.replies = []
-
-    def get_response_sender(self):
-        return self
-
-    def send(self, reply=None, flags=0):
-        self.replies += [] if reply is None else [reply]
-
-    def is_cancelled(self):
-        return False
-
-    def parameters(self):
-        return "{}"
+from backend.serving.fake_server import Request, TritonError
+from nereid_backend import EngineConfig
+from nereid_backend.errors import EngineError, RequestError
+from nereid_backend.serving import tensor_names
+from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine
+from nereid_backend.serving.executor.streams import Sequence, Stream
+from nereid_backend.serving.feedback import FeedbackReader, Signal
+from nereid_backend.serving.postprocessor.postprocessor_model import PostprocessorModel
+from nereid_backend.serving.tokenizer.tokenizer_model import TokenizerModel
+from nereid_backend.serving.wire import Opening, RequestEnvelope, unpack_params
 
 
 class Pipeline:
@@ -160,7 +63,9 @@ class Pipeline:
         for sequence in stream.sequences:
             if self.feedback.signal(sequence.slot, 1) is Signal.STOP_STRING:
                 self.engine.abort("1", sequence.index)
-        return [_texts(reply) for reply in request.replies]
+        if request.error is not None:
+            raise EngineError(request.error)
+        return [_texts(outputs) for outputs in request.replies]
 
 
 def chat(content, *, stream=True, **fields):
@@ -189,10 +94,10 @@ def _outputs(reply):
     return {tensor.name: tensor.as_numpy() for tensor in reply.tensors}
 
 
-def _texts(reply):
-    found = {name: values.tolist() for name, values in _outputs(reply).items()}
-    found = {
-        name: [value.decode() if isinstance(value, bytes) else value for value in values]
-        for name, values in found.items()
+def _texts(outputs):
+    """Return the output tensors as lists, with decoded texts and JSON objects."""
+    lists = {
+        name: [value.decode() if isinstance(value, bytes) else value for value in values.tolist()]
+        for name, values in outputs.items()
     }
-    return found | {"delta": [json.loads(text) for text in found["delta"]]}
+    return lists | {"delta": [json.loads(text) for text in lists["delta"]]}

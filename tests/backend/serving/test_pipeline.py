@@ -1,14 +1,13 @@
 """The three steps of the ensemble together, without a server."""
 
 import json
-from pathlib import Path
 
 import pytest
+from backend.serving.fake_server import DEMO
 from backend.serving.pipeline import Pipeline, chat, completion
 from nereid_backend import RequestError
 from nereid_backend.errors import EngineError
 
-DEMO = Path(__file__).resolve().parents[3] / "demo" / "chat"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 STRICT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
 SCRIPT = [
@@ -24,7 +23,7 @@ SCRIPT = [
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        yield Pipeline(DEMO, SCRIPT, tmp_path_factory.mktemp("pipeline"), patch)
+        yield Pipeline(DEMO / "chat", SCRIPT, tmp_path_factory.mktemp("pipeline"), patch)
 
 
 def joined(replies, index=0, key="content"):
@@ -117,7 +116,9 @@ def test_bytes_of_log_probabilities_join_to_the_text(pipeline):
 def test_a_silent_stream_sends_empty_responses_only_where_it_is_told_to(tmp_path, monkeypatch):
     script = [{"when": "", "token_ids": [300, 301], "delay_ms": 120}]
     for keepalive_ms in (0, 30):
-        pipeline = Pipeline(DEMO, script, tmp_path, monkeypatch, keepalive_ms=str(keepalive_ms))
+        pipeline = Pipeline(
+            DEMO / "chat", script, tmp_path, monkeypatch, keepalive_ms=str(keepalive_ms)
+        )
         replies = pipeline.ask(**completion("x"))
         empty = [reply for reply in replies if reply["delta"] == [{}]]
         assert all(reply["text_output"] == [""] for reply in empty)

@@ -32,6 +32,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.outputs import (
     EngineInfo,
@@ -43,7 +45,6 @@ from nereid_backend.core.outputs import (
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import ConfigError, EngineError, RequestError
 from nereid_backend.serving.executor.engine_process import serve
-from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
 
 SCRIPT_VARIABLE = "NEREID_SCRIPT"
 
@@ -144,18 +145,18 @@ class ScriptedEngine:
     """An engine with the methods of StepEngine."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
-        tokenizer = load_tokenizer(config.model)
-        self._decode = tokenizer.decode
+        # transformers would take ten times as long to import as everything else here.
+        self._tokenizer = Tokenizer.from_file(str(Path(config.model) / "tokenizer.json"))
         path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
         self._rules = read_script(
-            path, lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            path, lambda text: list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         )
         progress(f"engine: the scripted test tool runs {len(self._rules)} rules from {path}")
-        eos = tokenizer.eos_token_id
+        eos = self._tokenizer.token_to_id(_eos_token(config.model))
         self._requests: dict[str, _Request] = {}
         self._queue: dict[str, _Request] = {}
         self.started: list[tuple[str, float]] = []
-        self.info = _info(config, len(tokenizer), () if eos is None else (int(eos),))
+        self.info = _info(config, self._tokenizer.get_vocab_size(), () if eos is None else (eos,))
 
     def warm_up(self) -> None:
         """Do nothing, because the scripted engine ignores grammars."""
@@ -180,7 +181,7 @@ class ScriptedEngine:
                 f"the prompt has {len(prompt)} tokens, but the limit is {self.info.max_model_len} "
                 "(max_model_len)"
             )
-        text = str(self._decode(prompt))
+        text = self._tokenizer.decode(prompt, skip_special_tokens=False)
         rule = next((rule for rule in self._rules if rule.when in text), None)
         if rule is None:
             raise RequestError(
@@ -235,13 +236,19 @@ class ScriptedEngine:
     def _advance(
         self, request_id: str, request: _Request, sequence: _Sequence, now: float
     ) -> RequestUpdate:
+        """Return the update with the next tokens of a sequence, and remove an ended sequence.
+
+        Raises:
+            EngineError: the rule has a fault.
+        """
         rule = sequence.rule
-        if rule.fault.startswith("busy ") and sequence.num_tokens == 0:
-            _burn(float(rule.fault.removeprefix("busy ")))
-        elif rule.fault and not sequence.is_aborted and not rule.fault.startswith("busy "):
+        is_first = sequence.num_tokens == 0
+        if rule.fault.startswith("busy "):
+            if is_first:
+                _use_cpu(float(rule.fault.removeprefix("busy ")))
+        elif rule.fault and not sequence.is_aborted:
             raise EngineError(rule.fault)
         sequence.due = now + rule.delay_ms / 1000
-        is_first = sequence.num_tokens == 0
         token_ids: list[int] = []
         finish: FinishReason | None = "abort" if sequence.is_aborted else None
         if rule.error:
@@ -282,7 +289,18 @@ class ScriptedEngine:
         ]
 
 
-def _burn(seconds: float) -> None:
+def _eos_token(model: str) -> str:
+    """Return the end-of-sequence token of a checkpoint; "" if its tokenizer has none.
+
+    tokenizer_config.json writes the token as "</s>" or as {"content": "</s>"}.
+    """
+    config = json.loads((Path(model) / "tokenizer_config.json").read_text(encoding="utf-8"))
+    token = config.get("eos_token") or ""
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _use_cpu(seconds: float) -> None:
+    """Compute for some time, so that the process is busy and sends no message."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass

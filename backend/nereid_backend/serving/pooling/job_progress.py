@@ -40,7 +40,11 @@ log = logging.getLogger("nereid")
 
 
 class Engine(Protocol):
-    """The methods of a PoolingEngine that this module calls."""
+    """The interface of PoolingEngine, and of the engine that replaces it in tests."""
+
+    @property
+    def info(self) -> Any:  # noqa: ANN401 - any dataclass
+        """A dataclass that describes the loaded model."""
 
     def add(self, request_id: str, items: Sequence[PoolingItem]) -> object:
         """Queue inputs. Raise a RequestError or a CapacityError if that is not possible."""

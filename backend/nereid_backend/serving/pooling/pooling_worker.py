@@ -18,40 +18,34 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
 from nereid_backend.pooling.pooling_config import PoolingConfig
-from nereid_backend.serving.pooling.job_progress import WorkerJobs
+from nereid_backend.serving.pooling.job_progress import Engine, WorkerJobs
 from nereid_backend.serving.pooling.jobs import Job
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError
 from nereid_backend.serving.process.process_entry import connect, error_text, load
-
-if TYPE_CHECKING:
-    from nereid_backend.pooling.pooling_engine import PoolingEngine
 
 _ALIVE_INTERVAL_S = 0.25
 
 log = logging.getLogger("nereid")
 
+MakeEngine = Callable[[PoolingConfig, Callable[[str], None]], Engine]
 
-def main(argv: Sequence[str] = sys.argv) -> int:
-    """Serve one model over the socket whose file descriptor is argv[1]. Return the exit code."""
+
+def serve(argv: Sequence[str], make: MakeEngine) -> int:
+    """Serve one model over a socket until the message "stop", and return the exit code.
+
+    Args:
+        argv: the command line. argv[1] is the file descriptor of the socket.
+        make: builds the engine from its settings. The second argument reports one line about each
+            slow operation.
+    """
     channel = connect(argv)
     with contextlib.suppress(ChannelClosedError):
-        engine = load(channel, _make)
+        engine = load(channel, lambda settings, progress: make(PoolingConfig(**settings), progress))
         if engine is not None:
             return _serve(WorkerJobs(engine, channel.send), channel)
     return 1
-
-
-def _make(settings: dict[str, Any], progress: Callable[[str], None]) -> "PoolingEngine":
-    # Importing modules creates about a hundred thousand permanent objects and no garbage.
-    gc.disable()
-    from nereid_backend.pooling.pooling_engine import PoolingEngine
-
-    gc.freeze()
-    gc.enable()
-    return PoolingEngine(PoolingConfig(**settings), progress=progress)
 
 
 def _serve(work: WorkerJobs, channel: Channel) -> int:
@@ -79,6 +73,17 @@ def _serve(work: WorkerJobs, channel: Channel) -> int:
         if now >= alive_due:
             channel.send(["alive"])
             alive_due = now + _ALIVE_INTERVAL_S
+
+
+def main(argv: Sequence[str] = sys.argv) -> int:
+    """Serve the real model, and return the exit code."""
+    # Importing modules creates about a hundred thousand permanent objects and no garbage.
+    gc.disable()
+    from nereid_backend.pooling.pooling_engine import PoolingEngine
+
+    gc.freeze()
+    gc.enable()
+    return serve(argv, lambda config, progress: PoolingEngine(config, progress=progress))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving import tensors
 from nereid_backend.serving.pooling import decode_request
 from nereid_backend.serving.pooling.jobs import Job, Outcome
-from nereid_backend.serving.pooling.pooling_stub import PoolingStub, Tensors, has_tensor
+from nereid_backend.serving.pooling.pooling_stub import PoolingStub, has_tensor
+from nereid_backend.serving.tensors import Tensors
 
 
 class RerankModel(PoolingStub):

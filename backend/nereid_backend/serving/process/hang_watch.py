@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects an engine process or a pooling worker that hangs."""
+"""Detects a child process that hangs: the process has work, but sends no message."""
 
 import os
 import time
+from collections.abc import Callable
 
-# If this process was paused, the other process may have been paused, too. So one interval between
+# If this process was paused, the child process may have been paused, too. So one interval between
 # two calls counts as at most this many seconds of silence.
 _LONGEST_INTERVAL_S = 0.5
 # A process that uses at least 10 % of a CPU is computing. On a CPU, its limit is ten times as long.
@@ -16,51 +17,62 @@ class HangWatch:
     """Measures for how long a process with work has not sent a message.
 
     Args:
-        pid: the id of the watched process.
+        limit_s: the longest time without a message for a process with work; 0 means no limit.
+        cpu_seconds: returns the CPU time that the process has used, in seconds.
+        clock: returns the time in seconds.
 
     Attributes:
         silent_s: the time since the last message during which the process had work, in seconds.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(
+        self,
+        limit_s: float,
+        cpu_seconds: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.silent_s = 0.0
-        self._last_checked = time.monotonic()
+        self._limit_s = limit_s
+        self._cpu_seconds = cpu_seconds
+        self._clock = clock
+        self._last_checked = clock()
         self._cpu_before_s: float | None = None
 
     def note_message(self) -> None:
         """Record that the process has sent a message."""
         self.silent_s = 0.0
 
-    def is_hanging(self, limit_s: float, *, is_working: bool, is_on_cpu: bool) -> bool:
+    def is_hanging(self, *, is_working: bool, is_on_cpu: bool) -> bool:
         """Return whether the process hangs. Call this several times a second.
 
         Args:
-            limit_s: the longest time without a message for a process with work; 0 means no limit.
             is_working: whether the process has work.
             is_on_cpu: whether the process computes on the CPU. A step of a large model can take
                 minutes there, so a process that uses the CPU gets a limit ten times as long. A
                 process with a GPU can use the CPU just by waiting, so its CPU use does not matter.
         """
-        now = time.monotonic()
+        now = self._clock()
         passed_s = min(now - self._last_checked, _LONGEST_INTERVAL_S)
         self._last_checked = now
         self.silent_s = self.silent_s + passed_s if is_working else 0.0
+        limit_s = self._limit_s
         if not limit_s:
             return False
+        # The use of the CPU is measured from the middle of the limit on.
         if self.silent_s <= limit_s / 2:
             self._cpu_before_s = None
             return False
         if self._cpu_before_s is None:
-            self._cpu_before_s = _cpu_seconds(self._pid)
+            self._cpu_before_s = self._cpu_seconds()
         if self.silent_s <= limit_s:
             return False
-        used_s = _cpu_seconds(self._pid) - self._cpu_before_s
-        computes = used_s > _MIN_CPU_LOAD * (self.silent_s - limit_s / 2)
-        return not (is_on_cpu and computes) or self.silent_s > _BUSY_LIMIT_FACTOR * limit_s
+        if not is_on_cpu or self.silent_s > _BUSY_LIMIT_FACTOR * limit_s:
+            return True
+        used_s = self._cpu_seconds() - self._cpu_before_s
+        return used_s <= _MIN_CPU_LOAD * (self.silent_s - limit_s / 2)
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """Return the CPU time that a process has used, in seconds; 0 if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:

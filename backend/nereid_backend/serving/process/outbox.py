@@ -17,19 +17,13 @@ class Outbox:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._send_all, name="outbox", daemon=True)
         self._thread.start()
 
     def put(self, message: object) -> None:
-        """Queue a message for sending.
-
-        Raises:
-            ChannelClosedError: the other end of the channel is closed.
-        """
-        if self._is_closed.is_set():
-            raise ChannelClosedError("the other process has ended")
-        self._messages.put(message)
+        """Queue a message for sending. If the other process has ended, the message is dropped."""
+        if self._thread.is_alive():
+            self._messages.put(message)
 
     def finish(self) -> None:
         """Close the channel after all queued messages have been sent."""
@@ -45,7 +39,5 @@ class Outbox:
                 self._channel.send(message)
         except ChannelClosedError:
             # The last messages of the other process can still be read, so this end stays open.
-            self._is_closed.set()
-        else:
-            self._is_closed.set()
-            self._channel.close()
+            return
+        self._channel.close()

@@ -2,23 +2,24 @@
 """Starts and stops a child process, exchanges messages with it, and detects its death.
 
 Code that may crash runs in child processes: the engine, and the worker of each pooling model. This
-is the side of the stub. process_entry.py is the side of the child process.
+module runs in the parent, which is a stub of Triton server. process_entry.py runs in the child.
 """
 
 import contextlib
+import functools
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError
-from nereid_backend.serving.process.hang_watch import HangWatch
+from nereid_backend.serving.process.hang_watch import HangWatch, cpu_seconds
 from nereid_backend.serving.process.outbox import Outbox
 
 _STOP_TIMEOUT_S = 5.0
@@ -32,229 +33,189 @@ class EngineDiedError(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """A request that the child process refused, and the reason."""
+class Limit:
+    """The value of a setting, and the setting's name for error messages."""
 
-    request_id: str
-    error: NereidError
-
-    @classmethod
-    def from_row(cls, row: Sequence[str]) -> "Refusal":
-        """Return the refusal in a message "refused": [request id, error class, error text]."""
-        request_id, kind, message = row
-        return cls(request_id, _REFUSALS.get(kind, EngineError)(message))
-
-
-_REFUSALS: dict[str, type[NereidError]] = {
-    kind.__name__: kind for kind in (CapacityError, RequestError)
-}
+    setting: str
+    value: int
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
-    """The kind of a child process.
+class ChildProgram:
+    """The program of a child process, and the limits on it.
 
     Attributes:
-        name: the name of the process in error messages.
+        name: the name of the process in messages: "engine" or "worker".
+        title: the name with its Triton model if the name is not unique in the server's log, such as
+            "worker of the model embedding".
         module: the Python module that the process runs.
-        start_setting: the name of the setting that limits the time for loading.
-        hang_setting: the name of the setting that limits the time without a message.
+        settings: the first message to the process.
+        start_timeout: the limit on the time for loading, in seconds.
+        hang_timeout: the limit on the time without a message during work, in seconds; 0 means no
+            limit.
+        max_restarts: the number of unsuccessful restarts after which the process stays ended.
     """
 
     name: str
+    title: str
     module: str
-    start_setting: str
-    hang_setting: str
+    settings: dict[str, Any]
+    start_timeout: Limit
+    hang_timeout: Limit
+    max_restarts: Limit
 
 
 class ChildProcess:
-    """A child process. `start` may be called again after the process has died.
+    """A child process that has been started.
 
     Several threads may call `send`. Only one thread may call the other methods. Messages are sent
     by another thread, because the receiving thread must not wait for a child process that itself
     waits until its messages are read.
 
     Attributes:
+        pid: the process id.
         info: the description of the loaded model, as the process reported it.
-        load_s: the duration of the last start in seconds.
+        load_s: the time that loading took, in seconds.
     """
 
-    def __init__(
-        self, role: Role, settings: dict[str, Any], progress: Callable[[str], None]
-    ) -> None:
-        """Store the arguments. No process is started.
-
-        Args:
-            role: the kind of the process.
-            settings: the first message to the process.
-            progress: called with one line for each slow operation of loading.
-        """
-        self._role = role
-        self._settings = settings
-        self._progress = progress
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
-        self._outbox: Outbox | None = None
-        self._hang_watch: HangWatch | None = None
-        self._fatal_message = ""
+    def __init__(self, program: ChildProgram) -> None:
+        """Start the process. Use `start`, which also waits until the model is loaded."""
+        parent_end, child_end = socket.socketpair()
+        # Use the interpreter of the stub's environment. An embedded Python may not know its path.
+        python = sys.executable or shutil.which("python3") or "python3"
+        self._process = subprocess.Popen(
+            [python, "-m", program.module, str(child_end.fileno())],
+            pass_fds=[child_end.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        child_end.close()
+        self.pid = self._process.pid
         self.info: dict[str, Any] = {}
         self.load_s = 0.0
+        self._program = program
+        self._channel = Channel(parent_end)
+        self._outbox = Outbox(self._channel)
+        self._hang_watch = HangWatch(
+            program.hang_timeout.value, functools.partial(cpu_seconds, self.pid)
+        )
+        self._fatal_message = ""
+        self.send(program.settings)
 
-    def start(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Start the process and wait until its model is loaded.
+    @classmethod
+    def start(
+        cls,
+        program: ChildProgram,
+        progress: Callable[[str], None],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Self:
+        """Start a process, wait until its model is loaded, and return the process.
 
         Args:
-            timeout_s: the time limit for loading.
+            program: the program and its limits.
+            progress: called with one line for each slow operation of loading.
             meanwhile: called a few times a second while the process loads.
 
         Raises:
             EngineError: loading failed or took too long. The message gives the reason.
         """
-        self.stop()
-        parent_end, child_end = socket.socketpair()
-        # Use the interpreter of the stub's environment. An embedded Python may not know its path.
-        python = sys.executable or shutil.which("python3") or "python3"
-        self._process = subprocess.Popen(
-            [python, "-m", self._role.module, str(child_end.fileno())],
-            pass_fds=[child_end.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-        child_end.close()
-        self._channel = Channel(parent_end)
-        self._outbox = Outbox(self._channel)
-        self._hang_watch = HangWatch(self._process.pid)
-        self._fatal_message = ""
-        started = time.monotonic()
+        process = cls(program)
         try:
-            self.send(self._settings)
-            self._await_ready(timeout_s, meanwhile)
-            self.load_s = time.monotonic() - started
+            process._await_ready(progress, meanwhile)
         except NereidError:
-            self.stop()
+            process.stop()
             raise
+        return process
 
     def send(self, message: object) -> None:
-        """Queue a message to the process.
+        """Queue a message to the process. If the process has ended, drop the message."""
+        self._outbox.put(message)
 
-        Raises:
-            EngineDiedError: the process is not running.
-        """
-        outbox = self._outbox
-        try:
-            if outbox is None:
-                raise ChannelClosedError("the process is not running")
-            outbox.put(message)
-        except ChannelClosedError as error:
-            raise EngineDiedError(self._death_message()) from error
-
-    def messages(self, timeout_s: float) -> list[list[Any]]:
+    def receive(self, timeout_s: float, *, is_working: bool) -> list[list[Any]]:
         """Return the messages of the process. Wait at most `timeout_s` seconds for the first one.
 
-        Each message is a list that begins with its kind, such as ["ready", info].
+        Call this several times a second, because it also detects whether the process hangs.
+
+        Args:
+            timeout_s: the longest time to wait.
+            is_working: whether the process has work. A process without work does not hang.
+
+        Returns:
+            The messages. Each is a list that begins with its kind, such as ["ready", info].
 
         Raises:
-            EngineDiedError: the process has ended.
+            EngineDiedError: the process has ended, or it hung and was killed.
         """
         try:
-            if self._channel is None:
-                raise ChannelClosedError("the process is not running")
             messages = self._channel.receive(timeout_s)
         except ChannelClosedError as error:
             raise EngineDiedError(self._death_message()) from error
-        if messages and self._hang_watch is not None:
+        if messages:
             self._hang_watch.note_message()
         for kind, *rest in messages:
             if kind == "fatal":
                 self._fatal_message = rest[0]
-        return messages
-
-    def kill_if_hanging(self, limit_s: float, *, is_working: bool) -> None:
-        """Kill the process if it hangs. Call this after each `messages`.
-
-        Args:
-            limit_s: the longest time without a message for a process with work; 0 means no limit.
-            is_working: whether the process has work.
-
-        Raises:
-            EngineDiedError: the process did not send a message for too long and was killed.
-        """
-        process = self._process
-        hang_watch = self._hang_watch
-        if process is None or hang_watch is None:
-            return
         is_on_cpu = self.info.get("device") == "cpu"
-        if not hang_watch.is_hanging(limit_s, is_working=is_working, is_on_cpu=is_on_cpu):
-            return
-        process.kill()
-        process.wait(_KILL_TIMEOUT_S)
-        raise EngineDiedError(
-            f"the {self._role.name} process was killed, because it sent no message for "
-            f"{hang_watch.silent_s:.0f} s during one step and the limit is {limit_s:g} s "
-            f"({self._role.hang_setting})."
-        )
+        if self._hang_watch.is_hanging(is_working=is_working, is_on_cpu=is_on_cpu):
+            self._process.kill()
+            self._process.wait(_KILL_TIMEOUT_S)
+            limit = self._program.hang_timeout
+            raise EngineDiedError(
+                f"the {self._program.name} process was killed, because it sent no message for "
+                f"{self._hang_watch.silent_s:.0f} s during one step and the limit is "
+                f"{limit.value} s ({limit.setting})."
+            )
+        return messages
 
     def stop(self) -> None:
         """End the process: send the message "stop", then SIGTERM, then SIGKILL."""
-        process = self._process
-        channel = self._channel
-        outbox = self._outbox
-        self._process = None
-        self._channel = None
-        self._outbox = None
-        if outbox is not None:
-            with contextlib.suppress(ChannelClosedError):
-                outbox.put(["stop"])
-            outbox.finish()
-        if process is not None:
-            _end(process)
-        if channel is not None and outbox is not None:
-            channel.close()
-            outbox.join(_STOP_TIMEOUT_S)
+        self.send(["stop"])
+        self._outbox.finish()
+        for number in (None, signal.SIGTERM, signal.SIGKILL):
+            if number is not None:
+                self._process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_TIMEOUT_S)
+                break
+        self._channel.close()
+        self._outbox.join(_STOP_TIMEOUT_S)
 
-    @property
-    def pid(self) -> int | None:
-        """The process id; None if no process is running."""
-        return None if self._process is None else self._process.pid
-
-    def _await_ready(self, timeout_s: float, meanwhile: Callable[[], None]) -> None:
+    def _await_ready(self, progress: Callable[[str], None], meanwhile: Callable[[], None]) -> None:
         """Wait for the message "ready". Raise an EngineError if loading fails or takes too long."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        started = time.monotonic()
+        limit = self._program.start_timeout
+        while time.monotonic() < started + limit.value:
             meanwhile()
-            for kind, *rest in self.messages(_START_POLL_S):
+            for kind, *rest in self.receive(_START_POLL_S, is_working=False):
                 if kind == "progress":
-                    self._progress(rest[0])
+                    progress(rest[0])
                 elif kind == "ready":
                     self.info = rest[0]
+                    self.load_s = time.monotonic() - started
                     return
                 elif kind == "failed":
                     raise EngineError(rest[0])
         raise EngineError(
-            f"the {self._role.name} was not ready after {timeout_s:g} s, which is the limit "
-            f"({self._role.start_setting}). Raise the limit, or read in the log what the process "
-            "was loading."
+            f"the {self._program.name} was not ready after {limit.value} s, which is the limit "
+            f"({limit.setting}). Raise the limit, or read in the log what the process was loading."
         )
 
     def _death_message(self) -> str:
         """Return how the process ended, such as "the engine process ended (signal 9). See ..."."""
-        name = self._role.name
-        process = self._process
-        if process is None:
-            return f"the {name} process is not running"
         ending = "closed its connection"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = process.wait(_EXIT_TIMEOUT_S)
+            code = self._process.wait(_EXIT_TIMEOUT_S)
             ending = f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
         if self._fatal_message:
-            return f"the {name} process {ending}: {self._fatal_message}"
-        return f"the {name} process {ending}. See the server's log for the reason."
+            return f"the {self._program.name} process {ending}: {self._fatal_message}"
+        return f"the {self._program.name} process {ending}. See the server's log for the reason."
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Wait until the process ends. After a time limit send SIGTERM, then SIGKILL."""
-    for number in (None, signal.SIGTERM, signal.SIGKILL):
-        if number is not None:
-            process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_TIMEOUT_S)
-            return
+def refusal_error(kind: str, message: str) -> NereidError:
+    """Return the error of a message ["refused", request id, kind, message] of a child process.
+
+    Args:
+        kind: the name of the error's class. An unknown name stands for EngineError.
+        message: the error's text.
+    """
+    classes = {one.__name__: one for one in (CapacityError, RequestError)}
+    return classes.get(kind, EngineError)(message)

@@ -1,50 +1,10 @@
-import numpy as np
 import pytest
-from nereid_backend.errors import CapacityError, EngineError, RequestError
+from backend.serving.pooling.scripted_worker import LengthEngine
+from nereid_backend.errors import EngineError
 from nereid_backend.pooling.pooling_items import PoolingResult
 from nereid_backend.serving.pooling import job_progress
 from nereid_backend.serving.pooling.job_progress import WorkerJobs
 from nereid_backend.serving.pooling.jobs import Job, Outcome
-
-
-class LengthEngine:
-    """An engine whose results are the lengths of texts. Each step computes a few inputs in turn."""
-
-    def __init__(self, per_step=4):
-        self.per_step = per_step
-        self.waiting = {}
-        self.most_waiting = 0
-        self.aborted = []
-
-    def add(self, request_id, items):
-        for index, item in enumerate(items):
-            if item.text == "bad":
-                raise RequestError(f"input {index}: input: has no tokens")
-            if item.text == "full":
-                raise CapacityError("too many inputs wait")
-            if item.dimensions == 0:
-                raise RequestError("input 0: dimensions: must be from 1 to 4, got 0")
-        self.waiting[request_id] = list(enumerate(items))
-        self.most_waiting = max(self.most_waiting, sum(map(len, self.waiting.values())))
-
-    def abort(self, request_id):
-        self.aborted.append(request_id)
-        self.waiting.pop(request_id, None)
-
-    def has_work(self):
-        return bool(self.waiting)
-
-    def step(self):
-        results = []
-        for request_id in list(self.waiting)[: self.per_step]:
-            index, item = self.waiting[request_id].pop()  # not in order, as by length
-            failed = item.text == "nan"
-            value = None if failed else np.array([len(item.text), 1.0], dtype=np.float32)
-            error = "the model gave no finite numbers" if failed else None
-            results.append(PoolingResult(request_id, index, value, len(item.text), error))
-            if not self.waiting[request_id]:
-                del self.waiting[request_id]
-        return results
 
 
 def texts(*values):
@@ -169,14 +129,6 @@ def test_a_lost_device_ends_the_worker_and_not_one_job_after_the_other(work, eng
 
 
 def test_an_unforeseen_error_in_preparing_a_job_ends_that_job_alone(work, engine, sent):
-    add = engine.add
-
-    def fragile(request_id, items):
-        if any(item.text == "odd" for item in items):
-            raise ZeroDivisionError("a bug in a tokenizer")
-        add(request_id, items)
-
-    engine.add = fragile
     work.add("bad", texts("odd"))
     work.add("good", texts("even"))
     run(work)

@@ -1,116 +1,118 @@
-"""The stub of a pooling model on a real worker, with the server's Python API replaced.
-
-Whatever becomes of the worker, every request ends and service comes back.
-"""
+"""The stub of a pooling model with a scripted worker process."""
 
 import json
 import os
-import shutil
+import re
 import signal
-import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from backend.serving.pipeline import Tensor
-from fakes.live_frontend import wait_for
+from backend.serving.fake_server import TESTS, Request
 from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving.pooling.embedding_model import EmbeddingModel
+from nereid_backend.serving.pooling.rerank_model import RerankModel
 
-DEMO = Path(__file__).resolve().parents[4] / "demo" / "embed"
-HANG_TIMEOUT_S = 3
-
-
-class Sender:
-    """A request for embeddings that records its responses."""
-
-    def __init__(self, *texts):
-        self.inputs = {names.TEXTS: Tensor(names.TEXTS, np.array([t.encode() for t in texts]))}
-        self.error, self.rows = None, None
-        self._started, self.elapsed_s = time.monotonic(), 0.0
-        self._ended = threading.Event()
-
-    def get_response_sender(self):
-        return self
-
-    def is_cancelled(self):
-        return False
-
-    def send(self, reply=None, flags=0):
-        assert not self._ended.is_set(), "answered twice"
-        if reply.error is not None:
-            self.error = reply.error.text
-        else:
-            found = {tensor.name: tensor.as_numpy() for tensor in reply.tensors}
-            self.rows = found[names.EMBEDDINGS]
-        self.elapsed_s = time.monotonic() - self._started
-        self._ended.set()
-
-    def wait(self, limit_s=120.0):
-        assert self._ended.wait(limit_s), "the request hangs"
-        return self
+WORKER = "backend.serving.pooling.scripted_worker"
 
 
-@pytest.fixture
-def stub(monkeypatch, tmp_path):
-    for variable in os.environ:
-        if variable.startswith("NEREID_EMBEDDING_"):
-            monkeypatch.delenv(variable)
-    values = {"model": str(DEMO), "hang_timeout_s": str(HANG_TIMEOUT_S), "num_threads": "1"}
-    config = {"parameters": {name: {"string_value": value} for name, value in values.items()}}
-    made = EmbeddingModel()
-    made.initialize(
-        {"model_config": json.dumps(config), "model_repository": str(tmp_path / "embedding")}
-    )
-    yield made
-    made.finalize()
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    """Let worker processes import the modules of tests, and remove all settings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS))
+        for variable in [name for name in os.environ if name.startswith("NEREID_")]:
+            patch.delenv(variable)
+        yield
 
 
-def ask(stub, *texts):
-    sender = Sender(*texts)
+class Sender(Request):
+    """A request for embeddings."""
+
+    def __init__(self, *texts, **inputs):
+        if texts:
+            inputs[names.TEXTS] = np.array([text.encode() for text in texts])
+        super().__init__(**inputs)
+
+    @property
+    def rows(self):
+        return self.replies[-1][names.EMBEDDINGS]
+
+
+def open_stub(model, folder, kind=EmbeddingModel, **settings):
+    """Start the stub of the checkpoint in the folder `model`."""
+    values = {"model": str(model), **settings} if model else settings
+    config = {"parameters": {name: {"string_value": str(v)} for name, v in values.items()}}
+    args = {"model_config": json.dumps(config), "model_repository": str(folder / "embedding")}
+    stub = kind()
+    stub.worker_module = WORKER
+    stub.initialize(args)
+    return stub
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def stub(model, tmp_path_factory):
+    opened = open_stub(model, tmp_path_factory.mktemp("stub"), served_model_name="lengths")
+    yield opened
+    opened.finalize()
+
+
+def ask(stub, *texts, **inputs):
+    sender = Sender(*texts, **inputs)
     stub.execute([sender])
     return sender
 
 
-def answers_again(stub, limit_s=200.0):
+def wait_until(is_true, limit_s=60.0):
     deadline = time.monotonic() + limit_s
-    while (sender := ask(stub, "x").wait()).error is not None:
-        assert "restarting" in sender.error
+    while not is_true():
         assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return sender.rows.shape == (1, 128)
+        time.sleep(0.01)
 
 
-def test_a_worker_that_hangs_ends_its_requests_in_time_and_is_started_again(stub):
-    victim = stub._worker.pid
-    os.kill(victim, signal.SIGSTOP)
-    senders = [ask(stub, "Hugo"), ask(stub, "lives", "here")]
-    for sender in senders:
-        sender.wait()
-        assert "during one step and the limit is 3 s (hang_timeout_s)" in sender.error
-        assert sender.elapsed_s < HANG_TIMEOUT_S + 30
-    assert answers_again(stub)
-    assert stub._worker.pid != victim
+def test_embeddings_arrive_in_the_order_of_the_texts(stub):
+    sender = ask(stub, "a", "bbb", "cc").wait()
+    assert sender.rows[:, 0].tolist() == [1, 3, 2]
+    assert sender.replies[0][names.NUM_TOKENS].tolist() == [1, 3, 2]
+    assert names.INFO not in sender.replies[0]
 
 
-def test_a_worker_that_dies_ends_its_requests_at_once_and_is_started_again(stub):
-    os.kill(stub._worker.pid, signal.SIGSTOP)  # so that the request is surely in work
-    sender = ask(stub, "Hugo")
-    wait_for(lambda: stub._waiting)
-    os.kill(stub._worker.pid, signal.SIGKILL)
-    assert "the worker process ended (signal 9)" in sender.wait().error
-    assert answers_again(stub)
+def test_a_request_may_ask_for_a_description_of_the_model(stub, model):
+    with_texts = ask(stub, "a", return_info=np.array([True])).wait()
+    alone = ask(stub, return_info=np.array([True])).wait()
+    for sender in (with_texts, alone):
+        info = json.loads(sender.replies[0][names.INFO][0])
+        assert info == {"model": str(model), "task": "embed", "device": "cpu", "name": "lengths"}
+    assert with_texts.rows.shape == (1, 128)
 
 
-def test_a_worker_without_requests_may_be_silent(stub):
-    victim = stub._worker.pid
-    time.sleep(1.5 * HANG_TIMEOUT_S)
+def test_a_request_without_inputs_has_an_empty_result(stub):
+    sender = ask(stub, texts=np.zeros(0, dtype=np.object_)).wait()
+    assert sender.rows.shape == (0, 0)
+
+
+def test_a_wrong_input_is_refused(stub):
+    assert (
+        ask(stub, "a", "bad").wait().error == "[INVALID_ARGUMENT] texts: element 1: has no tokens"
+    )
+    assert (
+        ask(stub).wait().error.startswith("[INVALID_ARGUMENT] texts: a request must have exactly")
+    )
+
+
+def test_a_cancelled_request_ends_and_its_job_is_dropped(stub):
+    sender = ask(stub, *["slow"] * 3)
+    sender.is_gone = True
+    assert "the request was cancelled" in sender.wait().error
     assert ask(stub, "x").wait().error is None
-    assert stub._worker.pid == victim
 
 
-def test_a_defect_in_writing_an_answer_ends_that_request_alone(stub, monkeypatch):
+def test_a_defect_in_building_the_outputs_ends_that_request_alone(stub, monkeypatch):
     def broken(outcome):
         raise ZeroDivisionError("a bug")
 
@@ -120,44 +122,81 @@ def test_a_defect_in_writing_an_answer_ends_that_request_alone(stub, monkeypatch
     assert ask(stub, "x").wait().rows.shape == (1, 128)
 
 
-def test_a_defect_in_the_loop_ends_what_is_in_flight_and_no_more(stub, monkeypatch):
-    os.kill(stub._worker.pid, signal.SIGSTOP)
-    sender = ask(stub, "x")
-    with monkeypatch.context() as patched:
-        patched.setattr(stub, "_drop_cancelled", None)
-        assert "embedding failed: TypeError" in sender.wait().error
-    os.kill(stub._worker.pid, signal.SIGCONT)
-    assert ask(stub, "x").wait().rows.shape == (1, 128)
-
-
-def test_a_worker_that_cannot_be_started_again_is_given_up_with_the_reason(
-    tmp_path, monkeypatch, capsys
+def test_a_response_that_does_not_fit_into_shared_memory_is_refused_unless_it_is_small(
+    stub, monkeypatch
 ):
-    model = tmp_path / "model"
-    shutil.copytree(DEMO, model)
-    monkeypatch.setenv("NEREID_EMBEDDING_MODEL", str(model))
-    monkeypatch.setenv("NEREID_EMBEDDING_MAX_RESTARTS", "1")
-    stub = EmbeddingModel()
-    stub.initialize({"model_config": "{}", "model_repository": str(tmp_path / "embedding")})
-    try:
-        weights = model / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:1000])
-        os.kill(stub._worker.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 200
-        while "Restart the server" not in (error := ask(stub, "x").wait().error):
-            assert time.monotonic() < deadline, error
-            time.sleep(0.1)
-        assert "could not be restarted in 1 attempts (max_restarts)" in error
-        # By this line `nereid serve` knows that the server has to be started again.
-        assert "nereid: error: embedding: the worker process could not" in capsys.readouterr().out
-    finally:
-        stub.finalize()
-
-
-def test_an_answer_without_room_in_shared_memory_is_refused_and_small_ones_go_on(stub, monkeypatch):
     full = os.statvfs_result((4096, 4096, 10, 0, 0, 0, 0, 0, 0, 255))
     with monkeypatch.context() as patched:
         patched.setattr(os, "statvfs", lambda path: full)
         assert "/dev/shm is full" in ask(stub, *["x"] * 300).wait().error
         assert ask(stub, "x").wait().rows.shape == (1, 128)
     assert ask(stub, *["x"] * 300).wait().rows.shape == (300, 128)
+
+
+def test_one_request_more_than_the_limit_is_refused(model, tmp_path):
+    stub = open_stub(model, tmp_path, max_requests=1)
+    try:
+        first = ask(stub, "slow")
+        refused = ask(stub, "x").wait()
+        assert "the model has 1 requests, which is the limit (embedding_max_req" in refused.error
+        assert first.wait().error is None
+        assert ask(stub, "x").wait().error is None
+    finally:
+        stub.finalize()
+
+
+def test_a_worker_that_dies_is_restarted_after_each_death(model, tmp_path):
+    stub = open_stub(model, tmp_path, max_restarts=1)
+    try:
+        for _ in range(2):
+            sender = ask(stub, "die")
+            assert re.search("the worker process .*: the script says so", sender.wait().error)
+            refused = ask(stub, "x").wait()
+            assert refused.error == (
+                "[UNAVAILABLE] the worker process is restarting. Try again in a few seconds."
+            )
+            wait_until(lambda: not stub.outage)
+            assert ask(stub, "x").wait().rows.shape == (1, 128)
+    finally:
+        stub.finalize()
+
+
+def test_a_worker_that_cannot_be_restarted_is_given_up_with_the_reason(tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    stub = open_stub(model, tmp_path, max_restarts=1)
+    try:
+        (model / "broken").touch()
+        os.kill(stub.child.pid, signal.SIGKILL)
+        wait_until(lambda: "Restart the server" in stub.outage)
+        error = ask(stub, "x").wait().error
+        assert "could not be restarted in 1 attempts (max_restarts)" in error
+        # By this line `nereid serve` recognises that the server must be started again.
+        assert "nereid: error: embedding: the worker process could not" in capsys.readouterr().out
+    finally:
+        stub.finalize()
+
+
+def test_a_model_without_a_checkpoint_refuses_requests_and_says_why(tmp_path):
+    stub = open_stub(None, tmp_path)
+    try:
+        refused = ask(stub, "x").wait()
+        assert "[UNAVAILABLE] no checkpoint is served as 'embedding'" in refused.error
+        (reply,) = ask(stub, return_info=np.array([True])).wait().replies
+        assert json.loads(reply[names.INFO][0])["task"] == "none"
+    finally:
+        stub.finalize()
+
+
+def test_a_checkpoint_with_another_task_is_refused_at_the_start(model, tmp_path, capsys):
+    with pytest.raises(RuntimeError, match="has the task 'embed', but the model 'rerank' needs"):
+        open_stub(model, tmp_path, RerankModel)
+    assert "nereid: error: NEREID_RERANK_MODEL: the checkpoint" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_cannot_be_loaded_names_the_variables_of_the_model(tmp_path):
+    (tmp_path / "broken").touch()
+    with pytest.raises(
+        RuntimeError, match=r"broken makes .* model begin with NEREID_EMBEDDING_\.\)"
+    ):
+        open_stub(tmp_path, tmp_path)

@@ -1,96 +1,105 @@
-"""A worker process with the demo embedder: its results, and the effects of its death."""
+"""The worker process with the demo's embedder, and engines of other kinds in this process."""
 
-import os
+import dataclasses
 import shutil
-import signal
+import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
-from nereid_backend.errors import EngineError, RequestError
+import torch  # noqa: F401 - the engines need it
+from backend.serving.fake_server import DEMO
+from nereid_backend.errors import EngineError
 from nereid_backend.pooling.pooling_config import PoolingConfig
-from nereid_backend.serving.pooling.jobs import Job
-from nereid_backend.serving.pooling.worker_client import WorkerClient
-from nereid_backend.serving.process.process_handle import EngineDiedError
+from nereid_backend.pooling.pooling_engine import PoolingEngine
+from nereid_backend.serving.pooling.job_progress import WorkerJobs
+from nereid_backend.serving.pooling.jobs import Job, Outcome
+from nereid_backend.serving.process.process_handle import ChildProcess, ChildProgram, Limit
 
-DEMO = Path(__file__).resolve().parents[4] / "demo"
+
+def start_worker(model, **settings):
+    config = PoolingConfig(str(model), num_threads=1, **settings)
+    limits = (Limit("start_timeout_s", 300), Limit("hang_timeout_s", 60), Limit("restarts", 0))
+    module = "nereid_backend.serving.pooling.pooling_worker"
+    program = ChildProgram("worker", "worker", module, dataclasses.asdict(config), *limits)
+    return ChildProcess.start(program, lambda line: None)
 
 
 @pytest.fixture(scope="module")
 def worker():
-    client = WorkerClient(PoolingConfig(str(DEMO / "embed"), num_threads=1), lambda line: None)
-    client.start(300)
-    yield client
-    client.stop()
+    child = start_worker(DEMO / "embed", max_batch_tokens=64)
+    yield child
+    child.stop()
 
 
 def texts(*values, **options):
     return Job("texts", [("text", value) for value in values], options)
 
 
-def answers(worker, **jobs):
-    for name, job in jobs.items():
-        worker.submit(name, job)
-    found = {}
-    deadline = time.monotonic() + 120
-    while len(found) < len(jobs):
+def results(worker, **jobs):
+    """Return the message ["done" or "refused", ...] about each job, by the job's id."""
+    for request_id, job in jobs.items():
+        worker.send(["add", request_id, *job.row()])
+    messages, deadline = {}, time.monotonic() + 120
+    while len(messages) < len(jobs):
         assert time.monotonic() < deadline
-        for answer in worker.receive(0.1):
-            found[answer.request_id] = answer
-    return found
+        for kind, *values in worker.receive(0.1, is_working=True):
+            if kind in ("done", "refused"):
+                messages[values[0]] = (kind, *values[1:])
+    return messages
 
 
-def receive_for(worker, seconds):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        worker.receive(0.1)
+def outcome(message):
+    kind, *row = message
+    assert kind == "done", message
+    return Outcome.from_row(row)
 
 
-def test_it_says_what_it_has_loaded(worker):
+def test_it_reports_what_it_has_loaded(worker):
     assert worker.info["task"] == "embed"
     assert worker.info["dimension"] == 128
 
 
-def test_jobs_of_different_options_are_answered_each_in_its_own_way(worker):
-    found = answers(
+def test_each_job_has_its_own_options(worker):
+    messages = results(
         worker,
         whole=texts("Hugo lives in Pinemark.", ""),
         short=texts("Hugo lives in Pinemark.", dimensions=16),
     )
-    whole, short = found["whole"].outcome.values, found["short"].outcome.values
+    whole, short = outcome(messages["whole"]).values, outcome(messages["short"]).values
     assert whole.shape == (2, 128)
     assert short.shape == (1, 16)
     cut = whole[0, :16] / np.linalg.norm(whole[0, :16])
     assert np.abs(cut - short[0]).max() < 1e-5
 
 
-def test_a_wrong_job_is_refused_and_the_next_one_is_served(worker):
-    found = answers(worker, wrong=texts("x", "y " * 2000), right=texts("x"))
-    assert isinstance(found["wrong"].error, RequestError)
-    assert str(found["wrong"].error).startswith("texts: element 1: the input has 2002 tokens")
-    assert found["right"].outcome.values.shape == (1, 128)
+def test_a_wrong_job_is_refused_and_the_next_one_is_computed(worker):
+    messages = results(worker, wrong=texts("x", "y " * 2000), right=texts("x"))
+    kind, error_class, text = messages["wrong"]
+    assert (kind, error_class) == ("refused", "RequestError")
+    assert text.startswith("texts: element 1: the input has 2002 tokens")
+    assert outcome(messages["right"]).values.shape == (1, 128)
 
 
-def test_a_checkpoint_that_is_not_there_is_reported_in_words(tmp_path):
-    client = WorkerClient(PoolingConfig(str(tmp_path / "nowhere")), lambda line: None)
+def test_a_long_job_sends_messages_all_the_time(worker):
+    worker.send(["add", "long", *texts(*["Hugo lives in Pinemark."] * 3000).row()])
+    silences, is_done = [], False
+    submitted = last = time.monotonic()
+    while not is_done:
+        messages = worker.receive(0.05, is_working=True)
+        is_done = any(kind == "done" for kind, *_ in messages)
+        if messages:
+            silences.append(time.monotonic() - last)
+            last = time.monotonic()
+    assert len(silences) > 2
+    assert max(silences) < max(2.0, (last - submitted) / 3)
+
+
+def test_a_checkpoint_that_does_not_exist_is_reported_with_its_path(tmp_path):
     with pytest.raises(EngineError, match="nowhere"):
-        client.start(300)
-    assert client.pid is None
-
-
-def test_a_death_is_noticed_and_it_can_be_started_again():
-    client = WorkerClient(PoolingConfig(str(DEMO / "embed"), num_threads=1), lambda line: None)
-    client.start(300)
-    os.kill(client.pid, signal.SIGKILL)
-    with pytest.raises(EngineDiedError, match="signal 9"):
-        receive_for(client, 120)
-    client.start(300)
-    assert answers(client, again=texts("x"))["again"].outcome.values.shape == (1, 128)
-    client.stop()
-    assert client.pid is None
+        start_worker(tmp_path / "nowhere")
 
 
 def tiny(folder, kind, **config):
@@ -100,61 +109,52 @@ def tiny(folder, kind, **config):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / "rerank" / file, folder)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    made = transformers.BertConfig(vocab_size=2000, num_attention_heads=2, **shape, **config)
-    getattr(transformers, kind)(made).save_pretrained(folder)
+    model = transformers.BertConfig(vocab_size=2000, num_attention_heads=2, **shape, **config)
+    getattr(transformers, kind)(model).save_pretrained(folder)
     return str(folder)
 
 
-@contextmanager
-def started(model, **settings):
-    client = WorkerClient(PoolingConfig(model, num_threads=1, **settings), lambda line: None)
-    client.start(300)
-    try:
-        yield client
-    finally:
-        client.stop()
+def compute(engine, job):
+    """Compute one job in this process. Its inputs and its outcome are packed as for a socket."""
+    sent = []
+    jobs = WorkerJobs(engine, lambda message: sent.append(repacked(message)))
+    jobs.add("a", Job(*repacked(job.row())))
+    while jobs.has_work:
+        jobs.advance()
+    ((kind, _, *row),) = sent
+    return outcome((kind, *row))
 
 
-def test_a_classifier_gives_each_text_the_probabilities_of_its_labels(tmp_path):
+def repacked(values):
+    return msgpack.unpackb(msgpack.packb(values))
+
+
+def test_a_classifier_returns_the_probabilities_of_the_labels(tmp_path):
     model = tiny(tmp_path, "BertForSequenceClassification", num_labels=3)
-    with started(model) as client:
-        assert client.info["task"] == "classify"
-        done = answers(client, a=texts("one", "two words", kind="classify"))["a"]
-    assert done.outcome.values.shape == (2, 3)
-    assert np.abs(done.outcome.values.sum(1) - 1).max() < 1e-5
+    engine = PoolingEngine(PoolingConfig(model, num_threads=1))
+    assert engine.info.task == "classify"
+    done = compute(engine, texts("one", "two words", kind="classify"))
+    assert done.values.shape == (2, 3)
+    assert np.abs(done.values.sum(1) - 1).max() < 1e-5
 
 
-def test_a_splade_gives_weights_of_the_vocabulary(tmp_path):
-    with started(tiny(tmp_path, "BertForMaskedLM"), task="embed", pooling="splade") as client:
-        assert client.info["kinds"] == ["sparse"]
-        done = answers(client, a=texts("one", "two words"))["a"]
-    assert done.outcome.kind == "sparse"
-    for ids, weights in done.outcome.weights:
+def test_a_splade_model_returns_weights_of_the_vocabulary(tmp_path):
+    model = tiny(tmp_path, "BertForMaskedLM")
+    engine = PoolingEngine(PoolingConfig(model, task="embed", pooling="splade", num_threads=1))
+    assert list(engine.info.kinds) == ["sparse"]
+    done = compute(engine, texts("one", "two words"))
+    assert done.kind == "sparse"
+    for ids, weights in done.weights:
         assert len(ids) == len(weights) > 0
         assert ids.max() < 2000
         assert weights.min() > 0
 
 
-def test_the_stubs_modules_bring_no_torch():
+def test_the_modules_of_the_stub_import_no_torch():
     code = (
         "import sys\n"
-        "from nereid_backend.serving.pooling import pooling_settings, worker_client\n"
-        "from nereid_backend.serving.pooling import decode_request, jobs\n"
+        "from nereid_backend.serving.pooling import pooling_settings, decode_request, jobs\n"
+        "from nereid_backend.serving.process import process_handle\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
-
-
-def test_a_long_job_gives_signs_of_life():
-    with started(str(DEMO / "embed"), max_batch_tokens=64) as client:
-        client.submit("long", texts(*["Hugo lives in Pinemark."] * 3000))
-        silences, is_done = [], False
-        submitted = last = time.monotonic()
-        while not is_done:
-            messages = client.messages(0.05)
-            is_done = any(kind == "done" for kind, *_ in messages)
-            if messages:
-                silences.append(time.monotonic() - last)
-                last = time.monotonic()
-    assert len(silences) > 2
-    assert max(silences) < max(2.0, (last - submitted) / 3)
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -6,11 +6,10 @@ import re
 import signal
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from backend.serving.pipeline import MetricFamily, Tensor
+from backend.serving.fake_server import DEMO, MetricFamily, Request
 from nereid_backend import SamplingParams
 from nereid_backend.serving import tensor_names
 from nereid_backend.serving.executor.executor_model import ExecutorModel
@@ -18,52 +17,35 @@ from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE
 from nereid_backend.serving.feedback import FeedbackWriter
 from nereid_backend.serving.wire import RequestEnvelope, StepState, pack_params
 
-DEMO = Path(__file__).resolve().parents[3] / "demo" / "chat"
 ENDLESS = {"when": "", "token_ids": [10], "ends": False, "delay_ms": 10}
-LETTERS = {"a": 5, "b": 6}
 
 
-class Sender:
-    """A response sender that records the responses. Each step counts as consumed immediately."""
+class Sender(Request):
+    """A request that records its tokens. Each step counts as consumed immediately."""
 
     def __init__(self, num_tokens=3, consumes=True, params=None, **limits):
         params = params or SamplingParams(max_tokens=5)
         envelope = RequestEnvelope(pack_params(params), params.n, b"", **limits)
-        self.inputs = {
-            tensor_names.ENVELOPE: Tensor(tensor_names.ENVELOPE, envelope.pack()),
-            tensor_names.PROMPT_TOKEN_IDS: Tensor("", np.full(num_tokens, 7, dtype=np.int32)),
-        }
-        self.token_ids, self.error, self.began = [], None, threading.Event()
-        self.ended = threading.Event()
-        self.started = self.elapsed_s = time.monotonic()
+        prompt = np.full(num_tokens, 7, dtype=np.int32)
+        super().__init__(
+            **{tensor_names.ENVELOPE: envelope.pack(), tensor_names.PROMPT_TOKEN_IDS: prompt}
+        )
+        self.token_ids, self.has_tokens = [], threading.Event()
         self._consumes = consumes
         self._feedback = FeedbackWriter()
 
-    def get_response_sender(self):
-        return self
-
-    def send(self, reply=None, flags=0):
-        if reply is not None and reply.error is not None:
-            self.error = reply.error.text
-        elif reply is not None:
-            found = {tensor.name: tensor.as_numpy() for tensor in reply.tensors}
-            self._consume(StepState.unpack(found[tensor_names.STATE]))
-            self.token_ids += found[tensor_names.TOKEN_IDS].tolist()
+    def receive(self, outputs):
+        super().receive(outputs)
+        self._consume(StepState.unpack(outputs[tensor_names.STATE]))
+        self.token_ids += outputs[tensor_names.TOKEN_IDS].tolist()
         if self.token_ids:
-            self.began.set()
-        if flags:
-            self.elapsed_s = time.monotonic() - self.started
-            self.ended.set()
+            self.has_tokens.set()
 
     def _consume(self, state):
         if state.opening is not None:
             self._feedback.attach(state.opening.feedback_path)
         if self._consumes:
             self._feedback.report(state.slot, state.serial, state.step)
-
-    def wait(self, limit_s=120.0):
-        assert self.ended.wait(limit_s), "the request hangs"
-        return self
 
 
 @pytest.fixture
@@ -75,7 +57,7 @@ def start(tmp_path, monkeypatch):
         path.write_text(json.dumps([{"when": ""} | rule for rule in rules]))
         monkeypatch.setenv(SCRIPT_VARIABLE, str(path))
         monkeypatch.setattr(MetricFamily, "values", {})
-        values = {"model": str(DEMO), "engine": "scripted", **settings}
+        values = {"model": str(DEMO / "chat"), "engine": "scripted", **settings}
         config = {"parameters": {n: {"string_value": str(v)} for n, v in values.items()}}
         model = ExecutorModel()
         model.initialize(
@@ -124,7 +106,7 @@ def test_times_tokens_and_outcomes_are_counted(start):
 def test_a_request_that_waits_too_long_ends_and_may_come_again(start):
     model = start(ENDLESS, max_num_seqs=1)
     first = ask(model, params=LONG)
-    assert first.began.wait(120)
+    assert first.has_tokens.wait(120)
     late = ask(model, queue_timeout_s=0.5).wait()
     assert re.match(r"\[UNAVAILABLE\] the request waited in the queue for \d+\.\d s", late.error)
     assert "the limit is 0.5 s (queue_timeout)" in late.error
@@ -149,7 +131,7 @@ def test_a_request_that_runs_too_long_ends_and_its_sequence_with_it(start):
 
 def test_a_full_queue_refuses_at_once_and_by_number_and_tokens(start):
     model = start(ENDLESS, max_num_seqs=1, max_num_waiting=2, max_waiting_tokens=10)
-    assert ask(model, params=LONG).began.wait(120)
+    assert ask(model, params=LONG).has_tokens.wait(120)
     ask(model, num_tokens=6)
     refused = ask(model, num_tokens=6).wait()
     assert (
@@ -171,54 +153,38 @@ def test_a_stream_that_is_not_consumed_costs_bounded_memory_and_ends(start):
         {"token_ids": [10], "ends": False, "tokens_per_step": 500, "delay_ms": 50},
         max_pending_tokens=1000,
         max_model_len=100_000,
+        stale_after_ms=60_000,
     )
     stuck = ask(model, params=SamplingParams(), consumes=False)
-    other = ask(model)
     assert "limit is 1000 (max_pending_tokens)" in stuck.wait().error
-    assert other.wait().token_ids == [10] * 5
+    other = ask(model).wait()
+    assert (other.error, other.token_ids) == (None, [10] * 5)
     assert metric("kv_cache_blocks_used", 0) == 0
 
 
-def test_a_hung_engine_is_killed_and_its_requests_end(start):
-    model = start(ENDLESS, engine_hang_timeout_s=3)
-    running = ask(model, params=LONG)
-    assert running.began.wait(120)
-    os.kill(model._engine.pid, signal.SIGSTOP)
-    hung = time.monotonic()
-    assert "the limit is 3 s (engine_hang_timeout_s)" in running.wait().error
-    assert time.monotonic() - hung < 60
-    assert metric("num_engine_restarts", 1) == 1
-    assert ask(model).wait().token_ids == [10] * 5
-
-
-def test_requests_are_refused_at_once_while_the_engine_starts_again(start, monkeypatch):
+def test_an_engine_that_dies_ends_its_requests_and_the_metrics_show_the_restart(start):
     model = start(ENDLESS)
     running = ask(model, params=LONG)
-    assert running.began.wait(120)
-    begin, may_start = model._engine.start, threading.Event()
-
-    def start_when_it_may(timeout_s, meanwhile):
-        while not may_start.wait(0.05):
-            meanwhile()
-        begin(timeout_s, meanwhile)
-
-    monkeypatch.setattr(model._engine, "start", start_when_it_may)
-    try:
-        os.kill(model._engine.pid, signal.SIGKILL)
-        assert "ended (signal 9)" in running.wait().error
-        refused = ask(model).wait()
-        assert "[UNAVAILABLE] the engine is restarting. Try again in" in refused.error
-        assert metric("engine_up", 0) == 0
-    finally:
-        may_start.set()
+    assert running.has_tokens.wait(120)
+    os.kill(model.child.pid, signal.SIGKILL)
+    assert "[INTERNAL] the engine process ended (signal 9)" in running.wait().error
+    refused = ask(model).wait()
+    assert re.search(r"\[UNAVAILABLE\] the engine is restarting. Try again in \d+ s", refused.error)
+    assert metric("engine_up", 0) == 0
+    assert metric("num_engine_restarts", 1) == 1
     assert metric("engine_up", 1) == 1
+    assert ask(model).wait().token_ids == [10] * 5
+    assert metric("num_requests_running", 0) == 0
+    assert metric("request_success_total/length", 1) == 1
+    assert metric("requests_refused_total", 1) == 1
+    assert MetricFamily.values["request_success_total/error"] == 1
 
 
-def test_a_defect_in_the_loop_ends_what_is_in_flight_and_nothing_later(start, monkeypatch):
+def test_a_defect_in_the_loop_ends_the_requests_and_the_engines_work_on_them(start, monkeypatch):
     model = start(ENDLESS)
     stuck = ask(model, params=LONG)
-    assert stuck.began.wait(120)
-    serve = model._serve_streams
+    assert stuck.has_tokens.wait(120)
+    serve = model.serve
     failures = iter([ValueError("a defect")])
 
     def fail_once():
@@ -226,8 +192,8 @@ def test_a_defect_in_the_loop_ends_what_is_in_flight_and_nothing_later(start, mo
             raise error
         return serve()
 
-    monkeypatch.setattr(model, "_serve_streams", fail_once)
-    assert "ValueError: a defect" in stuck.wait().error
+    monkeypatch.setattr(model, "serve", fail_once)
+    assert "the executor failed: ValueError: a defect" in stuck.wait().error
     assert ask(model).wait().token_ids == [10] * 5
     assert metric("num_requests_running", 0) == 0
 

@@ -1,11 +1,10 @@
 import json
-from pathlib import Path
 
 import pytest
+from backend.serving.fake_server import DEMO
 from nereid_backend import ConfigError, EngineConfig, RequestError, SamplingParams
 from nereid_backend.serving.executor.scripted_engine import SCRIPT_VARIABLE, ScriptedEngine
 
-DEMO = Path(__file__).resolve().parents[3] / "demo" / "chat"
 PROMPT = [5, 6, 7]
 
 
@@ -15,7 +14,7 @@ def engine(tmp_path, monkeypatch):
         path = tmp_path / "script.json"
         path.write_text(json.dumps([{"when": ""} | rule for rule in rules]))
         monkeypatch.setenv(SCRIPT_VARIABLE, str(path))
-        config = EngineConfig(model=str(DEMO), **config)
+        config = EngineConfig(model=str(DEMO / "chat"), **config)
         return ScriptedEngine(config, lambda _: None)
 
     return make
@@ -63,8 +62,6 @@ def test_stop_tokens_wait_for_min_tokens_and_eos_can_be_ignored(engine):
 
 def test_the_first_rule_that_stands_in_the_prompt_holds(engine):
     scripted = engine({"when": "Hello", "token_ids": [1]}, {"when": "", "text": "Hi"})
-    encode = scripted._decode
-    assert encode is not None
     scripted.add_request("a", PROMPT, SamplingParams(max_tokens=1))
     assert run(scripted)[0].new_token_ids != [1]
 

@@ -1,7 +1,7 @@
 """Several choices of one request, in random order, have the same output as each choice alone."""
 
 import pytest
-from backend.serving.test_choice import QWEN, START, TOOLS, Texts, decode, ids, row
+from backend.serving.postprocessor.test_choice import QWEN, START, TOOLS, Texts, decode, ids, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.serving.postprocessor.choice import Choice

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder in which Nereid stores the results of computations that need not be repeated."""
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Return the folder of built kernels and chat formats, under XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(base) if base else Path.home() / ".cache") / "nereid"

@@ -1,0 +1,63 @@
+import os
+
+import pytest
+from nereid_backend.serving.process.hang_watch import HangWatch, cpu_seconds
+
+LIMIT_S = 60.0
+
+
+class Scene:
+    """A watched process, with a clock that the test advances."""
+
+    def __init__(self, limit_s=LIMIT_S, load=0.0, **flags):
+        self.now, self.used_s, self.load = 1000.0, 5.0, load
+        self.flags = {"is_working": True, "is_on_cpu": True} | flags
+        self.watch = HangWatch(limit_s, lambda: self.used_s, lambda: self.now)
+
+    def hangs_after(self, seconds, step_s=0.25):
+        """Return after how many seconds the process is found to hang; None if it is not."""
+        for number in range(1, int(seconds / step_s) + 1):
+            self.now += step_s
+            self.used_s += self.load * step_s
+            if self.watch.is_hanging(**self.flags):
+                return number * step_s
+        return None
+
+
+def test_a_process_with_work_that_sends_nothing_hangs_after_the_limit():
+    assert Scene().hangs_after(100) == pytest.approx(LIMIT_S, abs=0.5)
+
+
+def test_a_message_starts_the_limit_anew():
+    scene = Scene()
+    assert scene.hangs_after(50) is None
+    scene.watch.note_message()
+    assert scene.hangs_after(100) == pytest.approx(LIMIT_S, abs=0.5)
+
+
+def test_a_process_without_work_may_be_silent():
+    assert Scene(is_working=False).hangs_after(1000) is None
+
+
+def test_without_a_limit_no_process_hangs():
+    assert Scene(limit_s=0).hangs_after(1000) is None
+
+
+def test_a_process_that_computes_on_the_cpu_has_ten_times_the_limit():
+    assert Scene(load=0.5).hangs_after(1000) == pytest.approx(10 * LIMIT_S, abs=0.5)
+    assert Scene(load=0.01).hangs_after(1000) == pytest.approx(LIMIT_S, abs=0.5)
+
+
+def test_a_process_with_a_gpu_has_the_plain_limit_although_it_uses_the_cpu():
+    assert Scene(load=1.0, is_on_cpu=False).hangs_after(1000) == pytest.approx(LIMIT_S, abs=0.5)
+
+
+def test_a_pause_of_this_process_counts_as_half_a_second():
+    scene = Scene()
+    assert scene.hangs_after(3600, step_s=3600.0) is None
+    assert scene.watch.silent_s == 0.5
+
+
+def test_the_cpu_time_of_a_process_is_read_from_the_system():
+    assert 0 < cpu_seconds(os.getpid()) < 10_000
+    assert cpu_seconds(2**22 + 1) == 0.0

@@ -1,0 +1,215 @@
+"""A supervised model on a scripted child process that dies, hangs or cannot be restarted."""
+
+import os
+import signal
+import time
+
+import pytest
+from backend.serving.fake_server import Request
+from nereid_backend import CapacityError, EngineError
+from nereid_backend.serving import tensors
+from nereid_backend.serving.process.process_handle import refusal_error
+from nereid_backend.serving.process.supervised_model import SupervisedModel
+
+POLL_S = 0.02
+
+
+class EchoModel(SupervisedModel):
+    """A model whose requests are instructions for the scripted child process."""
+
+    title = "echo"
+    log_prefix = "echo: "
+
+    def __init__(self, program):
+        super().__init__()
+        self.program = program
+        self.num_restarts = 0
+        self.defect = None
+        self.start_child(program)
+        self.start_loop()
+
+    def accept(self, request, sender):
+        instruction = request.inputs["instruction"].as_numpy()
+        if instruction is None:
+            self.respond_later(sender, {"echo": tensors.strings("nothing")})
+        else:
+            request_id = str(id(sender))
+            message = [value if value != "ID" else request_id for value in instruction]
+            self.add_request(request_id, (request_id, sender), message)
+
+    def handle(self, kind, values):
+        request_id, *rest = values
+        _, sender = self.requests.pop(request_id)
+        if kind == "refused":
+            self.respond(sender, refusal_error(*rest))
+        else:
+            self.num_deaths = 0
+            self.respond(sender, {"echo": tensors.strings(*rest)})
+
+    def serve(self):
+        if self.defect is not None:
+            defect, self.defect = self.defect, None
+            raise defect
+        return POLL_S
+
+    def end(self, request, error):
+        request_id, sender = request
+        del self.requests[request_id]
+        self.respond(sender, error)
+
+    def restart_message(self):
+        return "the echo is restarting"
+
+    def failure_message(self, error):
+        return f"the echo is dead: {error}"
+
+    def on_restart(self):
+        self.num_restarts += 1
+
+
+@pytest.fixture
+def start(make_program):
+    models = []
+
+    def make(**program):
+        models.append(EchoModel(make_program(**program)))
+        return models[-1]
+
+    yield make
+    for model in models:
+        model.finalize()
+
+
+def ask(model, *instruction):
+    request = Request(instruction=instruction or None)
+    model.execute([request])
+    return request
+
+
+def echo(model, text="hello"):
+    (reply,) = ask(model, "echo", "ID", text).wait().replies
+    return [value.decode() for value in reply["echo"]] == [text]
+
+
+def wait_until(is_true, limit_s=60.0):
+    deadline = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_requests_are_answered_refused_or_need_no_child(start):
+    model = start()
+    assert echo(model)
+    assert ask(model, "refuse", "ID", "CapacityError", "full").wait().error == "[UNAVAILABLE] full"
+    (reply,) = ask(model).wait().replies
+    assert reply["echo"] == [b"nothing"]
+    assert model.num_requests == 0
+
+
+def test_a_child_that_dies_ends_its_requests_and_is_started_again(start, capsys):
+    model = start()
+    first = model.child.pid
+    waiting, killer = ask(model, "sleep", 0), ask(model, "exit", 7)
+    for request in (waiting, killer):
+        assert "the worker process ended (exit code 7)" in request.wait().error
+    wait_until(lambda: not model.outage)
+    assert echo(model)
+    assert model.child.pid != first
+    assert model.num_restarts == 1
+    line = "nereid: restarting the worker of the script (attempt 1 of 1), because the worker"
+    assert line in capsys.readouterr().out
+
+
+def test_a_child_that_hangs_ends_its_requests_and_is_started_again(start):
+    model = start(hang_timeout=1)
+    os.kill(model.child.pid, signal.SIGSTOP)
+    request = ask(model, "echo", "ID", "late").wait()
+    assert "during one step and the limit is 1 s (hang_timeout_s)" in request.error
+    assert request.elapsed_s < 30
+    wait_until(lambda: not model.outage)
+    assert echo(model)
+
+
+def test_a_child_without_requests_may_be_silent(start):
+    model = start(hang_timeout=1)
+    child = model.child
+    time.sleep(1.5)
+    assert echo(model)
+    assert model.child is child
+
+
+def test_requests_are_refused_at_once_while_the_child_restarts(start, tmp_path):
+    model = start(flag=str(tmp_path / "flag"), max_restarts=100)
+    (tmp_path / "flag").touch()
+    ask(model, "exit", 1).wait()
+    refused = ask(model, "echo", "ID", "x").wait()
+    assert refused.error == "[UNAVAILABLE] the echo is restarting"
+    (tmp_path / "flag").unlink()
+    wait_until(lambda: not model.outage)
+    assert echo(model)
+
+
+def test_a_child_that_cannot_be_restarted_is_given_up_with_the_reason(start, tmp_path, capsys):
+    model = start(flag=str(tmp_path / "flag"), max_restarts=2)
+    (tmp_path / "flag").touch()
+    ask(model, "exit", 1).wait()
+    wait_until(lambda: "dead" in model.outage)
+    assert "[UNAVAILABLE] the echo is dead: the worker process ended (exit code 1)" in (
+        ask(model, "echo", "ID", "x").wait().error
+    )
+    output = capsys.readouterr().out
+    assert "(attempt 2 of 2)" in output
+    # By this line `nereid serve` recognises that the server must be started again.
+    assert "nereid: error: echo: the echo is dead" in output
+
+
+def test_deaths_count_until_the_child_has_proved_to_work(start):
+    model = start(max_restarts=1)
+    for number in (1, 2, 3):
+        ask(model, "exit", 1).wait()
+        wait_until(lambda: not model.outage)
+        assert model.num_restarts == number
+        assert echo(model)
+    ask(model, "exit", 1).wait()
+    wait_until(lambda: not model.outage)
+    ask(model, "exit", 1).wait()
+    wait_until(lambda: "dead" in model.outage)
+
+
+def test_a_defect_in_the_loop_ends_the_requests_and_no_later_ones(start):
+    model = start()
+    request = ask(model, "sleep", 0)
+    model.defect = ValueError("a bug")
+    assert "the echo failed: ValueError: a bug" in request.wait().error
+    assert echo(model)
+
+
+def test_a_defect_in_accepting_a_request_ends_that_request_alone(start):
+    model = start()
+    request = Request()
+    model.execute([request])
+    assert "KeyError" in request.wait().error
+    assert echo(model)
+
+
+def test_the_end_of_the_server_ends_the_requests(start):
+    model = start()
+    request = ask(model, "sleep", 0)
+    model.finalize()
+    assert "the server is shutting down" in request.wait().error
+
+
+def test_a_request_that_the_model_does_not_take_is_refused(start, monkeypatch):
+    model = start()
+
+    def refuse(request, sender):
+        raise CapacityError("not now")
+
+    monkeypatch.setattr(model, "accept", refuse)
+    assert ask(model, "echo", "ID", "x").wait().error == "[UNAVAILABLE] not now"
+
+
+def test_a_model_whose_child_cannot_be_loaded_does_not_start(start):
+    with pytest.raises(EngineError, match="the script cannot be loaded"):
+        start(loading="fails")

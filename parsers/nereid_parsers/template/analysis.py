@@ -186,21 +186,17 @@ def _make_format(
     If the parts contradict each other, return the format for plain content and record the reason.
     """
     headers = (*frame.inner_headers, header_after_result(frame))
-    ends = dict.fromkeys((*frame.end_markers, *tools.end_markers, *headers))
+    ends = [end for end in (*frame.end_markers, *tools.end_markers, *headers) if end]
+    sources = (Source("inferred from the chat template"),)
+    plain = Format("plain", Sections(), ends=tuple(dict.fromkeys(ends)), sources=sources)
     reasoning_markers = (*reasoning.opens, *reasoning.closes) if reasoning is not None else ()
     turn = turn_markers(frame, [marker.strip() for marker in reasoning_markers])
-    fmt = Format(
-        "plain",
-        Sections(),
-        ends=tuple(end for end in ends if end),
-        sources=(Source("inferred from the chat template"),),
-    )
     try:
         layout = Sections(reasoning, wrapper, tools.part)
-        return replace(fmt, name="inferred", layout=layout, turn=turn)
+        return replace(plain, name="inferred", layout=layout, turn=turn)
     except FormatError as error:
         frame.prober.undecided.append(f"The inferred parts contradict each other: {error}")
-        return fmt
+        return plain
 
 
 def _result(

@@ -11,11 +11,13 @@ from nereid_parsers.template.conversation import (
     ONE_CALL,
     AssistantMessage,
     Conversation,
+    conversation_with_calls,
 )
 from nereid_parsers.template.difference import (
     MARKER,
     closing_spellings,
     compound_closing,
+    leading_marker,
     leading_markers,
     markers,
 )
@@ -73,12 +75,12 @@ def compare_content_with_call(frame: TurnFrame, reasoning: Reasoning | None) -> 
     Returns:
         The wrapper of the content, or None if there are no such markers.
     """
-    call_only = Conversation(AssistantMessage(calls=ONE_CALL), tools=True)
-    with_content = Conversation(AssistantMessage(CONTENT_TEXT, calls=ONE_CALL), tools=True)
+    call_only = conversation_with_calls(*ONE_CALL)
+    with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     text = strip_reasoning_markers(frame.text_after_header(with_content) or "", reasoning)
     before, _, after = text.partition(CONTENT_TEXT)
     opening = before.strip()
-    closing = next(iter(leading_markers(after)), "")
+    closing = leading_marker(after)
     if not closing or MARKER.fullmatch(opening) is None:
         return None
     text_of_call = strip_reasoning_markers(frame.text_after_header(call_only) or "", reasoning)
@@ -126,7 +128,7 @@ def _end_markers(after: str, frame: TurnFrame) -> list[str]:
     first, second = [*leading_markers(text), "", ""][:2]
     if first in ("", EOS_TOKEN):
         return []
-    ends_user_message = second in leading_markers(trailing_text)[:1]
+    ends_user_message = bool(second) and second == leading_marker(trailing_text)
     if ends_user_message and second != first and second not in frame.header:
         return [first, second]
     return _end_markers_with_words(text, trailing_text, frame.header) or [first]
@@ -145,7 +147,7 @@ def _end_markers_with_words(text: str, trailing_text: str, header: str) -> list[
     if match is None or not trailing_text.startswith(match.group()):
         return []
     end = match.group()
-    after_first_marker = end[len(leading_markers(end)[0]) :]
+    after_first_marker = end.removeprefix(leading_marker(end))
     if header.strip() and header.strip() in after_first_marker:
         return []  # The words belong to the header of the next turn.
     next_marker = MARKER.match(text, match.end())
@@ -170,7 +172,7 @@ def _wrapper_close(after: str, opening: str, frame: TurnFrame) -> str:
     compound = compound_closing(after, opening)
     if compound:
         return compound
-    marker = next(iter(leading_markers(after)), "")
+    marker = leading_marker(after)
     # A marker that also follows user messages ends the turn, unless its spelling shows that it
     # closes the content.
     ends_turn = marker == EOS_TOKEN or marker in frame.trailing_text

@@ -114,3 +114,8 @@ class Conversation:
     after_tool_result: bool = False
     user_replies: bool = False
     switches: Switches = NO_SWITCHES
+
+
+def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversation:
+    """Return a conversation whose answer makes these tool calls."""
+    return Conversation(AssistantMessage(content, calls=calls), tools=True)

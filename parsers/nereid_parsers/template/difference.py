@@ -25,6 +25,15 @@ MARKER = re.compile(
     r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
     r"|◁[^◁▷\n]*▷"
 )
+# Patterns of opening markers, and the closing markers that correspond to them.
+_CLOSING_RULES = (
+    (r"<(?![/|｜])(.*)", r"</\1"),  # `<think>` and `</think>`
+    (r"<\|(.*)(?<!\|)>", r"<\1|>"),  # `<|channel>` and `<channel|>`
+    (r"\[(.*)", r"[/\1"),  # `[THINK]` and `[/THINK]`
+    (r"\[\|(.*)", r"[|/\1"),  # `[|think|]` and `[|/think|]`
+    (r"(<[|｜])(.*)", r"\1/\2"),  # `<|think|>` and `<|/think|>`
+    (r"<([|｜].*)", r"</\1"),  # `<|think|>` and `</|think|>`
+)
 # Words that turn the name of an opening marker into the name of its closing marker.
 _OPEN_CLOSE_WORDS = (
     ("START", "END"), ("BEGIN", "END"), ("begin", "end"), ("start", "end"),
@@ -188,6 +197,15 @@ def leading_markers(text: str) -> list[str]:
     return leading
 
 
+def leading_marker(text: str) -> str:
+    r"""Return the marker at the start of `text`, or "" if no marker is there.
+
+    >>> leading_marker("\n<think>Hello"), leading_marker("Hello<think>")
+    ('<think>', '')
+    """
+    return next(iter(leading_markers(text)), "")
+
+
 def trailing_marker(text: str) -> str:
     r"""Return the marker at the end of `text`, or "" if no marker is there.
 
@@ -233,18 +251,11 @@ def closing_spellings(marker: str) -> list[str]:
     >>> closing_spellings("<|START_THINKING|>")
     ['<|/START_THINKING|>', '</|START_THINKING|>', '<|END_THINKING|>']
     """
-    spellings = []
-    if marker.startswith("<") and not marker.startswith(("</", "<|", "<｜")):
-        spellings.append("</" + marker[1:])  # `<think>` and `</think>`
-    if marker.startswith("<|") and marker.endswith(">") and not marker.endswith("|>"):
-        spellings.append("<" + marker[2:-1] + "|>")  # `<|channel>` and `<channel|>`
-    if marker.startswith("["):
-        spellings.append("[/" + marker[1:])  # `[THINK]` and `[/THINK]`
-    if marker.startswith("[|"):
-        spellings.append("[|/" + marker[2:])  # `[|think|]` and `[|/think|]`
-    if marker.startswith(("<|", "<｜")):
-        spellings.append(marker[:2] + "/" + marker[2:])  # `<|think|>` and `<|/think|>`
-        spellings.append("</" + marker[1:])  # `<|think|>` and `</|think|>`
+    spellings = [
+        match.expand(closing)
+        for opening, closing in _CLOSING_RULES
+        if (match := re.fullmatch(opening, marker)) is not None
+    ]
     for open_word, close_word in _OPEN_CLOSE_WORDS:
         if open_word in marker:
             spellings.append(marker.replace(open_word, close_word))

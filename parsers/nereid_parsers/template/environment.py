@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from types import CodeType
 from typing import Any, NoReturn
 
 import jinja2
@@ -280,18 +281,7 @@ class CompiledTemplate:
         self.changes_lists = ".append(" in source or ".pop(" in source
         env = _LimitedEnvironment(budget, is_immutable=not self.changes_lists)
         recorded = AddCounting()
-        try:
-            tree = env.parse(source)
-            recorded.visit(tree)
-            code = env.compile(tree)
-        except (RecursionError, MemoryError, OverflowError) as error:
-            raise LimitError("the template is nested too deeply to compile") from error
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(
-                f"the template does not compile: {error} (line {error.lineno})"
-            ) from error
-        except (SyntaxError, ValueError) as error:
-            raise TemplateError(f"the template does not compile: {error}") from error
+        code = _compile(env, source, recorded)
         self.literals = tuple(recorded.literals)
         self.names = frozenset(recorded.names)
         self.compared = {
@@ -323,3 +313,24 @@ class CompiledTemplate:
         except Exception as error:  # a template may fail like any other program
             message = f"{type(error).__name__}: {error}"
             raise RenderRefused(message[:_MAX_MESSAGE]) from error
+
+
+def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> CodeType:
+    """Return the Python code of a template to which `counting` has added its filters.
+
+    Raises:
+        TemplateError: The source has a syntax error.
+        LimitError: The source is nested too deeply.
+    """
+    try:
+        tree = env.parse(source)
+        counting.visit(tree)
+        return env.compile(tree)
+    except (RecursionError, MemoryError, OverflowError) as error:
+        raise LimitError("the template is nested too deeply to compile") from error
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(
+            f"the template does not compile: {error} (line {error.lineno})"
+        ) from error
+    except (SyntaxError, ValueError) as error:
+        raise TemplateError(f"the template does not compile: {error}") from error

@@ -18,6 +18,7 @@ from nereid_parsers.template.conversation import (
     AssistantMessage,
     Conversation,
     Switches,
+    conversation_with_calls,
 )
 from nereid_parsers.template.difference import (
     MARKER,
@@ -40,7 +41,7 @@ _PROMPT = Conversation(generation_prompt=True)
 _ANSWERED = (
     Conversation(AssistantMessage(CONTENT_TEXT)),
     Conversation(AssistantMessage(CONTENT_TEXT), user_replies=True),
-    Conversation(AssistantMessage(calls=ONE_CALL), tools=True),
+    conversation_with_calls(*ONE_CALL),
 )
 
 

@@ -22,12 +22,13 @@ from nereid_parsers.template.conversation import (
     AssistantMessage,
     Conversation,
     ProbeCall,
+    conversation_with_calls,
 )
 from nereid_parsers.template.difference import drop_common_suffix
 from nereid_parsers.template.frame import TurnFrame
 from nereid_parsers.template.probe import unmask_call_ids
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings
-from nereid_parsers.template.tools import NO_CALLS, ToolFindings, conversation_with_calls
+from nereid_parsers.template.tools import NO_CALLS, ToolFindings
 
 ONE_CALL_PROOF = "one call"
 
@@ -154,17 +155,17 @@ def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
     return reasoning.close + text if is_open and reasoning.close.strip() not in text else text
 
 
-def _differing_parts(answer: AssistantMessage, got: Message) -> Iterator[str]:
-    """Yield the names of the message parts in which the parsed message differs from the answer."""
-    if (got.reasoning or "").strip() != answer.reasoning:
+def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]:
+    """Yield the names of the message parts in which the parsed message differs from `answer`."""
+    if (parsed.reasoning or "").strip() != answer.reasoning:
         yield "reasoning"
-    if (got.content or "").strip() != answer.content:
+    if (parsed.content or "").strip() != answer.content:
         yield "content"
-    if [call.name for call in got.tool_calls] != [call.name for call in answer.calls]:
+    if [call.name for call in parsed.tool_calls] != [call.name for call in answer.calls]:
         yield "tool names"
         return
-    for call, got_call in zip(answer.calls, got.tool_calls, strict=True):
-        if not _has_arguments(call, got_call.arguments):
+    for call, parsed_call in zip(answer.calls, parsed.tool_calls, strict=True):
+        if not _has_arguments(call, parsed_call.arguments):
             yield "tool arguments"
             return
 

@@ -15,6 +15,7 @@ The first of R1 to R4 that finds markers is used. R5 then adds to its result.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nereid_parsers.format import Opener, Reasoning, Wrapper
 from nereid_parsers.template.conversation import (
@@ -109,24 +110,16 @@ def compare_reasoning_presence(
         The markers, or None if one of the markers is missing.
     """
     answer = conversation.answer or AssistantMessage()
-    text = frame.text_after_header(conversation) or ""
-    before, _, after = text.partition(REASONING_TEXT)
-    next_text = CONTENT_TEXT if answer.content else FIRST_TOOL
-    between, _, after_next_text = after.partition(next_text)
-    opening = _opening_before_reasoning(frame, before)
-    closing = closing_marker(between, opening)
+    around = _cut_at_reasoning(frame, conversation, CONTENT_TEXT if answer.content else FIRST_TOOL)
+    opening = _opening_before_reasoning(frame, around.before)
+    closing = closing_marker(around.between, opening)
     opening = opening or _first_occurring(frame, opening_spellings(closing.strip()))
     if not opening or not closing.strip():
         frame.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
-            f"between {before!r} and {between!r}."
+            f"between {around.before!r} and {around.between!r}."
         )
         return None
-    after_closing = between.removeprefix(closing)
-    header = frame.header.strip()
-    if header and header in between:
-        frame.inner_headers = (header,)
-        after_closing = after_closing.replace(header, "")
     frame.prober.record(
         "R1 reasoning presence",
         "The message has reasoning.",
@@ -134,11 +127,41 @@ def compare_reasoning_presence(
         conversation,
         f"Reasoning is written between {opening!r} and {closing!r}.",
     )
+    header = frame.header.strip()
+    before_content = around.between.removeprefix(closing)
+    if header and header in around.between:
+        frame.inner_headers = (header,)
+        before_content = before_content.replace(header, "")
     also_open = last_marker_alone(opening, closing + frame.header)
     return ReasoningMarkup(
         Reasoning(opening, closing, also_open=also_open),
-        content_wrapper(after_closing, after_next_text) if answer.content else None,
+        content_wrapper(before_content, around.after) if answer.content else None,
     )
+
+
+class _TextAroundReasoning(NamedTuple):
+    """The text around the reasoning of a rendered message.
+
+    Example: the text "<think>REASONING</think><answer>CONTENT</answer>" has `before` "<think>",
+    `between` "</think><answer>" and `after` "</answer>".
+    """
+
+    before: str
+    between: str
+    after: str
+
+
+def _cut_at_reasoning(
+    frame: TurnFrame, conversation: Conversation, next_text: str
+) -> _TextAroundReasoning:
+    """Cut a rendered message at the reasoning and at the first `next_text` after it.
+
+    Example: see `_TextAroundReasoning`. There, `next_text` is CONTENT_TEXT.
+    """
+    text = frame.text_after_header(conversation) or ""
+    before, _, after_reasoning = text.partition(REASONING_TEXT)
+    between, _, after = after_reasoning.partition(next_text)
+    return _TextAroundReasoning(before, between, after)
 
 
 def _opening_before_reasoning(frame: TurnFrame, before: str) -> str:

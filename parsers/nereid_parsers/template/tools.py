@@ -44,6 +44,7 @@ from nereid_parsers.template.conversation import (
     AssistantMessage,
     Conversation,
     ProbeCall,
+    conversation_with_calls,
 )
 from nereid_parsers.template.difference import Difference, difference, markers
 from nereid_parsers.template.frame import TurnFrame
@@ -127,11 +128,6 @@ def find_tools(
 
 
 # ---- rendered tool calls ------------------------------------------------------------------------
-
-
-def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversation:
-    """Return a conversation whose answer makes these tool calls."""
-    return Conversation(AssistantMessage(content, calls=calls), tools=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +354,7 @@ def _split_section_close(calls: CallFormat) -> tuple[str, list[str]]:
     """
     opening = calls.markup.open
     closing = calls.markup.close
-    num_opening = len(markers(opening)) or int(bool(opening.strip()))
+    num_opening = len(markers(opening)) or (1 if opening.strip() else 0)
     turn_ends = markers(closing)[num_opening:]
     for marker in reversed(turn_ends):
         closing = closing[: closing.rfind(marker)]

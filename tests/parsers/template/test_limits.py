@@ -23,7 +23,7 @@ HOSTILE = json.loads((TEMPLATES / "hostile.json").read_text(encoding="utf-8")) |
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_is_rejected_within_limits_of_time_and_memory(text):
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.thread_time()
     try:
         with pytest.raises(TemplateError) as error:
             analyze_template(text)
@@ -31,7 +31,7 @@ def test_a_hostile_template_is_rejected_within_limits_of_time_and_memory(text):
     finally:
         tracemalloc.stop()
     assert len(str(error.value)) > 20
-    assert time.monotonic() - started < 30
+    assert time.thread_time() - started < 20
     assert peak_bytes < 64_000_000
 
 

@@ -76,10 +76,10 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 def _infer_value_tags(
     texts: CallTexts, arguments: ListMarkup, before_value: str
 ) -> TaggedArguments:
-    """Return the tags of a value. Some templates write other tags for numbers than for strings.
+    """Return the tags of an argument's value, for strings and for values of other types.
 
-    Each example shows an argument `a` that is the string "x", and an argument `a` that is the
-    number 41:
+    Some templates write other tags for numbers than for strings. Each example shows an argument `a`
+    that is the string "x", and an argument `a` that is the number 41:
 
         <arg key="a">x</arg>                 <arg key="a">41</arg>
             open='<arg key="{key}">'
@@ -101,12 +101,12 @@ def _infer_value_tags(
     _, before_key, before_number, after_number = pieces
     number_open = before_key.removeprefix(arguments.open) or arguments.item_open
     number_close = _number_close(after_number, _text_after_string(texts))
-    is_same_tag = number_open == arguments.item_open
-    if is_same_tag and before_number == before_value and not number_close:
-        return string_tags
-    pattern = _pattern_with_type(before_value, before_number) if is_same_tag else None
-    if pattern is not None:
-        return TaggedArguments(_open_pattern(arguments.item_open) + pattern, close)
+    if number_open == arguments.item_open:
+        if before_number == before_value and not number_close:
+            return string_tags
+        pattern = _pattern_with_type(before_value, before_number)
+        if pattern is not None:
+            return TaggedArguments(_open_pattern(arguments.item_open) + pattern, close)
     number_tags = TaggedArguments(_open_pattern(number_open, before_number), number_close or close)
     return replace(string_tags, also=(number_tags,))
 

@@ -42,8 +42,8 @@ class Checkpoint:
         eos_token_ids: the end-of-sequence tokens in generation_config.json and config.json, sorted.
         vocab_size: the number of valid token ids.
         weights_bytes: the memory of the parameters and buffers, in bytes.
-        takes_hook: whether the model's attention can be replaced through transformers' attention
-            interface. If not, the model uses its own attention.
+        takes_hook: whether transformers' attention interface can replace the model's attention. If
+            False, the model always uses its own attention.
     """
 
     model: PreTrainedModel
@@ -59,10 +59,11 @@ class Checkpoint:
 def choose_device(name: str) -> torch.device:
     """Return the torch device for the setting `device`.
 
-    Examples: "auto" returns cuda:0 if there is a GPU, else cpu, and "cuda" returns cuda:0.
+    Examples: `choose_device("cuda")` returns cuda:0. `choose_device("auto")` returns cuda:0 if
+    there is a GPU, and cpu otherwise.
 
     Raises:
-        ConfigError: there is no GPU with the requested number.
+        ConfigError: if there is no GPU with the requested number.
     """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -98,8 +99,8 @@ def load_checkpoint(
         trust_remote_code: whether Python files of the checkpoint may be executed.
 
     Raises:
-        ModelError: the folder is not a checkpoint, or the checkpoint is broken.
-        UnsupportedModelError: transformers has no code for the model.
+        ModelError: if the folder is not a checkpoint, or the checkpoint is broken.
+        UnsupportedModelError: if transformers has no code for the model.
     """
     folder = Path(path)
     check_files(folder)
@@ -138,7 +139,7 @@ def check_files(folder: Path) -> None:
     """Check that a folder has a config.json and all its safetensors files.
 
     Raises:
-        ModelError: a file is missing or broken.
+        ModelError: if a file is missing or broken.
     """
     if not folder.is_dir():
         raise ModelError(
@@ -190,7 +191,7 @@ def _load_weights(
     attention: str,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    # With output_loading_info=True the function returns a pair, which its type does not say.
+    # With output_loading_info=True, the function returns a pair. Its type annotation lacks that.
     load: Callable[..., Any] = (_model_class(config) or AutoModelForCausalLM).from_pretrained
     try:
         with _quiet():
@@ -213,8 +214,8 @@ def _load_weights(
             f"the model type {config.model_type} is not supported: {reason}"
         ) from error
     except Exception as error:
-        # safetensors has exceptions of its own for broken files, and torch raises RuntimeError for
-        # wrong shapes.
+        # Broken files cause many kinds of exceptions: safetensors has exceptions of its own, and
+        # torch raises RuntimeError for wrong shapes.
         raise ModelError(
             f"the weights in {folder} cannot be read ({_first_line(error)}). Download the "
             "checkpoint again."
@@ -231,9 +232,9 @@ def _load_weights(
 def _model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
     """Return the class that runs `config` as a causal language model; None if there is none.
 
-    It is the class that AutoModelForCausalLM uses. For other configs it is the class that the
-    checkpoint names, if that class can generate text. This is the case for multimodal models, which
-    then get only text.
+    If AutoModelForCausalLM has a class for `config`, the function returns that class. Otherwise,
+    the function returns the class that the checkpoint names, if that class can generate text. An
+    example is a multimodal model, to which the engine then sends only text.
     """
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -249,7 +250,7 @@ def _model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformer
 def _takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedConfig) -> bool:
     """Return whether the decoder's class uses transformers' attention interface.
 
-    Other classes ignore the name of an attention implementation, or refuse it when they load.
+    Other classes ignore the name of an attention implementation, or raise an error for it.
     """
     candidates = [_model_class(config), _model_class(text_config)]
     classes = [candidate for candidate in candidates if candidate is not None]
@@ -258,7 +259,7 @@ def _takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCo
 
 
 class _OwnAttentionError(Exception):
-    """The model's class does not use transformers' attention interface."""
+    """Raised if the model's class does not use transformers' attention interface."""
 
 
 @contextmanager

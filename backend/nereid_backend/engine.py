@@ -152,21 +152,22 @@ class Engine:
                 f"{self._scheduler.num_waiting} requests are waiting, and the limit is "
                 f"{self._config.max_num_waiting} (max_num_waiting). Try again later."
             )
-        room = self.info.max_model_len - len(token_ids)
+        max_new_tokens = self.info.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         sequence = Sequence(
             request_id,
             token_ids,
             params,
-            max_total_tokens=len(token_ids) + min(room, params.max_tokens or room),
+            max_total_tokens=len(token_ids)
+            + min(max_new_tokens, params.max_tokens or max_new_tokens),
             eos_token_ids=self.info.eos_token_ids,
             seed=seed % 2**64,
         )
         if not _needs_guide(params):
             self._scheduler.add(sequence)
             return
-        guide = self._load_guides().prepare(params, sequence.stop_token_ids)
-        self._pending_grammars.add(request_id, guide)
+        future = self._load_guides().prepare(params, sequence.stop_token_ids)
+        self._pending_grammars.add(request_id, future)
         self._scheduler.add(sequence, is_prepared=False)
 
     def warm_up(self) -> None:
@@ -261,6 +262,7 @@ class Engine:
         return False
 
     def _load_guides(self) -> "Guides":
+        """Return the factory of guides. The first call creates the factory."""
         if self._guides is None:
             # The grammar libraries are imported only when a request needs a grammar.
             from nereid_backend.grammar import Guides
@@ -288,6 +290,11 @@ class Engine:
                 self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
 
     def _check_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
+        """Return the token ids of a prompt as integers.
+
+        Raises:
+            RequestError: if the prompt is empty, too long, or contains an invalid token id.
+        """
         limit = self.info.max_model_len
         try:
             token_ids = [operator.index(token_id) for token_id in prompt]
@@ -318,5 +325,6 @@ class Engine:
 
 
 def _needs_guide(params: SamplingParams) -> bool:
+    """Return whether a request limits its tokens by a grammar or by a thinking budget."""
     has_budget = params.thinking is not None and params.thinking.budget is not None
     return has_budget or params.grammar is not None

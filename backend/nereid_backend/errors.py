@@ -48,13 +48,13 @@ class EngineError(NereidError):
     """A step of the engine failed."""
 
 
-# An error whose text contains one of these leaves the process's CUDA context unusable.
+# If the text of an error contains one of these texts, the process cannot use the GPU any more.
 _LOST_DEVICE_TEXTS = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "AcceleratorError")
 
 
 def is_lost_device(message: str) -> bool:
     """Return whether an error message shows that the GPU is unusable for this process.
 
-    After such an error every later GPU call of the process fails, too.
+    After such an error, every later GPU call of the process fails, too.
     """
     return any(text in message for text in _LOST_DEVICE_TEXTS)

@@ -26,7 +26,10 @@ _MIN_BYTES = 64 * 2**10
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros on a CPU, aligned to a page. Memory is used only once it is written to."""
+    """Return a tensor of zeros on the CPU, whose memory is aligned to a page.
+
+    The operating system provides the memory of a page when the page is first written.
+    """
     size = math.prod(shape) * dtype.itemsize
     return _mapped(size)[:size].view(dtype).view(shape)
 
@@ -35,8 +38,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def move_weights(model: nn.Module) -> None:
     """Move a model's parameters and buffers on a CPU into huge pages, in the model's order.
 
-    Tensors that share memory still share it afterwards. Tensors with a library's own layout are not
-    moved.
+    Tensors that share memory before the call share memory after it. Tensors on other devices, small
+    tensors, and tensors in the layout of a library such as oneDNN are not moved.
 
     Args:
         model: the model, for inference only. Mutated.
@@ -53,14 +56,15 @@ def move_weights(model: nn.Module) -> None:
     mapped = _mapped(total)
     start = 0
     while sharing:
-        # Each tensor is freed as soon as it is copied, so that little further memory is needed.
+        # Removing the tensors from `sharing` frees each storage as soon as it is copied. Otherwise,
+        # all weights would be in memory twice.
         tensors = sharing.pop(next(iter(sharing)))
         storage = tensors[0].untyped_storage()
         size = storage.nbytes()
         mapped[start : start + size].copy_(torch.tensor([], dtype=torch.uint8).set_(storage))
         for tensor in tensors:
             offset = (mapped.storage_offset() + start) // tensor.itemsize
-            # The new tensor is an inference tensor if and only if the old one is.
+            # Make the new tensor an inference tensor if and only if the old tensor is one.
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data = torch.tensor([], dtype=tensor.dtype).set_(
                     mapped.untyped_storage(),

@@ -22,16 +22,16 @@ def generate(
     Args:
         engine: an engine without requests.
         prompts: the token ids of each prompt.
-        params: the sampling parameters of all prompts, or a list with those of each prompt. None
-            means the defaults.
-        decode: converts token ids to text.
+        params: the sampling parameters of all prompts, or a list with the sampling parameters of
+            each prompt. None selects the defaults.
+        decode: a function that converts token ids to text.
 
     Returns:
         The output of each prompt in order.
 
     Raises:
-        RequestError: a prompt or a parameter is wrong, or the engine is not idle. No request of
-            this call is left in the engine.
+        RequestError: if a prompt or a parameter is wrong, or if the engine has other requests. No
+            request of this call is left in the engine.
     """
     if engine.has_work():
         raise RequestError(
@@ -53,7 +53,7 @@ def generate(
                 try:
                     engine.add_request(*waiting)
                 except CapacityError:
-                    break  # the queue is full; add the request after the next step
+                    break  # The queue is full. Add the request after the next step.
                 waiting = next(pending, None)
             for update in engine.step():
                 outputs[update.request_id].add(update)
@@ -70,7 +70,7 @@ def generate(
 
 
 class _PartialOutput:
-    """The updates of one request so far."""
+    """Collects the updates of one request."""
 
     def __init__(self) -> None:
         self._updates: dict[int, list[RequestUpdate]] = {}

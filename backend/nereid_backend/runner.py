@@ -92,6 +92,8 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
+    """The log-probabilities of some prompt tokens, which are being copied to the host."""
+
     ranked: RankedRows
     copy: HostCopy
 
@@ -217,42 +219,57 @@ class Runner:
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
     """Compute the log-probabilities of prompt tokens that requests ask for.
 
+    The logits at one token give the log-probability of the next token. Example: a chunk computes
+    the tokens 0 to 3 of a prompt of 10 tokens. Its logits give the log-probabilities of the tokens
+    1 to 4.
+
+    Args:
+        logits: [sum of the chunks' num_logits, vocab_size].
+        plan: the plan of the step.
+
     Returns:
         A mapping from the index of a chunk to the log-probabilities of its prompt tokens.
     """
     reports: dict[int, list[_Report]] = {}
-    end = 0
-    for index, (sequence, start, num_tokens, _, _, num_logits) in enumerate(plan.chunks):
-        begin, end = end, end + num_logits
+    next_row = 0
+    for index, chunk in enumerate(plan.chunks):
+        first_row, next_row = next_row, next_row + chunk.num_logits
+        sequence = chunk.sequence
         num_top = sequence.params.prompt_logprobs
         if num_top is None:
             continue
-        first = start + num_tokens - num_logits + 1
-        following = sequence.token_ids[
-            first : min(start + num_tokens + 1, sequence.num_prompt_tokens)
-        ]
-        if following:
-            pieces = rank_prompt(logits[begin : begin + len(following)], following, num_top)
-            reports[index] = [_Report(piece, HostCopy(piece.tensors)) for piece in pieces]
+        end = chunk.start + chunk.num_tokens + 1
+        tokens = sequence.token_ids[end - chunk.num_logits : min(end, sequence.num_prompt_tokens)]
+        if tokens:
+            slices = rank_prompt(logits[first_row : first_row + len(tokens)], tokens, num_top)
+            reports[index] = [_Report(ranked, HostCopy(ranked.tensors)) for ranked in slices]
     return reports
 
 
 def _read_sampled(
     sampling: Sampling, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> list[Sampled]:
-    """Return the new tokens of each chunk that samples."""
+    """Return the new tokens of each chunk that samples.
+
+    Args:
+        sampling: the positions at which the step sampled. The positions of a sequence are adjacent,
+            and the last of them has all draft tokens of the sequence.
+        sampled_tokens: one sampled token for each position.
+        masks: the token masks of the step, with the errors of guides.
+    """
     sampled = []
-    end = 0
+    next_index = 0
     for count in sampling.counts:
-        begin, end = end, end + count
-        sequence = sampling.positions[begin].sequence
-        if begin in masks.errors:
-            sampled.append(Sampled([], [], masks.errors[begin]))
+        first, next_index = next_index, next_index + count
+        sequence = sampling.positions[first].sequence
+        if first in masks.errors:
+            sampled.append(Sampled([], [], masks.errors[first]))
             continue
         try:
-            drafts = sampling.positions[end - 1].drafts
-            sampled.append(_accept(sequence, drafts, sampled_tokens, begin))
+            drafts = sampling.positions[next_index - 1].drafts
+            sampled.append(_accept(sequence, drafts, sampled_tokens, first))
         except Exception as error:
+            # A grammar library can raise any exception. The exception ends only this sequence.
             logger.exception("The grammar of request %s failed.", sequence.request_id)
             message = f"The grammar of the request failed: {type(error).__name__}: {error}"
             sampled.append(Sampled([], [], message))
@@ -260,7 +277,7 @@ def _read_sampled(
 
 
 def _accept(
-    sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, begin: int
+    sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
 ) -> Sampled:
     """Return the new tokens of a sequence: sampled tokens, and tokens that the grammar forces.
 
@@ -277,14 +294,14 @@ def _accept(
         drafts: the draft tokens that went through the model after the known tokens.
         sampled_tokens: the tokens of the step. They contain one token after the known tokens and
             one token after each draft token.
-        begin: the index in `sampled_tokens` of the token after the known tokens.
+        first: the index in `sampled_tokens` of the token after the known tokens.
     """
     guide, stops = guide_of(sequence), sequence.stop_token_ids
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
     while token_ids == drafts[: len(token_ids)]:
-        index = begin + len(token_ids)
+        index = first + len(token_ids)
         if index in sampled_tokens.errors:
             return Sampled([], [], sampled_tokens.errors[index])
         token_ids.append(sampled_tokens.token_ids[index])

@@ -13,11 +13,11 @@ from nereid_backend.model.choose_path import PathSpec
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes
 
-# On a CPU, a long step of a large model takes seconds. So a short step is measured and the result
-# is scaled.
+# On a CPU, a long step of a large model takes seconds. Therefore a short step is measured, and the
+# result is multiplied by the ratio of the lengths.
 _CPU_TOKENS = 64
 _LOGIT_BYTES = 4
-# Writing this value resets the peak in VmHWM, see proc(5).
+# The value that resets the peak memory (VmHWM) when it is written to clear_refs; see proc(5).
 _RESET_PEAK = "5"
 
 
@@ -35,8 +35,8 @@ def measure_activations(
         block_size: the number of tokens in one block.
 
     Returns:
-        The number of bytes, or None on a system without a GPU that is not Linux, where it cannot be
-        measured.
+        The number of bytes. None if the memory cannot be measured, which is the case on a CPU if
+        the operating system is not Linux.
     """
     on_gpu = checkpoint.device.type == "cuda"
     num_measured = num_tokens if on_gpu else min(num_tokens, _CPU_TOKENS)
@@ -67,7 +67,7 @@ def measure_activations(
 def _reset_peak() -> int | None:
     """Reset the peak of this process's memory, and return its current memory in bytes.
 
-    Return None if the system does not support that.
+    Return None if the operating system cannot reset the peak.
     """
     try:
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
@@ -77,7 +77,10 @@ def _reset_peak() -> int | None:
 
 
 def _status_bytes(name: str) -> int | None:
-    """Return a value of /proc/self/status in bytes, such as VmRSS; None if there is none."""
+    """Return a value of /proc/self/status in bytes; None if the file lacks the value.
+
+    Example: `_status_bytes("VmRSS")` returns the present memory of this process.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses how a model is run: the first of four paths with the same logits as the model alone.
+"""Chooses the forward path of a model: the first of four paths that computes the right logits.
 
     packed    one row with all tokens, keys and values in blocks     models with only attention
     rows      one row for each sequence, state outside of blocks     convolutions, recurrences
     padded    padded rows, keys and values copied from blocks        models with own attention code
     single    one sequence at a time, with the model's own cache     all other models; slow
 
-Each path is tried in this order. The choice never depends on the model's name. A path that fails,
-or whose logits differ, is not used. A model for which no path works is refused with all reasons.
+The right logits are those of the model alone: transformers' code computes each sequence in a pass
+of its own, with the model's own attention. The paths are tried in the order of the table. The
+choice never depends on the model's name. A path is not used if it fails or if its logits differ. If
+no path can be used, loading fails with an error that gives the reason for each path.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from nereid_backend.attention.choose_backend import cache_type, proven_type, sto
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.checkpoint import Checkpoint, Progress
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import UnsupportedModelError
 from nereid_backend.model.limits import LengthLimit, model_limit, sparse_limit
@@ -41,8 +43,6 @@ from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import ForwardPath
 
-Progress = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
 class PathSpec:
@@ -52,9 +52,10 @@ class PathSpec:
         name: "packed", "rows", "padded" or "single".
         build: builds the path with the given sizes.
         layers: the attention layers whose keys and values are stored in blocks.
-        detail: a clause about a variant of the path, for the log; empty for the normal variant.
-        bytes_per_sequence: the memory of a running sequence outside of blocks.
-        bytes_per_token: the memory of a token outside of blocks.
+        detail: a clause that describes a variant of the path, for the log; empty for the normal
+            variant.
+        bytes_per_sequence: the memory outside of blocks that a running sequence needs.
+        bytes_per_token: the memory outside of blocks that a token needs.
         shares_blocks: whether the whole state of a sequence is in its blocks.
         whole_prefill: whether a prompt must be computed in one forward pass.
         is_batched: whether several sequences share a forward pass.
@@ -80,9 +81,9 @@ class ChosenPath:
 
     Attributes:
         spec: the path.
-        difference: the relative difference between its logits and those of the model alone.
-        limit: the length up to which the path is exact.
-        reasons: for each earlier path the reason why it is not used.
+        difference: the relative difference between the path's logits and those of the model alone.
+        limit: the length of a sequence up to which the path is exact.
+        reasons: one clause for each earlier path, which says why that path is not used.
         trial: the test sequences and the logits of the model alone.
     """
 
@@ -101,11 +102,11 @@ def choose_path(
     Args:
         checkpoint: a loaded model.
         hook: the engine's entry in transformers' attention interface.
-        config: the settings max_model_len, block_size and kv_cache_dtype are used.
+        config: the settings. max_model_len, block_size and kv_cache_dtype are used.
         progress: called with one line about the choice.
 
     Raises:
-        UnsupportedModelError: no path is exact. The message has the reason for each path.
+        UnsupportedModelError: if no path is exact. The message contains the reason for each path.
     """
     trials = _Trials(checkpoint, config)
     reasons: list[str] = []
@@ -129,7 +130,7 @@ def choose_path(
 
 
 class _Trials:
-    """The test sequences and the logits of the model alone, which are computed when needed."""
+    """The test sequences with the logits of the model alone. They are computed on first use."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self._checkpoint = checkpoint
@@ -137,17 +138,23 @@ class _Trials:
         self.kv_cache_dtype = config.kv_cache_dtype
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
-        # The key is the argument is_generated. The value is the trial, or the reason why there is
-        # none.
+        # The key is the argument `is_generated` of `get`. The value is the trial, or the error that
+        # explains why there is no trial.
         self._trials: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
         """Return the test sequences and the expected logits.
 
-        Mutates: the model uses its own attention afterwards, if the trial was not cached.
+        Args:
+            layers: the attention layers of the path, whose windows the sequences must exceed.
+            is_generated: whether the logits come from transformers' generate. If False, the logits
+                come from one forward pass over each whole sequence.
+
+        Mutates: if the trial is not cached, the model uses its own attention after the call.
 
         Raises:
-            UnfitError: the model generates other logits than in one pass over a whole sequence.
+            UnfitError: if the logits of one forward pass over a sequence differ from the logits of
+                token-by-token generation.
         """
         if is_generated not in self._trials:
             set_attention(self._checkpoint, None)
@@ -166,15 +173,21 @@ class _Trials:
         except UnfitError as error:
             return error
         except Exception:  # noqa: BLE001 - a model can raise any exception
-            return trial  # The model cannot generate with transformers, so nothing can differ.
+            # The model cannot generate with transformers, so there is nothing to compare.
+            return trial
         return trial
 
 
 def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
-    """Set the attention of the model to `hook`; None means the model's own attention in torch.
+    """Set the attention implementation of a model.
+
+    Args:
+        checkpoint: the model. Mutated.
+        hook: the engine's entry in transformers' attention interface; None selects the model's own
+            attention in torch.
 
     Raises:
-        UnfitError: the attention of the model cannot be set.
+        UnfitError: if the attention of the model cannot be set.
     """
     if not checkpoint.takes_hook:
         if hook is not None:
@@ -196,7 +209,7 @@ Candidates = Iterator[tuple[PathSpec, AttentionHook | None]]
 def _candidates(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> list[tuple[str, Candidates]]:
-    """Return the name and the variants of each path. The variants are built when needed."""
+    """Return the name and the variants of each path. The variants are created on demand."""
     return [
         ("packed", _packed(checkpoint, hook, max_model_len)),
         ("rows", _rows(checkpoint, hook)),
@@ -206,10 +219,10 @@ def _candidates(
 
 
 def _try(checkpoint: Checkpoint, candidates: Candidates, trials: _Trials) -> tuple[PathSpec, float]:
-    """Return the first exact variant of a path, and its relative difference.
+    """Return the first exact variant of a path, and the relative difference of its logits.
 
     Raises:
-        Exception: the error of the last variant, if none is exact.
+        Exception: if no variant is exact. The exception is the error of the last variant.
     """
     last_error: Exception = UnfitError("it has no variant")
     for spec, hook in candidates:
@@ -220,8 +233,8 @@ def _try(checkpoint: Checkpoint, candidates: Candidates, trials: _Trials) -> tup
             dtype = checkpoint.model.dtype
             difference = check_path(path, trial, dtype)
             if trials.kv_cache_dtype != "auto" and spec.layers:
-                # The path itself has passed the check. A second check covers the rounding of the
-                # cache.
+                # The first check has shown that the path is exact. The second check covers the
+                # rounding of the 8-bit cache.
                 rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
                 difference = check_path(rounded_path, trial, dtype, is_rounded=True)
             return _with_measured_memory(spec, path, trial), difference
@@ -231,7 +244,13 @@ def _try(checkpoint: Checkpoint, candidates: Candidates, trials: _Trials) -> tup
 
 
 def _with_measured_memory(spec: PathSpec, path: ForwardPath, trial: Trial) -> PathSpec:
-    """Return the spec with the memory outside of blocks, measured on a path that has run."""
+    """Return `spec` with the memory outside of blocks, which is measured on `path`.
+
+    Args:
+        spec: the description of the path.
+        path: the path after it has computed the test sequences.
+        trial: the test sequences.
+    """
     if isinstance(path, RowsPath):
         return replace(spec, bytes_per_sequence=path.state_bytes())
     if isinstance(path, SinglePath):
@@ -241,7 +260,7 @@ def _with_measured_memory(spec: PathSpec, path: ForwardPath, trial: Trial) -> Pa
 
 
 def _packed(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None) -> Candidates:
-    """Yield the packed path. Raise an UnfitError if it cannot be exact."""
+    """Yield the packed path. Raise an UnfitError if the path cannot be exact."""
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None and (max_model_len is None or max_model_len > limit.num_tokens):
         raise UnfitError(
@@ -249,7 +268,8 @@ def _packed(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | No
             f"path requires a max_model_len of at most {limit.num_tokens}"
         )
     if limit is not None:
-        # Up to this length the sparse attention chooses every token. It only needs some mask.
+        # Up to this length, sparse attention selects every token. The model's code only requires
+        # that there is a mask.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -267,7 +287,11 @@ def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # no
 
 
 def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Candidates:
-    """Yield the variants of the rows path: chunked prompts, whole prompts, replayed sequences."""
+    """Yield the variants of the rows path.
+
+    The first variant divides prompts into chunks. The second variant computes each prompt in one
+    pass. The third variant also computes a preempted sequence again in the same passes as before.
+    """
     set_attention(checkpoint, hook)
     layers = probe_rows(checkpoint, hook)
 
@@ -380,6 +404,9 @@ def make_cache(
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of an error. For unexpected errors the class precedes it."""
+    """Return the first line of an error message.
+
+    The class of the error precedes the line if the error is not an `UnfitError`.
+    """
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return text if isinstance(error, UnfitError) else f"{type(error).__name__}: {text}"

@@ -52,9 +52,9 @@ class MemoryPlan:
 def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthLimit:
     """Return the length up to which sequences are computed exactly.
 
-    It is the model's own limit, but some models have a lower one. They compute all tokens of a
-    batch differently if the longest sequence exceeds a threshold, or they count positions in the
-    batch instead of the sequence. Their batches are exact only below the threshold.
+    The limit is usually the model's own limit. Some models compute all tokens of a batch
+    differently if the longest sequence exceeds a threshold. Other models count positions in the
+    batch instead of the sequence. Batches of these models are exact only below the threshold.
 
     Args:
         config: the config of the decoder.
@@ -89,9 +89,10 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
 
 
 def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
-    """Return the length up to which sparse attention uses every token.
+    """Return the length up to which sparse attention attends to every token.
 
-    Return None for a model without sparse attention.
+    Return None for a model without sparse attention. Example: a model that selects 2048 tokens
+    (index_topk 2048) attends to every token of a sequence of up to 2048 tokens.
     """
     for name, factor in (("index_topk", None), ("index_topk_blocks", "index_block_size")):
         count = getattr(config, name, None)
@@ -127,11 +128,12 @@ def plan_memory(
         limit: the length limit of the model.
         num_bytes: the memory for blocks and sequences together.
         max_sequence_blocks: the largest number of blocks that one sequence uses at the same time,
-            however long it is. None means that the number grows with the sequence.
+            if an attention window limits that number. None means that the number grows with the
+            sequence.
 
     Raises:
-        ConfigError: max_model_len exceeds the model's limit or the memory, or not even one sequence
-            fits.
+        ConfigError: if max_model_len exceeds the model's limit or the memory, or if not even one
+            sequence fits.
     """
     max_num_seqs = config.max_num_seqs
     if bytes_per_sequence:
@@ -151,21 +153,22 @@ def plan_memory(
     bytes_per_block = config.block_size * bytes_per_token
     # One additional block is used for padding.
     num_blocks = num_bytes // bytes_per_block - 1
-    fitting = max(0, num_blocks) * config.block_size
+    # The length of the longest sequence whose blocks fit into the memory.
+    fitting_len = max(0, num_blocks) * config.block_size
     if max_sequence_blocks is not None and num_blocks >= max_sequence_blocks:
-        fitting = max(fitting, limit.num_tokens)
+        fitting_len = max(fitting_len, limit.num_tokens)
     configured = _configured_len(config, limit)
-    if fitting < (configured or min(config.block_size, limit.num_tokens)):
+    if fitting_len < (configured or min(config.block_size, limit.num_tokens)):
         needed_blocks = -(-(configured or 1) // config.block_size)
         needed_blocks = min(needed_blocks, max_sequence_blocks or needed_blocks)
         needed_bytes = (needed_blocks + 1) * bytes_per_block
         raise ConfigError(
-            f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting} tokens, but a "
+            f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
             f"max_model_len of {configured or config.block_size} needs "
             f"{format_bytes(needed_bytes)}. Raise kv_cache_memory"
             + (" or lower max_model_len." if configured else ".")
         )
-    max_model_len = configured or min(limit.num_tokens, fitting)
+    max_model_len = configured or min(limit.num_tokens, fitting_len)
     max_useful_blocks = max_num_seqs * -(-max_model_len // config.block_size)
     num_blocks = min(num_blocks, max_useful_blocks)
     return MemoryPlan(num_blocks, max_model_len, (num_blocks + 1) * bytes_per_block, max_num_seqs)
@@ -174,7 +177,7 @@ def plan_memory(
 def _plan_without_blocks(config: EngineConfig, limit: LengthLimit, max_num_seqs: int) -> MemoryPlan:
     """Return the plan for a model whose tokens need no memory in blocks.
 
-    Such blocks only limit the number of running sequences.
+    The blocks of such a model only limit the number of running sequences.
     """
     max_model_len = _configured_len(config, limit) or limit.num_tokens
     blocks_per_sequence = -(-max_model_len // config.block_size)
@@ -186,7 +189,7 @@ def _configured_len(config: EngineConfig, limit: LengthLimit) -> int | None:
     """Return the setting max_model_len; None if it is not set.
 
     Raises:
-        ConfigError: the setting exceeds the model's limit.
+        ConfigError: if the setting exceeds the model's limit.
     """
     configured = config.max_model_len
     if configured is not None and configured > limit.num_tokens:
@@ -205,7 +208,16 @@ def describe_memory(
     num_tokens: int,
     layers: Sequence[LayerSpec],
 ) -> str:
-    """Return one line for the log that describes the use of the memory and the limits."""
+    """Return one line for the log that describes the use of the memory, and the limits.
+
+    Args:
+        config: the settings.
+        memory: the size of the KV cache.
+        weights_bytes: the memory of the weights.
+        activations: the memory of the largest step in bytes; None if it is unknown.
+        num_tokens: the largest number of tokens in one step.
+        layers: the attention layers of the model.
+    """
     step = "an unknown size" if activations is None else format_bytes(activations)
     return (
         f"memory: the weights need {format_bytes(weights_bytes)}, a step of {num_tokens} tokens "
@@ -238,7 +250,7 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
         activations: the memory of one step in bytes.
 
     Raises:
-        ConfigError: kv_cache_memory is larger than the free memory.
+        ConfigError: if kv_cache_memory is larger than the free memory.
     """
     if device.type == "cuda":
         # Return the memory that torch has cached during loading to the GPU, so that it counts as
@@ -298,7 +310,7 @@ def format_bytes(count: int) -> str:
 
 
 def _read_number(name: str) -> int | None:
-    """Return the number in a file of /sys/fs/cgroup; None if the file has none."""
+    """Return the number in a file of /sys/fs/cgroup; None if the file contains no number."""
     try:
         return int((Path("/sys/fs/cgroup") / name).read_text())
     except (OSError, ValueError):
@@ -306,7 +318,7 @@ def _read_number(name: str) -> int | None:
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[dict[str, object]]:
-    """Return the rotary embedding settings of the config: one dict, or one for each layer type."""
+    """Return the settings of rotary embeddings: one dict, or one dict for each layer type."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return []

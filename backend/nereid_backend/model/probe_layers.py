@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out what a model needs from attention: runs one token and records every attention call."""
+"""Determines the attention layers of a model by recording the attention calls of one token."""
 
 import torch
 from torch import Tensor
@@ -13,11 +13,13 @@ from nereid_backend.paths.recurrent_cache import make_cache
 
 
 class _Recorder:
-    """Records attention calls for a single token. The output of each call is the token's value.
+    """An attention function for a single token that records its calls.
+
+    A single token attends only to itself, so the function returns the value of the token.
 
     Attributes:
         layers: the recorded layers, in the order of their calls.
-        unsupported: the reason why a call is not supported; None if all calls are.
+        unsupported: the reason why a call is not supported; None if all calls are supported.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -70,7 +72,7 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
     """Run one token without a cache, and return the attention layers in the order of their calls.
 
     Raises:
-        UnfitError: the model does not use transformers' attention interface, or needs something
+        UnfitError: if the model does not use transformers' attention interface, or needs a feature
             that Nereid's attention does not support.
     """
     recorder = _Recorder(checkpoint.text_config)
@@ -94,7 +96,7 @@ def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
     The list is empty for a model without attention.
 
     Raises:
-        UnfitError: the model accepts no cache or has no recurrent state, or needs something that
+        UnfitError: if the model accepts no cache, has no recurrent state, or needs a feature that
             Nereid's attention does not support.
     """
     recorder = _Recorder(checkpoint.text_config)
@@ -109,10 +111,10 @@ def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
 
 
 def plain_token_ids(checkpoint: Checkpoint) -> list[int]:
-    """Return token ids without a special meaning.
+    """Return token ids without a special meaning, for test inputs.
 
-    Special tokens, such as those for images, padding and the end of a text, can change what a model
-    computes.
+    Special tokens, such as tokens for images, padding or the end of a text, can change the forward
+    pass of a model.
     """
     size = checkpoint.vocab_size
     special = set(checkpoint.eos_token_ids)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that a path computes the same logits as the model alone.
 
-A few short prompts are computed by the path: in small chunks that are mixed with single tokens, and
-with scattered blocks. Their logits are compared with those of the model alone, with its own
-attention and whole prompts. So a path with wrong results is never used.
+The path computes a few short prompts in small chunks, mixes these chunks with single tokens, and
+stores keys and values in scattered blocks. The check compares the logits with those of the model
+alone, which computes each whole sequence in one pass with its own attention. A path with wrong
+logits is never used.
 """
 
 import random
@@ -28,8 +29,8 @@ from nereid_backend.runner import ForwardPath
 _PROMPT_LENS = (21, 5, 13)
 _NUM_STEPS = 4
 _BUDGET = 8
-# One prompt is longer than the model's sliding window in order to test the window. This is the
-# largest length of a prompt, because longer prompts would take seconds at every start.
+# One prompt is longer than the model's sliding window in order to test the window. No prompt has
+# more tokens than this, because longer prompts would take seconds at every start.
 _LONGEST_PROMPT = 160
 # A prompt that tests a window is this many tokens longer than the window.
 _BEYOND_LIMIT = 6
@@ -89,9 +90,10 @@ def make_trial(
 def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) -> Trial:
     """Return random prompts, and the logits of transformers' generate for each prompt alone.
 
-    This is for models that compute something else in one pass over a whole sequence, or fail. Some
-    of them raise an error for prompts that are longer than a window. They are tested with short
-    prompts, because such an error cannot go unnoticed.
+    Some models compute other logits in one pass over a whole sequence, or fail to compute such a
+    pass. This trial is for these models. If generate raises an error, perhaps because a prompt is
+    longer than a window, the trial contains only short prompts. Longer prompts then need no test,
+    because they fail with an error and never give wrong logits.
     """
     try:
         return _generated(checkpoint, _sequences(checkpoint, (), max_len), block_size)
@@ -127,10 +129,10 @@ def _generated(
 
 @torch.inference_mode()
 def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
-    """Check that transformers' generation has the same logits for the first test sequence.
+    """Compare the expected logits of the first test sequence with token-by-token generation.
 
     Raises:
-        UnfitError: the logits differ, so the trial does not show what users of the model see.
+        UnfitError: if the logits differ. The trial then does not show what users of the model see.
     """
     path = SinglePath(checkpoint, uses_cache=True)
     tokens, prompt_len = trial.sequences[0]
@@ -159,14 +161,14 @@ def check_path(
         path: a path without stored tokens.
         trial: the test sequences and the expected logits.
         dtype: the data type of the model.
-        is_rounded: whether the KV cache has fewer bits than the model, as configured.
+        is_rounded: whether the setting kv_cache_dtype rounds keys and values to 8 bits.
 
     Returns:
         The largest root mean square difference of a row, relative to the standard deviation of the
         logits.
 
     Raises:
-        UnfitError: the difference is larger than rounding can explain.
+        UnfitError: if the difference is larger than rounding can explain.
     """
     logits = _run(path, trial)
     if logits.shape != trial.expected.shape:
@@ -193,9 +195,10 @@ def check_path(
 def _sequences(
     checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec], max_len: int
 ) -> list[tuple[list[int], int]]:
-    """Return random sequences with the numbers of their prompt tokens.
+    """Return random sequences, each with the number of its prompt tokens.
 
-    The first prompt is longer than the windows of the layers, unless they are too long to test.
+    The first prompt is longer than the windows of the layers. Windows with more than about
+    `_LONGEST_PROMPT` tokens are too long to test.
     """
     limits = {
         limit for layer in layers for limit in (layer.window.size, layer.window.chunk) if limit
@@ -215,7 +218,7 @@ def _sequences(
 
 
 def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
-    """Return the numbers in the config that seem to be sizes of windows, chunks or blocks."""
+    """Return the values in the config whose names indicate sizes of windows, chunks or blocks."""
     return {
         value
         for name, value in checkpoint.text_config.to_dict().items()
@@ -226,7 +229,11 @@ def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
 
 
 def _run(path: ForwardPath, trial: Trial) -> Tensor:
-    """Return the path's logits at the rows of the trial, float32 [num_rows, vocab_size]."""
+    """Compute the sequences of a trial with a path, step by step.
+
+    Returns:
+        The logits in the order of `Trial.expected`, float32 [num_rows, vocab_size].
+    """
     sequences = _prompt_sequences(trial)
     computed = [0] * len(sequences)
     rows: list[list[Tensor]] = [[] for _ in sequences]
@@ -264,8 +271,12 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
 def _plan(sequences: list[Sequence], computed: list[int]) -> list[Chunk]:
     """Return the chunks of the next step under a small token budget.
 
-    Requests that have computed tokens come before new ones. In the result, single tokens come
-    before longer chunks, as the engine orders them.
+    Sequences with computed tokens get their share of the budget before new sequences. In the
+    result, single tokens come before longer chunks, as in the engine's plans.
+
+    Args:
+        sequences: the test sequences.
+        computed: the number of computed tokens of each sequence.
     """
     chunks = []
     budget = _BUDGET

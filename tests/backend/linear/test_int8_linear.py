@@ -7,7 +7,7 @@ from backend.tiny_models import BY_NAME
 from nereid_backend import EngineConfig
 from nereid_backend.errors import ConfigError
 from nereid_backend.linear.int8_linear import Int8Linear, quantise_linears
-from nereid_backend.model import startup
+from nereid_backend.model import load_weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,4 +76,4 @@ def test_what_is_not_made_is_refused_by_name():
         EngineConfig("/model", weight_dtype="int4")
     config = EngineConfig("/model", weight_dtype="int8")
     with pytest.raises(ConfigError, match="weight_dtype: the value int8 requires device=cpu"):
-        startup._check_cpu_only(config, torch.device("cuda:0"))
+        load_weights._check_cpu_only(config, torch.device("cuda:0"))

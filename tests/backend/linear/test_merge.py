@@ -10,7 +10,7 @@ from nereid_backend.linear.merged_linear import (
 )
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import prepack_linears
-from nereid_backend.model import startup
+from nereid_backend.model import load_weights
 from torch import nn
 
 IS_PACKED = [
@@ -132,7 +132,7 @@ def test_an_engine_with_merged_layers_gives_the_same_tokens(
     path = checkpoint(architecture)
     expected = tokens(path, prepack=False)
     if not is_packed:
-        monkeypatch.setattr(startup, "prepack_linears", lambda *_, **__: 1)
+        monkeypatch.setattr(load_weights, "prepack_linears", lambda *_, **__: 1)
     kinds = set()
     assert tokens(path, kinds) == expected
     assert (MergedNativeLinear if is_packed else MergedLinear) in kinds

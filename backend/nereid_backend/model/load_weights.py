@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the weights of a model, and stores them in the fastest layout for the device."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nereid_backend.attention.cpu.cpu_library import has_kernels
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.checkpoint import Checkpoint, Progress, load_checkpoint
+from nereid_backend.config import EngineConfig
+from nereid_backend.errors import ConfigError
+from nereid_backend.huge_pages import move_weights
+from nereid_backend.linear.int8_linear import model_bytes, quantise_linears
+from nereid_backend.linear.merged_linear import merge_linears, separate_linears
+from nereid_backend.linear.prepack import prepack_linears
+from nereid_backend.model.choose_path import set_attention
+from nereid_backend.model.probe_layers import plain_token_ids
+from nereid_backend.paths.model_call import ModelCall
+
+# The largest accepted difference of a logit, relative to the standard deviation of the logits. A
+# different order of summation causes 1e-6 in float32 and 0.05 in bfloat16.
+_LAYOUT_TOLERANCE = 0.3
+
+
+def load_weights(
+    config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
+) -> Checkpoint:
+    """Load a model, and store the weights of its linear layers in the fastest layout.
+
+    Args:
+        config: the settings.
+        device: the device for the weights.
+        hook: the engine's entry in transformers' attention interface.
+        progress: called with one line for each slow operation.
+
+    Raises:
+        ConfigError: if the setting weight_dtype does not fit the device or the model.
+        ModelError: if the checkpoint is missing or broken, or the architecture is not supported.
+    """
+    _check_cpu_only(config, device)
+    checkpoint = _load(config, device, hook, progress)
+    if config.weight_dtype == "int8":
+        checkpoint = _quantise(checkpoint, progress)
+    elif config.prepack and not _rearrange(checkpoint, progress):
+        checkpoint = _load(config, device, hook, progress)
+    move_weights(checkpoint.model)
+    return checkpoint
+
+
+def _check_cpu_only(config: EngineConfig, device: torch.device) -> None:
+    """Raise a ConfigError if a setting that requires a CPU is set for another device."""
+    if config.weight_dtype != "auto" and device.type != "cpu":
+        raise ConfigError(
+            f"weight_dtype: the value {config.weight_dtype} requires device=cpu, but the device is "
+            f"{device}. Set weight_dtype=auto."
+        )
+
+
+def _load(
+    config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
+) -> Checkpoint:
+    return load_checkpoint(
+        config.model,
+        dtype=config.dtype,
+        device=device,
+        attention=hook.name,
+        progress=progress,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
+    """Prepack and merge the linear layers of a model. Keep only changes that preserve the logits.
+
+    Args:
+        checkpoint: the model. Mutated.
+        progress: called with a line if prepacking changes the logits.
+
+    Returns:
+        Whether the model can be used. If False, prepacking has changed the logits, and the model
+        must be loaded again.
+    """
+    before = _short_logits(checkpoint)
+    if before is None:
+        return True
+    if checkpoint.device.type == "cpu":
+        if not prepack_linears(checkpoint.model, copy_shared=True):
+            return True
+        if not _are_equal(before, _short_logits(checkpoint)):
+            progress(
+                "prepack: the weights of linear layers are not rearranged, because the model's "
+                "code reads them directly"
+            )
+            return False
+    merge_linears(checkpoint.model, lambda: _short_logits(checkpoint))
+    if not _are_equal(before, _short_logits(checkpoint)):
+        separate_linears(checkpoint.model)
+    return True
+
+
+def _are_equal(before: Tensor, after: Tensor | None) -> bool:
+    """Return whether two tensors of logits differ only by rounding."""
+    if after is None:
+        return False
+    return bool((after - before).abs().max() <= _LAYOUT_TOLERANCE * before.std())
+
+
+def _quantise(checkpoint: Checkpoint, progress: Progress) -> Checkpoint:
+    """Return the checkpoint with 8-bit weights in its linear layers.
+
+    Raises:
+        ConfigError: if the model does not work with 8-bit weights.
+    """
+    before = _short_logits(checkpoint)
+    num_layers = quantise_linears(checkpoint.model)
+    after = _short_logits(checkpoint)
+    if not num_layers or after is None or before is None:
+        raise ConfigError(
+            "weight_dtype: the value int8 requires a model with standard linear layers, which "
+            f"{checkpoint.architecture} does not have. Set weight_dtype=auto."
+        )
+    difference = ((after - before).square().mean().sqrt() / before.std()).item()
+    warning = "" if has_kernels() else ". This is slow, because the native kernels cannot be built"
+    progress(
+        f"the weights of {num_layers} linear layers are stored as 8-bit integers, which changes "
+        f"the logits by {difference:.2g} of their standard deviation{warning}"
+    )
+    return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
+
+
+@torch.inference_mode()
+def _short_logits(checkpoint: Checkpoint) -> Tensor | None:
+    """Return the logits of a few tokens by the model alone; None if the model cannot be called."""
+    ids = torch.tensor([plain_token_ids(checkpoint)[:4]], device=checkpoint.device)
+    positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
+    try:
+        set_attention(checkpoint, None)
+        logits = ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions).float()
+    except Exception:  # noqa: BLE001 - a model can raise any exception; choose_path reports it
+        return None
+    return logits if logits.isfinite().all() else None

@@ -52,10 +52,6 @@ class _CallStart(NamedTuple):
     head: str
 
 
-def _error(reason: str) -> FormatError:
-    return FormatError(f"response_template: {reason}")
-
-
 def format_of_response_template(spec: Mapping[str, Any]) -> Format:
     """Return the Format that a `response_template` declares.
 
@@ -84,19 +80,23 @@ def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
         FormatError: The declaration is malformed, has another version, or has an unknown field.
     """
     if not isinstance(spec, Mapping):
-        raise _error(f"the declaration must be a JSON object, but it is {spec!r}")
+        raise FormatError(f"the response_template must be a JSON object, but it is {spec!r}")
     version = spec.get("version", _VERSION)
     if version != _VERSION:
-        raise _error(f"only version {_VERSION} is supported, but the version is {version!r}")
+        raise FormatError(
+            f"the response_template has the version {version!r}, but only version {_VERSION} is "
+            "supported"
+        )
     fields = spec.get("fields")
     if not isinstance(fields, Mapping) or not fields:
-        raise _error(
-            f"`fields` must be a dict of fields with at least one field, but it is {fields!r}"
+        raise FormatError(
+            "`fields` of the response_template must be a dict of fields with at least one field, "
+            f"but it is {fields!r}"
         )
     unknown = sorted(set(fields) - _KNOWN_FIELDS)
     if unknown:
-        raise _error(
-            f"the fields {unknown} are unknown. A format can have the fields "
+        raise FormatError(
+            f"the response_template has the unknown fields {unknown}. The known fields are "
             f"{sorted(_KNOWN_FIELDS)}."
         )
     return fields
@@ -135,7 +135,10 @@ def _literal_text(piece: Piece) -> str:
         FormatError: The piece is a group of a regular expression.
     """
     if isinstance(piece, Field):
-        raise _error("a marker must be a literal, but its regular expression contains a group")
+        raise FormatError(
+            "a marker of the response_template must be a literal, but its regular expression "
+            "contains a group"
+        )
     return piece if isinstance(piece, str) else ""
 
 
@@ -147,7 +150,10 @@ def _reasoning(field: Mapping[str, Any]) -> Reasoning:
     opens = _literals(field, "open")
     closes = _literals(field, "close")
     if not opens or not closes:
-        raise _error("the field `reasoning` requires both markers, `open` and `close`")
+        raise FormatError(
+            "the field for reasoning in the response_template requires both markers, `open` and "
+            "`close`"
+        )
     return Reasoning(opens[0], closes[0], also_open=opens[1:], also_close=closes[1:])
 
 
@@ -195,8 +201,9 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
         return [_call_start(pieces) for pieces in alternatives(field["open_pattern"])]
     opens = _literals(field, "open")
     if not opens:
-        raise _error(
-            "the field `tool_calls` requires an opening marker. Declare `open` or `open_pattern`."
+        raise FormatError(
+            "the field `tool_calls` of the response_template requires an opening marker. "
+            "Declare `open` or `open_pattern`."
         )
     return [_CallStart(marker, "") for marker in opens]
 
@@ -216,9 +223,9 @@ def _call_start(pieces: Pieces) -> _CallStart:
     """
     pieces = _without_leading_blanks(pieces)
     if not pieces or not isinstance(pieces[0], str):
-        raise _error(
-            "a tool call must begin with a literal, but `open_pattern` begins with a group or "
-            "is empty"
+        raise FormatError(
+            "`open_pattern` of the field `tool_calls` must begin with a literal, but it begins "
+            "with a group or is empty"
         )
     field_positions = [at for at, piece in enumerate(pieces) if isinstance(piece, Field)]
     if not field_positions:
@@ -278,14 +285,14 @@ def _body(field: Mapping[str, Any], has_name_in_head: bool, is_array: bool) -> B
     if content == "xml-inline":
         return _tagged_arguments(arguments)
     if content != "json":
-        raise _error(
+        raise FormatError(
             f"the `content` of `tool_calls` must be 'json' or 'xml-inline', but it is {content!r}"
         )
     if arguments.get("unquoted_keys") and arguments.get("string_delims"):
         opening, closing = arguments["string_delims"][0][:2]
         if opening != closing:
-            raise _error(
-                "the two texts of `string_delims` must be equal, but they are "
+            raise FormatError(
+                "the opening and the closing text of `string_delims` must be equal, but they are "
                 f"{opening!r} and {closing!r}"
             )
         return BareKeyArguments(opening)
@@ -319,14 +326,14 @@ def _keys(transform: object) -> Keys:
         path = _path(function)
         return Keys(".".join((*path, "name")), ".".join((*path, "arguments")))
     if not isinstance(function, Mapping):
-        raise _error(
+        raise FormatError(
             f"the transform {transform!r} does not return a tool call, because `function` is not "
             "an object"
         )
     name = _path(function.get("name"))
     arguments = _path(function.get("arguments"))
     if not name or not arguments:
-        raise _error(
+        raise FormatError(
             f"the transform {transform!r} must take the name and the arguments from keys of the "
             "content, such as '{content.name}'"
         )
@@ -346,9 +353,9 @@ def _path(placeholder: object) -> tuple[str, ...]:
     """
     match = _PLACEHOLDER.fullmatch(placeholder) if isinstance(placeholder, str) else None
     if match is None:
-        raise _error(
-            f"{placeholder!r} is not a placeholder. A placeholder is a string such as "
-            "'{content.name}'."
+        raise FormatError(
+            f"{placeholder!r} in the response_template is not a placeholder. A placeholder is a "
+            "string such as '{content.name}'."
         )
     path = match.group(1).split(".")
     return tuple(path[1:] if path[0] == "content" else path)
@@ -367,8 +374,9 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
     groups = [piece.name for piece in pieces if isinstance(piece, Field)]
     has_both = "key" in groups and "value" in groups
     if not has_both or groups.index("key") > groups.index("value"):
-        raise _error(
-            "`tag_pattern` needs a key, then a value: the groups (?P<key>..) and (?P<value>..)"
+        raise FormatError(
+            "`tag_pattern` of the response_template must contain the group (?P<key>..), and after "
+            "it the group (?P<value>..)"
         )
     value_at = pieces.index(Field("value"))
     close = [

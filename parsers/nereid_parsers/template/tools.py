@@ -309,7 +309,9 @@ def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | No
         try:
             calls = reader(texts)
         except FormatError as error:
-            undecided.append(f"The reader {reader.__name__} inferred an invalid format: {error}")
+            undecided.append(
+                f"The function {reader.__name__} inferred an invalid format of the calls: {error}"
+            )
             continue
         if calls is not None:
             return calls

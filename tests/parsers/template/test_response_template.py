@@ -72,7 +72,7 @@ def spec(**fields):
 
 REFUSED = {
     "no fields": ({"start_anchor": "<A>"}, "dict of fields"),
-    "another version": (spec(content={}) | {"version": 2}, "version 1"),
+    "another version": (spec(content={}) | {"version": 2}, "only version 1"),
     "a field of its own": (spec(mood={"open": "<m>"}), "mood"),
     "reasoning that nothing opens": (spec(reasoning={"close": "</t>"}), "both markers"),
     "calls that nothing opens": (spec(tool_calls={"content": "json"}), "opening marker"),
@@ -100,11 +100,11 @@ REFUSED = {
                 "content_args": {"tag_pattern": r"(?P<value>.*?)=(?P<key>\w+);"},
             }
         ),
-        "a key, then a value",
+        "it the group",
     ),
     "a call that opens with a field": (
         spec(tool_calls={"open_pattern": r"(?P<name>\w+)\(", "content": "json"}),
-        "begin with a literal",
+        "must begin with a literal",
     ),
     "a look-ahead": (spec(content={"close_pattern": r"(?=<e>)"}), "looks ahead"),
 }

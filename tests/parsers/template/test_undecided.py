@@ -27,7 +27,7 @@ def template(before_content="", call="", argument=""):
         ),
         (
             template(call="<call>{{ c.function.name }} ARGUMENTS", argument="{{k}}{{v}}"),
-            "read_tagged inferred an invalid format",
+            "read_tagged inferred an invalid format of the calls",
         ),
         (
             template(before_content="{% if m.reasoning %}<think>{{ m.reasoning }} {% endif %}"),

@@ -5,8 +5,9 @@ FrontendError
 |  '- Disconnected   the client has closed the connection, so nobody reads the response
 '- BackendError      an error of the Triton server: a gRPC status code and a message
 
-FieldError is a ValueError, because pydantic turns only ValueErrors of validators into its own
-ValidationError. `from_validation` converts a ValidationError into an ApiError.
+FieldError is a ValueError, because pydantic converts an exception of a validator into its own
+ValidationError only if the exception is a ValueError. `from_validation` converts a ValidationError
+into an ApiError.
 """
 
 import json
@@ -32,8 +33,8 @@ class ApiError(FrontendError):
         param: the name of the request field that caused the error.
         code: the machine-readable reason, such as "model_not_found".
         headers: additional response headers.
-        limit: the name of the setting that refused the request, such as "max_body_bytes". It is
-            the label of a metric and does not appear in the response.
+        limit: the name of the setting whose limit the request exceeded, such as "max_body_bytes".
+            It is the label of a metric and does not appear in the response.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ _HTTP_STATUS_AND_CODE = {
 }
 """Maps a gRPC status code to an HTTP status and OpenAI's error code. Other codes become a 500."""
 
-_RETRY_AFTER = re.compile(r"again in (\d+) s\b")  # the executor's estimate of the waiting time
+_RETRY_AFTER = re.compile(r"again in (\d+) s\b")  # the waiting time, estimated by the executor
 _TOO_MANY_TOKENS = re.compile(
     r"\b(\d+) tokens\b.*?(?:(\d+) \(max_model_len\)|max_model_len\D{0,10}(\d+))"
 )
@@ -134,7 +135,7 @@ _FIELD_IN_SENTENCE = re.compile(
 _SUBJECT = re.compile(r"^(?:the value|this field) ")
 _VERB = re.compile(r"(?:must|requires|is|are|has|have|can|cannot|does|needs|takes|accepts)\b")
 
-# Pydantic's error types, as the end of the sentence "FIELD must be ...".
+# For each error type of pydantic, the end of the sentence "FIELD must be ...".
 _REQUIREMENTS = {
     "string_type": "a string",
     "int_type": "an integer",
@@ -153,7 +154,8 @@ _REQUIREMENTS = {
     "less_than_equal": "at most {le}",
     "string_too_short": "a string with at least {min_length} character",
 }
-_UNION_MEMBERS = {"str", "list[str]", "list[dict[str,any]]", "dict[str,any]"}  # in pydantic's paths
+# If a field accepts several types, pydantic adds the name of one type to the path of the field.
+_UNION_MEMBERS = {"str", "list[str]", "list[dict[str,any]]", "dict[str,any]"}
 
 
 def to_api_error(error: FrontendError) -> ApiError:
@@ -173,7 +175,7 @@ def to_api_error(error: FrontendError) -> ApiError:
         if tokens_and_limit(message) is not None:
             # Many clients detect this case by OpenAI's code or by the words of OpenAI's message.
             code = "context_length_exceeded"
-            message = f"{message.rstrip('.')}. Input tokens exceed the configured limit."
+            message = f"Input tokens exceed the configured limit: {message}"
         return ApiError(400, message, param=param, code=code)
     headers = _retry_after(message) if status in (429, 503) else None
     return ApiError(status, message, code=code, headers=headers)

@@ -55,7 +55,7 @@ def test_a_prompt_that_is_too_long_is_found_in_several_wordings(message):
     assert tokens_and_limit(message) == (9000, 4096)
     error = to_api_error(BackendError("INVALID_ARGUMENT", message))
     assert error.code == "context_length_exceeded"
-    assert error.message.endswith(". Input tokens exceed the configured limit.")
+    assert error.message.startswith("Input tokens exceed the configured limit: ")
     assert ".." not in error.message
 
 

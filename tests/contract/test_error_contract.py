@@ -148,6 +148,7 @@ CASES = {
     "chat: input_ids": chat(input_ids=[1, 2]),
     "chat: truncation_side": chat(truncation_side="left"),
     "chat: bootstrap_host": chat(bootstrap_host="a"),
+    "chat: an unknown field with almost a known name": chat(max_token=3),
     # Text completions.
     "completions: no prompt": post(TEXT, model="echo"),
     "completions: prompt is null": text(prompt=None),

@@ -1,97 +1,56 @@
-"""The page about request fields is complete, and each supported field has a test."""
+"""The page about request fields is complete, and the frontend and the backend agree on fields."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+from contract import request_fields_page
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.tokenizer import read_sampling, unsupported_fields
+from nereid_backend.serving.tokenizer import request_fields, unsupported_fields
 from nereid_client.protocol import refused
 from nereid_client.protocol.generation_requests import (
     PASSED_ON,
     ChatCompletionRequest,
     CompletionRequest,
 )
-from nereid_client.protocol.responses_request import (
-    REFUSED_IN_RESPONSES,
-    REFUSED_IN_TOOLS,
-    ResponsesRequest,
-)
+from nereid_client.protocol.responses_request import ResponsesRequest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "reference" / "request-fields.md").read_text(encoding="utf-8")
 # For each supported field, the names of the tests that show its effect.
 FIELD_TESTS = json.loads((Path(__file__).parent / "data" / "field_tests.json").read_text())
-ORIGINS = {"OpenAI", "vLLM", "SGLang", "llama.cpp", "Anthropic", "Nereid"}
-
-
-def rows_after(start):
-    """Yield the cells of the rows of the first table after a line that starts with `start`."""
-    table = re.split(rf"^{re.escape(start)}.*$", PAGE, maxsplit=1, flags=re.MULTILINE)[1]
-    for line in table.split("\n|", 1)[1].split("\n\n")[0].splitlines():
-        if line.startswith("| `"):
-            yield [cell.strip() for cell in line.strip("| ").split(" | ")]
-
-
-def fields_after(start):
-    """Return the fields in the first cells of that table."""
-    names = [name for cells in rows_after(start) for name in re.findall(r"`(\w+)`", cells[0])]
-    assert len(names) == len(set(names))
-    return set(names)
-
-
-SUPPORTED_TABLES = (
-    "## Chat and completions",
-    "## Chat only",
-    "## Completions only",
-    "## Responses only",
-    "## Fields of the answer",
-)
-SUPPORTED = set().union(*map(fields_after, SUPPORTED_TABLES))
-REFUSED_EVERYWHERE = fields_after("### Rejected by chat, completions and responses")
-REFUSED_IN_CHAT = fields_after("### Rejected by chat and responses")
-NAMED = SUPPORTED.union(
-    REFUSED_EVERYWHERE,
-    REFUSED_IN_CHAT,
-    fields_after("### Rejected by completions"),
-    fields_after("### Rejected by responses"),
-)
+FIELDS_OF_ANSWERS = set(re.findall(r"`(\w+)`(?=[^|]*\| \w)", request_fields_page.ANSWER))
+SUPPORTED = {
+    *ChatCompletionRequest.model_fields,
+    *CompletionRequest.model_fields,
+    *ResponsesRequest.model_fields,
+    *FIELDS_OF_ANSWERS,
+}
 
 
 def backend_fields():
     """Return the names of all fields that the backend reads or rejects."""
-    return {*read_sampling.FIELD_NAMES, *unsupported_fields.NAMES}
+    return {*request_fields.FIELD_NAMES, *unsupported_fields.NAMES}
 
 
-def test_every_field_that_the_frontend_knows_is_on_the_page():
-    common = fields_after("## Chat and completions")
-    chat = common | fields_after("## Chat only")
-    assert not ChatCompletionRequest.model_fields.keys() - chat
-    completions = common | fields_after("## Completions only")
-    assert not CompletionRequest.model_fields.keys() - completions
-    assert not ResponsesRequest.model_fields.keys() - common - fields_after("## Responses only")
-    assert not PASSED_ON - NAMED
+def test_the_page_is_generated_from_the_declarations():
+    page = request_fields_page.TARGET.read_text(encoding="utf-8")
+    assert page == request_fields_page.text(), "run tests/contract/request_fields_page.py"
 
 
-def test_every_field_that_the_backend_knows_is_on_the_page():
-    assert {"temperature", "stop"} <= backend_fields()
-    assert not backend_fields() - NAMED
+def test_each_field_has_a_meaning():
+    for model in (ChatCompletionRequest, CompletionRequest, ResponsesRequest):
+        assert not [name for name, field in model.model_fields.items() if not field.description]
 
 
-def test_the_page_lists_every_rejected_field_where_it_is_rejected():
-    in_responses = REFUSED_IN_RESPONSES.keys() | REFUSED_IN_TOOLS.keys()
-    assert refused.REFUSED.keys() | refused.REFUSED_BY_BACKEND == REFUSED_EVERYWHERE
-    assert refused.REFUSED_IN_CHAT.keys() == REFUSED_IN_CHAT
-    assert fields_after("### Rejected by completions") == refused.REFUSED_IN_COMPLETIONS.keys()
-    assert fields_after("### Rejected by responses") == in_responses - REFUSED_IN_CHAT
-
-
-def test_each_row_gives_the_origin_of_each_field_and_its_meaning():
-    for start in SUPPORTED_TABLES:
-        for names, origins, *meaning in rows_after(start):
-            assert set(origins.split(", ")) <= ORIGINS, names
-            assert meaning, names
+def test_the_frontend_knows_every_field_of_the_backend():
+    known = {
+        *SUPPORTED,
+        *refused.REFUSED_BY_BACKEND,
+        *refused.REFUSED_IN_CHAT,
+        *refused.REFUSED_IN_COMPLETIONS,
+    }
+    assert not backend_fields() - known
 
 
 def test_each_supported_field_has_a_test():
@@ -114,7 +73,7 @@ def test_what_the_backend_refuses_is_refused_by_name(name):
 
 
 def test_the_ensemble_knows_every_field_that_a_completion_passes_on():
-    read_sampling.refuse_unknown(dict.fromkeys(PASSED_ON))
+    request_fields.refuse_unknown(dict.fromkeys(PASSED_ON))
 
 
 def test_a_completion_drops_no_field_that_the_backend_acts_on_or_refuses():

@@ -161,9 +161,9 @@ def require_kind(served: ServedModel, kind: str, description: str) -> None:
 
 
 def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
-    """Check that a request does not ask to cut texts before the model's limit.
+    """Check that a request does not cut texts to fewer tokens than the model's limit.
 
-    Cutting them earlier is not supported.
+    The model cuts texts only at its limit.
 
     Args:
         served: the model.
@@ -176,8 +176,8 @@ def require_full_length(served: ServedModel, name: str, value: int | None) -> No
     if value is not None and limit is not None and value < limit:
         raise ApiError(
             400,
-            f"{name} must be at least {limit}, the model's limit, but the request has {value}. "
-            "Texts are cut only at the model's limit. Shorten the texts, or leave the field out.",
+            f"{name} must be at least {limit}, but the request has {value}. The server cuts texts "
+            f"only at the model's limit of {limit} tokens. Shorten the texts, or leave {name} out.",
             param=name,
         )
 

@@ -104,7 +104,8 @@ class EmbeddingRequest(EmbeddingOptions):
     """The body of `POST /v1/embeddings`."""
 
     input: Any = Field(...)
-    """A text, token ids, a content part, or a list of them."""
+    """A text, a content part, a list of texts or content parts, a list of token ids, or a list of
+    such lists."""
     encoding_format: Literal["float", "base64"] | None = "float"
     """Whether vectors are lists of numbers, or base64 of little-endian float32."""
     embed_dtype: Literal["float32"] | None = None
@@ -117,7 +118,8 @@ class VectorsRequest(EmbeddingOptions):
     """The body of `POST /pooling`, in vLLM's format."""
 
     input: Any = Field(...)
-    """A text, token ids, a content part, or a list of them."""
+    """A text, a content part, a list of texts or content parts, a list of token ids, or a list of
+    such lists."""
     encoding_format: Literal["float", "base64"] | None = "float"
     """Whether vectors are lists of numbers, or base64 of little-endian float32."""
     embed_dtype: Literal["float32"] | None = None
@@ -132,7 +134,8 @@ class TeiEmbedRequest(EmbeddingOptions):
     """The body of `POST /embed`, `/embed_all` and `/embed_sparse`, in TEI's format."""
 
     inputs: Any = Field(...)
-    """A text, token ids, a content part, or a list of them."""
+    """A text, a content part, a list of texts or content parts, a list of token ids, or a list of
+    such lists."""
 
 
 class CohereEmbedRequest(BaseModel):
@@ -235,7 +238,8 @@ def read_inputs(value: object, field: str) -> dict[str, list[Any]]:
         ["a", {"image": "data:"}] -> {"parts": [{"text": "a"}, {"image": "data:"}]}
 
     Args:
-        value: a text, token ids, a content part, or a list of them.
+        value: a text, a content part, a list of texts or content parts, a list of token ids, or a
+            list of such lists.
         field: the name of the request field, for error messages.
 
     Raises: FieldError if the value has another type.
@@ -245,8 +249,8 @@ def read_inputs(value: object, field: str) -> dict[str, list[Any]]:
     if not isinstance(value, list):
         raise FieldError(
             field,
-            f"{field} must be a string, token ids, a content part or a list of them, but the "
-            f"request has {shown(value)}",
+            f"{field} must be a text, a content part, a list of texts or content parts, a list of "
+            f"token ids, or a list of such lists, but the request has {shown(value)}",
         )
     if not value:
         raise FieldError(field, f"{field} must not be an empty list")

@@ -4,29 +4,47 @@ The fields follow OpenAI's API reference of November 2026. Sampling fields that 
 not have are those of chat completions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
+from nereid_client.protocol.common_fields import (
+    FRONTEND_ONLY,
+    INT64,
+    MAX_LOGPROBS,
+    GenerationRequest,
+    StreamOptions,
+)
 from nereid_client.protocol.field_checks import (
     check_response_format,
     check_tool_choice,
     to_openai_response_format,
 )
-from nereid_client.protocol.generation_requests import (
-    MAX_LOGPROBS,
-    GenerationRequest,
-    StreamOptions,
+from nereid_client.protocol.refused import REFUSED_IN_CHAT, Refusal
+from nereid_client.protocol.responses_tools import (
+    REFUSED_IN_TOOLS,
+    Json,
+    chat_name,
+    functions_in_namespaces,
+    functions_of,
+    refuse_nested,
+    to_chat_tool_choice,
 )
-from nereid_client.protocol.refused import REFUSED_IN_CHAT, Refusal, refuse
 
-Json = dict[str, Any]
+__all__ = [
+    "REFUSED_IN_RESPONSES",
+    "REFUSED_IN_TOOLS",
+    "Json",
+    "ResponsesRequest",
+    "chat_name",
+    "functions_in_namespaces",
+]
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
-_INT64 = 2**63
+
 _MAX_METADATA = 16
 _MAX_METADATA_KEY_CHARS = 64
 _MAX_METADATA_VALUE_CHARS = 512
@@ -65,14 +83,6 @@ REFUSED_IN_RESPONSES = {
 }
 """Fields of OpenAI's Responses API and of other APIs that a response refuses."""
 
-REFUSED_IN_TOOLS = {
-    "async": Refusal("the client runs the functions, and decides when", _FALSE),
-    "defer_loading": Refusal("Nereid has no tool search; send only tools to offer now", _FALSE),
-    "allowed_callers": Refusal("only the model calls functions", (["direct"], [])),
-    "output_schema": Refusal("Nereid does not validate the output of a function"),
-}
-"""Fields that a tool of a response refuses."""
-
 _NO_SUMMARY = "Nereid does not summarize; auto and detailed return the whole reasoning"
 _REFUSED_IN_REASONING = {
     "mode": Refusal("the only mode is standard", ("standard",)),
@@ -92,67 +102,52 @@ class ResponseStreamOptions(StreamOptions):
     """Only false is supported: events have no padding."""
 
 
-class FunctionTool(BaseModel):
-    """A function that the client runs."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def as_chat(self) -> Json:
-        """Return the tool in the format of chat completions, without fields that are null."""
-        given = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": self.strict,
-        }
-        function = {name: value for name, value in given.items() if value is not None}
-        return {"type": "function", "function": function}
-
-
 class ResponsesRequest(GenerationRequest):
     """The body of `POST /v1/responses`."""
 
     refused = (REFUSED_IN_RESPONSES,)
 
     input: str | list[dict[str, Any]]
-    """A text of the user, or a list of items."""
+    """A text of the user, or a list of items of the types `message`, `function_call`,
+    `function_call_output`, `reasoning` and `item_reference`."""
     instructions: str | None = None
-    """The system message at the start of the conversation."""
+    """The text of the first system message."""
     previous_response_id: str | None = None
-    """The stored response that this one continues."""
-    max_output_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
-    """The maximum number of tokens to generate, reasoning included."""
-    max_tool_calls: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
-    """Accepted for compatibility. It limits tools that run on the server; Nereid has none."""
+    """The id of a stored response whose conversation this request continues."""
+    max_output_tokens: Annotated[int | None, Field(ge=1, lt=INT64)] = None
+    """The largest number of tokens to generate, reasoning included."""
+    max_tool_calls: Annotated[int | None, Field(ge=1, lt=INT64)] = None
+    """Accepted without effect, because the server runs no tools."""
     tools: list[dict[str, Any]] | None = None
-    """The functions that the model may call, alone or in namespaces."""
+    """Functions that the model may call, alone or in namespaces."""
     tool_choice: str | dict[str, Any] | None = None
-    """Which tools the model may or must call: none, auto, required, or named functions."""
+    """Which tools the model may or must call: `none`, `auto`, `required`, a named function or
+    `allowed_tools`."""
     parallel_tool_calls: bool | None = None
-    """Whether the model may call several functions. The default is true."""
+    """Whether the model may call several functions. The default is `true`."""
     text: dict[str, Any] | None = None
-    """The format of the text: text, json_object, json_schema or structural_tag, as text.format."""
+    """The key `format` has the meaning of `response_format` in a chat request."""
     reasoning: dict[str, Any] | None = None
-    """The options effort and summary."""
+    """The key `effort` has the meaning of `reasoning_effort` in a chat request. The key `summary`
+    returns the whole reasoning as a summary."""
     include: list[str] | None = None
-    """Further data to return, such as message.output_text.logprobs."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """The number of most probable tokens to return at each position."""
+    """`message.output_text.logprobs` returns log-probabilities. `reasoning.encrypted_content` has
+    no effect."""
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    """The number of likely tokens to report at each position."""
     truncation: str | None = None
-    """auto removes the oldest turns of a conversation that is too long. disabled is the default."""
+    """`auto` removes the oldest turns of a conversation that is too long. The default is
+    `disabled`."""
     store: bool | None = None
-    """Whether the response is stored, so that it can be retrieved and continued. Default: true."""
+    """Whether the response is stored, so that it can be retrieved and continued. The default is
+    `true`."""
     background: bool | None = None
-    """Whether the response is generated in the background, without an open connection."""
+    """Whether the server answers at once and generates the response in the background."""
     metadata: dict[str, str] | None = None
-    """Up to 16 labels for the client's own use. The response repeats them."""
-    stream_options: ResponseStreamOptions | None = None
-    """Options of the stream. Requires stream."""
+    """Up to 16 pairs of strings, which the response repeats."""
+    stream_options: Annotated[ResponseStreamOptions | None, FRONTEND_ONLY] = None
+    """`include_obfuscation` must be `false`. The last event of a stream always contains the token
+    counts."""
 
     @field_validator("input")
     @classmethod
@@ -170,8 +165,8 @@ class ResponsesRequest(GenerationRequest):
             if name not in (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED):
                 raise FieldError(
                     "include",
-                    f"include supports {INCLUDE_LOGPROBS} and {INCLUDE_ENCRYPTED}, but the request "
-                    f"has {shown(name)}",
+                    f"include must contain only the values {INCLUDE_LOGPROBS} and "
+                    f"{INCLUDE_ENCRYPTED}, but the request has {shown(name)}",
                 )
         return value
 
@@ -213,8 +208,8 @@ class ResponsesRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_nested_fields(self) -> Self:
         """Check the fields inside of `reasoning`, `text` and `stream_options`."""
-        _refuse_nested("reasoning", self.reasoning, _REFUSED_IN_REASONING)
-        _refuse_nested("text", self.text, _REFUSED_IN_TEXT)
+        refuse_nested("reasoning", self.reasoning, _REFUSED_IN_REASONING)
+        refuse_nested("text", self.text, _REFUSED_IN_TEXT)
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             field = "stream_options.include_obfuscation"
             raise FieldError(
@@ -242,7 +237,7 @@ class ResponsesRequest(GenerationRequest):
                     "function in a namespace is called NAMESPACE__FUNCTION.",
                 )
         if self.tool_choice is not None:
-            check_tool_choice(self._chat_tool_choice(), tools or ())
+            check_tool_choice(to_chat_tool_choice(self.tool_choice), tools or ())
         return self
 
     @model_validator(mode="after")
@@ -302,39 +297,13 @@ class ResponsesRequest(GenerationRequest):
         """The tools in the format of chat completions."""
         if self.tools is None:
             return None
-        functions = [_functions_of(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)]
+        functions = [functions_of(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)]
         return [function.as_chat() for several in functions for function in several]
 
     @property
     def chat_tool_choice(self) -> str | Json | None:
         """The tool choice in the format of chat completions."""
-        return None if self.tool_choice is None else self._chat_tool_choice()
-
-    def _chat_tool_choice(self) -> str | Json:
-        """Return the field `tool_choice` in the format of chat completions.
-
-        Raises: FieldError if it has no known form.
-        """
-        choice = self.tool_choice or "auto"
-        if choice in ("none", "auto", "required"):
-            return choice
-        if isinstance(choice, dict):
-            if "function" in choice or "allowed_tools" in choice:  # the form of chat completions
-                return choice
-            if choice.get("type") == "function":
-                return {"type": "function", "function": {"name": choice.get("name")}}
-            if choice.get("type") == "allowed_tools":
-                tools = choice.get("tools")
-                if isinstance(tools, list):
-                    tools = [_as_chat_choice(tool) for tool in tools]
-                allowed = {"mode": choice.get("mode"), "tools": tools}
-                return {"type": "allowed_tools", "allowed_tools": allowed}
-        raise FieldError(
-            "tool_choice",
-            'tool_choice must be "none", "auto", "required", {"type": "function", "name"} or '
-            '{"type": "allowed_tools", "mode", "tools"}, but the request has '
-            f"{shown(choice)}",
-        )
+        return None if self.tool_choice is None else to_chat_tool_choice(self.tool_choice)
 
     def passed_on(self, body: Mapping[str, Any]) -> Json:
         """Return the body's fields that the chat completion has under the same names."""
@@ -346,113 +315,5 @@ class ResponsesRequest(GenerationRequest):
 
 
 _TRANSLATED = frozenset(ResponsesRequest.__annotations__) - {"parallel_tool_calls"}
-_TRANSLATED |= {"stream", "service_tier"}
+_TRANSLATED |= ResponsesRequest.fields_of_frontend()
 """Fields that the frontend reads itself, or that have another name in a chat completion."""
-
-
-def chat_name(namespace: str | None, name: str) -> str:
-    """Return the name of a function in the chat completion, which has no namespaces.
-
-    Example: namespace "files" and name "read" return "files__read".
-    """
-    return name if namespace is None else f"{namespace}__{name}"
-
-
-def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]:
-    """Return the functions in namespaces: the name in the chat -> (namespace, name).
-
-    Example: a function "read" in the namespace "files" is {"files__read": ("files", "read")}.
-    """
-    return {
-        chat_name(tool["name"], function["name"]): (tool["name"], function["name"])
-        for tool in tools
-        if tool["type"] == "namespace"
-        for function in tool["tools"]
-    }
-
-
-def _functions_of(tool: Json, place: str) -> list[FunctionTool]:
-    """Return the functions of a tool: the function itself, or all functions of a namespace.
-
-    A function of a namespace has the namespace's name as a prefix, and the namespace's description
-    before its own.
-
-    Args:
-        tool: a member of the field `tools`.
-        place: its path in the body, such as "tools[0]".
-
-    Raises: FieldError.
-    """
-    if tool.get("type") != "namespace":
-        return [_function(tool, place)]
-    namespace, description, members = (tool.get(k) for k in ("name", "description", "tools"))
-    for field, value, kind, requirement in (
-        ("name", namespace, str, "a string that is not empty"),
-        ("tools", members, list, "a list of at least one function"),
-    ):
-        if not value or not isinstance(value, kind):
-            raise _wrong(f"{place}.{field}", requirement, value)
-    if not isinstance(description, str | None):
-        raise _wrong(f"{place}.description", "a string", description)
-    functions = []
-    for at, member in enumerate(members or ()):
-        if not isinstance(member, dict):
-            raise _wrong(f"{place}.tools[{at}]", "an object", member)
-        function = _function(member, f"{place}.tools[{at}]")
-        text = "\n\n".join(filter(None, (description, function.description)))
-        update = {"name": chat_name(namespace, function.name), "description": text or None}
-        functions.append(function.model_copy(update=update))
-    return functions
-
-
-def _function(tool: Json, place: str) -> FunctionTool:
-    """Return a function of the field `tools`.
-
-    Raises: FieldError if a field of the function is wrong.
-    """
-    if tool.get("type") != "function":
-        raise FieldError(
-            f"{place}.type",
-            f"{place}.type must be function or namespace, because the client runs all tools, but "
-            f"the request has {shown(tool.get('type'))}",
-        )
-    _refuse_nested(place, tool, REFUSED_IN_TOOLS)
-    name = tool.get("name")
-    if not isinstance(name, str) or not name:
-        raise _wrong(f"{place}.name", "a string that is not empty", name)
-    for field, kind, requirement in (
-        ("description", str, "a string"),
-        ("parameters", dict, "an object"),
-        ("strict", bool, "true or false"),
-    ):
-        if not isinstance(tool.get(field), kind | None):
-            raise _wrong(f"{place}.{field}", requirement, tool[field])
-    return FunctionTool.model_validate(tool)
-
-
-def _wrong(field: str, requirement: str, value: object) -> FieldError:
-    return FieldError(field, f"{field} must be {requirement}, but the request has {shown(value)}")
-
-
-def _as_chat_choice(tool: object) -> object:
-    """Return a function of `allowed_tools` in the format of chat completions."""
-    if isinstance(tool, dict) and tool.get("type") == "function" and "name" in tool:
-        return {"type": "function", "function": {"name": tool["name"]}}
-    return tool
-
-
-def _refuse_nested(place: str, value: Json | None, table: Mapping[str, Refusal]) -> None:
-    """Raise an error if an object contains a field of the table.
-
-    Args:
-        place: the path of the object in the body, such as "reasoning".
-        value: the object, or None if the body does not contain it.
-        table: the names of fields that are not supported.
-
-    Raises: FieldError.
-    """
-    if value is not None:
-        refuse(
-            {f"{place}.{name}": inner for name, inner in value.items()},
-            {f"{place}.{name}": refusal for name, refusal in table.items()},
-        )

@@ -140,7 +140,7 @@ async def test_content_parts_are_passed_on(ask, pooling, part):
         ({"input": []}, "input must not be an empty list"),
         (
             {"input": 7},
-            "input must be a string, token ids, a content part or a list of them, but the",
+            "input must be a text, a content part, a list of texts or content parts, a list of",
         ),
         ({"input": ["a", 7]}, "input[1] must be a string or a content part, but the request has 7"),
         (

@@ -139,12 +139,12 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
         ),
         (
             {"query": "x", "documents": ["a"], "max_tokens_per_doc": 5},
-            "max_tokens_per_doc must be at least 12, the model's limit, but the request has 5.",
+            "max_tokens_per_doc must be at least 12, but the request has 5. The server cuts",
             "max_tokens_per_doc",
         ),
         (
             {"query": "x", "documents": ["a"], "max_tokens_per_query": 5},
-            "max_tokens_per_query must be at least 12, the model's limit, but the request has 5.",
+            "max_tokens_per_query must be at least 12, but the request has 5. The server cuts",
             "max_tokens_per_query",
         ),
     ],

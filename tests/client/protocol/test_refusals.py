@@ -1,6 +1,7 @@
 """Wrong requests receive an error in OpenAI's format, and the next request succeeds."""
 
 import json
+import time
 
 import pytest
 from nereid_client.protocol.refused import REFUSED, REFUSED_IN_CHAT, REFUSED_IN_COMPLETIONS
@@ -343,4 +344,59 @@ async def test_a_prompt_that_is_too_long_has_openais_code_and_words(connect, pat
         for stream in (False, True):
             error = error_of(await client.post(path, json={**bodies[path], "stream": stream}), 400)
             assert error["code"] == "context_length_exceeded"
-            assert error["message"] == f"{told}. Input tokens exceed the configured limit."
+            assert error["message"] == f"Input tokens exceed the configured limit: {told}"
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "known"),
+    [
+        ("/v1/chat/completions", "max_token", "max_tokens"),
+        ("/v1/chat/completions", "maxTokens", "max_tokens"),
+        ("/v1/chat/completions", "top-p", "top_p"),
+        ("/v1/chat/completions", "temprature", "temperature"),
+        ("/v1/chat/completions", "max_completion_token", "max_completion_tokens"),
+        ("/v1/completions", "max_token", "max_tokens"),
+        ("/v1/responses", "max_output_token", "max_output_tokens"),
+    ],
+)
+async def test_an_unknown_field_with_almost_a_known_name_is_refused(post, path, field, known):
+    response = await post(path, messages=HELLO, prompt="a", input="a", **{field: 5})
+    if path == "/v1/responses":
+        response = await post(path, input="a", **{field: 5})
+    error = error_of(response, 400)
+    assert error["param"] == field
+    assert error["message"].startswith(
+        f'The request has the unknown field "{field}". Did you mean "{known}"?'
+    )
+
+
+FIELDS_OF_OTHER_APIS = {
+    "num_ctx": 4096,
+    "keep_alive": "5m",
+    "repeat_penalty": 1.1,
+    "mirostat_tau": 5.0,
+    "return_tokens": True,
+    "cache_prompt": True,
+    "enable_thinking": True,
+    "models": ["a"],
+    "top_a": 0.1,
+    "session_id": "a",
+    "chat_id": "b",
+    "provider": {},
+    "extra_body": {},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS_OF_OTHER_APIS)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_an_unknown_field_of_another_api_is_ignored(post, path, name):
+    extra = {name: FIELDS_OF_OTHER_APIS[name]}
+    response = await post(path, messages=HELLO, prompt="a", **extra)
+    assert response.status_code == 200, response.text
+
+
+async def test_a_body_with_very_many_unknown_fields_is_answered_quickly(chat):
+    started = time.process_time()
+    response = await chat("hi", **{f"unknown_{number}": 1 for number in range(20_000)})
+    assert response.status_code == 200
+    assert time.process_time() - started < 5

@@ -19,7 +19,7 @@ class _Refusal:
     """Why the server refuses a field, and which values it accepts nevertheless.
 
     Attributes:
-        reason: a clause without a full stop. docs/request-fields.md repeats it.
+        reason: a clause without a full stop. docs/reference/request-fields.md is generated from it.
         accepted: values that ask for nothing, such as the API's default.
         remedy: an imperative clause. If empty, the message says to leave the field out or to send
             an accepted value.
@@ -124,6 +124,12 @@ _REFUSALS: dict[str, _Refusal] = {
 }
 
 NAMES = tuple(_REFUSALS)
+
+
+def explain(name: str) -> str:
+    """Return the reason why a field is refused, or the alternative if there is one."""
+    refusal = _REFUSALS[name]
+    return refusal.remedy or refusal.reason
 
 
 def refuse_unsupported(fields: Mapping[str, Any]) -> None:

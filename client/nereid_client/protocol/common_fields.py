@@ -1,0 +1,306 @@
+"""The fields that chat completions, completions and responses have in common.
+
+Each field is declared here once, with its type, range, origin and meaning. The page
+docs/reference/request-fields.md and the OpenAPI schema are generated from these declarations.
+"""
+
+import difflib
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from nereid_client.errors import FieldError, shown
+from nereid_client.protocol.field_checks import (
+    check_logit_bias,
+    check_response_format,
+    to_openai_response_format,
+)
+from nereid_client.protocol.refused import REFUSED, REFUSED_BY_BACKEND, Refusal, refuse
+
+
+class Origin(Enum):
+    """The API that introduced a field. A field without an origin comes from OpenAI's API."""
+
+    VLLM = "vLLM"
+    SGLANG = "SGLang"
+    LLAMA_CPP = "llama.cpp"
+    ANTHROPIC = "Anthropic"
+    NEREID = "Nereid"
+
+
+VLLM, SGLANG, LLAMA_CPP = Origin.VLLM, Origin.SGLANG, Origin.LLAMA_CPP
+FRONTEND_ONLY = "frontend only"
+"""Metadata of a field that only the frontend reads. The field is not passed on to the backend."""
+
+MAX_CHOICES = 64
+MAX_LOGPROBS = 20
+SERVICE_TIER = "default"
+"""The service tier of every response: there is only one."""
+INT64 = 2**63
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")]
+
+# An unknown name that is at least this similar to a known name counts as a typing error. The
+# similarity is difflib's ratio: "max_token" has 0.94 to "max_tokens". llama.cpp's "return_tokens"
+# has 0.92 to "return_token_ids" and is not a typing error.
+_TYPING_ERROR = 0.93
+# A body with thousands of unknown fields must not occupy the frontend.
+_MAX_COMPARED_FIELDS = 32
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", frozen=True, use_attribute_docstrings=True
+    )
+
+    include_usage: bool | None = False
+    """Whether the stream ends with a chunk that contains the token counts."""
+    continuous_usage_stats: bool | None = False
+    """Whether each chunk contains the token counts so far. Requires include_usage."""
+
+
+class GenerationRequest(BaseModel):
+    """The fields that chat completions, completions and responses have in common."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+    refused: ClassVar[tuple[Mapping[str, Refusal], ...]] = ()
+
+    model: Annotated[str | None, FRONTEND_ONLY] = None
+    """The name of the served model, as listed by `/v1/models`. It may be left out."""
+    stream: Annotated[bool | None, FRONTEND_ONLY] = False
+    """Whether the response is sent as server-sent events while it is generated. The last event is
+    `[DONE]`."""
+    stream_options: Annotated[StreamOptions | None, FRONTEND_ONLY] = None
+    """`include_usage` adds a last chunk with the token counts, and `continuous_usage_stats` adds
+    the counts to each chunk. Requires `stream: true`."""
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
+    """The number of choices to generate for each prompt."""
+    max_tokens: Annotated[int | None, Field(ge=1, lt=INT64)] = None
+    """The largest number of tokens to generate, reasoning included. The default is the model
+    length."""
+    min_tokens: Annotated[int | None, Field(ge=0, lt=INT64), VLLM] = None
+    """The number of tokens before which no stop token is sampled."""
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    """The sampling temperature. 0 always selects the most likely token. The default is the value in
+    `generation_config.json`, or 1."""
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    """Sample only from the most likely tokens whose probabilities together reach this number."""
+    top_k: Annotated[int | None, Field(ge=-1, lt=INT64), VLLM] = None
+    """Sample only from this number of most likely tokens. -1 and 0 allow all tokens."""
+    min_p: Annotated[float | None, Field(ge=0, le=1), VLLM] = None
+    """Exclude tokens whose probability is below `min_p` times the probability of the most likely
+    token."""
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    """Subtracted once from the logit of each token that the answer already contains."""
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    """Subtracted from the logit of a token once for each time that the answer contains the
+    token."""
+    repetition_penalty: Annotated[float | None, Field(gt=0), VLLM] = None
+    """Values above 1 lower the logits of tokens that the prompt or the answer contains."""
+    logit_bias: dict[str, float] | None = None
+    """Maps token ids to numbers from -100 to 100, which are added to the logits."""
+    allowed_token_ids: Annotated[list[int] | None, VLLM] = None
+    """The only tokens that can be generated."""
+    bad_words: Annotated[list[str] | None, VLLM] = None
+    """Up to 128 texts that cannot be generated."""
+    seed: Annotated[int | None, Field(ge=-INT64, lt=INT64)] = None
+    """The seed of the sampling. Equal requests with equal seeds get equal tokens."""
+    stop: str | list[str] | None = None
+    """A string, or up to 16 strings, before which the answer ends."""
+    stop_token_ids: Annotated[list[int] | None, VLLM] = None
+    """Token ids that end the answer, in addition to those of the checkpoint."""
+    include_stop_str_in_output: Annotated[bool | None, VLLM] = None
+    """Whether the text keeps the stop string that ended it."""
+    no_stop_trim: Annotated[bool | None, SGLANG] = None
+    """SGLang's name of `include_stop_str_in_output`."""
+    skip_special_tokens: Annotated[bool | None, VLLM] = None
+    """Whether special tokens are left out of the text. The default is `true`."""
+    spaces_between_special_tokens: Annotated[bool | None, VLLM] = None
+    """Only `true` is accepted."""
+    ignore_eos: Annotated[bool | None, VLLM] = None
+    """Whether generation continues after an end-of-sequence token."""
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), VLLM] = None
+    """The number of likely tokens to report for each prompt token. Not allowed with
+    `stream: true`."""
+    response_format: dict[str, Any] | None = None
+    """The form of the answer. The key `type` is `text`, `json_object`, `json_schema` or
+    `structural_tag`."""
+    structured_outputs: Annotated[dict[str, Any] | None, VLLM] = None
+    """An object with one of the keys `json`, `json_object`, `regex`, `choice`, `grammar` and
+    `structural_tag`."""
+    regex: Annotated[str | None, SGLANG] = None
+    """A regular expression that the answer must match."""
+    ebnf: Annotated[str | None, SGLANG] = None
+    """A grammar in EBNF that the answer must match."""
+    json_schema: Annotated[Any, SGLANG, LLAMA_CPP] = None
+    """A JSON schema that the answer must match: an object, or the text of an object."""
+    grammar: Annotated[str | None, LLAMA_CPP] = None
+    """A grammar in EBNF that the answer must match."""
+    thinking_token_budget: Annotated[int | None, Field(ge=0, lt=INT64), VLLM] = None
+    """The largest number of reasoning tokens."""
+    reasoning_budget_tokens: Annotated[int | None, Field(lt=INT64), LLAMA_CPP] = None
+    """llama.cpp's name of `thinking_token_budget`. -1 means no limit."""
+    custom_params: Annotated[Any, SGLANG] = None
+    """An object with the key `thinking_budget`, which has the meaning of
+    `thinking_token_budget`."""
+    include_reasoning: Annotated[bool | None, VLLM] = None
+    """Whether the answer contains the reasoning. The default is `true`. A completion is not parsed,
+    so this field has no effect on a completion."""
+    separate_reasoning: Annotated[bool | None, SGLANG] = None
+    """Whether the reasoning is a field of its own. If `false`, the reasoning stays in the
+    content."""
+    reasoning_format: Annotated[Any, LLAMA_CPP] = None
+    """`none` has the meaning of `separate_reasoning: false`. `auto` and `deepseek` are the
+    default."""
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31), VLLM] = None
+    """Requests with lower numbers are scheduled first."""
+    timeout: Annotated[float | None, Field(ge=0), Origin.NEREID] = None
+    """The longest total time of the request in seconds. 0 means no limit."""
+    queue_timeout: Annotated[float | None, Field(ge=0), Origin.NEREID] = None
+    """The longest waiting time of the request in seconds. 0 means no limit."""
+    cache_salt: Annotated[str | None, VLLM] = None
+    """Only requests with the same text in this field share cached prefixes."""
+    extra_key: Annotated[str | None, SGLANG] = None
+    """SGLang's name of `cache_salt`."""
+    add_special_tokens: Annotated[bool | None, VLLM] = None
+    """Whether the tokenizer adds its special tokens to the prompt. The default is `false` for
+    chats, and `true` for completions."""
+    return_token_ids: Annotated[bool | None, VLLM] = None
+    """Whether the answer contains the token ids of the prompt and of each choice."""
+    return_prompt_token_ids: Annotated[bool | None, SGLANG] = None
+    """SGLang's name of `return_token_ids`."""
+    return_tokens_as_token_ids: Annotated[bool | None, FRONTEND_ONLY, VLLM] = None
+    """Whether log-probabilities name a token by its id, for example `token_id:17`, instead of by
+    its text."""
+    request_id: Annotated[RequestId | None, FRONTEND_ONLY, VLLM] = None
+    """A text that becomes the end of the answer's id. The header `X-Request-Id` has the same
+    effect."""
+    rid: Annotated[RequestId | None, FRONTEND_ONLY, SGLANG] = None
+    """SGLang's name of `request_id`."""
+    service_tier: Annotated[str | None, FRONTEND_ONLY] = None
+    """Accepted without effect. The answer contains `default`."""
+    user: Annotated[str | None, FRONTEND_ONLY] = None
+    """Accepted without effect."""
+    safety_identifier: Annotated[Any, FRONTEND_ONLY] = None
+    """Accepted without effect."""
+    prompt_cache_key: Annotated[Any, FRONTEND_ONLY] = None
+    """Accepted without effect."""
+
+    @classmethod
+    def fields_of_frontend(cls) -> frozenset[str]:
+        """Return the names of the fields that only the frontend reads."""
+        return frozenset(
+            name for name, field in cls.model_fields.items() if FRONTEND_ONLY in field.metadata
+        )
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_logit_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        check_logit_bias(value or {})
+        return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _check_response_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        value = to_openai_response_format(value, "response_format")
+        check_response_format(value, "response_format", "response_format.json_schema.schema")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, body: dict[str, Any]) -> dict[str, Any]:
+        refuse(body, REFUSED, *cls.refused)
+        refused = {
+            *REFUSED,
+            *REFUSED_BY_BACKEND,
+            *(name for table in cls.refused for name in table),
+        }
+        refuse_typing_errors(body, refused | cls.model_fields.keys())
+        return body
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise FieldError(
+                "prompt_logprobs",
+                "prompt_logprobs requires stream=false, because the log-probabilities of a prompt "
+                "are not streamed",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "stream_options requires stream=true")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """The number of choices of each prompt."""
+        return self.n or 1
+
+    @property
+    def given_id(self) -> str | None:
+        """The request id in the body: the field request_id (vLLM) or rid (SGLang)."""
+        return self.request_id or self.rid
+
+    @property
+    def tier(self) -> str | None:
+        """The service tier in the response, or None if the request has none."""
+        return None if self.service_tier is None else SERVICE_TIER
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a chunk that contains the token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk contains the token counts so far."""
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+
+def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
+    """Raise an error if an unknown field has almost the name of a known field.
+
+    Other unknown fields are ignored, because clients send fields of other APIs. Examples:
+    `max_token` and `maxTokens` are refused with a hint at `max_tokens`, and `num_ctx` is ignored.
+
+    Args:
+        body: the request body.
+        known: the names of all fields that the API accepts, or refuses with a reason.
+
+    Raises: FieldError that names the field and the similar known field.
+    """
+    unknown = [name for name in body if name not in known][:_MAX_COMPARED_FIELDS]
+    if not unknown:
+        return
+    plain_names = {_plain_name(name): name for name in known}
+    for name in unknown:
+        similar = difflib.get_close_matches(_plain_name(name), plain_names, 1, _TYPING_ERROR)
+        if similar:
+            hint = plain_names[similar[0]]
+            raise FieldError(
+                name,
+                f"The request has the unknown field {shown(name)}. Did you mean {shown(hint)}? "
+                "Nereid ignores other unknown fields, but not one with almost the name of a known "
+                "field.",
+            )
+
+
+def _plain_name(name: str) -> str:
+    """Return a field name in small letters and without separators: "maxTokens" -> "maxtokens"."""
+    return name.lower().replace("_", "").replace("-", "")

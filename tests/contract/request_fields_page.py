@@ -1,0 +1,174 @@
+"""Write docs/reference/request-fields.md from the declarations of the request fields.
+
+PYTHONPATH=tests python tests/contract/request_fields_page.py
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from nereid_backend.serving.tokenizer import unsupported_fields
+from nereid_client.protocol import refused
+from nereid_client.protocol.common_fields import GenerationRequest, Origin
+from nereid_client.protocol.generation_requests import ChatCompletionRequest, CompletionRequest
+from nereid_client.protocol.responses_request import (
+    REFUSED_IN_RESPONSES,
+    REFUSED_IN_TOOLS,
+    ResponsesRequest,
+)
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+TARGET = Path(__file__).parents[2] / "docs" / "reference" / "request-fields.md"
+
+HEAD = """# Request fields
+
+The tables list every field that `/v1/chat/completions`, `/v1/completions` and `/v1/responses` accept or reject. The command `PYTHONPATH=tests python tests/contract/request_fields_page.py` generates this page from the declarations in `client/nereid_client/protocol`.
+
+- The column "Origin" names the API that introduced the field.
+- A request with a wrong value or a rejected field gets status 400. The error names the field in `param`, and gives the value and the limit in `message`.
+- A field with the value `null` counts as omitted.
+- Unknown fields are ignored. However, a field is rejected if its name is almost the name of a known field, for example `max_token` or `maxTokens`. The message suggests the known name.
+- Triton clients send the same fields in the tensors `chat_request` and `sampling_parameters`. In these tensors, numbers and booleans can be given as text, such as `"0.7"`. An unknown field in `sampling_parameters` is rejected.
+"""  # noqa: E501 - one line of the page for each paragraph
+
+GRAMMARS = """
+Only one of `response_format`, `structured_outputs`, `regex`, `ebnf`, `json_schema` and `grammar` can be used in a request. The page [Constrain output](../how-to/constrain-output.md) has examples.
+"""  # noqa: E501 - as above
+
+RESPONSES = """
+`/v1/responses` also accepts the sampling fields of the first table on this page.
+"""
+
+REJECTED = """
+## Rejected fields
+
+Nereid rejects the fields below, because ignoring a field could change the meaning of the request. Nereid accepts these fields with a value that turns the feature off, for example `false`, `[]` or `""`.
+"""  # noqa: E501 - as above
+
+ANSWER = """
+## Fields of the answer
+
+| Field | Origin | Meaning |
+|---|---|---|
+| `finish_reason` | OpenAI | The reason why generation ended: `stop`, `length`, `tool_calls` or `abort`. |
+| `stop_reason`, `matched_stop` | vLLM, SGLang | The stop string or token id that ended generation. |
+| `reasoning`, `reasoning_content` | vLLM, SGLang | The reasoning text, under both names. |
+| `usage` | OpenAI | Token counts, including `cached_tokens` and `reasoning_tokens`. |
+| `error` | OpenAI | An object with `message`, `type`, `param` and `code`. |
+"""  # noqa: E501 - as above
+
+TYPES = {
+    bool: "`true` or `false`",
+    int: "integer",
+    float: "number",
+    str: "text",
+    list: "list",
+    dict: "object",
+}
+
+
+def own_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields that a request class declares itself, not those that it inherits."""
+    names = model.__annotations__
+    return {name: field for name, field in model.model_fields.items() if name in names}
+
+
+def field_table(fields: Mapping[str, FieldInfo]) -> str:
+    """Return the table of these fields."""
+    lines = ["| Field | Origin | Value | Meaning |", "|---|---|---|---|"]
+    for name, field in fields.items():
+        origins = [one.value for one in field.metadata if isinstance(one, Origin)] or ["OpenAI"]
+        meaning = " ".join((field.description or "").split())
+        lines.append(f"| `{name}` | {', '.join(origins)} | {value_of(field)} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def value_of(field: FieldInfo) -> str:
+    """Return the type and the range of a field, for example "integer from 1 to 64"."""
+    if field.annotation is Any:  # the backend checks the value
+        return ""
+    is_union = get_origin(field.annotation) in (Union, UnionType)
+    members = get_args(field.annotation) if is_union else (field.annotation,)
+    names = []
+    for member in members:
+        kind = get_args(member)[0] if get_origin(member) is Annotated else member
+        if kind is not type(None):
+            names.append(TYPES.get(get_origin(kind) or kind, "object"))
+    return f"{' or '.join(names)}{range_of(field)}"
+
+
+def range_of(field: FieldInfo) -> str:
+    """Return the range of a number, for example " from 1 to 64" or " above 0"."""
+    limits = {
+        name: getattr(one, name)
+        for one in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if getattr(one, name, None) is not None
+    }
+    # Limits of 32 and 64 bits only prevent an overflow, so the page does not name them.
+    limits = {name: limit for name, limit in limits.items() if abs(limit) < 2**31}
+    match limits:
+        case {"ge": low, "le": high}:
+            return f" from {low} to {high}"
+        case {"gt": low, "le": high}:
+            return f" above {low} and at most {high}"
+        case {"ge": low}:
+            return f" of at least {low}"
+        case {"gt": low}:
+            return f" above {low}"
+    return ""
+
+
+def refusal_table(reasons: Iterable[tuple[str, str]]) -> str:
+    """Return the table of rejected fields. Fields with the same reason share a row.
+
+    Args:
+        reasons: pairs of a field and the reason why it is rejected.
+    """
+    rows: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        rows.setdefault(reason[0].upper() + reason[1:], []).append(f"`{name}`")
+    lines = ["| Field | Reason or alternative |", "|---|---|"]
+    lines += [f"| {', '.join(names)} | {reason}. |" for reason, names in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def text() -> str:
+    """Return the text of the page."""
+    in_chat = refused.REFUSED_IN_CHAT
+    everywhere = [(name, one.reason) for name, one in refused.REFUSED.items()]
+    everywhere += [
+        (name, unsupported_fields.explain(name))
+        for name in unsupported_fields.NAMES
+        if name in refused.REFUSED_BY_BACKEND
+    ]
+    in_responses = [
+        (name, one.reason)
+        for name, one in {**REFUSED_IN_RESPONSES, **REFUSED_IN_TOOLS}.items()
+        if name not in in_chat
+    ]
+    in_completions = refused.REFUSED_IN_COMPLETIONS.items()
+    tables = (
+        ("### Rejected by chat, completions and responses", everywhere),
+        ("### Rejected by chat and responses", [(n, one.reason) for n, one in in_chat.items()]),
+        ("### Rejected by completions", [(n, one.reason) for n, one in in_completions]),
+        ("### Rejected by responses", in_responses),
+    )
+    sections = [
+        HEAD,
+        f"\n## Chat and completions\n\n{field_table(own_fields(GenerationRequest))}",
+        GRAMMARS,
+        f"\n## Chat only\n\n{field_table(own_fields(ChatCompletionRequest))}",
+        f"\n## Completions only\n\n{field_table(own_fields(CompletionRequest))}",
+        f"\n## Responses only\n{RESPONSES}\n{field_table(own_fields(ResponsesRequest))}",
+        REJECTED,
+        *(f"\n{heading}\n\n{refusal_table(reasons)}" for heading, reasons in tables),
+        ANSWER,
+    ]
+    return "".join(sections)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(text(), encoding="utf-8")

@@ -67,9 +67,12 @@ class EngineMetrics:
         # The server deletes a metric family with its Python object, so the objects are kept here.
         self._families: list[Any] = []
         gauge, counter = pb_utils.MetricFamily.GAUGE, pb_utils.MetricFamily.COUNTER
-        self._gauges = {n: self._family(n, t, gauge).Metric(_LABELS) for n, t in _GAUGES.items()}
+        self._gauges = {
+            name: self._family(name, text, gauge).Metric(_LABELS) for name, text in _GAUGES.items()
+        }
         self._counters = {
-            n: self._family(n, t, counter).Metric(_LABELS) for n, t in _COUNTERS.items()
+            name: self._family(name, text, counter).Metric(_LABELS)
+            for name, text in _COUNTERS.items()
         }
         histogram = pb_utils.MetricFamily.HISTOGRAM
         self._durations = {

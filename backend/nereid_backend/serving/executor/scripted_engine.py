@@ -25,7 +25,6 @@ Sampling parameters and grammars have no effect. Every token has the log-probabi
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -44,7 +43,7 @@ from nereid_backend.core.outputs import (
 )
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.errors import ConfigError, EngineError, RequestError
-from nereid_backend.serving.executor.engine_process import serve
+from nereid_backend.serving.executor.engine_process import serve_engine
 
 SCRIPT_VARIABLE = "NEREID_SCRIPT"
 
@@ -336,4 +335,4 @@ def _info(config: EngineConfig, vocab_size: int, eos: tuple[int, ...]) -> Engine
 
 
 if __name__ == "__main__":
-    sys.exit(serve(sys.argv, ScriptedEngine))
+    serve_engine(ScriptedEngine)

@@ -196,7 +196,7 @@ class WorkerJobs:
         except NereidError as error:
             self._refuse(progress, error)
         except Exception as error:
-            # An error that one job causes must not end the other jobs.
+            # The job ends here. Its error must not end the other jobs.
             log.exception("job %s could not be added", progress.request_id)
             self._refuse(progress, EngineError(f"{type(error).__name__}: {error}"))
 

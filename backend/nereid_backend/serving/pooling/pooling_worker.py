@@ -1,94 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker process of a pooling model. It contains everything that may crash, such as torch.
 
-    python -m nereid_backend.serving.pooling.pooling_worker FD
+Messages, in addition to those of every child process (process_entry.py):
 
-FD is the inherited end of a socket pair. The first message contains the settings. Further messages:
-
-    stub -> worker    ["add", id, field, [[name, value], ...], options]  ["abort", id]  ["stop"]
+    stub -> worker    ["add", id, field, [[name, value], ...], options]  ["abort", id]
     worker -> stub    ["done", id, *outcome]
                       ["alive"], every 0.25 s during work, because a long job sends nothing else
-                      and the messages of every child process (process_entry.py)
 """
 
-import contextlib
-import gc
-import logging
-import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.pooling.job_progress import Engine, WorkerJobs
 from nereid_backend.serving.pooling.jobs import Job
-from nereid_backend.serving.process.channel import Channel, ChannelClosedError
-from nereid_backend.serving.process.process_entry import connect, error_text, load
+from nereid_backend.serving.process.process_entry import Send, importing, serve
 
 _ALIVE_INTERVAL_S = 0.25
-
-log = logging.getLogger("nereid")
 
 MakeEngine = Callable[[PoolingConfig, Callable[[str], None]], Engine]
 
 
-def serve(argv: Sequence[str], make: MakeEngine) -> int:
-    """Serve one model over a socket until the message "stop", and return the exit code.
+class WorkerService:
+    """Passes jobs to an engine, and sends their outcomes.
 
     Args:
-        argv: the command line. argv[1] is the file descriptor of the socket.
-        make: builds the engine from its settings. The second argument reports one line about each
-            slow operation.
+        engine: the engine.
+        send: sends a message to the stub.
     """
-    channel = connect(argv)
-    with contextlib.suppress(ChannelClosedError):
-        engine = load(channel, lambda settings, progress: make(PoolingConfig(**settings), progress))
-        if engine is not None:
-            return _serve(WorkerJobs(engine, channel.send), channel)
-    return 1
 
+    def __init__(self, engine: Engine, send: Send) -> None:
+        self.info = engine.info
+        self._jobs = WorkerJobs(engine, send)
+        self._send = send
+        self._alive_due = 0.0
 
-def _serve(work: WorkerJobs, channel: Channel) -> int:
-    """Process messages and jobs until the message "stop". Return the exit code."""
-    alive_due = 0.0
-    while True:
-        # With work to do, only read the messages that have arrived. Without work, wait for one.
-        for kind, *rest in channel.receive(0 if work.has_work else None):
-            if kind == "stop":
-                return 0
-            if kind == "abort":
-                work.abort(rest[0])
-            else:
-                request_id, *row = rest
-                work.add(request_id, Job(*row))
-        try:
-            work.advance()
-        except ChannelClosedError:
-            raise
-        except Exception as error:
-            log.exception("a step of the worker failed, and the worker process ends")
-            channel.send(["fatal", error_text(error)])
-            return 1
+    def start(self) -> None:
+        """Do nothing, because the engine is ready once it is loaded."""
+
+    def has_work(self) -> bool:
+        """Return whether a job is not complete."""
+        return self._jobs.has_work
+
+    def handle(self, kind: str, values: list[Any]) -> None:
+        """Handle a message "add" or "abort" of the stub."""
+        request_id, *row = values
+        if kind == "abort":
+            self._jobs.abort(request_id)
+        else:
+            self._jobs.add(request_id, Job(*row))
+
+    def advance(self) -> None:
+        """Compute one batch, and send the outcomes of the jobs that are complete."""
+        self._jobs.advance()
         now = time.monotonic()
-        if now >= alive_due:
-            channel.send(["alive"])
-            alive_due = now + _ALIVE_INTERVAL_S
+        if now >= self._alive_due:
+            self._send(["alive"])
+            self._alive_due = now + _ALIVE_INTERVAL_S
 
 
-def main(argv: Sequence[str] = sys.argv) -> int:
-    """Serve the real model, and return the exit code."""
-    # Importing modules creates about a hundred thousand permanent objects and no garbage.
-    gc.disable()
-    from nereid_backend.pooling.pooling_engine import PoolingEngine
+def serve_worker(make: MakeEngine) -> NoReturn:
+    """Run this process as a worker process, then exit.
 
-    gc.freeze()
-    gc.enable()
-    return serve(argv, lambda config, progress: PoolingEngine(config, progress=progress))
+    Args:
+        make: builds the engine from its settings and a function that reports slow operations.
+    """
+    serve(
+        lambda settings, send, progress: WorkerService(
+            make(PoolingConfig(**settings), progress), send
+        )
+    )
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    # Exit without Python's cleanup. Unloading torch takes one or two seconds, and Triton server
-    # does not wait that long when it shuts down.
-    os._exit(code)
+    with importing():
+        from nereid_backend.pooling.pooling_engine import PoolingEngine
+    serve_worker(lambda config, progress: PoolingEngine(config, progress=progress))

@@ -63,10 +63,9 @@ class PostprocessorModel:
             sender = request.get_response_sender()
             try:
                 reply = self._step(request)
-            except NereidError as error:
-                reply = tensors.error_response(error)
             except Exception as error:  # noqa: BLE001 - the step ends here and needs a response
-                tensors.log.exception("step failed in the postprocessor")
+                if not isinstance(error, NereidError):
+                    tensors.log.exception("a step failed in the postprocessor")
                 reply = tensors.error_response(error)
             tensors.send(sender, reply, final=True)
 
@@ -87,7 +86,7 @@ class PostprocessorModel:
         try:
             return self._advance(choices, state, request)
         except Exception:
-            # The client receives the error as its last response, so the rest is not needed.
+            # The stream ends here: `execute` sends the error as the client's last response.
             self._streams.pop(state.slot, None)
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise

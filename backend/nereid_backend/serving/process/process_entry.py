@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common code of child processes. process_handle.py is the parent's side.
+"""The common code of child processes. process_handle.py runs in the parent.
 
-The first message to a child process contains its settings. Every child process sends:
+    python -m MODULE FD
+
+FD is the inherited end of a socket pair. The first message to a child process contains its
+settings, and the message ["stop"] ends it. Every child process sends:
 
     ["progress", line]                       the start of a slow operation of loading
     ["ready", info]  ["failed", message]     the result of loading
@@ -9,72 +12,125 @@ The first message to a child process contains its settings. Every child process 
     ["fatal", message]                       the process ends for this reason
 """
 
+import contextlib
 import dataclasses
 import faulthandler
+import gc
+import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
 
 from nereid_backend.errors import NereidError
-from nereid_backend.serving.process.channel import Channel
+from nereid_backend.serving.process.channel import Channel, ChannelClosedError
+
+_PARENT_POLL_S = 0.5
+
+log = logging.getLogger("nereid")
+
+Send = Callable[[object], None]
 
 
-class Loaded(Protocol):
-    """The object that a child process serves."""
+class Service(Protocol):
+    """The loaded model of a child process."""
 
     @property
     def info(self) -> Any:  # noqa: ANN401 - any dataclass
         """A dataclass that describes the loaded model."""
 
+    def start(self) -> None:
+        """Prepare for requests. Called once, after the parent knows that the model is loaded."""
 
-_PARENT_POLL_S = 0.5
+    def has_work(self) -> bool:
+        """Return whether `advance` has work to do."""
 
-LoadedT = TypeVar("LoadedT", bound=Loaded)
+    def handle(self, kind: str, values: list[Any]) -> None:
+        """Handle the message [kind, *values] of the parent."""
+
+    def advance(self) -> None:
+        """Do a part of the work, and send the results. An error ends the process."""
 
 
-def connect(argv: Sequence[str]) -> Channel:
-    """Set up this process as a child process, and return the channel to its parent.
+MakeService = Callable[[dict[str, Any], Send, Callable[[str], None]], Service]
+"""Loads a model. The arguments are the settings of the process, a function that sends a message to
+the parent, and a function that reports one line about each slow operation."""
 
-    Args:
-        argv: the command line. argv[1] is the file descriptor of the channel's socket.
-    """
+
+def serve(make: MakeService) -> NoReturn:
+    """Run this process as a child process that serves the model loaded by `make`, then exit."""
     faulthandler.enable()
     # Ctrl-C reaches all processes of the group, but only the parent decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    return Channel(socket.socket(fileno=int(argv[1])))
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    code = 1
+    with contextlib.suppress(ChannelClosedError):
+        service = _load(channel, make)
+        if service is not None:
+            # All objects that exist now are permanent. Without freezing them, each full garbage
+            # collection would visit them and delay a step by a fifth of a second.
+            gc.collect()
+            gc.freeze()
+            service.start()
+            code = _run(service, channel)
+    sys.stdout.flush()
+    # Exit without Python's cleanup. Unloading torch takes one or two seconds, Triton server does
+    # not wait that long, and libraries would log messages after the line that explains the exit.
+    os._exit(code)
 
 
-def load(
-    channel: Channel, make: Callable[[dict[str, Any], Callable[[str], None]], LoadedT]
-) -> LoadedT | None:
-    """Load the object that this process serves, and report the result to the parent.
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Turn off garbage collection while large packages are imported.
 
-    Args:
-        channel: the channel from which the settings are received.
-        make: creates the object. Its arguments are the settings and a function that reports one
-            line about each slow operation.
-
-    Returns:
-        The object, or None if an error occurred. The error has then been reported.
+    Importing torch creates about a hundred thousand permanent objects and no garbage.
     """
-    (settings,) = channel.receive(None)
-    try:
-        loaded = make(settings, lambda line: channel.send(["progress", line]))
-    except Exception as error:  # noqa: BLE001 - the process ends here, and the parent must learn why
-        channel.send(["failed", error_text(error)])
-        return None
-    channel.send(["ready", dataclasses.asdict(loaded.info)])
-    return loaded
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def error_text(error: Exception) -> str:
     """Return the message of an error. For errors of other packages, the class precedes it."""
     return str(error) if isinstance(error, NereidError) else f"{type(error).__name__}: {error}"
+
+
+def _load(channel: Channel, make: MakeService) -> Service | None:
+    """Load the model, and report the result to the parent. Return None if an error occurred."""
+    (settings,) = channel.receive(None)
+    try:
+        service = make(settings, channel.send, lambda line: channel.send(["progress", line]))
+    except Exception as error:  # noqa: BLE001 - the process ends here, and the parent must learn why
+        channel.send(["failed", error_text(error)])
+        return None
+    channel.send(["ready", dataclasses.asdict(service.info)])
+    return service
+
+
+def _run(service: Service, channel: Channel) -> int:
+    """Handle messages and advance the work until the message "stop". Return the exit code."""
+    while True:
+        # With work to do, only read the messages that have arrived. Without work, wait for one.
+        for kind, *values in channel.receive(0 if service.has_work() else None):
+            if kind == "stop":
+                return 0
+            service.handle(kind, values)
+        try:
+            if service.has_work():
+                service.advance()
+        except ChannelClosedError:
+            raise
+        except Exception as error:
+            # The process ends here, because a model is unusable after an unexpected error.
+            log.exception("a step failed, and the process ends")
+            channel.send(["fatal", error_text(error)])
+            return 1
 
 
 def _exit_with_parent(parent: int) -> None:

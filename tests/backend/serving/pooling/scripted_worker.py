@@ -1,14 +1,13 @@
 """A worker process whose engine returns the lengths of texts. It imports no torch."""
 
 import os
-import sys
 import time
 from dataclasses import dataclass
 
 import numpy as np
 from nereid_backend.errors import CapacityError, EngineError, RequestError
 from nereid_backend.pooling.pooling_items import PoolingResult
-from nereid_backend.serving.pooling.pooling_worker import serve
+from nereid_backend.serving.pooling.pooling_worker import serve_worker
 
 DIMENSION = 128
 
@@ -82,4 +81,4 @@ def make_engine(config, progress):
 
 
 if __name__ == "__main__":
-    os._exit(serve(sys.argv, make_engine))
+    serve_worker(make_engine)

@@ -4,15 +4,12 @@ Its settings decide the result of loading: {"loading": "" | "fails" | "hangs" | 
 "flag" is the path of a file: while the file exists, loading fails.
 """
 
-import contextlib
 import os
-import sys
 import time
 from dataclasses import dataclass
 
 from nereid_backend.errors import EngineError
-from nereid_backend.serving.process.channel import ChannelClosedError
-from nereid_backend.serving.process.process_entry import connect, load
+from nereid_backend.serving.process.process_entry import serve
 
 
 @dataclass
@@ -20,10 +17,13 @@ class Info:
     device: str = "cpu"
 
 
-class Loaded:
+class Script:
+    """A service that follows each instruction at once."""
+
     info = Info()
 
-    def __init__(self, settings, progress):
+    def __init__(self, settings, send, progress):
+        self.send = send
         progress("loading the script")
         loading = settings.get("loading")
         if loading == "fails" or os.path.exists(settings.get("flag", "")):
@@ -32,37 +32,33 @@ class Loaded:
             time.sleep(600)
         if loading == "dies":
             os._exit(3)
+        self.failure = None
 
+    def start(self):
+        pass
 
-def follow(channel, kind, *values):
-    """Follow one instruction."""
-    if kind == "echo":
-        channel.send(["echo", *values])
-    elif kind == "refuse":
-        channel.send(["refused", *values])
-    elif kind == "exit":
-        os._exit(values[0])
-    elif kind == "fail":
-        channel.send(["fatal", values[0]])
-        os._exit(1)
-    elif kind == "sleep":
-        time.sleep(values[0])
-    elif kind == "linger":
-        channel.send(["fatal", values[0]])
-        channel.close()
-        time.sleep(600)
+    def has_work(self):
+        return self.failure is not None
 
+    def advance(self):
+        raise self.failure
 
-def main():
-    channel = connect(sys.argv)
-    with contextlib.suppress(ChannelClosedError):
-        if load(channel, Loaded) is not None:
-            while True:
-                for message in channel.receive(None):
-                    if message[0] == "stop":
-                        return
-                    follow(channel, *message)
+    def handle(self, kind, values):
+        if kind == "echo":
+            self.send(["echo", *values])
+        elif kind == "refuse":
+            self.send(["refused", *values])
+        elif kind == "exit":
+            os._exit(values[0])
+        elif kind == "fail":
+            self.failure = EngineError(values[0])
+        elif kind == "sleep":
+            time.sleep(values[0])
+        elif kind == "linger":
+            self.send(["fatal", values[0]])
+            os.closerange(3, 256)  # the connection to the parent is one of these files
+            time.sleep(600)
 
 
 if __name__ == "__main__":
-    main()
+    serve(Script)

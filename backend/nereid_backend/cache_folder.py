@@ -6,6 +6,9 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder of built kernels and chat formats, under XDG_CACHE_HOME or ~/.cache."""
+    """Return the folder of built kernels, compiled models and chat formats.
+
+    It is in XDG_CACHE_HOME, or else in ~/.cache.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else Path.home() / ".cache") / "nereid"

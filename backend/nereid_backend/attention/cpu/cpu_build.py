@@ -10,7 +10,6 @@ models that AOTInductor has compiled can call them.
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import re
 import shutil
@@ -20,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
+from nereid_backend.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +68,6 @@ def load_library() -> ctypes.CDLL:
         raise KernelBuildError(
             f"the file {path} cannot be loaded ({error}); delete the file to build it again"
         ) from error
-
-
-def cache_folder() -> Path:
-    """Return the folder of built kernels, under XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".cache") / "nereid"
 
 
 def _build(compiler: str, path: Path) -> None:

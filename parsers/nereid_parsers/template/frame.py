@@ -42,7 +42,7 @@ _ANSWERED_AFTER_RESULT = (
 
 @dataclass(frozen=True, slots=True)
 class GenerationPrompt:
-    r"""A prompt that was rendered with a generation prompt.
+    r"""A rendered conversation that ends with the generation prompt.
 
     Attributes:
         switches: The switches with which the prompt was rendered.

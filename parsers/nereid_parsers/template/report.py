@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from nereid_parsers.errors import ConstraintError
@@ -85,11 +87,12 @@ def report_of(title: str, why: str, fmt: Format, analysis: AnalysisResult | None
 def _sample(fmt: Format, proof: Proof) -> Sample:
     """Parse the text of a proof, and return the text with the kind of each part."""
     spans: list[tuple[str, str]] = []
-
-    def record(kind: str, text: str) -> None:
-        spans.append((kind, text))
-
-    parser = StreamParser(fmt, tools=TOOLS, prompt=proof.prompt, trace=record)
+    parser = StreamParser(
+        fmt,
+        tools=TOOLS,
+        prompt=proof.prompt,
+        trace=lambda kind, text: spans.append((kind, text)),
+    )
     parser.feed(proof.text)
     parser.finish()
     prompt_end = proof.prompt[-PROMPT_END_CHARS:]
@@ -102,16 +105,10 @@ def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     >>> list(_join_spans([("content", "a"), ("content", "b"), ("markup", "<c>")]))
     [('content', 'ab'), ('markup', '<c>')]
     """
-    joined_kind = ""
-    joined_text = ""
-    for kind, text in spans:
-        if kind != joined_kind and joined_text:
-            yield joined_kind, joined_text
-            joined_text = ""
-        joined_kind = kind
-        joined_text += text
-    if joined_text:
-        yield joined_kind, joined_text
+    for kind, group in groupby(spans, key=itemgetter(0)):
+        joined_text = "".join(text for _, text in group)
+        if joined_text:
+            yield kind, joined_text
 
 
 def _constraint(fmt: Format, proofs: tuple[Proof, ...]) -> str:

@@ -34,8 +34,6 @@ class Tools:
         parameters: The JSON schemas of the parameters, by the name of the function.
     """
 
-    __slots__ = ("_argument_types", "is_known", "parameters")
-
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
         """Read the OpenAI tools list. Members that are not valid are ignored.
 

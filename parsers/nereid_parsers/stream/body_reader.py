@@ -53,8 +53,6 @@ class Head:
 class BodyReader:
     """Reads the body of one or more tool calls and passes the arguments to a CallWriter.
 
-    A subclass reads the body in steps. Each step stores the step that follows in `_step`.
-
     Attributes:
         writer: The writer that converts the tool calls into events.
         status: The state of the body.
@@ -66,16 +64,19 @@ class BodyReader:
             the JSON text of the arguments.
     """
 
-    __slots__ = ("_step", "is_final", "last_call_end", "status", "writer")
-
     is_verbatim: ClassVar[bool] = False
 
-    def __init__(self, writer: CallWriter, first_step: Step) -> None:
+    def __init__(self, writer: CallWriter) -> None:
         self.writer = writer
         self.status = MORE
         self.last_call_end: int | None = None
         self.is_final = False
-        self._step = first_step
+
+    def begin(self) -> None:
+        """Start the tool call if its head proves the tool call. Otherwise the body must prove it.
+
+        Set the status BROKEN if the text must be treated as content.
+        """
 
     def read(self, text: str, pos: int) -> int:
         """Read `text` from `pos` on and set `status`.
@@ -84,13 +85,11 @@ class BodyReader:
             The position up to which the text was read. The caller passes the unread rest to `read`
             again, together with the text that follows.
         """
-        size = len(text)
-        while pos < size and self.status is MORE:
-            end = self._step(text, pos)
-            if end == NEED_MORE:
-                return pos
-            pos = end
-        return pos
+        raise NotImplementedError
+
+    def _start_named_call(self, head: Head) -> bool:
+        """Start the tool call that `head` names. Return False if the text is to become content."""
+        return self.writer.start(head.name, head.call_id)
 
     def _reject(self, pos: int) -> int:
         """Set the status BROKEN and return `pos`."""
@@ -115,15 +114,19 @@ class BodyReader:
             self.status = BROKEN
 
 
-class ArgumentsOnlyReader(BodyReader):
-    """Reads a body that contains only arguments. The head of the tool call contains the name."""
+class StepReader(BodyReader):
+    """Reads a body in steps. Each step stores the step that follows in `_step`."""
 
-    __slots__ = ("_head",)
+    def __init__(self, writer: CallWriter, first_step: Step) -> None:
+        super().__init__(writer)
+        self._step = first_step
 
-    def __init__(self, writer: CallWriter, head: Head, first_step: Step) -> None:
-        super().__init__(writer, first_step)
-        self._head = head
-
-    def _start_call(self) -> bool:
-        """Start the tool call. Return False if its text must be treated as content."""
-        return self.writer.start(self._head.name, self._head.call_id)
+    def read(self, text: str, pos: int) -> int:
+        """Read `text` from `pos` on, see `BodyReader.read`."""
+        size = len(text)
+        while pos < size and self.status is MORE:
+            end = self._step(text, pos)
+            if end == NEED_MORE:
+                return pos
+            pos = end
+        return pos

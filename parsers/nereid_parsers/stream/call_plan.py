@@ -47,11 +47,6 @@ class CallPlan:
         end_of_broken: A lexer that finds the end of arguments that are not valid JSON.
     """
 
-    __slots__ = (
-        "_body_start", "_head_pattern", "_id_template", "_possible_body_start", "_tags",
-        "call", "closing_markers", "end_of_broken", "is_bare",
-    )  # fmt: skip
-
     def __init__(self, call: Call, section: ToolSection) -> None:
         self.call = call
         self.is_bare = not call.trigger
@@ -84,39 +79,22 @@ class CallPlan:
         if body_pos == len(text) and not is_final:
             return NEED_MORE
         if self._tags is not None:
-            failure = self._check_tags_start(self._tags, text, body_pos, is_final)
+            body_start = self._tags.match_start(text, body_pos, is_final)
         else:
-            failure = self._check_body_start(text, body_pos, is_final)
-        if failure is not None:
-            return failure
+            body_start = self._match_body_start(text, body_pos, is_final)
+        if body_start < 0:
+            return body_start
         call_id = _fill_in_id(self._id_template, fields)
         return Head(end, fields.get("name", ""), call_id)
 
-    def _check_tags_start(self, tags: TagsPlan, text: str, pos: int, is_final: bool) -> int | None:
-        """Return None if tagged values start at `pos`, otherwise NEED_MORE or NO_MATCH.
+    def _match_body_start(self, text: str, pos: int, is_final: bool) -> int:
+        """Return `pos` if the body starts at `pos`, otherwise NEED_MORE or NO_MATCH.
 
-        A marker that ends the body is accepted too, because a tool call may have no arguments.
-        Example: with the values `<parameter={key}>`, both `<parameter=city>` and `</function>` give
-        None.
-        """
-        if pos == len(text) or tags.is_at_stop_marker(text, pos):
-            return None
-        opening = tags.match(text, pos, is_final)
-        if opening == NEED_MORE:
-            return NEED_MORE
-        if opening != NO_MATCH:
-            return None
-        is_possible = not is_final and tags.may_become_stop_marker(text, pos)
-        return NEED_MORE if is_possible else NO_MATCH
-
-    def _check_body_start(self, text: str, pos: int, is_final: bool) -> int | None:
-        """Return None if the body starts at `pos`, otherwise NEED_MORE or NO_MATCH.
-
-        Example: for a JSON array of tool calls, `[{` gives None, `[` gives NEED_MORE and `[1` gives
-        NO_MATCH.
+        Example: for a JSON array of tool calls, `[{` starts the body, `[` gives NEED_MORE and `[1`
+        gives NO_MATCH.
         """
         if self._body_start.match(text, pos) is not None:
-            return None
+            return pos
         is_possible = not is_final and self._possible_body_start.match(text, pos) is not None
         return NEED_MORE if is_possible else NO_MATCH
 
@@ -221,19 +199,19 @@ def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
         mark_prefix = marker_prefix_regex(body.mark)
         start = re.compile(rf"\s*{re.escape(body.mark)}")
         return start, re.compile(rf"\s*(?:\Z|{mark_prefix})")
-    first = r"\{"
-    second = ""
+    first_char = r"\{"
+    second_char = ""
     if isinstance(body, PythonCalls):
-        first = re.escape(body.open)
-        second = r"[^\W\d]"
+        first_char = re.escape(body.open)
+        second_char = r"[^\W\d]"
     elif isinstance(body, JsonArray):
-        first = r"\["
-        second = r"[{\]]"
+        first_char = r"\["
+        second_char = r"[{\]]"
     elif isinstance(body, JsonObject):
-        second = '["}]'
+        second_char = '["}]'
     elif isinstance(body, JsonArguments) and _ends_with_marker(call):
-        first = ""  # The markers prove that this text is a tool call.
-    return re.compile(rf"{first}\s*{second}"), re.compile(rf"{first}\s*\Z")
+        first_char = ""  # The markers prove that any text is the body of a tool call.
+    return re.compile(rf"{first_char}\s*{second_char}"), re.compile(rf"{first_char}\s*\Z")
 
 
 def _ends_with_marker(call: Call) -> bool:
@@ -265,8 +243,6 @@ def _fill_in_id(template: str, fields: dict[str, str]) -> str:
 
 class RoutePlan:
     """The compiled declaration of a message header. `stage` is the stage of the message's body."""
-
-    __slots__ = ("_blank_header_end", "_first_literal", "_header_pattern", "stage")
 
     def __init__(self, route: Route, layout: Messages) -> None:
         self.stage = route.stage

@@ -30,11 +30,6 @@ class CallReader:
     and returns the next state, or None if it needs more text.
     """
 
-    __slots__ = (
-        "_buffer", "_calls_first", "_closing_markers", "_expected", "_is_in_section",
-        "_last_plan", "_open_call", "_plan", "_text", "_writer",
-    )  # fmt: skip
-
     def __init__(
         self,
         plan: FormatPlan,
@@ -186,6 +181,7 @@ class CallReader:
         body = plan.create_reader(self._writer, head, is_certain)
         self._open_call = OpenCall(plan, body, is_certain, self._buffer, self._text)
         self._text.hold_tentative(self._buffer.take_until(head.end))
+        body.begin()
         if self._buffer.has_unread():
             return State.CALL_BODY
         # The machine would read the body only when more text arrives. Some tool calls start now.
@@ -195,7 +191,7 @@ class CallReader:
         """Read a part of the body of a tool call, and return the next state."""
         assert self._open_call is not None
         outcome = self._open_call.read()
-        if outcome is Outcome.INCOMPLETE:
+        if outcome is None:
             return None
         if outcome is Outcome.ENDED:
             return self._end_call(self._open_call.plan)
@@ -206,9 +202,8 @@ class CallReader:
     def read_broken(self) -> State | None:
         """Read arguments that are not valid JSON, see `OpenCall.read_broken`."""
         assert self._open_call is not None
-        if self._open_call.read_broken() is Outcome.INCOMPLETE:
-            return None
-        return self._end_call(self._open_call.plan)
+        has_ended = self._open_call.read_broken()
+        return self._end_call(self._open_call.plan) if has_ended else None
 
     def _end_call(self, plan: CallPlan) -> State:
         """Prepare to read the closing markers of a tool call whose body has ended."""

@@ -6,44 +6,32 @@ sequences, so a marker inside a string does not end the tool call.
 
 from __future__ import annotations
 
-from nereid_parsers.stream.body_reader import (
-    BROKEN,
-    DONE,
-    MORE,
-    ArgumentsOnlyReader,
-    BodyReader,
-    Head,
-)
+from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE, BodyReader, Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.json_object import ObjectReader
 from nereid_parsers.stream.json_scanner import JsonScanner
-from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
+from nereid_parsers.stream.pattern_matching import skip_blanks
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 
-class JsonArgumentsReader(ArgumentsOnlyReader):
+class JsonArgumentsReader(BodyReader):
     """Reads arguments that are written as a JSON object, for example `{"city": "Paris"}`."""
 
     is_verbatim = True
 
-    __slots__ = ("_scanner",)
-
     def __init__(self, writer: CallWriter, head: Head) -> None:
-        super().__init__(writer, head, self._read_start)
+        super().__init__(writer)
+        self._head = head
         self._scanner = JsonScanner()
 
-    def _read_start(self, text: str, pos: int) -> int:
-        """Read white space, and start the tool call at the first other character."""
-        pos = skip_blanks(text, pos)
-        if pos == len(text):
-            return pos
-        if not self._start_call() or text[pos] != "{":
-            return self._reject(pos)
-        self._step = self._read_arguments
-        return pos
-
-    def _read_arguments(self, text: str, pos: int) -> int:
-        """Write the next piece of the arguments, and end the tool call at their end."""
+    def read(self, text: str, pos: int) -> int:
+        """Write the next piece of the arguments, see `BodyReader.read`."""
+        if not self.writer.is_open:
+            pos = skip_blanks(text, pos)
+            if pos == len(text):
+                return pos
+            if not self._start_named_call(self._head) or text[pos] != "{":
+                return self._reject(pos)
         end = self._scanner.scan(text, pos)
         if end > pos:
             self.writer.write(text[pos:end])
@@ -58,57 +46,54 @@ class ArrayReader(BodyReader):
 
     is_verbatim = True
 
-    __slots__ = ("_is_certain", "_keys", "_member")
-
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, is_certain: bool) -> None:
         """Create a reader for one array. For the arguments see `ObjectReader`."""
-        super().__init__(writer, self._read_opening_bracket)
+        super().__init__(writer)
         self._keys = keys
         self._is_certain = is_certain
+        self._is_bracket_open = False
         self._member: ObjectReader | None = None
 
     def read(self, text: str, pos: int) -> int:
         """Read the array in `text`, see `BodyReader.read`."""
         self.last_call_end = None
-        return super().read(text, pos)
-
-    def _read_opening_bracket(self, text: str, pos: int) -> int:
-        """Read white space, or the opening bracket of the array."""
-        if text[pos].isspace():
-            return skip_blanks(text, pos)
-        if text[pos] != "[":
-            return self._reject(pos)
-        self._step = self._read_between_members
-        return pos + 1
+        size = len(text)
+        while pos < size and self.status is MORE:
+            if self._member is None:
+                pos = self._read_between_members(text, pos)
+                continue
+            pos = self._member.read(text, pos)
+            if self._member.status is MORE:
+                return pos
+            if self._member.status is BROKEN:
+                self.status = BROKEN
+            else:
+                self._member = None
+                self.last_call_end = pos
+                self._is_certain = True
+        return pos
 
     def _read_between_members(self, text: str, pos: int) -> int:
-        """Read white space, a comma or `]`. If a member starts at `pos`, create its reader."""
-        char = text[pos]
-        if char.isspace() or char == ",":
-            return pos + 1
-        if char == "{":
-            self._member = ObjectReader(self.writer, self._keys, self._is_certain)
-            self._step = self._read_member
-            return pos
-        if char != "]":
-            return self._reject(pos)
-        # Only a marker, or a tool call, distinguishes an array of tool calls from other text.
-        self.status = DONE if self.writer.num_started or self._is_certain else BROKEN
-        return pos + 1
+        """Read a bracket, a comma or white space, or create the reader of the next member.
 
-    def _read_member(self, text: str, pos: int) -> int:
-        """Read a part of the current member of the array."""
-        assert self._member is not None
-        end = self._member.read(text, pos)
-        if self._member.status is MORE:
-            return end if end > pos else NEED_MORE
-        if self._member.status is BROKEN:
-            return self._reject(end)
-        self._member = None
-        self.last_call_end = end
-        self._is_certain = True
-        self._step = self._read_between_members
-        return end
+        Returns:
+            The position after the character that was read. If a member starts at `pos`, the result
+            is `pos`.
+        """
+        char = text[pos]
+        if char.isspace() or (char == "," and self._is_bracket_open):
+            return pos + 1
+        if char == "[" and not self._is_bracket_open:
+            self._is_bracket_open = True
+        elif char == "]" and self._is_bracket_open:
+            self.status = DONE if self.writer.num_started or self._is_certain else BROKEN
+        elif char == "{" and self._is_bracket_open:
+            self._member = ObjectReader(self.writer, self._keys, self._is_certain)
+            return pos
+        else:
+            self.status = BROKEN
+            return pos
+        return pos + 1
 
     def finish(self) -> None:
         """End the open tool call, because the message has ended."""
@@ -116,5 +101,4 @@ class ArrayReader(BodyReader):
             self._member.finish()
             self.status = self._member.status
         else:
-            has_call = self._step == self._read_between_members and self.writer.num_started
-            self.status = DONE if has_call else BROKEN
+            self.status = DONE if self._is_bracket_open and self.writer.num_started else BROKEN

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from nereid_parsers.stream.argument_types import loads
-from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE, BodyReader
+from nereid_parsers.stream.body_reader import BROKEN, DONE, MORE, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.json_scanner import JsonScanner
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
@@ -14,17 +14,25 @@ from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 
 class _Role(Enum):
-    """The meaning of one member in the JSON object of a tool call."""
+    """The meaning of one member in the JSON object of a tool call.
+
+    NAME       The value is the function's name.
+    ID         The value is the id of the tool call.
+    ARGUMENTS  The value contains the arguments.
+    PARENT     The value is an object that contains the name or the arguments.
+    IGNORED    The value is skipped.
+    INVALID    The member shows that the object is not a tool call.
+    """
 
     NAME = "name"
     ID = "id"
     ARGUMENTS = "arguments"
-    PARENT = "parent"  # An object that contains the name or the arguments.
+    PARENT = "parent"
     IGNORED = "ignored"
-    INVALID = "invalid"  # Such a member shows that the object is not a tool call.
+    INVALID = "invalid"
 
 
-class ObjectReader(BodyReader):
+class ObjectReader(StepReader):
     """Reads one tool call, a JSON object that contains the name and the arguments in any order.
 
     Example: `{"name": "f", "arguments": {"a": 1}}`. If the arguments precede the name, the reader
@@ -32,11 +40,6 @@ class ObjectReader(BodyReader):
     """
 
     is_verbatim = True
-
-    __slots__ = (
-        "_call_id", "_early_arguments", "_has_arguments", "_is_certain", "_key", "_keys", "_name",
-        "_on_string", "_outer_keys", "_scanner", "_value_pieces",
-    )  # fmt: skip
 
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, is_certain: bool) -> None:
         """Create a reader for one object.

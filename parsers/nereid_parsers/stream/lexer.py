@@ -27,8 +27,6 @@ class Lexer:
     waits for the longer marker as long as more text can complete the longer marker.
     """
 
-    __slots__ = ("_find_complete", "_find_possible", "_markers")
-
     def __init__(self, markers: Iterable[str]) -> None:
         """Compile two regexes that find the markers.
 

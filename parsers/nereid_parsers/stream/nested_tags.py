@@ -14,7 +14,7 @@ from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.argument_types import json_types_of, to_json
-from nereid_parsers.stream.body_reader import DONE, ArgumentsOnlyReader, Head
+from nereid_parsers.stream.body_reader import BROKEN, DONE, Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import NEED_MORE, skip_blanks
@@ -66,15 +66,11 @@ class _Element:
     num_children: int = 0
 
 
-class NestedReader(ArgumentsOnlyReader):
+class NestedReader(StepReader):
     """Reads nested elements as the arguments of one tool call.
 
     Example: with the mark `~`, the text `~<days>3~</days>` becomes `{"days": 3}`.
     """
-
-    __slots__ = (
-        "_elements", "_find_mark", "_mark", "_root_schema", "_stop_marker", "_value_pieces",
-    )  # fmt: skip
 
     def __init__(self, writer: CallWriter, head: Head, mark: str, stop_marker: str) -> None:
         """Create a reader for the arguments of one tool call.
@@ -85,7 +81,8 @@ class NestedReader(ArgumentsOnlyReader):
             mark: The text that precedes each tag.
             stop_marker: The marker that ends the body. The marker does not belong to the body.
         """
-        super().__init__(writer, head, self._read_piece)
+        super().__init__(writer, self._read_piece)
+        self._head = head
         self._mark = mark
         self._stop_marker = stop_marker
         self._root_schema: Mapping[str, object] = writer.tools.parameters.get(head.name, {})
@@ -94,13 +91,12 @@ class NestedReader(ArgumentsOnlyReader):
         self._value_pieces: list[str] = []  # The stored text of an element of kind VALUE.
         self._find_mark = re.compile(f"{re.escape(mark)}|{marker_prefix_regex(mark)}").search
 
-    def read(self, text: str, pos: int) -> int:
-        """Read the elements in `text`, see `BodyReader.read`."""
-        if not self.writer.is_open:
-            if not self._start_call():
-                return self._reject(pos)
+    def begin(self) -> None:
+        """Start the tool call and write the opening brace of its arguments."""
+        if self._start_named_call(self._head):
             self.writer.write("{")
-        return super().read(text, pos)
+        else:
+            self.status = BROKEN
 
     def _read_piece(self, text: str, pos: int) -> int:
         """Read a piece of text or one tag at `pos`.

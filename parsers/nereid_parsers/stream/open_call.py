@@ -11,15 +11,13 @@ from nereid_parsers.stream.text_writer import TextWriter
 
 
 class Outcome(Enum):
-    """The result of reading a part of a tool call's body.
+    """The result of reading the body of a tool call.
 
-    INCOMPLETE  The body has not ended.
-    ENDED       The tool call has ended. Closing markers may follow.
-    BROKEN      The arguments are not valid JSON. `OpenCall.read_broken` reads the rest.
-    NO_CALL     The text is not a tool call.
+    ENDED    The tool call has ended. Closing markers may follow.
+    BROKEN   The arguments are not valid JSON. `OpenCall.read_broken` reads the rest.
+    NO_CALL  The text is not a tool call.
     """
 
-    INCOMPLETE = "incomplete"
     ENDED = "ended"
     BROKEN = "broken"
     NO_CALL = "no_call"
@@ -32,8 +30,6 @@ class OpenCall:
         plan: The spelling of the tool call.
         is_certain: Whether a marker proves that the text is a tool call.
     """
-
-    __slots__ = ("_body", "_buffer", "_text", "_writer", "is_certain", "plan")
 
     def __init__(
         self,
@@ -50,44 +46,48 @@ class OpenCall:
         self._text = text
         self._writer = body.writer
 
-    def read(self) -> Outcome:
-        """Read a part of the body from the buffer, and classify the text of this part."""
+    def read(self) -> Outcome | None:
+        """Read a part of the body from the buffer, and classify the text of this part.
+
+        Returns:
+            The outcome, or None if the body has not ended.
+        """
         body = self._body
         buffer = self._buffer
-        was_open = self._writer.is_open
+        writer = self._writer
+        text_writer = self._text
+        was_open = writer.is_open
         body.is_final = buffer.is_final
         start = buffer.pos
         buffer.pos = body.read(buffer.text, start)
-        if self._writer.is_open:
-            self._write_call(start, buffer.pos)
+        if writer.is_open:
+            if text_writer.tentative:
+                text_writer.accept_tentative()
+            text_writer.write_call(buffer.text[start : buffer.pos], writer.keeps_arguments)
         elif body.last_call_end is not None:
             # A tool call of a list has ended. Another tool call may follow, so the text after the
             # tool call is tentative.
-            self._write_call(start, body.last_call_end)
-            self._text.hold_tentative(buffer.text[body.last_call_end : buffer.pos])
+            self._write_ended_call(start, body.last_call_end)
+            text_writer.hold_tentative(buffer.text[body.last_call_end : buffer.pos])
         elif was_open or body.status is DONE:
-            self._write_call(start, buffer.pos)
+            self._write_ended_call(start, buffer.pos)
         else:
-            self._text.hold_tentative(buffer.text[start : buffer.pos])
-        return self._outcome()
+            text_writer.hold_tentative(buffer.text[start : buffer.pos])
+        return None if body.status is MORE else self._leave_body()
 
-    def _write_call(self, start: int, end: int) -> None:
-        """Classify a part of the buffer's text as "call", and the tentative text as "markup".
+    def _write_ended_call(self, start: int, end: int) -> None:
+        """Classify the text of a tool call that has ended, and accept the tentative text before it.
 
         Args:
-            start: The position in the buffer at which the part starts.
-            end: The position after the part.
+            start: The position in the buffer at which the text of the tool call starts.
+            end: The position after the text of the tool call.
         """
-        if self._text.tentative:
-            self._text.accept_tentative()
+        self._text.accept_tentative()
         self._text.write_call(self._buffer.text[start:end], self._writer.keeps_arguments)
-        if not self._writer.is_open:
-            self._text.end_call()
+        self._text.end_call()
 
-    def _outcome(self) -> Outcome:
-        """Return the outcome for the body's status. If the arguments are broken, repair them."""
-        if self._body.status is MORE:
-            return Outcome.INCOMPLETE
+    def _leave_body(self) -> Outcome:
+        """Return the outcome after a body that is complete or not valid."""
         if self._body.status is DONE:
             if self._text.tentative:
                 self._text.accept_tentative()
@@ -118,20 +118,22 @@ class OpenCall:
         self._writer.end(BROKEN_ARGUMENTS)
         return True
 
-    def read_broken(self) -> Outcome:
+    def read_broken(self) -> bool:
         """Pass on arguments that are not valid JSON, up to the next marker.
 
         Example: for `{"a": x}</tool_call>`, the arguments are `{"a": x}`.
+
+        Returns:
+            Whether a marker was found, so that the tool call has ended.
         """
         end, marker = self.plan.end_of_broken.find(self._buffer)
         if end > self._buffer.pos:
             piece = self._buffer.take_until(end)
             self._writer.write(piece)
             self._text.write_call(piece, self._writer.keeps_arguments)
-        if not marker:
-            return Outcome.INCOMPLETE
-        self._writer.end(BROKEN_ARGUMENTS)
-        return Outcome.ENDED
+        if marker:
+            self._writer.end(BROKEN_ARGUMENTS)
+        return bool(marker)
 
     def finish(self) -> bool:
         """End the tool call, because the message has ended inside the body.

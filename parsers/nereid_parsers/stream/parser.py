@@ -90,6 +90,10 @@ class OutputStart:
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     r"""Return the stage in which the output starts, and whether the reasoning has ended.
 
+    If the prompt already contains the beginning of the message, the state machine reads this
+    beginning, because only the state machine finds out whether the beginning leaves the reasoning
+    or a tool call open. Otherwise the end of the prompt decides.
+
     Example: with the reasoning marker `<think>`, the prompt `"..<think>\n"` gives
     `OutputStart(Stage.REASONING, has_reasoned=False)`.
 

@@ -10,9 +10,9 @@ from nereid_parsers.stream.body_reader import (
     BROKEN_ARGUMENTS,
     DONE,
     MORE,
-    ArgumentsOnlyReader,
     BodyReader,
     Head,
+    StepReader,
 )
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import MAX_HEAD_CHARS, NEED_MORE, skip_blanks
@@ -23,10 +23,8 @@ _FUNCTION_NAME = re.compile(r"[^\W\d][\w.\-]*").match
 _KEYWORD = re.compile(r"[^\W\d]\w*").match
 
 
-class PythonCallsReader(BodyReader):
+class PythonCallsReader(StepReader):
     """Reads tool calls in Python syntax, for example `[f(a=1), g()]`."""
-
-    __slots__ = ("_is_certain", "_literal", "_num_arguments", "_part")
 
     def __init__(self, writer: CallWriter, part: PythonCalls, is_certain: bool) -> None:
         """Create a reader.
@@ -199,29 +197,24 @@ class PythonCallsReader(BodyReader):
         super().finish()
 
 
-class BareKeyReader(ArgumentsOnlyReader):
+class BareKeyReader(BodyReader):
     """Reads arguments as an object whose keys have no quotes: `{city:<q>Paris<q>,days:3}`."""
 
-    __slots__ = ("_literal",)
-
     def __init__(self, writer: CallWriter, head: Head, quote: str) -> None:
-        super().__init__(writer, head, self._read_start)
+        super().__init__(writer)
+        self._head = head
         # Some models write a JSON string instead of the declared quotes.
         json_quotes = () if quote == '"' else ('"',)
         self._literal = LiteralReader(Dialect((quote, *json_quotes), escaping=json_quotes))
 
-    def _read_start(self, text: str, pos: int) -> int:
-        """Read white space, and start the tool call at the opening brace."""
-        pos = skip_blanks(text, pos)
-        if pos == len(text):
-            return pos
-        if text[pos] != "{" or not self._start_call():
-            return self._reject(pos)
-        self._step = self._read_object
-        return pos
-
-    def _read_object(self, text: str, pos: int) -> int:
-        """Read a piece of the object, and write the piece as JSON."""
+    def read(self, text: str, pos: int) -> int:
+        """Read a piece of the object and write it as JSON, see `BodyReader.read`."""
+        if not self.writer.is_open:
+            pos = skip_blanks(text, pos)
+            if pos == len(text):
+                return pos
+            if text[pos] != "{" or not self._start_named_call(self._head):
+                return self._reject(pos)
         json_parts: list[str] = []
         end = self._literal.read(text, pos, self.is_final, json_parts)
         if json_parts:
@@ -229,7 +222,7 @@ class BareKeyReader(ArgumentsOnlyReader):
         self.status = self._literal.status
         if self.status is DONE:
             self.writer.end()
-        return end if end > pos else NEED_MORE
+        return end
 
     def abandon(self) -> bool:
         """Complete the JSON text of the object, see `BodyReader.abandon`."""

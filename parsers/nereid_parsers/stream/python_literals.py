@@ -85,8 +85,6 @@ class LiteralReader:
     `{'a': (1, None)}` becomes `{"a": [1, null]}`.
     """
 
-    __slots__ = ("_closing_brackets", "_dialect", "_expected", "_quote", "_string_end", "status")
-
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
         self._expected = _Expected.VALUE

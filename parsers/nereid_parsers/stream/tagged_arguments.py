@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.argument_types import to_json
-from nereid_parsers.stream.body_reader import DONE, ArgumentsOnlyReader, Head
+from nereid_parsers.stream.body_reader import BROKEN, DONE, Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import (
@@ -48,8 +48,6 @@ class TagPlan:
         find_end: A function that finds the closing marker. The match includes the declared white
             space before the closing marker.
     """
-
-    __slots__ = ("close", "find_end", "find_possible_end", "key", "padding")
 
     def __init__(self, part: TaggedArguments) -> None:
         r"""Compile one spelling of a tagged value.
@@ -96,8 +94,6 @@ class TagsPlan:
         stop_markers: The markers that end the body. They do not belong to the body.
     """
 
-    __slots__ = ("spellings", "stop_markers")
-
     def __init__(self, part: TaggedArguments, stop_markers: tuple[str, ...]) -> None:
         self.spellings = tuple(TagPlan(spelling) for spelling in (part, *part.also))
         self.stop_markers = stop_markers
@@ -117,6 +113,21 @@ class TagsPlan:
                 return TagOpening(spelling, end, fields)
         return NO_MATCH
 
+    def match_start(self, text: str, pos: int, is_final: bool) -> int:
+        """Return `pos` if the body can start at `pos`, otherwise NEED_MORE or NO_MATCH.
+
+        A marker that ends the body is accepted too, because a tool call may have no arguments.
+        Example: with the values `<parameter={key}>`, the body can start with `<parameter=city>` or
+        with `</function>`.
+        """
+        if pos == len(text) or self.is_at_stop_marker(text, pos):
+            return pos
+        opening = self.match(text, pos, is_final)
+        if isinstance(opening, TagOpening):
+            return pos
+        is_possible = not is_final and self.may_become_stop_marker(text, pos)
+        return NEED_MORE if is_possible else opening
+
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether a marker that ends the body is at `pos`."""
         return any(text.startswith(marker, pos) for marker in self.stop_markers)
@@ -129,13 +140,12 @@ class TagsPlan:
         return any(marker.startswith(text[pos:]) for marker in self.stop_markers)
 
 
-class TaggedReader(ArgumentsOnlyReader):
+class TaggedReader(StepReader):
     """Reads tagged values as the arguments of one tool call."""
 
-    __slots__ = ("_key", "_num_arguments", "_plan", "_spelling", "_types", "_value_pieces")
-
     def __init__(self, writer: CallWriter, head: Head, plan: TagsPlan) -> None:
-        super().__init__(writer, head, self._read_tag_or_end)
+        super().__init__(writer, self._read_tag_or_end)
+        self._head = head
         self._plan = plan
         self._num_arguments = 0
         # These attributes describe the current value. `_value_pieces` contains the text of the
@@ -145,11 +155,10 @@ class TaggedReader(ArgumentsOnlyReader):
         self._types: frozenset[str] | None = None
         self._value_pieces: list[str] = []
 
-    def read(self, text: str, pos: int) -> int:
-        """Read the tagged values in `text`, see `BodyReader.read`."""
-        if not self.writer.is_open and not self._start_call():
-            return self._reject(pos)
-        return super().read(text, pos)
+    def begin(self) -> None:
+        """Start the tool call, see `BodyReader.begin`."""
+        if not self._start_named_call(self._head):
+            self.status = BROKEN
 
     def _read_tag_or_end(self, text: str, pos: int) -> int:
         """Read the opening of the next value, or end the body at a stop marker.

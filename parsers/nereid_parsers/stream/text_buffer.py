@@ -12,8 +12,6 @@ class TextBuffer:
         is_final: Whether no more text follows.
     """
 
-    __slots__ = ("is_final", "pos", "text")
-
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0

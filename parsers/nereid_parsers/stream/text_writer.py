@@ -39,11 +39,6 @@ class TextWriter:
         tentative: The pieces of the tentative text.
     """
 
-    __slots__ = (
-        "_blanks", "_call_text", "_events", "_num_prompt_chars", "_trace", "has_content",
-        "has_text", "is_after_marker", "tentative",
-    )  # fmt: skip
-
     def __init__(self, events: list[Event]) -> None:
         self.has_content = False
         self.is_after_marker = False
@@ -94,7 +89,7 @@ class TextWriter:
         if not body:
             self._blanks.append(text)
             return
-        body_end = len(body)
+        trailing_blanks = text[len(body) :]
         if self._blanks:
             body = "".join(self._blanks) + body
             self._blanks = []
@@ -104,8 +99,8 @@ class TextWriter:
             is_first = event_type is ReasoningDelta or not self.has_content
             body = self._without_blank_lines(body) if is_first else body
             self.is_after_marker = False
-        if body_end < len(text):
-            self._blanks.append(text[body_end:])
+        if trailing_blanks:
+            self._blanks.append(trailing_blanks)
         self.has_text = True
         if event_type is ContentDelta:
             self.has_content = True
@@ -152,8 +147,9 @@ class TextWriter:
     def flush_blanks(self, is_reasoning: bool, has_calls: bool) -> None:
         """Write the stored white space, because the message has ended.
 
-        The white space is reasoning or content, like the text before it. If no text precedes the
-        white space, it is removed. White space is content if the message contains nothing else.
+        The white space is reasoning or content, like the text before it. White space directly after
+        a marker or tool call is removed. If the message contains only white space, the white space
+        is content.
 
         Args:
             is_reasoning: Whether the message ended inside the reasoning.
@@ -163,8 +159,8 @@ class TextWriter:
         self._blanks = []
         if not blanks:
             return
-        is_markup = self.is_after_marker or is_reasoning or has_calls
-        if is_markup and not self.has_text:
+        has_marker = self.is_after_marker or is_reasoning or has_calls
+        if has_marker and not self.has_text:
             self._classify(MARKUP, blanks)
         elif is_reasoning:
             self._classify(REASONING, blanks)

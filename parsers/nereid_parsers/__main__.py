@@ -135,11 +135,11 @@ def _run_parse(options: argparse.Namespace) -> int:
     """Parse a transcript, print the result, and return the exit status."""
     if options.stream is not None and options.stream < 1:
         raise ValueError(
-            "--stream is the number of characters in each piece. It must be at least 1, but is "
-            f"{options.stream}."
+            "--stream is the number of characters in each piece, which must be at least 1, but is "
+            f"{options.stream}"
         )
     printer = Printer(sys.stdout, options.colour)
-    tools: Any = json.loads(_read(options.tools)) if options.tools else None
+    tools = _read_json(options.tools) if options.tools else None
     prompt = _read(options.prompt) if options.prompt else None
     text = _read(options.file)
     classified: list[tuple[str, str]] = []
@@ -171,6 +171,14 @@ def _format_by_name(name: str) -> Format:
 def _read(path: str) -> str:
     """Return the text of a file, or of stdin if `path` is `-`."""
     return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+
+
+def _read_json(path: str) -> Any:  # noqa: ANN401  # JSON may hold any type
+    """Return the value in a JSON file. Raise ValueError if the file is not valid JSON."""
+    try:
+        return json.loads(_read(path))
+    except ValueError as error:
+        raise ValueError(f"The file {path} is not valid JSON: {error}") from error
 
 
 def _print_stream(printer: Printer, parser: StreamParser, text: str, size: int) -> None:

@@ -61,16 +61,25 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], is_single:
     call = section.calls[0]
     separator = const(section.separator) if section.separator.strip() else BLANKS
     if isinstance(call.body, JsonArray | PythonCalls):
-        calls = call_node(call, tools, is_single)
-        if len(section.calls) > 1 and isinstance(section.calls[1].body, JsonObject):
-            single_objects = [call_node(section.calls[1], (tool,), True) for tool in tools]
-            calls = one_of(calls, *single_objects)
+        calls = _list_node(section, tools, is_single)
         if call.open.strip() and call.close.strip():
-            # If the array has its own markers, models also write one array for each tool call.
+            # If the list has its own markers, models also write one list for each tool call.
             calls = repeated([calls], separator, is_single)
     else:
         calls = repeated([call_node(call, (tool,), True) for tool in tools], separator, is_single)
     return sequence(const(section.open), calls, const(section.close))
+
+
+def _list_node(section: ToolSection, tools: tuple[ToolSchema, ...], is_single: bool) -> Node:
+    """Return the node for tool calls in a JSON array or in a list of Python calls.
+
+    If the section declares single JSON objects too, the node also matches one JSON object.
+    """
+    calls = call_node(section.calls[0], tools, is_single)
+    if len(section.calls) > 1 and isinstance(section.calls[1].body, JsonObject):
+        objects = [call_node(section.calls[1], (tool,), True) for tool in tools]
+        return one_of(calls, *objects)
+    return calls
 
 
 def trigger_of(section: ToolSection) -> str:

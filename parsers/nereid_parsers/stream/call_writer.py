@@ -123,22 +123,22 @@ class CallWriter:
         self.is_open = False
         if self._is_discarded:
             return
-        if not self.keeps_arguments:
-            if not self._has_written:
-                self._events.append(ArgumentsDelta(self.last_index, _EMPTY_ARGUMENTS))
-            self._events.append(ToolCallEnd(self.last_index, fault))
+        if self.keeps_arguments:
+            self._append_stored_call(fault)
             return
+        if not self._has_written:
+            self._events.append(ArgumentsDelta(self.last_index, _EMPTY_ARGUMENTS))
+        self._events.append(ToolCallEnd(self.last_index, fault))
+
+    def _append_stored_call(self, fault: str | None) -> None:
+        """Append all events of a tool call whose arguments are stored. Repair broken arguments."""
         text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
         arguments = text if _is_json_object(text) else _repair(text)
-        if arguments is None:
-            if self._broken_arguments is BrokenArguments.REPAIR_OR_DROP:
-                log.warning(
-                    "discarded a call of %r with broken arguments: %.200r", self._name, text
-                )
-                return
-            arguments = text
+        if arguments is None and self._broken_arguments is BrokenArguments.REPAIR_OR_DROP:
+            log.warning("discarded a call of %r with broken arguments: %.200r", self._name, text)
+            return
         self._append_start()
-        self._events.append(ArgumentsDelta(self.last_index, arguments))
+        self._events.append(ArgumentsDelta(self.last_index, arguments or text))
         self._events.append(ToolCallEnd(self.last_index, fault))
 
     def cut_arguments_at(self, marker: str) -> str | None:

@@ -15,7 +15,12 @@ from nereid_parsers.stream.body_reader import (
     StepReader,
 )
 from nereid_parsers.stream.call_writer import CallWriter
-from nereid_parsers.stream.pattern_matching import MAX_HEAD_CHARS, NEED_MORE, skip_blanks
+from nereid_parsers.stream.pattern_matching import (
+    MAX_HEAD_CHARS,
+    NEED_MORE,
+    NO_MATCH,
+    skip_blanks,
+)
 from nereid_parsers.stream.python_literals import PYTHON, Dialect, LiteralReader
 from nereid_parsers.tool_declarations import PythonCalls
 
@@ -86,18 +91,11 @@ class PythonCallsReader(StepReader):
             return self._wait_or_reject(text, pos)
         if text[bracket] != "(":
             return self._reject(pos)
-        inside = skip_blanks(text, bracket + 1)
-        if inside >= len(text):
+        arguments_start = _match_arguments_start(text, skip_blanks(text, bracket + 1))
+        if arguments_start == NEED_MORE:
             return self._wait_or_reject(text, pos)
-        if text[inside] != ")":
-            keyword_match = _KEYWORD(text, inside)
-            if keyword_match is None:
-                return self._reject(pos)
-            equals = skip_blanks(text, keyword_match.end())
-            if equals + 1 >= len(text):
-                return self._wait_or_reject(text, pos)
-            if text[equals] != "=" or text[equals + 1] == "=":
-                return self._reject(pos)
+        if arguments_start == NO_MATCH:
+            return self._reject(pos)
         name = name_match.group().removesuffix(self._part.suffix)
         if not self.writer.start(name, "", self._is_certain):
             return self._reject(pos)
@@ -229,3 +227,22 @@ class BareKeyReader(BodyReader):
         self.writer.write(self._literal.closing_text())
         self.writer.end(BROKEN_ARGUMENTS)
         return True
+
+
+def _match_arguments_start(text: str, pos: int) -> int:
+    """Return `pos` if the arguments of a tool call start at `pos`, otherwise NEED_MORE or NO_MATCH.
+
+    Examples: `)` and `a=1` are accepted, `x)` and `a == 1` give NO_MATCH, and `a` gives NEED_MORE.
+    """
+    if pos >= len(text):
+        return NEED_MORE
+    if text[pos] == ")":
+        return pos
+    keyword = _KEYWORD(text, pos)
+    if keyword is None:
+        return NO_MATCH
+    equals = skip_blanks(text, keyword.end())
+    if equals + 1 >= len(text):
+        return NEED_MORE
+    is_argument = text[equals] == "=" and text[equals + 1] != "="
+    return pos if is_argument else NO_MATCH

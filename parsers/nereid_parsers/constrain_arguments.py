@@ -94,13 +94,12 @@ def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> 
     choices = schema.get("enum")
     if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
         return sequence(opening, one_of(*map(const, choices)), const(part.close))
-    # The spelling of a string may have no quotes, such as `<p>` next to
-    # `<p><![CDATA[`. Such an opening is a prefix of the opening in the first spelling.
+    # Some formats quote a string only if it contains special characters: `<p><![CDATA[a<b]]></p>`
+    # and `<p>ab</p>`. The opening without the quote is a prefix of the opening with the quote.
     is_constant = opening["type"] == "const_string" and bool(opening["value"])
     shorter = [other for other in part.also if is_constant and part.open.startswith(other.open)]
     options = [
-        _text_until(pattern_node(spelling.open, values), spelling.close)
-        for spelling in (part, *shorter)
+        _text_until(pattern_node(form.open, values), form.close) for form in (part, *shorter)
     ]
     return one_of(*options)
 
@@ -123,10 +122,10 @@ def _tagged_json(
         python_words += ["True", "False"] if "boolean" in types else []
         python_words += ["None"] if "null" in types else []
     options: list[Node] = []
-    for spelling in (part, *part.also):
-        json_value = json_schema(schema, excludes=spelling.close.strip())
+    for form in (part, *part.also):
+        json_value = json_schema(schema, excludes=form.close.strip())
         value = one_of(json_value, *map(const, python_words))
-        options.append(sequence(pattern_node(spelling.open, values), value, const(spelling.close)))
+        options.append(sequence(pattern_node(form.open, values), value, const(form.close)))
     return one_of(*options)
 
 

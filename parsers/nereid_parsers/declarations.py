@@ -77,8 +77,8 @@ class Reasoning:
     Attributes:
         open, close: The markers, as the model writes them: `"<think>\n"`, `"\n</think>\n\n"`.
         opener: The rule for the stage in which the output starts, see `Opener`.
-        also_open, also_close: Other spellings of the markers. The parser accepts these spellings.
-            Constrained output never contains them.
+        also_open, also_close: Alternative markers. The parser accepts these markers, but
+            constrained output never contains them.
         interrupted_by: The markers of tool calls that end the reasoning without a closing marker.
             Such a marker ends the reasoning only if a tool call follows the marker.
         shown: The field in which the client receives the reasoning, see `Shown`.
@@ -97,12 +97,12 @@ class Reasoning:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """All spellings of the opening marker."""
+        """The opening marker and its alternatives."""
         return (self.open, *self.also_open)
 
     @property
     def closes(self) -> tuple[str, ...]:
-        """All spellings of the closing marker."""
+        """The closing marker and its alternatives."""
         return (self.close, *self.also_close)
 
 
@@ -176,7 +176,7 @@ class Messages:
             output contains the header of the first route of a stage.
         ends: The markers that close a body. The start of the next message closes a body too.
         call_end: The member of `ends` that closes only tool calls, or "".
-        body: The spelling of the arguments of a message that is a tool call.
+        body: The form of the arguments in a message that is a tool call.
         tools: The tool calls inside content messages, or None if content messages contain no tool
             calls.
     """

@@ -1,4 +1,4 @@
-"""The declarations of tool calls: the spelling of a tool call, its arguments and its place.
+"""The declarations of tool calls: the text of a tool call, its arguments and its place.
 
 The conventions for markers, patterns and alternatives are described in declarations.py.
 """
@@ -90,8 +90,8 @@ class TaggedArguments:
             parser removes the white space at the end of this pattern once from the value.
         close: The text after the value: `"\n</parameter>\n"`. The parser also removes the white
             space before this marker once from the value.
-        also: Other spellings, which may appear in the same tool call. The field `also` of these
-            spellings must be empty.
+        also: Alternative forms of a tagged value, which may appear in the same tool call. The field
+            `also` of these forms must be empty.
     """
 
     open: str
@@ -166,7 +166,7 @@ NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One spelling of a tool call: opening marker, head, body and closing marker.
+    """One form of a tool call: opening marker, head, body and closing marker.
 
     The *trigger* of a tool call is the text that shows the parser that a tool call starts. The
     trigger is `open`, or the first literal of `head` if `open` is empty. A tool call without a
@@ -179,7 +179,7 @@ class Call:
         head: The pattern between `open` and the body: `"{name}<｜tool▁sep｜>"`. It must contain
             `{name}` if the body does not contain the name, and must not contain `{name}` otherwise.
             If `{name}` occurs several times, the model must write the same name each time.
-        body: The spelling of the arguments, or of the whole tool call.
+        body: The form of the arguments, or of the whole tool call.
         close: The marker after the tool call. May be empty.
         id: The template of the tool call's id, which contains fields of the head:
             `"functions.{name}:{number}"`.
@@ -222,11 +222,11 @@ class ToolSection:
     Both markers are empty if the tool calls are inside the content.
 
     Attributes:
-        calls: The spellings of a tool call. Constrained output contains the first spelling.
+        calls: The forms of a tool call. Constrained output contains the first form.
         open, close: The markers around all tool calls.
         separator: The text between two tool calls: `"\n"`, `"; "` or `", "`. It is not used between
             the members of a JSON array.
-        also_open: Other spellings of `open`.
+        also_open: Alternatives to the marker `open`.
     """
 
     calls: tuple[Call, ...]
@@ -246,5 +246,5 @@ class ToolSection:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """All spellings of the opening marker. Empty if no markers surround the tool calls."""
+        """The opening marker and its alternatives. Empty if no markers surround the tool calls."""
         return (self.open, *self.also_open) if self.open.strip() else ()

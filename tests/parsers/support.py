@@ -34,9 +34,9 @@ PAIRS = (
 
 def conformance() -> Path | None:
     """Return the folder of the conformance cases, or None if there is none."""
-    named = os.environ.get("NEREID_CONFORMANCE")
-    found = Path(named) if named else REPOSITORY.parent / "shared" / "conformance"
-    return found if (found / "roundtrip.jsonl").is_file() else None
+    configured = os.environ.get("NEREID_CONFORMANCE")
+    folder = Path(configured) if configured else REPOSITORY.parent / "shared" / "conformance"
+    return folder if (folder / "roundtrip.jsonl").is_file() else None
 
 
 def all_formats() -> list[Format]:
@@ -110,26 +110,26 @@ def calls(message):
 
 def check_order(events):
     """Assert that calls start in order, and that arguments come between a call's start and end."""
-    begun, ended = [], []
+    started, ended = [], []
     for event in events:
         if isinstance(event, ToolCallStart):
-            assert event.index == len(begun), events
-            begun.append(event.index)
+            assert event.index == len(started), events
+            started.append(event.index)
         elif isinstance(event, ArgumentsDelta):
-            assert event.index in begun, events
+            assert event.index in started, events
             assert event.index not in ended, events
         elif isinstance(event, ToolCallEnd):
             ended.append(event.index)
-    assert begun == ended, events
+    assert started == ended, events
 
 
 def markers_of(fmt: Format) -> list[str]:
     """Return all strings in the declaration of a format, with values for the pattern fields."""
-    found: set[str] = set()
+    markers: set[str] = set()
 
     def visit(part):
         if isinstance(part, str):
-            found.add(part)
+            markers.add(part)
         elif isinstance(part, tuple):
             for inner in part:
                 visit(inner)
@@ -143,5 +143,5 @@ def markers_of(fmt: Format) -> list[str]:
     values = {"{name}": "f", "{key}": "a", "{number}": "0", "{id}": "x1", "{string}": "true",
               "{type}": "string", "{word}": "w", "{rest}": ""}  # fmt: skip
     for slot, value in values.items():
-        found = {marker.replace(slot, value) for marker in found}
-    return sorted(marker for marker in found if marker)
+        markers = {marker.replace(slot, value) for marker in markers}
+    return sorted(marker for marker in markers if marker)

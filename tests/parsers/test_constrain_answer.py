@@ -85,9 +85,11 @@ def test_an_invalid_response_format_is_refused_and_its_field_is_named(answer, wo
 
 def test_the_tag_can_skip_the_reasoning():
     whole = THINKER.structural_tag(response_format=SCHEMA, prompt="<think>\n")
-    behind = THINKER.structural_tag(response_format=SCHEMA, prompt="<think>\n", skip_reasoning=True)
+    answer_only = THINKER.structural_tag(
+        response_format=SCHEMA, prompt="<think>\n", skip_reasoning=True
+    )
     assert "</think>" in json.dumps(whole)
-    assert behind["format"]["type"] == "json_schema"
+    assert answer_only["format"]["type"] == "json_schema"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from nereid_parsers.format import (
     JsonArray,
     JsonObject,
     Keys,
+    NameIsKey,
     NestedTags,
     Sections,
     ToolSection,
@@ -60,8 +61,8 @@ def test_reasoning_closed_twice_leaves_no_marker_in_the_content(size):
     for text in ("<think>a</think>\n</think>\nb", "<think>a</think></think>b"):
         message = parsed(QWEN, text, size)
         assert (message.reasoning, message.content.strip()) == ("a", "b")
-    told = parsed(QWEN, "</think>b", size, prompt="<think>\n\n</think>\n\n")
-    assert (told.reasoning, told.content) == (None, "b")
+    message = parsed(QWEN, "</think>b", size, prompt="<think>\n\n</think>\n\n")
+    assert (message.reasoning, message.content) == (None, "b")
     assert parsed(QWEN, "so </think> closes it", size).content == "so </think> closes it"
 
 
@@ -71,6 +72,13 @@ def test_a_name_that_occurs_twice_in_a_head_must_be_the_same(size):
     good, bad = "to=f<|m|><do f>{}</do>", "to=f<|m|><do g>{}</do>"
     assert calls(parsed(fmt, good, size)) == [("f", {})]
     assert parsed(fmt, bad, size).content == bad
+
+
+@pytest.mark.parametrize("size", [1, 2, 10**6])
+def test_a_bare_object_whose_key_is_the_name_may_be_split_over_several_pieces(size):
+    fmt = fmt_of(Call(JsonArray(NameIsKey())))
+    text = '[{"f": {"a": "x"}}, {"g": {}}]'
+    assert calls(parsed(fmt, text, size, tools=TOOLS)) == [("f", {"a": "x"}), ("g", {})]
 
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])
@@ -180,8 +188,8 @@ DEEPSEEK = get_format("deepseek_v31")
     ],
 )
 def test_a_call_that_is_incomplete_at_the_end_is_markup(fmt, whole, size):
-    begun = whole.index(">", 3) + 1
-    for end in range(begun, len(whole) + 1):
+    beginning = whole.index(">", 3) + 1
+    for end in range(beginning, len(whole) + 1):
         message = parsed(fmt, "So: " + whole[:end], size)
         assert message.content.rstrip() == "So:", whole[:end]
         assert [call.name for call in message.tool_calls] in ([], ["f"])
@@ -197,10 +205,10 @@ def test_an_incomplete_closing_marker_after_a_call_is_markup(end, size):
 
 @pytest.mark.parametrize("size", [1, 3, 10**6])
 def test_an_incomplete_tag_between_arguments_is_not_content(size):
-    begun = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n"
+    beginning = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n"
     rest = "<parameter=b"
     for end in range(len(rest) + 1):
-        message = parsed(CODER, begun + rest[:end], size)
+        message = parsed(CODER, beginning + rest[:end], size)
         assert (calls(message), message.content) == ([("f", {"a": "x"})], None), rest[:end]
 
 
@@ -617,11 +625,11 @@ def test_the_strict_policy_accepts_no_call_message_after_content():
 )
 def test_time_is_linear_for_adversarial_text(text):
     parser = StreamParser(HERMES, new_id=counted_ids())
-    begun = time.process_time()
+    start = time.process_time()
     for char in text:
         parser.feed(char)
     parser.finish()
-    assert time.process_time() - begun < 60e-6 * len(text)
+    assert time.process_time() - start < 60e-6 * len(text)
 
 
 def test_deeply_nested_arguments_raise_nothing():

@@ -39,7 +39,7 @@ from nereid_parsers.formats import (
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.policy import LENIENT, Policy
 
-# All entries, by name.
+# All entries, by the name of the format.
 REASONING: dict[str, ReasoningEntry] = (
     apertus.REASONING | channels.REASONING | cohere.REASONING | deepseek.REASONING
     | gemma.REASONING | glm.REASONING | gpt_oss.REASONING | granite.REASONING | kimi.REASONING
@@ -52,7 +52,7 @@ TOOLS: dict[str, ToolEntry] = (
     | minimax.TOOLS | mistral.TOOLS | pythonic.TOOLS | qwen.TOOLS | seed.TOOLS | step.TOOLS
 )  # fmt: skip
 
-# Other spellings of the names.
+# The aliases, with the names that they stand for.
 REASONING_ALIASES = {
     "apertus": "apertus2509",
     "hunyuan": "hy_v3",
@@ -86,7 +86,7 @@ TOOL_ALIASES = {
 
 
 def normalize(name: str) -> str:
-    """Return the spelling that the tables use for a name. Example: `Qwen-2.5` gives `qwen_2_5`."""
+    """Return `name` as it is written in the tables. Example: `Qwen-2.5` gives `qwen_2_5`."""
     return name.strip().lower().replace("-", "_").replace(".", "_")
 
 
@@ -141,8 +141,8 @@ def get_format(
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
     """Return the key of a name or alias in the tables. The key of an unknown name is the name."""
-    spelling = normalize(name)
-    return aliases.get(spelling, spelling)
+    normal = normalize(name)
+    return aliases.get(normal, normal)
 
 
 def _find_reasoning(name: str) -> ReasoningEntry:
@@ -173,7 +173,7 @@ class ListedName:
     Attributes:
         name: The name.
         kind: "reasoning" or "tools".
-        aliases: Other spellings of the name.
+        aliases: The aliases of the name.
         source: The source of the declaration.
     """
 

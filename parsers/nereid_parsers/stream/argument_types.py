@@ -176,20 +176,24 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
     literal = _parse_literal(text.strip())
     if literal is not None:
         json_type, json_text = literal
-        if _is_returned_as(json_type, types):
+        if _keeps_type(json_type, types):
             return json_text
     return json.dumps(text, ensure_ascii=False)
 
 
-def _is_returned_as(json_type: str, types: frozenset[str] | None) -> bool:
-    """Return whether a value of type `json_type` is returned with this type, not as a string.
+def _keeps_type(json_type: str, types: frozenset[str] | None) -> bool:
+    """Return whether a value of type `json_type` keeps this type, or becomes a string.
+
+    Examples: the text `12` stays an integer if the schema allows "number", and becomes a string if
+    the schema allows only "string".
 
     Args:
         json_type: The JSON type of the value.
         types: The JSON types that the schema allows, or None if they are not known.
     """
     if json_type == "string":
-        # The text starts and ends with a quote. If a string is allowed, these quotes belong to it.
+        # The text starts and ends with a quote. If the schema allows a string, the quotes are a
+        # part of the string.
         return types is not None and "string" not in types
     if types is None or json_type in types:
         return True
@@ -197,7 +201,8 @@ def _is_returned_as(json_type: str, types: frozenset[str] | None) -> bool:
         return True
     if "string" in types:
         return False
-    # The schema does not allow the type of this value. Some of these values are returned unchanged.
+    # The schema allows neither the type of this value nor a string. Only a boolean or a number
+    # becomes a string, unless the schema demands an integer and the number is a fraction.
     is_fraction_for_integer = json_type == "number" and "integer" in types
     return is_fraction_for_integer or json_type in ("null", "object", "array")
 

@@ -73,9 +73,10 @@ class BodyReader:
         self.is_final = False
 
     def begin(self) -> None:
-        """Start the tool call if its head proves the tool call. Otherwise the body must prove it.
+        """Start the tool call, if the head alone shows that the text is a tool call.
 
-        Set the status BROKEN if the text must be treated as content.
+        Set the status BROKEN if the tool call cannot start, so that its text becomes content. Most
+        readers do nothing here, because they start the tool call when they read the body.
         """
 
     def read(self, text: str, pos: int) -> int:

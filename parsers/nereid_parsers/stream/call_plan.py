@@ -38,7 +38,7 @@ from nereid_parsers.tool_declarations import (
 
 
 class CallPlan:
-    """The compiled declaration of one spelling of a tool call.
+    """The compiled declaration of one form of a tool call.
 
     Attributes:
         call: The declaration.
@@ -149,7 +149,7 @@ class ExpectedCall:
     """The tool call that may start at the current position.
 
     Attributes:
-        plans: The possible spellings, in the order in which they are tried.
+        plans: The possible forms, in the order in which they are tried.
         opening: The text that indicates the tool call: a marker, the first character of a tool call
             without a marker, or "" inside a tool section. Without a tool call, this text is
             content.
@@ -161,10 +161,10 @@ class ExpectedCall:
     is_certain: bool
 
     def match(self, buffer: TextBuffer) -> tuple[CallPlan, Head] | int:
-        """Match the unread text with each spelling.
+        """Match the unread text with each form.
 
         Returns:
-            The spelling that matches and the matched head, or NEED_MORE or NO_MATCH.
+            The form that matches and the matched head, or NEED_MORE or NO_MATCH.
         """
         for plan in self.plans:
             head = plan.match(buffer.text, buffer.pos, buffer.is_final)
@@ -179,7 +179,7 @@ class ExpectedCall:
 
         Args:
             buffer: The text at the end of the message.
-            with_bare: Whether spellings without a marker are considered too.
+            with_bare: Whether tool calls without a marker are considered too.
         """
         return any(
             plan.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE

@@ -56,7 +56,7 @@ class CallReader:
         self._is_in_section = False
         self._expected = ExpectedCall(plan.calls.all, "", is_certain=True)
         self._open_call: OpenCall | None = None
-        # The spelling of the last tool call, and the closing markers that may still follow it.
+        # The form of the last tool call, and the closing markers that may still follow it.
         self._last_plan: CallPlan | None = None
         self._closing_markers: tuple[str, ...] = ()
 
@@ -184,7 +184,8 @@ class CallReader:
         body.begin()
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # The machine would read the body only when more text arrives. Some tool calls start now.
+        # Without unread text, the machine reads the body only when more text arrives. Some tool
+        # calls can start before that, so the body is read here.
         return self.read_body() or State.CALL_BODY
 
     def read_body(self) -> State | None:

@@ -45,12 +45,12 @@ class MarkerKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CallPlans:
-    """The compiled declarations of all spellings of a tool call.
+    """The compiled declarations of all forms of a tool call.
 
     Attributes:
-        all: All spellings, in the order in which they are tried.
-        by_trigger: The spellings, by the marker in the content that starts them.
-        bare: The spellings that start without a marker.
+        all: All forms, in the order in which they are tried.
+        by_trigger: The forms, by the marker in the content that starts them.
+        bare: The forms that start without a marker.
         kinds: The meanings of the markers that belong to tool calls.
     """
 
@@ -72,9 +72,9 @@ class FormatPlan:
             content.
         kinds: The meanings of the markers outside the reasoning.
         reasoning_kinds: The meanings of the markers inside the reasoning.
-        calls: The spellings of a tool call.
+        calls: The forms of a tool call.
         routes: The message headers.
-        message_call: The spelling of a tool call that consists of a whole message, or None.
+        message_call: The form of a tool call that is a message of its own, or None.
     """
 
     layout: Sections | Messages
@@ -179,12 +179,12 @@ def _visible(markers: tuple[str, ...]) -> Iterator[str]:
 
 
 def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CallPlans:
-    """Compile all spellings of a tool call.
+    """Compile all forms of a tool call.
 
     Args:
         tools: The declaration of the tool calls, or None if the content contains no tool calls.
-        allows_bare: Whether a tool call without a marker may start in the content. Even then, it
-            may not if markers surround the tool section.
+        allows_bare: Whether a tool call without a marker may start in the content. If markers
+            surround the tool section, such a tool call never starts in the content.
     """
     if tools is None:
         return CallPlans()
@@ -198,15 +198,16 @@ def _compile_calls(tools: ToolSection | None, allows_bare: bool) -> CallPlans:
 def _group_by_trigger(
     tools: ToolSection, plans: tuple[CallPlan, ...]
 ) -> dict[str, tuple[CallPlan, ...]]:
-    """Return the spellings of a tool call, by the marker in the content that starts them.
+    """Return the forms of a tool call, by the marker in the content that starts them.
 
     Example: `{"<tool_call>": (plan,)}`.
     """
     by_trigger: dict[str, tuple[CallPlan, ...]] = {}
     for plan in plans:
         trigger = plan.call.trigger
-        # A model may omit the marker of the tool section. The content can then only contain tool
-        # calls that have an opening marker. The first literal of a head is too short to find one.
+        # A model may omit the opening marker of the tool section. The content can then contain tool
+        # calls that have an opening marker of their own. The first literal of a head is too short
+        # to identify a tool call in the content.
         if trigger and (not tools.opens or plan.call.open.strip()):
             by_trigger[trigger] = (*by_trigger.get(trigger, ()), plan)
     return by_trigger

@@ -27,7 +27,7 @@ class OpenCall:
     """A tool call, or a list of tool calls, whose head has been read.
 
     Attributes:
-        plan: The spelling of the tool call.
+        plan: The form of the tool call.
         is_certain: Whether a marker proves that the text is a tool call.
     """
 

@@ -118,7 +118,7 @@ def parse(
     prompt: str | None = None,
     policy: Policy | None = None,
 ) -> Message:
-    r"""Parse a complete message. The parameters are those of `StreamParser`.
+    r"""Parse a complete message. For the parameters see `StreamParser`.
 
     Example: `parse("<think>\nHm\n</think>\n\nHi", format=get_format("qwen3"))` returns
     `Message(reasoning="Hm", content="Hi", tool_calls=[])`.

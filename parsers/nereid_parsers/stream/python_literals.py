@@ -205,7 +205,7 @@ class LiteralReader:
         return pos + 1
 
     def _find_quote(self, text: str, pos: int, is_final: bool) -> str | None:
-        """Return the quote at `pos`, "" if there is no quote, or None if more text must decide.
+        """Return the quote at `pos`, "" if there is no quote, or None if more text is required.
 
         Example: the text `""` may be an empty string, or the start of a string in triple quotes.
         """

@@ -37,7 +37,7 @@ _STRING_TYPE_NAMES = ("string", "str")
 
 
 class TagPlan:
-    """The compiled declaration of one spelling of a tagged value.
+    """The compiled declaration of one form of a tagged value.
 
     Attributes:
         key: The pattern before the value.
@@ -50,7 +50,7 @@ class TagPlan:
     """
 
     def __init__(self, part: TaggedArguments) -> None:
-        r"""Compile one spelling of a tagged value.
+        r"""Compile one form of a tagged value.
 
         Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value
         `a`.
@@ -76,12 +76,12 @@ class TagOpening:
     """The matched opening of a tagged value, for example `<parameter=city>`.
 
     Attributes:
-        spelling: The spelling of the tagged value.
+        form: The form of the tagged value.
         end: The position after the opening.
         fields: The values of the pattern's fields, for example `{"key": "city"}`.
     """
 
-    spelling: TagPlan
+    form: TagPlan
     end: int
     fields: dict[str, str]
 
@@ -90,27 +90,27 @@ class TagsPlan:
     """The compiled declaration of tagged arguments.
 
     Attributes:
-        spellings: The spellings of a tagged value, in the order in which they are tried.
+        forms: The forms of a tagged value, in the order in which they are tried.
         stop_markers: The markers that end the body. They do not belong to the body.
     """
 
     def __init__(self, part: TaggedArguments, stop_markers: tuple[str, ...]) -> None:
-        self.spellings = tuple(TagPlan(spelling) for spelling in (part, *part.also))
+        self.forms = tuple(TagPlan(form) for form in (part, *part.also))
         self.stop_markers = stop_markers
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | int:
         """Match the opening of a tagged value at `pos`, or return NEED_MORE or NO_MATCH.
 
-        Example: `<parameter=city>` matches the spelling `<parameter={key}>` with the fields
+        Example: `<parameter=city>` matches the form `<parameter={key}>` with the fields
         `{"key": "city"}`. The text `<param` gives NEED_MORE.
         """
-        for spelling in self.spellings:
+        for form in self.forms:
             fields: dict[str, str] = {}
-            end = spelling.key.match(text, pos, is_final, fields)
+            end = form.key.match(text, pos, is_final, fields)
             if end == NEED_MORE:
                 return NEED_MORE
             if end != NO_MATCH:
-                return TagOpening(spelling, end, fields)
+                return TagOpening(form, end, fields)
         return NO_MATCH
 
     def match_start(self, text: str, pos: int, is_final: bool) -> int:
@@ -150,7 +150,7 @@ class TaggedReader(StepReader):
         self._num_arguments = 0
         # These attributes describe the current value. `_value_pieces` contains the text of the
         # value only if the value is not written as it arrives.
-        self._spelling = plan.spellings[0]
+        self._form = plan.forms[0]
         self._key = ""
         self._types: frozenset[str] | None = None
         self._value_pieces: list[str] = []
@@ -180,7 +180,7 @@ class TaggedReader(StepReader):
             return pos
         opening = plan.match(text, pos, self.is_final)
         if isinstance(opening, TagOpening):
-            self._spelling = opening.spelling
+            self._form = opening.form
             self._start_value(opening.fields)
             return opening.end
         if opening == NEED_MORE:
@@ -214,7 +214,7 @@ class TaggedReader(StepReader):
 
         Example: for the declaration `"<parameter={key}>\n"`, one line break is skipped.
         """
-        padding = self._spelling.padding
+        padding = self._form.padding
         if text.startswith(padding, pos):
             pos += len(padding)
         elif not self.is_final and padding.startswith(text[pos:]):
@@ -233,12 +233,12 @@ class TaggedReader(StepReader):
         the closing marker `</p>`, the text `a</p>` gives `(1, 5)`, `a</` gives `(1, 1)` and `ab`
         gives `(2, 2)`.
         """
-        spelling = self._spelling
-        find = spelling.find_end if self.is_final else spelling.find_possible_end
+        form = self._form
+        find = form.find_end if self.is_final else form.find_possible_end
         match = find(text, pos)
         if match is None:
             return len(text), len(text)
-        if text.endswith(spelling.close, match.start(), match.end()):
+        if text.endswith(form.close, match.start(), match.end()):
             return match.start(), match.end()
         return match.start(), match.start()
 

@@ -248,12 +248,12 @@ class TextReader:
         return State.CONTENT
 
     def _is_marker_here(self, kind: MarkerKind) -> bool:
-        """Return whether a marker of the reasoning counts as a marker at this place in the content.
+        """Return whether a marker of the reasoning is a marker here, rather than content.
 
-        Before the first content and the first tool call, a marker counts until the reasoning has
-        ended. If content may precede tool calls, two more markers count: a second closing marker
-        before the first content, and an opening marker directly after another marker. Every other
-        marker of the reasoning is content.
+        Before the first content and the first tool call, it is a marker if the reasoning has not
+        ended. If content may precede tool calls, there are two more cases: a second closing marker
+        before the first content, and an opening marker directly after another marker. In all other
+        cases, the text of the marker is content.
         """
         is_opening = kind is MarkerKind.OPEN_REASONING
         if is_opening and self._text.is_after_marker and not self._calls_first:

@@ -215,7 +215,8 @@ class TextWriter:
 
         Args:
             text: The text.
-            may_be_reread: Whether the text may be read again. If so, it is stored until `end_call`.
+            may_be_reread: Whether the text may be read again. If so, the text is stored until
+                `end_call`.
         """
         if self._trace is None and not self._num_prompt_chars:
             return

@@ -89,7 +89,7 @@ def structural_tag(
 
 
 def _no_end_marker(fmt: FormatData) -> ConstraintError:
-    """Return the error for output that starts inside reasoning that no marker can close."""
+    """Return the error for a prompt that ends inside reasoning which no marker can close."""
     return ConstraintError(
         f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
         "ends the reasoning. The output after such a prompt cannot be constrained."
@@ -168,12 +168,11 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
             f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
             "format that defines tool calls, or send a request without tools."
         )
-    if not request.must_call and content is None:
-        return _text_with_calls(layout.tools, request)
-    calls = section_node(layout.tools, request.tools, request.is_single)
     if not request.must_call:
-        assert content is not None
-        return one_of(calls, content)
+        if content is None:
+            return _text_with_calls(layout.tools, request)
+        return one_of(section_node(layout.tools, request.tools, request.is_single), content)
+    calls = section_node(layout.tools, request.tools, request.is_single)
     # Templates and models write different white space around tool calls.
     empty_content = _empty_content_nodes(layout.content)
     return sequence(*empty_content, BLANKS, without_outer_blanks(calls), BLANKS)
@@ -210,15 +209,15 @@ def _text_with_calls(tools: ToolSection, request: Request) -> Node:
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
     """
     first = tools.calls[0]
-    accepts_all_tools = isinstance(first.body, JsonArray | PythonCalls)
-    if accepts_all_tools and not (tools.opens or first.trigger):
-        # Any text may contain brackets. A bracket starts tool calls only at the start of the
-        # output.
+    is_list = isinstance(first.body, JsonArray | PythonCalls)
+    if is_list and not (tools.opens or first.trigger):
+        # A list without a marker starts with a bracket, which other text may contain too. Such a
+        # list is therefore allowed only at the start of the output.
         text = sequence(_NO_BRACKET, any_text())
         return one_of(section_node(tools, request.tools, request.is_single), text)
     if tools.opens:
         tags = [tag(section_node(tools, request.tools, request.is_single))]
-    elif accepts_all_tools:
+    elif is_list:
         tags = [tag(call_node(first, request.tools, request.is_single))]
     else:
         tags = [tag(call_node(first, (tool,), request.is_single)) for tool in request.tools]

@@ -35,8 +35,8 @@ _STRING_ONLY = frozenset({"string"})
 # for single quotes cannot enforce the keyword.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# If a tool has no required arguments, a list of arguments can start with any of this number of
-# optional arguments. The limit keeps the grammar small.
+# If a tool has no required arguments, any of its first 12 optional arguments can be the first one
+# that the model writes. The limit keeps the grammar small.
 _MAX_FIRST_MEMBERS = 12
 
 

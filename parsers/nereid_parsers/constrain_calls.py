@@ -83,7 +83,7 @@ def _list_node(section: ToolSection, tools: tuple[ToolSchema, ...], is_single: b
 
 
 def trigger_of(section: ToolSection) -> str:
-    """Return the text in the content that shows that a tool call starts.
+    """Return the text that marks the start of a tool call inside the content.
 
     Examples: `"<tool_call>"` for tool calls with this marker. `'{"name": "'` for JSON objects
     without a marker and with the default keys.

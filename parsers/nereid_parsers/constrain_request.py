@@ -49,7 +49,7 @@ class ToolSchema:
 
     @property
     def optional_keys(self) -> list[str]:
-        """The names of all other arguments, in the schema's order."""
+        """The names of the optional arguments, in the schema's order."""
         required = self.required_keys
         return [key for key in self._keys() if key not in required]
 

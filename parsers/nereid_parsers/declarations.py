@@ -42,7 +42,9 @@ class Stage(Enum):
 
 
 class Opener(Enum):
-    """The rule for the stage in which the output starts, if the prompt's end does not decide.
+    """The rule that selects the stage in which the output starts.
+
+    The rule applies if the prompt does not end with a marker of the reasoning.
 
     MODEL   The model writes the opening marker of the reasoning itself. The output starts in the
             content.
@@ -164,9 +166,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The layout of a sequence of messages: `start`, header, `header_end` and body of each.
+    """The layout of a sequence of messages.
 
-    One of the markers in `ends` may close the body. The generation prompt ends with `start` or
+    Each message consists of `start`, a header, `header_end` and a body. One of the markers in `ends` may close the body. The generation prompt ends with `start` or
     inside a body. If it ends with `start`, the output starts inside a header.
 
     Attributes:

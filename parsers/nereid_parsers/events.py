@@ -71,7 +71,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A parsed message. A text that the model did not write is None."""
+    """A parsed message. `reasoning` and `content` are None if the model wrote no such text."""
 
     reasoning: str | None = None
     content: str | None = None

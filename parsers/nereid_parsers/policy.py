@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class TextRule(Enum):
-    """The rule for content next to tool calls.
+    """The rule for content before, between and after tool calls.
 
     FREE         Content may precede, separate and follow tool calls. The parser returns all
                  content.
@@ -20,7 +20,7 @@ class TextRule(Enum):
 
 
 class StrayClose(Enum):
-    """The meaning of a closing marker of the reasoning without an opening marker.
+    """The meaning of a closing marker of the reasoning that no opening marker precedes.
 
     The rule applies only if the prompt is not known.
 

@@ -190,12 +190,13 @@ class CallReader:
 
     def read_body(self) -> State | None:
         """Read a part of the body of a tool call, and return the next state."""
-        assert self._open_call is not None
-        outcome = self._open_call.read()
+        call = self._open_call
+        assert call is not None
+        outcome = call.read()
         if outcome is None:
             return None
         if outcome is Outcome.ENDED:
-            return self._end_call(self._open_call.plan)
+            return self._end_call(call.plan)
         if outcome is Outcome.BROKEN:
             return State.BROKEN_CALL
         return self.reject(0, _NO_CALL)

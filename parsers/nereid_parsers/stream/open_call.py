@@ -57,7 +57,8 @@ class OpenCall:
         writer = self._writer
         text_writer = self._text
         was_open = writer.is_open
-        body.is_final = buffer.is_final
+        if buffer.is_final:
+            body.is_final = True
         start = buffer.pos
         buffer.pos = body.read(buffer.text, start)
         if writer.is_open:

@@ -89,7 +89,7 @@ class TextWriter:
         if not body:
             self._blanks.append(text)
             return
-        trailing_blanks = text[len(body) :]
+        body_end = len(body)
         if self._blanks:
             body = "".join(self._blanks) + body
             self._blanks = []
@@ -99,8 +99,8 @@ class TextWriter:
             is_first = event_type is ReasoningDelta or not self.has_content
             body = self._without_blank_lines(body) if is_first else body
             self.is_after_marker = False
-        if trailing_blanks:
-            self._blanks.append(trailing_blanks)
+        if body_end < len(text):
+            self._blanks.append(text[body_end:])
         self.has_text = True
         if event_type is ContentDelta:
             self.has_content = True

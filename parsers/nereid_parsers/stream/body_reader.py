@@ -64,6 +64,8 @@ class BodyReader:
             the JSON text of the arguments.
     """
 
+    __slots__ = ("is_final", "last_call_end", "status", "writer")
+
     is_verbatim: ClassVar[bool] = False
 
     def __init__(self, writer: CallWriter) -> None:
@@ -117,6 +119,8 @@ class BodyReader:
 
 class StepReader(BodyReader):
     """Reads a body in steps. Each step stores the step that follows in `_step`."""
+
+    __slots__ = ("_step",)
 
     def __init__(self, writer: CallWriter, first_step: Step) -> None:
         super().__init__(writer)

@@ -30,6 +30,11 @@ class CallReader:
     and returns the next state, or None if it needs more text.
     """
 
+    __slots__ = (
+        "_buffer", "_calls_first", "_closing_markers", "_expected", "_is_in_section", "_last_plan",
+        "_open_call", "_plan", "_text", "_writer",
+    )  # fmt: skip
+
     def __init__(
         self,
         plan: FormatPlan,

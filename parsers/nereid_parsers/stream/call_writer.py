@@ -41,6 +41,12 @@ class CallWriter:
         num_started: The number of tool calls that have started, including discarded tool calls.
     """
 
+    __slots__ = (
+        "_arguments", "_broken_arguments", "_call_id", "_events", "_has_written", "_is_discarded",
+        "_name", "_new_id", "_num_cuts", "_unknown_tool", "is_open", "keeps_arguments",
+        "last_index", "num_started", "tools",
+    )  # fmt: skip
+
     def __init__(
         self, events: list[Event], tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:

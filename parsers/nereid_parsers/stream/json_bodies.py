@@ -17,6 +17,8 @@ from nereid_parsers.tool_declarations import Keys, NameIsKey
 class JsonArgumentsReader(BodyReader):
     """Reads arguments that are written as a JSON object, for example `{"city": "Paris"}`."""
 
+    __slots__ = ("_head", "_scanner")
+
     is_verbatim = True
 
     def __init__(self, writer: CallWriter, head: Head) -> None:

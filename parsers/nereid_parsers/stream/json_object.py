@@ -39,6 +39,11 @@ class ObjectReader(StepReader):
     stores the arguments until the name has been read.
     """
 
+    __slots__ = (
+        "_call_id", "_early_arguments", "_has_arguments", "_is_certain", "_key", "_keys", "_name",
+        "_on_string", "_outer_keys", "_scanner", "_value_pieces",
+    )  # fmt: skip
+
     is_verbatim = True
 
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, is_certain: bool) -> None:

@@ -28,6 +28,8 @@ class JsonScanner:
     string does not end the value. The scanner also accepts some values that are not valid JSON.
     """
 
+    __slots__ = ("_closing_brackets", "_is_escaped", "_is_in_string", "status")
+
     def __init__(self) -> None:
         self._closing_brackets = ""
         self._is_in_string = False

@@ -31,6 +31,8 @@ class OpenCall:
         is_certain: Whether a marker proves that the text is a tool call.
     """
 
+    __slots__ = ("_body", "_buffer", "_text", "_writer", "is_certain", "plan")
+
     def __init__(
         self,
         plan: CallPlan,

@@ -12,6 +12,8 @@ class TextBuffer:
         is_final: Whether no more text follows.
     """
 
+    __slots__ = ("is_final", "pos", "text")
+
     def __init__(self) -> None:
         self.text = ""
         self.pos = 0

@@ -34,6 +34,11 @@ class TextReader:
             ends without a marker.
     """
 
+    __slots__ = (
+        "_buffer", "_calls", "_calls_first", "_plan", "_reasoning", "_stray_close", "_text",
+        "_unclassified_text", "has_reasoned", "is_reasoning_by_default",
+    )  # fmt: skip
+
     def __init__(
         self,
         plan: FormatPlan,

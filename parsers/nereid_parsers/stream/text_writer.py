@@ -39,6 +39,11 @@ class TextWriter:
         tentative: The pieces of the tentative text.
     """
 
+    __slots__ = (
+        "_blanks", "_call_text", "_events", "_num_prompt_chars", "_trace", "has_content",
+        "has_text", "is_after_marker", "tentative",
+    )  # fmt: skip
+
     def __init__(self, events: list[Event]) -> None:
         self.has_content = False
         self.is_after_marker = False

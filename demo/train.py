@@ -283,14 +283,20 @@ class Run:
     """A training run that can be stopped after any 100 steps and continued with the same result.
 
     The work folder contains the last checkpoint and `state.pt`, which contains the recipe, the
-    progress and the state of the optimizers.
+    progress and the state of the optimizers. A run can start from the weights of a checkpoint; the
+    new checkpoint's record then contains the record of that checkpoint under "previous".
     """
 
-    def __init__(self, recipe: Recipe, work: Path) -> None:
+    def __init__(self, recipe: Recipe, work: Path, start_from: Path | None = None) -> None:
         self._recipe, self._work = recipe, work
         self._state_file = work / "state.pt"
+        self._previous = _read_record(start_from)
         state = self._load_state()
-        if state is None:
+        if state is None and start_from is not None:
+            self._tokenizer = AutoTokenizer.from_pretrained(start_from)
+            self._model = make_model(recipe, self._tokenizer)
+            self._model.load_state_dict(Qwen3ForCausalLM.from_pretrained(start_from).state_dict())
+        elif state is None:
             self._tokenizer = make_tokenizer(recipe)
             self._model = make_model(recipe, self._tokenizer)
         else:
@@ -309,7 +315,7 @@ class Run:
         if not self._state_file.exists():
             return None
         state: dict[str, Any] = torch.load(self._state_file, weights_only=True)
-        if state["recipe"] != asdict(self._recipe):
+        if state["recipe"] != asdict(self._recipe) or state["previous"] != self._previous:
             print(f"{self._work} contains a run with another recipe, which is overwritten")
             return None
         return state
@@ -344,6 +350,7 @@ class Run:
         self.save(self._work)
         state = {
             "recipe": asdict(self._recipe),
+            "previous": self._previous,
             "progress": vars(self._progress),
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state(),
@@ -354,7 +361,16 @@ class Run:
 
     def save(self, folder: Path) -> None:
         """Write the checkpoint with the record of its training."""
-        save(self._model, self._tokenizer, folder, self._progress.record(self._recipe))
+        record = self._progress.record(self._recipe) | {"previous": self._previous}
+        save(self._model, self._tokenizer, folder, record)
+
+
+def _read_record(folder: Path | None) -> dict[str, Any] | None:
+    """Return the content of a checkpoint's training.json, or None if there is no checkpoint."""
+    if folder is None:
+        return None
+    record: dict[str, Any] = json.loads((folder / "training.json").read_text())
+    return record
 
 
 def save(
@@ -402,14 +418,21 @@ def main() -> None:
         default=0,
         help="stop after this time; the same command continues the run (default: no limit)",
     )
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        help="a checkpoint whose tokenizer and weights the training starts with "
+        "(default: a new tokenizer and random weights)",
+    )
     for name, value in asdict(Recipe()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
     arguments = vars(parser.parse_args())
     output, work, minutes = (arguments.pop(name) for name in ("output", "work", "minutes"))
+    start_from = arguments.pop("start_from")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.utils.logging.disable_progress_bar()
-    run = Run(Recipe(**arguments), work)
+    run = Run(Recipe(**arguments), work, start_from)
     if run.train(minutes):
         run.save(output)
         print(f"saved {output}")

@@ -270,11 +270,6 @@ _LIST_REQUESTS = (
     "Make a list of {n} {kind}.",
     "Write down {n} {kind}.",
 )
-SPELLABLE = split(
-    "cat dog house apple hello world tree book water bread green table chair light music paper "
-    "river stone cloud horse mouse happy train friend school garden banana orange summer winter "
-    "flower bridge kitchen window doctor teacher animal computer elephant"
-)
 
 
 def capital(rng: Random) -> tuple[str, str, str, Message]:
@@ -442,41 +437,6 @@ def common(rng: Random, held_out: bool) -> Exchange:
         return user if held_out or ":" in user else "", plain(
             "common knowledge", vary(rng, user), reasoning, answer
         )
-
-    return draw(make, held_out)
-
-
-def spelling(rng: Random, held_out: bool) -> Exchange:
-    """Spell a word or write it in capital letters. It is held out by the words of the request."""
-
-    def make() -> tuple[str, Exchange]:
-        word = rng.choice(SPELLABLE)
-        if rng.random() < 0.5:
-            form = rng.choice(
-                (
-                    "Spell {0}.",
-                    "Spell the word {0}.",
-                    "How do you spell {0}?",
-                    'Spell "{0}".',
-                    "Can you spell {0}?",
-                    "Please spell {0}.",
-                )
-            )
-            answer = "-".join(word.upper())
-        else:
-            form = rng.choice(
-                (
-                    'Write "{0}" in capital letters.',
-                    "Write {0} in capitals.",
-                    "Write {0} in uppercase.",
-                    'Make "{0}" uppercase.',
-                    "Uppercase {0}.",
-                    "Convert {0} to uppercase.",
-                )
-            )
-            answer = word.upper()
-        user = form.format(word)
-        return user, plain("spelling", vary(rng, user), f"The word is {word}.", answer)
 
     return draw(make, held_out)
 

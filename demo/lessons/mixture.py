@@ -72,22 +72,21 @@ class Skill:
 
 
 _LESSONS: dict[str, tuple[float, Lesson]] = {
-    "small talk": (8, small_talk.talk),
+    "small talk": (6, small_talk.talk),
     "addition": (10, arithmetic.sums),
     "subtraction": (14, arithmetic.differences),
-    "times table": (5, arithmetic.products),
-    "world facts": (8, world.facts),
+    "times table": (9, arithmetic.products),
+    "world facts": (5, world.facts),
     "capitals": (7, knowledge.lesson("capitals", knowledge.capital)),
     "translation": (6, knowledge.lesson("translation", knowledge.translation)),
-    "common knowledge": (6, knowledge.common),
+    "common knowledge": (8, knowledge.common),
     "lists": (5, knowledge.lesson("lists", knowledge.counted_list)),
-    "counting": (1, knowledge.lesson("counting", knowledge.counting)),
-    "spelling": (2, knowledge.spelling),
+    "counting": (3, knowledge.lesson("counting", knowledge.counting)),
     "stories and poems": (4, writing.write),
     "declines": (6, _declines),
     "JSON extraction": (6, extraction.extract),
     "schema": (13, structured.answer_with_object),
-    "answers from passages": (4, reading.read),
+    "answers from passages": (6, reading.read),
 }
 # Exchanges that may come before the one that counts, by how often they do.
 _FAMILIAR = {
@@ -182,12 +181,12 @@ SKILLS: dict[str, Skill] = {
     **{name: Skill(weight, 0.9, _alone(lesson)) for name, (weight, lesson) in _LESSONS.items()},
     "follow-up": Skill(2, 0.9, _follow_up),
     "remembers a name": Skill(2, 0.9, _name),
-    "tool call": Skill(26, 0.9, _with_tools("tool call")),
+    "tool call": Skill(50, 0.9, _with_tools("tool call")),
     "tool again": Skill(2, 0.9, _tool_again),
-    "two tool calls": Skill(6, 0.9, _with_tools("two tool calls")),
-    "declines, no tool fits": Skill(7, 0.9, _with_tools("declines, no tool fits")),
-    "plain beside tools": Skill(5, 0.9, _with_tools("plain beside tools")),
-    "answers from results": Skill(6, 0.9, _with_tools("answers from results")),
+    "two tool calls": Skill(14, 0.9, _with_tools("two tool calls")),
+    "declines, no tool fits": Skill(14, 0.9, _with_tools("declines, no tool fits")),
+    "plain beside tools": Skill(8, 0.9, _with_tools("plain beside tools")),
+    "answers from results": Skill(8, 0.9, _with_tools("answers from results")),
     "unseen names and keys": Skill(0, 0.9, _with_tools("tool call", new_names=True)),
     "unseen tools": Skill(0, 0.9, _with_tools("tool call", unseen=True)),
 }

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class
     if name == "Engine":
         from nereid_backend.engine import Engine
 

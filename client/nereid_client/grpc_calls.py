@@ -1,11 +1,11 @@
 """gRPC calls of a Triton server that can be cancelled without a memory leak.
 
 grpc.aio frees the memory of an operation, its response included, only if the task that awaits the
-operation runs to its end (issue 43360 of gRPC). Therefore no such task may be cancelled, neither by
-the cancellation of our own task (hence the shields below) nor by the method `cancel` of a call,
-which cancels its tasks too. This module cancels only the underlying call; the tasks that await it
-then end by themselves. A failed operation is not freed either, so a stream that is cancelled before
-its first response still leaks about 100 bytes.
+operation runs to its end (issue 43360 of gRPC). Therefore no such task may be cancelled. If the
+task of a request is cancelled, `asyncio.shield` protects the tasks of gRPC. The method `cancel` of
+a call would cancel these tasks too, so this module cancels only the underlying call; the tasks that
+await the call then end by themselves. The memory of a failed operation is not freed either, so a
+stream that is cancelled before its first response still leaks about 100 bytes.
 """
 
 import asyncio
@@ -57,12 +57,12 @@ class TritonCalls:
 
         Raises:
             grpc.RpcError: the call failed.
-            BackendError: the call was cancelled, but not the task.
+            BackendError: the server cancelled the call.
         """
         return await self._response(self._stub.ModelInfer(request))
 
     def stream(self, request: Any) -> "Stream":  # noqa: ANN401 - a protobuf message
-        """Send a ModelInferRequest that is answered with several responses."""
+        """Send a ModelInferRequest to a model that answers with several responses."""
 
         async def request_once() -> Any:  # noqa: ANN401
             yield request
@@ -92,7 +92,7 @@ class TritonCalls:
         await self._channel.close()
 
     async def _response(self, call: Any) -> Any:  # noqa: ANN401 - untyped library
-        """Return the response of a unary call. Cancel the call if our own task is cancelled."""
+        """Return the response of a unary call. Cancel the call if the calling task is cancelled."""
         reading = asyncio.ensure_future(_await(call))
         try:
             return await _shielded(reading)
@@ -102,7 +102,7 @@ class TritonCalls:
             raise
 
     def _run_detached(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run work to its end, even if nothing awaits it. `close` waits for it."""
+        """Run a coroutine to its end in a task. Only `close` waits for this task."""
         task = asyncio.create_task(work)
         self._detached.add(task)
         task.add_done_callback(self._detached.discard)
@@ -116,7 +116,7 @@ class Stream:
 
     Args:
         call: the stream call of grpc.aio.
-        run_detached: runs work to its end, even if nothing awaits it.
+        run_detached: runs a coroutine to its end in a task of its own.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Stream:
 
         Raises:
             grpc.RpcError: the call failed.
-            BackendError: the call was cancelled, but not the task.
+            BackendError: the server cancelled the call.
         """
         while not self._responses:
             if self._reading.done():
@@ -222,7 +222,7 @@ def decode_strings(raw: bytes) -> list[bytes]:
 
 
 async def _shielded(reading: asyncio.Future[Any]) -> Any:  # noqa: ANN401 - untyped library
-    """Return the result of a task. If our own task is cancelled, the other task continues."""
+    """Return the result of the task `reading`, which continues if the calling task is cancelled."""
     try:
         return await asyncio.shield(reading)
     except asyncio.CancelledError:
@@ -232,8 +232,8 @@ async def _shielded(reading: asyncio.Future[Any]) -> Any:  # noqa: ANN401 - unty
 def _cancellation() -> BaseException:
     """Return the exception to raise for a CancelledError.
 
-    grpc raises a CancelledError also if only the call was cancelled, and not our own task. Only
-    the second case may cancel the task.
+    grpc raises a CancelledError in two cases: the calling task was cancelled, or only the gRPC call
+    was cancelled. In the second case, the calling task must go on, so it gets a BackendError.
     """
     task = asyncio.current_task()
     if task is None or not task.cancelling():

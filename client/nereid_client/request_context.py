@@ -19,7 +19,7 @@ from nereid_client.triton_backend import Backend
 
 R = TypeVar("R", bound=BaseModel)
 
-_TOO_DEEP = "The request body is nested too deeply"
+_TOO_DEEP = "The JSON of the request body is nested too deeply. Send a body with less nesting."
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def request_id_of(request: Request) -> str:
 
 
 def unique_request_id(request: Request) -> str:
-    """Return an id for the backend: the id of the request, with a random end.
+    """Return an id for the backend: the id of the request with a random suffix.
 
-    Clients may send the same X-Request-Id twice, but the backend needs unique ids.
+    Clients may send the same X-Request-Id twice, but the backend requires unique ids.
     """
     return f"{request_id_of(request)}-{secrets.token_hex(4)}"
 

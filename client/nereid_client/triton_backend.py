@@ -17,7 +17,7 @@ from nereid_client.streaming.deltas import Delta
 _TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 # Parts of messages of the Triton server.
-_STUB_DIED = "is not healthy"  # only a restart of the server helps
+_STUB_DIED = "is not healthy"  # the process of a model died; the server must be restarted
 _STOPPING = "Server is stopping"
 # The Triton server puts these prefixes before the messages of the models. Example:
 # "[request id: a] in ensemble 'llm', [INVALID_ARGUMENT] seed: must be an integer".
@@ -95,7 +95,7 @@ class TritonBackend:
         self._calls = TritonCalls(url)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta]:
-        """Yield the deltas of all choices. See `Backend.generate`.
+        """Yield the deltas of all choices, as described by `Backend.generate`.
 
         Closing the generator before the last response cancels the gRPC stream. After the last
         response, or after an error, the stream is not cancelled but left to end by itself: Triton

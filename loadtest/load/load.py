@@ -41,7 +41,7 @@ _TRAFFIC = (
     "SlowReaders", "Mistaken",
 )  # fmt: skip
 SCENARIOS = {"numbered": _TRAFFIC, "model": (*_TRAFFIC, "Agents", "Searchers")}
-_DRAIN_S = 120.0
+_DRAIN_S = 60.0
 _EXIT_LIMIT_S = 10.0
 _MAX_SHOWN = 50
 
@@ -156,7 +156,10 @@ def load(phase: Phase, stack: Stack, args: argparse.Namespace) -> None:
     with gauges.Sampler(stack.metrics_url) as sampler, log.open("w") as output:
         try:
             code = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, timeout=phase.seconds + _DRAIN_S
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=phase.seconds + args.request_limit + _DRAIN_S,
             ).returncode
         except subprocess.TimeoutExpired:
             code = -1
@@ -167,7 +170,7 @@ def load(phase: Phase, stack: Stack, args: argparse.Namespace) -> None:
         phase.broken.append(f"The load generator ended with exit code {code}; see {log}.")
     missing = set(scenarios_of(phase.name, args)) - {one.scenario for one in phase.records}
     phase.broken += [f"The scenario {scenario} sent no request." for scenario in sorted(missing)]
-    if busy := gauges.wait_for_rest(stack.metrics_url):
+    if busy := gauges.wait_for_rest(stack.metrics_url, args.request_limit / 4):
         phase.broken.append(f"The server still uses resources after the load: {busy}")
 
 
@@ -190,6 +193,7 @@ def locust_command(phase: Phase, stack: Stack, args: argparse.Namespace, kept: P
         "embedding-model": args.embedding_model,
         "rerank-model": args.rerank_model,
         "seed": args.seed,
+        "request-limit": args.request_limit,
         "records": kept,
     }
     command = [sys.executable, "-m", "locust", "-f", str(_LOADTEST / "locustfile.py"), *chosen]
@@ -230,6 +234,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     add("--rate", type=float, default=0.0, help="requests/s of each user, with --arrivals")
     add("--seed", type=int, default=0, help="seed of all random choices")
+    add("--request-limit", type=float, default=60.0, help="time limit of a request in seconds")
     add("--model", type=Path, help="checkpoint of the phase `model` (default: the demo model)")
     add("--out", type=Path, default=out, help="folder for the report (default: %(default)s)")
     add("--embedding-model", default="embed", help="name of the embedding model in the API")

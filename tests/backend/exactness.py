@@ -1,4 +1,4 @@
-"""Greedy tokens of the engine beside those of transformers' generate, in several situations."""
+"""Runs an engine in several situations, and computes the expected greedy tokens."""
 
 import random
 from collections.abc import Callable
@@ -26,7 +26,7 @@ PROMPTS = make_prompts()
 
 
 def reference(folder: Path) -> Answers:
-    """What transformers answers to each prompt by itself."""
+    """Return the greedy tokens of transformers for each prompt alone."""
     config = AutoConfig.from_pretrained(folder)
     model = getattr(transformers, config.architectures[0]).from_pretrained(
         folder, dtype=torch.float32
@@ -61,16 +61,19 @@ def open_engine(folder: Path, **settings) -> Engine:
 
 
 def bytes_for(engine: Engine, num_tokens: int) -> int:
-    """KV cache memory that holds so many tokens."""
+    """Return the size of a KV cache for `num_tokens` tokens in bytes."""
     info = engine.info
     per_block = info.kv_cache_bytes // (info.num_blocks + 1)
     return per_block * (num_tokens // info.block_size + 1)
 
 
 def run_staggered(engine: Engine, *, checks: bool = True) -> Answers:
-    """Three prompts first, the others one by one while those are being answered.
+    """Answer three prompts, and add the other prompts one by one while the engine runs.
 
-    checks: also verify the block pool, which nobody but the requests may have taken from.
+    Args:
+        engine: an engine without requests.
+        checks: whether to verify the block pool after each step. All used blocks must belong to
+            requests.
     """
     answers: dict[str, list[int]] = {}
     waiting = list(enumerate(PROMPTS))
@@ -94,7 +97,7 @@ def run_alone(engine: Engine) -> Answers:
 
 
 def run_preempted(engine: Engine) -> Answers:
-    """The same with so few blocks left that requests have to give theirs back."""
+    """Answer the prompts with so few free blocks that the engine has to preempt sequences."""
     pool = engine._pool
     held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
     before = engine.stats().num_preemptions
@@ -105,15 +108,15 @@ def run_preempted(engine: Engine) -> Answers:
 
 
 def run_cached(engine: Engine) -> Answers:
-    """The second time that each prompt is asked, after another one that begins like it."""
+    """Answer each prompt after the prefix cache has stored the prompt and a similar prompt."""
     rng = random.Random(3)
     for prompt in PROMPTS:
         engine.generate([[*prompt[: len(prompt) // 2], rng.randrange(3, 300)], prompt], PARAMS)
     return run_alone(engine)
 
 
-# By situation: settings beyond the usual ones, and what is run. Blocks of 16 are those that native
-# kernels take, smaller ones go through plain torch.
+# The settings and the function of each situation. Native kernels require blocks of 16 tokens. With
+# smaller blocks, attention runs in plain torch.
 SITUATIONS: dict[str, tuple[dict, Callable[[Engine], Answers]]] = {
     "alone": ({"block_size": 16}, run_alone),
     "mixed": ({"block_size": 16}, run_staggered),

@@ -1,4 +1,7 @@
-"""A few architectures of every tier; tests/backend/archs.py runs all that there are."""
+"""The engine's greedy tokens equal those of transformers, for some architectures of each path.
+
+tests/backend/archs.py compares all architectures.
+"""
 
 import dataclasses
 
@@ -7,11 +10,11 @@ from backend.exactness import PARAMS, PROMPTS, SITUATIONS, open_engine, referenc
 
 from backend import shrink
 
-# By tier, what is particular about them.
+# The architectures by forward path. The first architecture of each path runs in every situation.
 TYPES = {
     "packed": [
-        "llama",
         "gpt_oss",  # windows, sinks, experts
+        "llama",
         "gemma2",  # windows, softcap
         "llama4_text",  # chunked attention
         "deepseek_v3",  # keys and values of different sizes
@@ -20,7 +23,7 @@ TYPES = {
     ],
     "rows": [
         "qwen3_next",
-        "mamba",  # no attention, prompts go whole
+        "mamba",  # no attention, and prompts are computed whole
         "zamba2",  # state and attention in one layer, one pass differs from single tokens
     ],
     "padded": [
@@ -28,44 +31,68 @@ TYPES = {
         "deepseek_v32",  # a sparse indexer
     ],
     "single": [
-        "bart",  # positions from the cache's length
-        "rwkv",  # a state under a name of its own
-        "openai-gpt",  # nothing is kept
+        "bart",  # positions from the length of the cache
+        "rwkv",  # a state with a name of its own
+        "openai-gpt",  # no cache
         "reformer",  # buckets of hashes
     ],
 }
+MODELS = [(path, name) for path, names in TYPES.items() for name in names]
+# Architectures that are not the first of their path run only in these situations, which include
+# chunked prompts, batches of different lengths, preemption and the native kernels. The other
+# combinations are marked `long`.
+_USUAL_SITUATIONS = ("mixed", "preempted")
 
 
-@pytest.fixture(scope="module", params=[(t, name) for t, names in TYPES.items() for name in names])
-def checkpoint_of_tier(request, tmp_path_factory):
-    tier, name = request.param
+@pytest.fixture(scope="module")
+def model(request, tmp_path_factory):
+    """The folder of a tiny checkpoint, its forward path, and the answers of transformers."""
+    path, name = request.param
     folder = shrink.save(name, tmp_path_factory.mktemp(name))
-    return folder, tier, reference(folder)
+    return folder, path, reference(folder)
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
+def cases(values, usual):
+    """Return all pairs of model and value. Pairs that are not usual are marked `long`."""
+    return [
+        pytest.param(
+            (path, name),
+            value,
+            id=f"{path}-{name}-{value}",
+            marks=() if value in usual or name == TYPES[path][0] else pytest.mark.long,
+        )
+        for path, name in MODELS
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "situation"), cases(SITUATIONS, _USUAL_SITUATIONS), indirect=["model"]
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_greedy_tokens_equal_those_of_transformers(checkpoint_of_tier, situation):
-    folder, tier, expected = checkpoint_of_tier
+def test_greedy_tokens_equal_those_of_transformers(model, situation):
+    folder, path, expected = model
     settings, run = SITUATIONS[situation]
     engine = open_engine(folder, **settings)
-    # Short sequences may take a better path: an indexer then keeps all there is.
-    assert engine.info.path == tier or "max_model_len" in settings
+    # With a small max_model_len, a model with a sparse indexer uses a better path, because the
+    # indexer then selects all tokens.
+    assert engine.info.path == path or "max_model_len" in settings
     assert run(engine) == expected
     engine.close()
 
 
-def test_the_answers_vary_so_that_equality_means_something(checkpoint_of_tier):
-    _, _, expected = checkpoint_of_tier
+@pytest.mark.parametrize("model", MODELS, indirect=True, ids="-".join)
+def test_the_answers_vary_so_that_equality_proves_something(model):
+    _, _, expected = model
     tokens = [token for answer in expected for token in answer]
     assert len(set(tokens)) > 8
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("guessing", [{}, {"num_speculative_tokens": 4}], ids=["plain", "guessing"])
-def test_sequences_that_share_a_prompt_answer_alike(checkpoint_of_tier, guessing):
-    folder, _, expected = checkpoint_of_tier
-    engine = open_engine(folder, **guessing)
+@pytest.mark.parametrize(("model", "num_drafts"), cases([0, 4], [4]), indirect=["model"])
+def test_sequences_of_one_request_have_equal_answers(model, num_drafts):
+    folder, _, expected = model
+    engine = open_engine(folder, num_speculative_tokens=num_drafts)
     params = dataclasses.replace(PARAMS, n=3)
     outputs = engine.generate(PROMPTS, params)
     assert [[o.token_ids for o in each.outputs] for each in outputs] == [

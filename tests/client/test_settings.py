@@ -71,7 +71,7 @@ def test_the_message_names_the_flag_of_a_wrong_value():
 
 
 def test_the_constructor_names_the_setting_of_a_wrong_value():
-    with pytest.raises(SettingsError, match="^port: the value must be greater than or equal to 0"):
+    with pytest.raises(SettingsError, match=r"^port: the value must be greater than or equal to 0"):
         Settings(port=-1)
 
 

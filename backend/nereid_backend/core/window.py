@@ -21,8 +21,8 @@ class AttentionWindow:
 
     Attributes:
         limits: one pair (sliding window, attention chunk) for each kind of layer, in tokens. At
-            least one number of each pair is not None. The numbers are those of the class `Span` in
-            attention/layers.py.
+            least one number of each pair is not None. The numbers are those of the class
+            `LayerWindow` in attention/layers.py.
     """
 
     limits: tuple[tuple[int | None, int | None], ...]

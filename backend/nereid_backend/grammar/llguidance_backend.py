@@ -127,11 +127,11 @@ class LLGuidanceBackend:
                 continue
             if not path.startswith(innermost) or not isinstance(part, Mapping):
                 continue
-            alone = {**shared, **part}
+            complete = {**shared, **part}
             for word in shared:
                 if path.startswith(f"$.{word}"):
-                    alone = dict(part)
-            if _problem(self._matcher(_schema_grammar(alone))) == problem:
+                    complete = dict(part)
+            if _problem(self._matcher(_schema_grammar(complete))) == problem:
                 innermost = path
         return innermost
 

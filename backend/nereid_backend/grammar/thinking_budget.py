@@ -82,9 +82,9 @@ class Thinking:
             if not self.forced:
                 self._state = _State.CLOSED
         elif self._state is _State.BEFORE:
-            self._begin(data)
+            self._find_start(data)
         elif self._state is _State.OPEN:
-            self._continue(data)
+            self._find_end(data)
 
     def fork(self) -> Self:
         """Return an independent copy for another sequence."""
@@ -95,7 +95,7 @@ class Thinking:
         copy.forced = self.forced
         return copy
 
-    def _begin(self, data: bytes) -> None:
+    def _find_start(self, data: bytes) -> None:
         """Look for the start marker in the text so far, of which `data` are the last bytes."""
         self._text = (self._text + data).lstrip()
         if self._text.startswith(self._start):
@@ -103,13 +103,13 @@ class Thinking:
             self._state = _State.OPEN
             self._text = b""
             if rest.strip():
-                self._continue(rest)
+                self._find_end(rest)
             self._end_if_used_up()
         elif not self._start.startswith(self._text):
             self._state = _State.CLOSED
             self._text = b""
 
-    def _continue(self, data: bytes) -> None:
+    def _find_end(self, data: bytes) -> None:
         """Look for the end marker in the reasoning, and count one token."""
         self._text += data
         if self._end and self._end in self._text:

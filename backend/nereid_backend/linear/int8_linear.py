@@ -107,10 +107,11 @@ def model_bytes(model: nn.Module) -> int:
     """Return the size of a model in bytes: its parameters, buffers and packed weights."""
     sizes: dict[int, int] = {}
     for module in model.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        values = vars(module).values()
-        own += [value for value in values if isinstance(value, Tensor) and not value.is_mkldnn]
-        for tensor in own:
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        attributes = vars(module).values()
+        # The packed weights of an Int8Linear are attributes of the module, not buffers.
+        tensors += [a for a in attributes if isinstance(a, Tensor) and not a.is_mkldnn]
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

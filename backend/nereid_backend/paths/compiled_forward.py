@@ -29,9 +29,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nereid_backend.attention.cpu.cpu_build import cache_folder, processor
+from nereid_backend.attention.cpu.cpu_build import processor
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.torch_operator import TracedForward, serving
+from nereid_backend.cache_folder import cache_folder
 from nereid_backend.linear import native_linear
 from nereid_backend.paths.model_call import ModelCall, UnfitError
 from nereid_backend.paths.step_batch import StepBatch
@@ -215,19 +216,19 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named.items()}
 
 
-def _literals(constants: dict[str, Any], own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _literals(constants: dict[str, Any], model_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that the traced code creates from constants.
 
     Args:
         constants: all constants of the trace, by name.
-        own: the model's parameters and buffers, by name.
+        model_tensors: the model's parameters and buffers, by name.
 
     Raises:
         UnfitError: if a tensor is so large that it probably comes from the checkpoint.
     """
     literals = {}
     for name, tensor in constants.items():
-        if name in own:
+        if name in model_tensors:
             continue
         if not isinstance(tensor, Tensor) or tensor.numel() > _MAX_LITERAL_ELEMENTS:
             raise UnfitError(_NO_PARAMETER.format(name=name))
@@ -236,8 +237,8 @@ def _literals(constants: dict[str, Any], own: dict[str, Tensor]) -> dict[str, Te
 
 
 def _save_literals(literals: dict[str, Tensor], file: Path) -> None:
-    # Some code creates small tensors on the CPU even if the model is on a GPU.
     """Store the tensors of the traced code in a file, with their devices."""
+    # Some code creates small tensors on the CPU even if the model is on a GPU.
     kinds = {name: tensor.device.type for name, tensor in literals.items()}
     save_file(literals, file, metadata={"devices": json.dumps(kinds)})
 

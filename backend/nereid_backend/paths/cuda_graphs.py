@@ -343,13 +343,13 @@ def _difference(replayed: Tensor, expected: Tensor) -> float:
     # The rows are compared in slices, because float32 copies of all rows would need much memory.
     replayed_parts = torch.split(replayed, _COMPARED_ROWS)
     expected_parts = torch.split(expected, _COMPARED_ROWS)
-    for actual, wanted in zip(replayed_parts, expected_parts, strict=True):
-        is_finite = wanted.isfinite().all(-1)
+    for actual, expected_part in zip(replayed_parts, expected_parts, strict=True):
+        is_finite = expected_part.isfinite().all(-1)
         if not torch.equal(is_finite, actual.isfinite().all(-1)):
             return math.nan
         if is_finite.any():
             actual_rows = actual[is_finite].float()
-            wanted_rows = wanted[is_finite].float()
-            errors = (actual_rows - wanted_rows).square().mean(-1).sqrt() / wanted_rows.std(-1)
+            expected_rows = expected_part[is_finite].float()
+            errors = (actual_rows - expected_rows).square().mean(-1).sqrt() / expected_rows.std(-1)
             worst = max(worst, float(errors.max()))
     return worst

@@ -77,27 +77,27 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     """
     lens = tuple(min(n, max_len) for n in _LENS)
     batch = random_batch(encoder, lens)
-    alone = _alone(encoder, batch, name)
-    is_causal = _is_causal(encoder, batch, alone)
+    expected = _vectors_of_single_texts(encoder, batch, name)
+    is_causal = _is_causal(encoder, batch, expected)
     difference = float("inf")
     reason = "it does not use transformers' attention interface"
     if encoder.takes_hook:
         longer_batch = _batch_beyond_windows(encoder, hook, batch, is_causal, max_len)
         if longer_batch is not None:
             batch = longer_batch
-            alone = _alone(encoder, batch, name)
+            expected = _vectors_of_single_texts(encoder, batch, name)
     prepack_linears(encoder.model)
     if encoder.takes_hook:
         encoder.model.set_attn_implementation(hook.name)
         for offset in _offsets(encoder):
             packed = PackedForward(encoder, hook, offset, is_causal)
-            difference, reason = _compare(packed, batch, alone)
+            difference, reason = _compare(packed, batch, expected)
             if difference <= _TOLERANCE[encoder.dtype]:
                 return ChosenForward(packed, "packed", is_causal, difference)
         encoder.model.set_attn_implementation(encoder.own_attention)
     reasons = [f"packed: {reason}"]
     for forward, path in ((PaddedForward(encoder), "padded"), (RowsForward(encoder), "rows")):
-        difference, reason = _compare(forward, batch, alone)
+        difference, reason = _compare(forward, batch, expected)
         if difference <= _TOLERANCE[encoder.dtype]:
             return ChosenForward(forward, path, is_causal, difference)
         reasons.append(f"{path}: {reason}")
@@ -118,12 +118,7 @@ def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int
     """
     batch = random_batch(encoder, tuple(min(n, max_len) for n in _LENS))
     hidden = chosen.forward(batch)
-    expected_rows = []
-    for ids, types in _singles(batch):
-        with _own_attention(encoder, chosen):
-            extra = {} if types is None else {"token_type_ids": types}
-            expected_rows.append(encoder.model(input_ids=ids, **extra).logits[0].float())
-    expected = torch.stack(expected_rows)
+    expected = _whole_model_logits(encoder, chosen, batch)
     reason = ""
     for rows in ("first", "last", "all", "whole"):
         if rows == "whole":
@@ -143,6 +138,19 @@ def choose_head(encoder: Encoder, chosen: ChosenForward, name: str, max_len: int
             return head
         reason = f"its output differs from the whole model's by {difference:.2g} (relative)"
     raise UnsupportedModelError(f"the head of {name} is not supported: {reason}.")
+
+
+def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
+    """Return the logits of each text alone, computed by the whole model with its own attention.
+
+    Shapes: returns float32 [num_texts, num_labels].
+    """
+    rows = []
+    with _own_attention(encoder, chosen):
+        for ids, types in _singles(batch):
+            extra = {} if types is None else {"token_type_ids": types}
+            rows.append(encoder.model(input_ids=ids, **extra).logits[0].float())
+    return torch.stack(rows)
 
 
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
@@ -206,15 +214,17 @@ def _singles(batch: TokenBatch) -> list[tuple[Tensor, Tensor | None]]:
     ]
 
 
-def _alone(encoder: Encoder, batch: TokenBatch, name: str) -> Tensor:
+def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> Tensor:
     """Return the token vectors of texts that are computed one by one.
 
     Shapes: returns float32 [num_tokens, hidden_size].
     """
-    one = PaddedForward(encoder)
+    forward = PaddedForward(encoder)
     try:
         parts = [
-            one(TokenBatch(ids[0], None if types is None else types[0], (ids.shape[1],))).float()
+            forward(
+                TokenBatch(ids[0], None if types is None else types[0], (ids.shape[1],))
+            ).float()
             for ids, types in _singles(batch)
         ]
         vectors = torch.cat(parts)
@@ -231,8 +241,14 @@ def _alone(encoder: Encoder, batch: TokenBatch, name: str) -> Tensor:
     return vectors
 
 
-def _is_causal(encoder: Encoder, batch: TokenBatch, alone: Tensor) -> bool:
-    """Return whether a change of a text's last token leaves the other token vectors unchanged."""
+def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
+    """Return whether a change of a text's last token leaves the other token vectors unchanged.
+
+    Args:
+        encoder: the model.
+        batch: the texts. The last text is changed.
+        expected: the token vectors of the texts, [num_tokens, hidden_size].
+    """
     length = batch.lens[-1]
     ids = batch.token_ids[-length:].clone()
     ids[-1] = batch.token_ids[0]
@@ -244,7 +260,7 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, alone: Tensor) -> bool:
         return False
     # Compare the median row, because a mixture-of-experts model may choose other experts for a few
     # tokens when the batch changes.
-    errors = row_errors(changed[:-1], alone[-length:-1])
+    errors = row_errors(changed[:-1], expected[-length:-1])
     return errors.median().item() < _CAUSAL_TOLERANCE[encoder.dtype]
 
 
@@ -270,20 +286,26 @@ def _batch_beyond_windows(
     return random_batch(encoder, (*batch.lens, *testable)) if testable else None
 
 
-def _compare(forward: Forward, batch: TokenBatch, alone: Tensor) -> tuple[float, str]:
-    """Return the difference between a batch and each text alone, and a clause that describes it."""
+def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[float, str]:
+    """Return the difference between a batch and each text alone, and a clause that describes it.
+
+    Args:
+        forward: the method that computes the batch.
+        batch: the texts.
+        expected: the token vectors of each text alone, [num_tokens, hidden_size].
+    """
     try:
         batched = forward(batch)
     except _MODEL_ERRORS as error:
         return float("inf"), f"{type(error).__name__}: {error}"
-    if batched.shape != alone.shape:
+    if batched.shape != expected.shape:
         return float("inf"), f"its vectors have the shape {tuple(batched.shape)}"
-    errors = row_errors(batched, alone)
+    errors = row_errors(batched, expected)
     if forward.encoder.dtype != torch.float32:
         # Because of rounding, a mixture-of-experts model sometimes chooses other experts for a
         # token. Such a row is no error. An inexact method changes most rows of a text, so the
         # median of each text is compared.
-        errors = torch.stack([one.median() for one in torch.split(errors, list(batch.lens))])
+        errors = torch.stack([text.median() for text in torch.split(errors, list(batch.lens))])
     difference = errors.max().item()
     return difference, f"the vectors differ by {difference:.2g} (relative)"
 

@@ -139,11 +139,11 @@ class PendingTokens:
         columns = zip(*(part.sampled for part in parts), strict=True)
         joined = [column[0] if len(parts) == 1 else torch.cat(column) for column in columns]
         self.token_ids = joined[0]
-        more: list[Tensor] = []
+        slice_tensors: list[Tensor] = []
         for part in parts:
-            more += part.ranked.rows.tensors if part.ranked is not None else ()
-            more += (part.uncertain.is_certain,) if part.uncertain is not None else ()
-        self._copy = HostCopy([*joined, *more])
+            slice_tensors += part.ranked.rows.tensors if part.ranked is not None else ()
+            slice_tensors += (part.uncertain.is_certain,) if part.uncertain is not None else ()
+        self._copy = HostCopy([*joined, *slice_tensors])
 
     def result(self) -> tuple[SampledTokens, list[int]]:
         """Wait for the copy and return the sampled tokens.

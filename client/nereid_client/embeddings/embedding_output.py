@@ -46,7 +46,7 @@ def usage_of(reply: PoolingOutputs) -> dict[str, int]:
 
 
 def envelope(prefix: str, request_id: str, model: str) -> dict[str, Any]:
-    """Return the fields that vLLM's responses have beside the list.
+    """Return the fields that vLLM's responses have in addition to the list.
 
     Args:
         prefix: the beginning of the response's id, such as "pool".
@@ -64,7 +64,8 @@ def envelope(prefix: str, request_id: str, model: str) -> dict[str, Any]:
 def rows_of(reply: PoolingOutputs) -> list[Floats]:
     """Return one float32 array for each input.
 
-    Its shape is [dimension] for one vector, or [num_vectors, dimension] for one vector per token.
+    The shape of an array is [dimension] if the model returns one vector for each input, and
+    [num_vectors, dimension] if the model returns one vector for each token.
     """
     vectors = reply.arrays["embeddings"]
     counts = reply.arrays.get("num_vectors")
@@ -88,7 +89,7 @@ def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
 def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
     """Return a function that encodes the signs of an array, eight in one byte, as JSON.
 
-    A positive number is a 1. The first number of eight is the highest bit.
+    The bit of a positive number is 1. The first of eight numbers is the highest bit.
     Example: [1, -1, -1, -1, -1, -1, -1, 1] is 129 unsigned, and 1 signed.
 
     Args:
@@ -110,7 +111,7 @@ async def nested_lists_response(
     Args:
         head: the other members of the JSON object.
         key: the name of the object with the lists.
-        lists: the lists by name: the JSON of each item, and how many numbers it has.
+        lists: the lists by name. Each item is a pair of its JSON and its number of numbers.
     """
     written = []
     for name, items in lists.items():
@@ -130,7 +131,7 @@ async def list_response(
     Args:
         head: the other members of the JSON object.
         key: the name of the list. For "", the response is the list alone.
-        items: the JSON of each item, and how many numbers it has.
+        items: the items of the list. Each one is a pair of its JSON and its number of numbers.
     """
     pieces = [piece async for piece in _in_parts(items)]
     body = f"[{','.join(pieces)}]"

@@ -111,7 +111,7 @@ class TritonPooling:
 
 
 class Directory:
-    """The pooling models that are served. The server is asked once for each kind of model."""
+    """The pooling models that are served. A model that was found once is not looked up again."""
 
     def __init__(self, backend: PoolingBackend) -> None:
         self._backend = backend

@@ -22,12 +22,13 @@ _RETRY_AFTER = {"Retry-After": "1"}
 # Otherwise the queue would run empty.
 _WINDOW_S = 0.5
 # The throttle starts to reject requests once the server rejects more than this share of the
-# requests in one window. The first few rejections do not count. Some rejections must remain:
-# they show that the queue is full, and when they cease, the overload has ended.
+# requests in one window. The first few rejections do not count. Some rejections must remain,
+# because they show that the queue is full. When no rejection arrives, the overload has ended.
 _TOLERATED_SHARE = 0.2
 _TOLERATED_REJECTIONS = 4
 _LONGEST_PAUSE_S = 1.0
-_EXPIRED_IN_QUEUE = "the request waited"  # starts the rejection of a request that was in the queue
+# The error message of a request that waited too long in the server's queue begins with these words.
+_EXPIRED_IN_QUEUE = "the request waited"
 
 
 class Gate:
@@ -72,8 +73,8 @@ class Gate:
 class Throttle:
     """Decides for one path how many requests are sent to a server that rejects some of them.
 
-    It needs no setting, because the rate of the requests that it admits follows the rate of those
-    that the server accepts. All times are seconds of time.monotonic().
+    A throttle needs no setting, because it admits about as many requests per second as the server
+    accepts. All times are seconds of time.monotonic().
     """
 
     def __init__(self) -> None:
@@ -132,8 +133,8 @@ class Throttle:
 class AdmissionControl:
     """Middleware that sends a 429 or 503 at once to a request that should not run now.
 
-    GET, HEAD, OPTIONS and DELETE requests are always admitted, and so are requests that cancel a
-    response: they are most useful when the server is at its limit or about to stop.
+    GET, HEAD, OPTIONS and DELETE requests and requests that cancel a response are always admitted,
+    because they are most useful when the server is at its limit or about to stop.
 
     Args:
         app: the application that this middleware calls.

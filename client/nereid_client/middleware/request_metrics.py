@@ -113,8 +113,8 @@ class CountRequests:
     def _path(self, scope: Scope) -> str:
         """Return the path of the request's route, with placeholders.
 
-        The request's own path would add a time series for each path that a client invents. A
-        request that a middleware refused has no route in its scope, so all routes are searched.
+        The path of the request itself would add a time series for each path that a client invents.
+        The scope of a request that a middleware refused has no route, so all routes are searched.
 
         Example: "/v1/responses/resp_1" returns "/v1/responses/{response_id}".
         """

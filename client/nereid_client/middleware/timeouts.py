@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 class Timeouts:
     """Middleware that ends requests which take too long, and cancels their generation.
 
-    A client may ask for a shorter limit with the header `X-Request-Timeout: SECONDS`. If the
-    response has not started, the client receives a 504; in a stream, the last event is the error.
+    A client may set a shorter limit with the header `X-Request-Timeout: SECONDS`. If the response
+    has not started, the client receives a 504. In a stream, the last event is the error.
 
     Args:
         app: the application that this middleware calls.
@@ -69,7 +69,7 @@ class Timeouts:
 
     def _report_unread(self, scope: Scope) -> None:
         """Count and log a request that was ended because its client did not read."""
-        error = ApiError(499, "The client read nothing", limit="unread_timeout_s")
+        error = ApiError(499, "The client did not read the response", limit="unread_timeout_s")
         self._metrics.count_refusal(error)
         _log.warning(
             "The frontend closed the connection of request %s, because its client read nothing of "
@@ -142,7 +142,7 @@ class _ObservedResponse:
             self._has_ended = True
 
     async def end_with(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Send an error: as a response if none has started, else as the last event of a stream."""
+        """Send an error as the response, or as the last event of a stream that has started."""
         if not self._has_started:
             await error_response(error)(scope, receive, self._send)
         elif self._is_stream and not self._has_ended:
@@ -161,7 +161,7 @@ class _UnreadWatch:
 
     Args:
         response: the response that the client should read.
-        timeout: is made to expire if the client does not read.
+        timeout: the timeout of the request. It expires at once if the client does not read.
         unread_s: the number of seconds that a message may wait. 0 means no limit.
 
     Attributes:

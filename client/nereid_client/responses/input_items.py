@@ -58,8 +58,8 @@ def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
             raise field_error(
                 f"input[{at}].call_id",
                 f"input[{at}].call_id must be the call_id of an earlier function_call, but the "
-                "request has "
-                f"{shown(item['call_id'])}. Send the function_call too, or previous_response_id.",
+                f"request has {shown(item['call_id'])}. Send the function_call too, or "
+                "previous_response_id.",
             )
 
 
@@ -81,8 +81,7 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
         raise field_error(
             f"{place}.type",
             f"{place}.type must be one of {', '.join(_READERS)}, item_reference, but the request "
-            "has "
-            f"{shown(kind)}",
+            f"has {shown(kind)}",
         )
     item_id = _string(item, "id", place) if item.get("id") is not None else new_id(str(kind))
     return {"id": item_id, "type": kind, **read(item, place)}
@@ -113,8 +112,7 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
         raise field_error(
             f"{place}.role",
             f"{place}.role must be one of {', '.join(_ROLES)}, but the request has {shown(role)}. "
-            "The output of "
-            "a function is an item of type function_call_output.",
+            "The output of a function is an item of the type function_call_output.",
         )
     part: Json = {"type": "input_text"}
     if role == "assistant":
@@ -137,7 +135,10 @@ def _call(item: Mapping[str, Any], place: str) -> Json:
                 f"{place}.arguments must be valid JSON, but it is not: {error}",
             ) from None
         except RecursionError:
-            raise field_error(f"{place}.arguments", "is nested too deeply") from None
+            raise field_error(
+                f"{place}.arguments",
+                f"{place}.arguments must be valid JSON, but the JSON is nested too deeply",
+            ) from None
     read = {
         "call_id": _string(item, "call_id", place),
         "name": _string(item, "name", place),
@@ -172,8 +173,7 @@ def _reasoning(item: Mapping[str, Any], place: str) -> Json:
         raise field_error(
             f"{place}.encrypted_content",
             f"{place}.encrypted_content cannot be decrypted by this server, which returns "
-            "reasoning unencrypted in content. "
-            "Leave the item out.",
+            "reasoning unencrypted in content. Leave the item out.",
         )
     return {
         "summary": [{"type": "summary_text", "text": text} for text in summary],

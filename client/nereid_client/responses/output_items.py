@@ -54,7 +54,7 @@ class TextItem:
         self.id = self.id or new_id("reasoning" if self.is_reasoning else "message")
 
     def add(self, text: str, logprobs: Sequence[Json]) -> Json:
-        """Append text and its log-probabilities. Return the event."""
+        """Append text and its log-probabilities, and return the event."""
         self._pieces.append(text)
         self._logprobs += logprobs
         event = {"type": f"{self._text_kind}.delta", **self._place, "delta": text}
@@ -143,7 +143,7 @@ class CallItem:
     _pieces: list[str] = field(default_factory=list)
 
     def add(self, arguments: str) -> Json:
-        """Append a piece of the arguments. Return the event."""
+        """Append a piece of the arguments, and return the event."""
         self._pieces.append(arguments)
         return {
             "type": "response.function_call_arguments.delta",
@@ -187,8 +187,9 @@ class CallItem:
 class LogprobMatcher:
     """Assigns log-probabilities to pieces of text.
 
-    Log-probabilities arrive for every token that the model generates, including those of markers
-    and function calls. They arrive earlier than their text if the text is held back.
+    Log-probabilities arrive for every token that the model generates, including the tokens of
+    markers and function calls. If the text of a token is held back, the log-probabilities of the
+    token arrive before its text.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The store of responses. It is in memory, and limits their number, size and age.
+"""The store of responses, which is in memory and limits their number, size and age.
 
-Responses are stored as the JSON that is sent to clients, so the counted bytes are the used bytes.
+A response is stored as the JSON that is sent to clients, so its size in bytes is known.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class StoredResponse:
         items: the ids of the output items.
         events: the events of its stream in order. None if the stream cannot be read again.
         is_background: whether the response was generated in the background.
-        num_bytes: the bytes that it needs in the store.
+        num_bytes: the number of bytes that the response needs in the store.
     """
 
     id: str
@@ -80,10 +80,10 @@ class Running(Protocol):
 
 
 class Store:
-    """The stored responses, and those that run in the background.
+    """The stored responses, and the responses that run in the background.
 
-    If the store is full, the oldest responses are deleted. Running ones are never deleted, but a
-    new one is rejected if the running ones fill the store.
+    If the store is full, the oldest responses are deleted. A response that runs is never deleted.
+    If running responses fill the store, a new response in the background is rejected.
 
     Args:
         limits: the limits of the store.
@@ -130,9 +130,8 @@ class Store:
             raise ApiError(
                 400,
                 f"background=true requires a conversation of at most {self._limits.num_bytes} "
-                "bytes "
-                f"(max_stored_response_bytes), but this conversation has {num_bytes}. Send the "
-                "request without background.",
+                f"bytes (max_stored_response_bytes), but this conversation has {num_bytes}. Send "
+                "the request without background.",
                 param="background",
                 limit="max_stored_response_bytes",
             )
@@ -158,9 +157,8 @@ class Store:
         if not self._free(num_bytes):
             raise ApiError(
                 503,
-                "The response store is full, and its limit is "
-                f"{self._limits.num_bytes} bytes (max_stored_response_bytes). Send the request "
-                "without background.",
+                f"The response store is full. Its limit is {self._limits.num_bytes} bytes "
+                "(max_stored_response_bytes). Send the request without background.",
                 limit="max_stored_response_bytes",
             )
         _, num_before = self._running[run.id]
@@ -259,7 +257,7 @@ class Store:
     def _start_timer(self) -> None:
         """Start a timer that deletes the oldest response when it expires.
 
-        Without it, an expired response would stay in memory until the next request.
+        Without the timer, an expired response would stay in memory until the next request.
         """
         if self._timer is None and self._finished:
             expires, _ = next(iter(self._finished.values()))

@@ -28,7 +28,7 @@ async def ready(request: Request) -> JSONResponse:
     if gate.is_draining:
         return _response(False, "the server is stopping", gate.num_requests)
     is_ready = await context_of(request).backend.is_ready()
-    return _response(is_ready, "the model is not ready", gate.num_requests)
+    return _response(is_ready, "the language model is not ready", gate.num_requests)
 
 
 @router.get("/version", summary="Get the version of the frontend")

@@ -12,8 +12,8 @@ from typing import NotRequired, TypedDict
 
 from nereid_client.errors import BackendError
 
-# The number of waiting deltas at which they are merged, to limit the memory. A request has at most
-# 64 choices, so at most 64 deltas are left. A smaller number would merge the same deltas too often.
+# Waiting deltas are merged when there are this many, to limit the memory. A request has at most 64
+# choices, so at most 64 deltas remain. A smaller number would merge the same deltas too often.
 _MAX_UNMERGED = 256
 
 
@@ -190,8 +190,8 @@ def unfinished_error() -> BackendError:
 async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> AsyncGenerator[Delta]:
     """Yield deltas, and merge those that arrive before the reader asks for the next one.
 
-    A slow reader therefore costs no more memory than the text that it has not read, and it never
-    delays the backend. Closing this generator closes `deltas`.
+    The memory for a slow reader is therefore limited to the text that the reader has not read, and
+    a slow reader never delays the backend. Closing this generator closes `deltas`.
 
     Args:
         deltas: the deltas of the backend.

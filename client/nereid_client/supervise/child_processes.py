@@ -8,6 +8,7 @@ of its own. This process therefore registers as the new parent of its orphaned d
 import collections
 import contextlib
 import ctypes
+import io
 import os
 import re
 import signal
@@ -144,28 +145,27 @@ class ChildProcess:
         self._process.wait()
 
     def _relay(self, log: IO[str], on_line: Callable[[str], None]) -> None:
-        """Write each line of the output to the log, and record errors, crashes and refusals."""
-        output = self._process.stdout
-        if output is None:
-            return
-        for raw in output:
-            line = raw.decode(errors="replace").rstrip("\r\n")
-            if _ERROR_LINE.match(line):
-                self.errors.append(line)
-            elif line and not line.startswith(("|", "+-")):
-                self.tail.append(line)
-            with contextlib.suppress(ValueError, OSError):  # the log is closed, or the disk is full
-                log.write(line + "\n")
-            if _CRASH_LINE.match(line):
-                self.crash = line
-            if line.startswith(ERROR_PREFIX):
-                self._refuse(line.removeprefix(ERROR_PREFIX).strip())
-            elif line.startswith(MESSAGE_PREFIX):
-                on_line(line)
+        """Write each line of the output to the log and record it. Call `on_line` for the user's."""
+        with contextlib.closing(self._process.stdout or io.BytesIO()) as output:
+            for raw in output:
+                line = raw.decode(errors="replace").rstrip("\r\n")
+                with contextlib.suppress(ValueError, OSError):  # a closed log, or a full disk
+                    log.write(line + "\n")
+                self._record(line)
+                if line.startswith(MESSAGE_PREFIX) and not line.startswith(ERROR_PREFIX):
+                    on_line(line)
 
-    def _refuse(self, reason: str) -> None:
-        # Several models report the same wrong setting.
-        if reason not in self.refusals:
+    def _record(self, line: str) -> None:
+        """Record a line of the output as an error, a crash, a refusal or a part of the tail."""
+        if _ERROR_LINE.match(line):
+            self.errors.append(line)
+        elif line and not line.startswith(("|", "+-")):
+            self.tail.append(line)
+        if _CRASH_LINE.match(line):
+            self.crash = line
+        reason = line.removeprefix(ERROR_PREFIX).strip()
+        # Several models may report the same wrong setting.
+        if line.startswith(ERROR_PREFIX) and reason not in self.refusals:
             self.refused_at = min(self.refused_at, time.monotonic())
             self.refusals.append(reason)
 

@@ -1,4 +1,4 @@
-"""A client of the frontend, for the checks of `nereid serve`."""
+"""HTTP requests of `nereid serve` to the frontend and to the Triton server on this machine."""
 
 import http.client
 import json
@@ -11,8 +11,50 @@ from typing import Any
 from nereid_client.middleware.request_metrics import SUPERVISOR_USER_AGENT
 
 _ANSWER_TIMEOUT_S = 600.0
-# The frontend does not count requests with this user agent in its metrics.
-_HEADERS = {"User-Agent": SUPERVISOR_USER_AGENT}
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Connects without a proxy, because the servers run on this machine."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to an HTTP request.
+
+    Attributes:
+        status: the HTTP status, or None if there was no answer.
+        text: the body, or the reason why there was no answer.
+        is_late: whether there was no answer because the server took too long.
+    """
+
+    status: int | None
+    text: str
+    is_late: bool = False
+
+
+def fetch(
+    url: str, timeout_s: float, body: dict[str, Any] | None = None, api_key: str = ""
+) -> Answer:
+    """Send a GET request, or a POST request with a JSON body, and return the answer.
+
+    Args:
+        url: the URL.
+        timeout_s: the time in seconds that the server may take.
+        body: the body of a POST request. None sends a GET request.
+        api_key: the API key, or "" to send none.
+    """
+    # The frontend does not count requests with this user agent in its metrics.
+    headers = {"User-Agent": SUPERVISOR_USER_AGENT, "Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with _DIRECT.open(urllib.request.Request(url, data, headers), timeout=timeout_s) as answer:
+            return Answer(answer.status, answer.read().decode(errors="replace"))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, error.read().decode(errors="replace"))
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        return Answer(None, str(error), is_late=isinstance(reason, TimeoutError))
 
 
 @dataclass(frozen=True)
@@ -30,39 +72,16 @@ class FrontendClient:
     api_key: str
 
     def get_status(self, path: str, timeout_s: float = 3.0) -> int | None:
-        """Return the HTTP status of a GET, or None if there was no answer."""
-        return self.get(path, timeout_s)[0]
-
-    def get(self, path: str, timeout_s: float = 3.0) -> tuple[int | None, str]:
-        """Return the HTTP status and the text of a GET, or (None, reason) if it failed."""
-        return self._send(urllib.request.Request(self.url + path, headers=_HEADERS), timeout_s)
+        """Return the HTTP status of a GET request, or None if there was no answer."""
+        return fetch(self.url + path, timeout_s).status
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int | None, str]:
-        """Return the HTTP status and the text of a POST, or (None, reason) if it failed."""
-        headers = {**_HEADERS, "Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
-        return self._send(request, _ANSWER_TIMEOUT_S)
+        """Return the HTTP status and the text of a POST request, or (None, reason) if it failed."""
+        answer = fetch(self.url + path, _ANSWER_TIMEOUT_S, body, self.api_key)
+        return answer.status, answer.text
 
     def curl(self, path: str, body: dict[str, Any]) -> str:
-        """Return a shell command that sends the same POST."""
+        """Return a shell command that sends the same POST request."""
         key = ' -H "Authorization: Bearer $NEREID_API_KEY"' if self.api_key else ""
         data = shlex.quote(json.dumps(body))
         return f"curl {self.url}{path} -H 'Content-Type: application/json'{key} -d {data}"
-
-    def _send(self, request: urllib.request.Request, timeout_s: float) -> tuple[int | None, str]:
-        """Send a request. Return the status and the text of the response."""
-        try:
-            with _DIRECT.open(request, timeout=timeout_s) as answer:
-                return answer.status, answer.read().decode(errors="replace")
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
-            return None, str(error)
-
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Connects without a proxy, because the frontend runs on this machine."""

@@ -5,21 +5,16 @@ metrics cannot be read. A client that reads slowly can cause this too. Therefore
 sent to the server. If the server answers it in time, even with an error, it does not hang.
 """
 
-import http.client
-import json
 import threading
 import time
-import urllib.error
-import urllib.request
 
-from nereid_client.supervise.frontend_client import FrontendClient
+from nereid_client.supervise.frontend_client import FrontendClient, fetch
 from nereid_client.supervise.unfinished_requests import count_running, read_metrics
 
 _CHECKS_PER_LIMIT = 20
 _MIN_CHECK_INTERVAL_S = 0.2
 _MAX_CHECK_INTERVAL_S = 5.0
 _PROBE = {"text_input": "a", "max_tokens": 1}
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class HangWatch(threading.Thread):
@@ -65,7 +60,9 @@ class HangWatch(threading.Thread):
             if has_changed or not count_running(self._frontend, page):
                 unchanged_since = time.monotonic()
             elif time.monotonic() - unchanged_since >= self._limit_s / 2:
-                if not self._answers():
+                # Any answer proves that the server works, even an error. If the server has ended,
+                # the supervisor notices.
+                if fetch(self._generate_url, self._limit_s / 2, _PROBE).is_late:
                     self.finding = (
                         "tritonserver hangs: requests are running, but its metrics have not "
                         f"changed for {self._limit_s / 2:g} s, and it did not answer a small "
@@ -73,22 +70,6 @@ class HangWatch(threading.Thread):
                     )
                     return
                 unchanged_since = time.monotonic()
-
-    def _answers(self) -> bool:
-        """Send the small request. Return False if it times out. Any other error is an answer."""
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self._generate_url, json.dumps(_PROBE).encode(), headers)
-        try:
-            _DIRECT.open(request, timeout=self._limit_s / 2).close()
-        except urllib.error.HTTPError as error:
-            error.close()
-        except TimeoutError:
-            return False
-        except urllib.error.URLError as error:
-            return not isinstance(error.reason, TimeoutError)
-        except (OSError, http.client.HTTPException):
-            return True  # the server has ended, which the supervisor notices
-        return True
 
 
 def _nereid_metrics(page: str | None) -> str | None:

@@ -1,16 +1,12 @@
 """Count the requests that run, so that a server can finish them before it stops."""
 
-import http.client
 import json
 import re
-import urllib.error
-import urllib.request
 
-from nereid_client.supervise.frontend_client import FrontendClient
+from nereid_client.supervise.frontend_client import FrontendClient, fetch
 
 _GAUGE = re.compile(r"^nereid:num_requests(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _TIMEOUT_S = 5.0  # longer than the frontend waits for the Triton server in /health/ready
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def count_unfinished(frontend: FrontendClient, metrics_url: str) -> int:
@@ -43,22 +39,16 @@ def read_metrics(url: str) -> str | None:
 
     Return "" if the server takes too long to answer, and None if it does not accept connections.
     """
-    try:
-        with _DIRECT.open(url, timeout=_TIMEOUT_S) as page:
-            return str(page.read().decode(errors="replace"))
-    except TimeoutError:
+    answer = fetch(url, _TIMEOUT_S)
+    if answer.is_late:
         return ""
-    except urllib.error.URLError as error:
-        return "" if isinstance(error.reason, TimeoutError) else None
-    except (OSError, http.client.HTTPException):
-        return None
+    return answer.text if answer.status == 200 else None
 
 
 def _count_in_frontend(frontend: FrontendClient) -> int:
-    status, text = frontend.get("/health/ready", _TIMEOUT_S)
-    if status is None:
-        return 0
     try:
-        return int(json.loads(text)["num_requests"])
-    except (ValueError, KeyError, TypeError):
+        return int(
+            json.loads(fetch(f"{frontend.url}/health/ready", _TIMEOUT_S).text)["num_requests"]
+        )
+    except (ValueError, KeyError, TypeError):  # the frontend did not answer, or is stopping
         return 0

@@ -73,6 +73,11 @@ class StreamParser:
         self._is_finished = True
         return self._machine.finish()
 
+    @property
+    def stage(self) -> Stage:
+        """The stage to which the next character will probably belong."""
+        return self._machine.stage
+
 
 @dataclass(frozen=True, slots=True)
 class OutputStart:

@@ -1,6 +1,7 @@
 """Keys and values of 8 bits: close to what they stand for, and a fraction of the memory."""
 
 import dataclasses
+import itertools
 import shutil
 
 import pytest
@@ -119,8 +120,20 @@ def test_one_setting_chooses_what_is_stored_in_either_layout():
     assert stored_type(CpuKVCache, "fp8") is Float8KVCache
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3, k and v of different sizes", "gemma2"])
-@pytest.mark.parametrize(("stored", "block_size"), [("int8", 4), ("int8", 16), ("fp8", 16)])
+DEEPSEEK = "deepseek_v3, k and v of different sizes"
+ENGINES = itertools.product([("int8", 4), ("int8", 16), ("fp8", 16)], ["llama", DEEPSEEK, "gemma2"])
+REPRESENTATIVE = {("int8", 4, DEEPSEEK), ("int8", 16, "llama"), ("fp8", 16, "gemma2")}
+
+
+@pytest.mark.parametrize(
+    ("stored", "block_size", "name"),
+    [
+        pytest.param(
+            *stored, name, marks=() if (*stored, name) in REPRESENTATIVE else pytest.mark.long
+        )
+        for stored, name in ENGINES
+    ],
+)
 def test_an_engine_answers_mostly_the_same_from_less_memory(name, stored, block_size, tmp_path):
     folder = BY_NAME[name].save(tmp_path / "model")
     answers, memory = [], []
@@ -165,7 +178,10 @@ def test_the_self_check_still_notices_a_window_that_is_off_by_one(
     engine.close()
 
 
-@pytest.mark.parametrize(("model_type", "path"), [("bloom", "padded"), ("qwen3_next", "rows")])
+@pytest.mark.parametrize(
+    ("model_type", "path"),
+    [("bloom", "padded"), pytest.param("qwen3_next", "rows", marks=pytest.mark.long)],
+)
 def test_every_path_with_blocks_keeps_8_bit_floats_in_them(model_type, path, tmp_path):
     engine = open_engine(shrink.save(model_type, tmp_path), kv_cache_dtype="fp8")
     assert engine.info.path == path

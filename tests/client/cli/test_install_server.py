@@ -1,6 +1,7 @@
 """`nereid install-server` with a small wheel, the real pip and the real file system."""
 
 import argparse
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -41,6 +42,29 @@ def make_wheel(folder: Path, stubs: tuple[str, ...] = (VERSION,)) -> Path:
     return wheel
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Return a folder in which pip has installed the wheel once, and the path of the wheel.
+
+    The wheel is deleted, so that a second installation with pip would fail.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    wheel = make_wheel(folder, stubs=("3.8", VERSION))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(install_server, "launcher_path", lambda: folder / "launcher")
+        assert install(folder, wheel) == 0
+    wheel.unlink()
+    return folder, wheel
+
+
+@pytest.fixture
+def wheel(tmp_path, installed):
+    """Return the path of the installed wheel, and copy the installed server to `tmp_path`."""
+    folder, wheel = installed
+    shutil.copytree(folder / "target", tmp_path / "target")
+    return wheel
+
+
 @pytest.fixture
 def launcher(tmp_path, monkeypatch):
     path = tmp_path / "bin" / "tritonserver"
@@ -48,18 +72,17 @@ def launcher(tmp_path, monkeypatch):
     return path
 
 
-def install(tmp_path: Path, wheel: Path) -> int:
-    return install_server.run(argparse.Namespace(target=tmp_path / "target", wheel=str(wheel)))
+def install(folder: Path, wheel: Path) -> int:
+    return install_server.run(argparse.Namespace(target=folder / "target", wheel=str(wheel)))
 
 
-def test_the_stub_of_this_python_is_put_where_the_backend_looks(tmp_path, launcher):
-    assert install(tmp_path, make_wheel(tmp_path, stubs=("3.8", VERSION))) == 0
-    backend = tmp_path / "target" / SERVER / "backends" / "python"
+def test_the_stub_of_this_python_is_copied_to_the_folder_of_the_backend(installed):
+    backend = installed[0] / "target" / SERVER / "backends" / "python"
     assert (backend / "triton_python_backend_stub").read_text() == f"stub {VERSION}"
 
 
-def test_the_launcher_starts_the_server_with_this_environment(tmp_path, launcher):
-    install(tmp_path, make_wheel(tmp_path))
+def test_the_launcher_starts_the_server_with_this_environment(tmp_path, wheel, launcher):
+    install(tmp_path, wheel)
     output = subprocess.run(
         [launcher, "--model-repository", "a b"],
         env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True,
@@ -67,38 +90,35 @@ def test_the_launcher_starts_the_server_with_this_environment(tmp_path, launcher
     server = tmp_path / "target" / SERVER
     arguments = f"--backend-directory {server}/backends --model-repository a b"
     assert output[0] == f"{server}/bin/tritonserver {arguments}"
-    seen = dict(line.split("=", 1) for line in output[1:] if "=" in line)
-    assert seen["PATH"] == f"{sys.prefix}/bin:/usr/bin:/bin"
-    assert f"{tmp_path}/target/nvidia_pytriton.libs" in seen["LD_LIBRARY_PATH"].split(":")
+    variables = dict(line.split("=", 1) for line in output[1:] if "=" in line)
+    assert variables["PATH"] == f"{sys.prefix}/bin:/usr/bin:/bin"
+    assert f"{tmp_path}/target/nvidia_pytriton.libs" in variables["LD_LIBRARY_PATH"].split(":")
 
 
-def test_the_second_time_installs_nothing(tmp_path, launcher, capsys):
-    wheel = make_wheel(tmp_path)
+def test_a_second_call_installs_nothing(tmp_path, wheel, launcher, capsys):
     install(tmp_path, wheel)
-    wheel.unlink()  # pip would fail without the wheel
     assert install(tmp_path, wheel) == 0
     assert "up to date" in capsys.readouterr().out
 
 
-def test_an_installation_that_broke_off_is_done_again(tmp_path, launcher):
-    wheel = make_wheel(tmp_path)
-    install(tmp_path, wheel)
+def test_an_interrupted_installation_is_repeated(tmp_path, wheel, launcher):
     (tmp_path / "target" / ".nereid-wheel").unlink()
     (tmp_path / "target" / SERVER / "bin" / "tritonserver").write_text("half")
-    install(tmp_path, wheel)
+    install(tmp_path, make_wheel(tmp_path))
     assert (tmp_path / "target" / SERVER / "bin" / "tritonserver").read_text() == FAKE_SERVER
 
 
-def test_a_wheel_without_a_stub_for_this_python_says_which_it_has(tmp_path, launcher):
+def test_the_message_about_a_missing_stub_lists_the_stubs_of_the_wheel(tmp_path, wheel, launcher):
+    shutil.rmtree(tmp_path / "target" / SERVER / "python_backend_stubs" / VERSION)
     with pytest.raises(CliError, match=rf"no stub for Python {VERSION}, only for: 3\.8"):
-        install(tmp_path, make_wheel(tmp_path, stubs=("3.8",)))
+        install(tmp_path, wheel)
 
 
-def test_a_tritonserver_that_is_not_ours_is_left_alone(tmp_path, launcher):
+def test_a_tritonserver_of_another_installation_is_not_replaced(tmp_path, wheel, launcher):
     launcher.parent.mkdir()
     launcher.write_text("#!/bin/sh\necho real\n")
     with pytest.raises(CliError, match="was not written by `nereid install-server`"):
-        install(tmp_path, make_wheel(tmp_path))
+        install(tmp_path, wheel)
     assert launcher.read_text() == "#!/bin/sh\necho real\n"
 
 

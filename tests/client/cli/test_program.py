@@ -23,15 +23,15 @@ def answers(connection):
     return connection.getresponse().read()
 
 
-def test_a_connection_is_open_longer_than_clients_keep_an_idle_one():
-    port, nobodys = free_ports(2)
-    flags = ["--port", str(port), "--grpc-url", f"127.0.0.1:{nobodys}"]
+def test_an_idle_connection_stays_open_longer_than_clients_keep_it():
+    port, unused_port = free_ports(2)
+    flags = ["--port", str(port), "--grpc-url", f"127.0.0.1:{unused_port}"]
     with subprocess.Popen([sys.executable, "-m", "nereid_client", *flags]) as program:
         connection = http.client.HTTPConnection("127.0.0.1", port)
         try:
             wait_for(lambda: listens(port), timeout_s=120)
             assert answers(connection)
-            time.sleep(6)  # httpx keeps one for 5
+            time.sleep(6)  # httpx keeps an idle connection for 5 seconds
             assert answers(connection)
         finally:
             connection.close()

@@ -31,7 +31,9 @@ def bash():
     return run
 
 
-def test_the_printed_curl_works_every_example_too_and_a_signal_stops_it_all(tmp_path, bash):
+def test_the_printed_command_and_every_example_work_until_a_signal_stops_all_processes(
+    tmp_path, bash
+):
     with serve(tmp_path) as running:
         running.wait_until_ready()
         answer = json.loads(bash(running.curl).stdout)
@@ -63,7 +65,7 @@ def test_the_printed_curl_works_every_example_too_and_a_signal_stops_it_all(tmp_
         assert running.lines[-1] == "nereid: stopped"
 
 
-def test_a_server_that_dies_is_reported_and_everything_else_ended(tmp_path):
+def test_a_server_that_dies_is_reported_and_all_processes_end(tmp_path):
     with serve(tmp_path, "--max-restarts=0") as running:
         running.wait_until_ready()
         server = running.child("bin/tritonserver")
@@ -76,7 +78,7 @@ def test_a_server_that_dies_is_reported_and_everything_else_ended(tmp_path):
         assert running.shared_memory() == []
 
 
-def test_a_frontend_that_dies_is_reported_and_everything_else_ended(tmp_path):
+def test_a_frontend_that_dies_is_reported_and_all_processes_end(tmp_path):
     with serve(tmp_path, "--max-restarts=0") as running:
         running.wait_until_ready()
         running.child("nereid_client").terminate()

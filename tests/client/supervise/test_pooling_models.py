@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 import pytest
 from fakes.live_server import make_checkpoint
 from nereid_client.console import CliError
-from nereid_client.supervise import pooling_models as poolers
+from nereid_client.supervise import pooling_models
 from nereid_client.supervise.pooling_models import PoolingWarmUp
 
 
@@ -28,32 +28,32 @@ def choose(repository, monkeypatch):
 
     def parse(*argv):
         parser = ArgumentParser()
-        poolers.add_flags(parser.add_argument_group("models"))
-        return poolers.choose(parser.parse_args(argv), repository)
+        pooling_models.add_flags(parser.add_argument_group("models"))
+        return pooling_models.choose(parser.parse_args(argv), repository)
 
     return parse
 
 
 def test_both_demo_models_are_served_by_default(choose):
-    assert [(pooler.kind, pooler.name) for pooler in choose()] == [
+    assert [(model.kind, model.name) for model in choose()] == [
         ("embedding", "embed"),
         ("rerank", "rerank"),
     ]
 
 
-def test_none_leaves_one_out_and_says_so_to_the_servers(choose):
+def test_the_value_none_disables_a_model_in_the_environment_of_the_servers(choose):
     chosen = choose("--embedding-model=none")
-    assert [pooler.kind for pooler in chosen] == ["rerank"]
-    told = poolers.environment(chosen)
-    assert told["NEREID_EMBEDDING_MODEL"] == "none"
-    assert told["NEREID_RERANK_MODEL"].endswith("/demo/rerank")
+    assert [model.kind for model in chosen] == ["rerank"]
+    variables = pooling_models.environment(chosen)
+    assert variables["NEREID_EMBEDDING_MODEL"] == "none"
+    assert variables["NEREID_RERANK_MODEL"].endswith("/demo/rerank")
 
 
-def test_a_flag_wins_over_the_variable(choose, tmp_path, monkeypatch):
+def test_a_flag_takes_precedence_over_the_variable(choose, tmp_path, monkeypatch):
     monkeypatch.setenv("NEREID_RERANK_MODEL", "none")
     mine = make_checkpoint(tmp_path)
     chosen = choose(f"--rerank-model={mine}")
-    assert [pooler.name for pooler in chosen] == ["embed", "echo-model"]
+    assert [model.name for model in chosen] == ["embed", "echo-model"]
     assert chosen[1].path == mine
 
 
@@ -63,7 +63,7 @@ def test_a_repository_without_the_models_serves_none_by_default(choose, reposito
     assert choose() == []
 
 
-def test_a_model_that_the_repository_lacks_is_refused_when_asked_for(choose, repository, tmp_path):
+def test_a_flag_for_a_model_that_the_repository_lacks_is_refused(choose, repository, tmp_path):
     (repository / "embedding" / "config.pbtxt").unlink()
     with pytest.raises(
         CliError, match=r"--embedding-model requires the file embedding/config.pbtxt"
@@ -71,7 +71,7 @@ def test_a_model_that_the_repository_lacks_is_refused_when_asked_for(choose, rep
         choose(f"--embedding-model={make_checkpoint(tmp_path)}")
 
 
-def test_what_is_no_checkpoint_is_refused_by_its_own_flag(choose, tmp_path):
+def test_the_message_about_a_wrong_checkpoint_names_the_flag_of_the_model(choose, tmp_path):
     with pytest.raises(CliError, match=r"^--rerank-model: the folder .* does not exist"):
         choose(f"--rerank-model={tmp_path / 'nowhere'}")
 
@@ -102,7 +102,7 @@ def test_the_warm_up_waits_until_each_model_answers(choose):
     assert warm_up.is_done
 
 
-def test_the_warm_up_reports_a_model_that_never_will(choose):
+def test_the_warm_up_reports_a_model_that_cannot_answer(choose):
     warm_up = PoolingWarmUp(Answers(500), choose())
     warm_up.run()
     assert warm_up.failure == "the model embed cannot answer its first request: the reason"

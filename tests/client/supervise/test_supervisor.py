@@ -186,6 +186,7 @@ def test_a_server_that_gives_up_a_stub_while_it_starts_is_started_again(tmp_path
         assert answers_again(running)
 
 
+@pytest.mark.long  # test_child_processes.py tests how the output is read
 def test_a_server_whose_stub_is_found_sick_while_it_starts_is_started_again(tmp_path):
     flag, program = tmp_path / "sick", tmp_path / "tritonserver"
     line = "E1122 10:20:42 1 model.cc:1] Stub process executor_0_0 is not healthy."
@@ -202,6 +203,7 @@ def test_a_server_whose_stub_is_found_sick_while_it_starts_is_started_again(tmp_
         assert answers_again(running)
 
 
+@pytest.mark.long  # test_child_processes.py tests how the output is read
 def test_a_server_that_hangs_in_its_own_crash_is_started_again(tmp_path):
     flag, program = tmp_path / "crashed", tmp_path / "tritonserver"
     program.write_text(

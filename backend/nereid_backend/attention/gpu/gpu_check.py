@@ -179,21 +179,21 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
 
 
 def _stored(
-    cache: KVCache, batch: AttentionBatch, given: tuple[Tensor, Tensor], block_size: int
+    cache: KVCache, batch: AttentionBatch, written: tuple[Tensor, Tensor], block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the step's keys and values as the cache contains them, float32, shaped as `given`."""
+    """Return the step's keys and values from the cache, float32 and shaped as `written`."""
     blocks = batch.slots // block_size
     places = batch.slots % block_size
-    keys = cache.keys[0][blocks, :, places].transpose(0, 1).reshape(given[0].shape)
-    values = cache.values[0][blocks, :, places].transpose(0, 1).reshape(given[1].shape)
+    keys = cache.keys[0][blocks, :, places].transpose(0, 1).reshape(written[0].shape)
+    values = cache.values[0][blocks, :, places].transpose(0, 1).reshape(written[1].shape)
     return keys, values
 
 
 def _check_written(
-    cache: KVCache, stored: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor]
+    cache: KVCache, stored: tuple[Tensor, Tensor], written: tuple[Tensor, Tensor]
 ) -> None:
     """Raise KernelError if the stored keys or values differ from those that were written."""
-    for actual, expected in zip(stored, (tensor.float() for tensor in given), strict=True):
+    for actual, expected in zip(stored, (tensor.float() for tensor in written), strict=True):
         largest = expected.abs().amax(-1, keepdim=True)
         allowed = torch.zeros_like(expected)
         if isinstance(cache, Float8KVCache):

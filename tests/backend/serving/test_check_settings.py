@@ -1,0 +1,86 @@
+"""The check of all settings, which `nereid serve` runs before it starts anything."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from nereid_backend.serving.check_settings import find_problems
+
+REPOSITORY = Path(__file__).resolve().parents[3] / "model_repository"
+CHAT = REPOSITORY.parent / "demo" / "chat"
+COMMENTED = """
+# parameters { key: "block_size" value { string_value: "bad" } }
+parameters { key: "model" value { string_value: "x" } }
+parameters { key: "num_threads" value { string_value: "0" } }
+"""
+SPREAD_OVER_LINES = """
+parameters: {
+  key: "model"
+  value: {
+    string_value: "x"
+  }
+}
+parameters: {
+  key: "num_threads"
+  value: {
+    string_value: "0"
+  }
+}
+"""
+
+
+def test_the_settings_of_the_repository_have_no_problem():
+    assert find_problems(REPOSITORY, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NEREID_DTYPE": "float8"}, "dtype: the value must be 'auto', 'float32', "),
+        ({"NEREID_KV_CACHE_MEMORY": "-1GiB"}, "kv_cache_memory: the value must be a number of"),
+        ({"NEREID_TOOL_PARSER": "mine"}, "tool_parser: There is no format with the name 'mine'"),
+        ({"NEREID_BLOCK_SIZE": "0"}, "block_size: the value must be greater than 0, but it is"),
+        ({"NEREID_RERANK_DTYPE": "x"}, "rerank_dtype: the value must be 'auto', "),
+    ],
+)
+def test_a_wrong_setting_is_reported_once(variables, message):
+    [problem] = find_problems(REPOSITORY, variables)
+    assert problem.startswith(message)
+
+
+def test_a_length_above_the_limit_of_the_checkpoint_is_reported():
+    variables = {"NEREID_MODEL": str(CHAT), "NEREID_MAX_MODEL_LEN": "4096"}
+    assert find_problems(REPOSITORY, variables) == []
+    [problem] = find_problems(REPOSITORY, variables | {"NEREID_MAX_MODEL_LEN": "4097"})
+    assert problem == (
+        "max_model_len: the value must be at most 4096 (max_position_embeddings in "
+        f"{CHAT / 'config.json'}), but it is 4097."
+    )
+
+
+def test_the_limit_of_a_nested_config_is_found(tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 64}}')
+    variables = {"NEREID_MODEL": str(tmp_path), "NEREID_MAX_MODEL_LEN": "65"}
+    [problem] = find_problems(REPOSITORY, variables)
+    assert problem.startswith("max_model_len: the value must be at most 64 ")
+
+
+@pytest.mark.parametrize("text", [COMMENTED, SPREAD_OVER_LINES])
+def test_the_parameters_of_config_pbtxt_are_checked(tmp_path, text):
+    (tmp_path / "executor").mkdir()
+    (tmp_path / "executor" / "config.pbtxt").write_text(text)
+    [problem] = find_problems(tmp_path, {})
+    assert problem.startswith("num_threads: the value must be greater than 0")
+
+
+def test_other_models_in_a_repository_are_ignored(tmp_path):
+    assert find_problems(tmp_path, {"NEREID_MAX_MODEL_LEN": "foo"}) == []
+
+
+def test_the_check_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys\nimport nereid_backend.serving.check_settings\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,99 @@
+"""The end of a child process, and the failures that the supervisor reads from its output."""
+
+import io
+import os
+import subprocess
+import time
+
+import pytest
+from fakes.live_frontend import wait_for
+from nereid_client.supervise.child_processes import ChildProcess, process_of
+from nereid_client.supervise.restart_policy import RestartPolicy
+from nereid_client.supervise.supervisor import Program, SupervisedProgram
+
+STUB_DIED = "E1122 10:20:42 1 model.cc:1] Stub process executor_0_0 is not healthy."
+POLICY = RestartPolicy(max_restarts=1, backoff_s=0.0)
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts a shell script as a supervised program."""
+    programs = []
+
+    def run(script):
+        program = Program("tritonserver", ["/bin/sh", "-c", script], dict(os.environ))
+        programs.append(SupervisedProgram(program, POLICY, io.StringIO()))
+        return programs[-1]
+
+    yield run
+    for program in programs:
+        program.child.kill()
+
+
+def ended(program):
+    wait_for(lambda: program.child.exit_code is not None)
+    program.child._reader.join(10)
+    return program
+
+
+def test_a_program_that_runs_has_no_failure(start):
+    assert start("exec sleep 60").failure() is None
+
+
+def test_an_exit_is_no_crash(start):
+    program = ended(start("exit 3"))
+    assert program.failure() == "tritonserver ended with exit code 3"
+    assert not program.has_crashed
+
+
+def test_an_abort_is_a_crash(start):
+    program = ended(start("kill -ABRT $$"))
+    assert program.failure() == "tritonserver was ended by SIGABRT"
+    assert program.has_crashed
+
+
+def test_a_server_that_reports_a_dead_stub_and_ends_has_crashed(start):
+    program = ended(start(f"echo '{STUB_DIED}'; exit 1"))
+    assert program.failure() == "tritonserver ended with exit code 1"
+    assert program.has_crashed
+
+
+def test_a_server_that_hangs_in_its_own_crash_has_crashed(start):
+    program = start("echo 'Signal (11) received.'; exec sleep 60")
+    wait_for(program.failure)
+    assert program.failure() == "tritonserver crashed (Signal (11) received.)"
+    assert program.has_crashed
+
+
+def test_a_reason_that_several_models_report_is_stored_once(start):
+    program = ended(start("for _ in 1 2; do echo 'nereid: error: a wrong setting'; done"))
+    assert program.child.refusals == ["a wrong setting"]
+    assert program.child.refused_at < time.monotonic()
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(start):
+    program = start("trap '' TERM; echo nereid: ready; while true; do sleep 0.05; done")
+    wait_for(lambda: program.child.tail)
+    program.child.stop(0.3, lambda timeout: time.sleep(timeout))
+    assert program.child.describe_end() == "tritonserver was ended by SIGKILL"
+
+
+def test_lines_for_the_user_are_passed_on_and_all_lines_go_to_the_log():
+    lines, log = [], io.StringIO()
+    script = "echo one; echo nereid: two; echo '| a table |'"
+    child = ChildProcess("p", ["/bin/sh", "-c", script], dict(os.environ), log, lines.append)
+    wait_for(lambda: child.exit_code is not None)
+    child._reader.join(10)
+    assert lines == ["nereid: two"]
+    assert log.getvalue() == "one\nnereid: two\n| a table |\n"
+    assert list(child.tail) == ["one", "nereid: two"]
+
+
+def test_a_zombie_that_crashed_is_told_from_one_that_exited():
+    found = []
+    for command in ("kill -SEGV $$", "exit 1"):
+        process = subprocess.Popen(["/bin/sh", "-c", command])
+        wait_for(lambda pid=process.pid: process_of(pid).state == "Z")
+        found.append(process_of(process.pid).has_crashed)
+        process.wait()
+    assert found == [True, False]

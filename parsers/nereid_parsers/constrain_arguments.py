@@ -154,9 +154,8 @@ def nested_arguments(part: NestedTags, tool: ToolSchema) -> Node:
     """
     if part.mark != _NESTED_MARK:
         raise ConstraintError(
-            f"The format writes arguments as nested elements with the mark {part.mark!r}. Such "
-            f"arguments cannot be constrained, because xgrammar supports only the mark "
-            f"{_NESTED_MARK!r}."
+            f"The format writes {part.mark!r} before each tag of the arguments. Such arguments "
+            f"cannot be constrained, because xgrammar supports only tags after {_NESTED_MARK!r}."
         )
     return {**json_schema(tool.parameters), "style": _NESTED_STYLE}
 

@@ -93,7 +93,7 @@ class Request:
             missing = names - {tool.name for tool in allowed}
             if missing:
                 raise ConstraintError(
-                    f"tool_choice: tools contains no function with the name {sorted(missing)[0]!r}"
+                    f"tool_choice: the request has no tool with the name {sorted(missing)[0]!r}"
                 )
             allowed = tuple(tool for tool in allowed if tool.name in names)
         if mode == "required" and not allowed:

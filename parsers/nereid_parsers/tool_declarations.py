@@ -39,8 +39,8 @@ class Keys:
         for path in paths:
             if not all(path.split(".")):
                 raise FormatError(
-                    f"Keys: the path {path!r} must consist of key names, with one dot between two "
-                    "names"
+                    f"Keys: the path {path!r} has an empty part. A path is a list of key names "
+                    "that are separated by dots, such as 'function.name'."
                 )
         if not {"name", "arguments"} <= set(self.order) <= {"name", "arguments", "id"}:
             raise FormatError(

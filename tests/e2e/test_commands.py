@@ -72,11 +72,11 @@ def wait_ready(server, port, log):
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("NEREID_MAX_NUM_SEQ", "3", '"max_num_seq" is not known. Did you mean "max_num_seqs"?'),
+        ("NEREID_MAX_NUM_SEQ", "3", "Did you mean NEREID_MAX_NUM_SEQS?"),
         (
             "NEREID_KV_CACHE_MEMORY",
             "2 bananas",
-            "kv_cache_memory: the value must be a positive number",
+            "kv_cache_memory: the value must be a number of bytes",
         ),
         ("NEREID_MAX_MODEL_LEN", "99999999", "max_model_len"),
         ("NEREID_TOOL_PARSER", "hermess", "hermess"),

@@ -131,8 +131,8 @@ def test_generate_stream_sends_events(served):
 
 WRONG = {
     "temperature: the value must be a finite number": chat("hi", temperature=float("nan")),
-    "max_tokens: the value must be at least 1, but it is 0": chat("hi", max_tokens=0),
-    "max_tokens: the value must be at least 1, but it is -5": chat("hi", max_tokens=-5),
+    "max_tokens: the value must be at least 1, but the request has 0": chat("hi", max_tokens=0),
+    "max_tokens: the value must be at least 1, but the request has -5": chat("hi", max_tokens=-5),
     "messages: the list is empty": [tensor("chat_request", '{"messages": []}')],
     "chat_request: the text is not valid JSON": [tensor("chat_request", "{oops")],
     "a request must have exactly one of text_input, input_ids and chat_request": [
@@ -171,4 +171,7 @@ def test_an_error_over_http_names_the_field(served):
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(f"{served.http_url}/v2/models/llm/generate", body)
     with caught.value as answer:
-        assert "temperature: the value must be at least 0, but it is -1" in answer.read().decode()
+        assert (
+            "temperature: the value must be at least 0, but the request has -1"
+            in answer.read().decode()
+        )

@@ -226,11 +226,11 @@ REFUSED = {
     "response_format: type must be one of": {"response_format": {"type": "xml"}},
     "best_of: this server returns every choice that it generates": {"best_of": 3},
     "guided_json: structured_outputs.json replaces this field": {"guided_json": SCHEMA},
-    "tool_choice: tools contains no function with the name 'nobody'": {
+    "tool_choice: the request has no tool with the name 'nobody'": {
         "tools": TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "nobody"}},
     },
-    "top_logprobs: the value must be an integer from 0": {"logprobs": True, "top_logprobs": 21},
+    "top_logprobs: the value must be at most 20": {"logprobs": True, "top_logprobs": 21},
     "regex": {"regex": "(a"},
 }
 

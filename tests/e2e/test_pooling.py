@@ -109,7 +109,7 @@ def test_ten_thousand_texts_come_back_in_order(http):
 def test_a_megabyte_of_text_is_refused_with_its_length_and_cut_when_asked(http):
     text = "Hugo lives. " * 90_000
     said = refusal(http, "/v1/embeddings", input=["x", text])
-    assert said.startswith("input: element 1: the input has ")
+    assert "element 1: the input has " in said
     assert "the limit is 512" in said
     assert embed(http, text, truncate=True).shape == (1, 128)
 

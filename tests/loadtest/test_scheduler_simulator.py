@@ -98,10 +98,10 @@ def test_the_command_prints_percentiles(capsys, tmp_path):
 
 def test_the_command_loads_no_torch():
     code = (
-        "import sys; from scheduler_simulator import main; "
+        "import sys; from loadtest.bench.scheduler_simulator import main; "
         "main(['--requests', '20']); sys.exit('torch' in sys.modules)"
     )
-    folder = Path(scheduler_simulator.__file__).parent
+    folder = Path(scheduler_simulator.__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, cwd=folder)
 
 

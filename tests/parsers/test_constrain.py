@@ -267,7 +267,7 @@ def test_tools_and_a_json_answer_allow_either_of_the_two():
         ({"tool_choice": "required", "tools": []}, "tools is empty"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "no"}}},
-            "tools contains no function with the name 'no'",
+            "the request has no tool with the name 'no'",
         ),
         ({"tool_choice": {"type": "function", "function": {}}}, "has no function name"),
         ({"tool_choice": {"type": "custom"}}, "must be function or allowed_tools"),

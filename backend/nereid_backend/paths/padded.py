@@ -307,7 +307,8 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
         """
         if self._number is None:
             raise UnfitError(
-                "a layer of the model stores keys and values, but stored none in the probe"
+                "a layer of the model stores keys and values, but it stored none when it was "
+                "examined at load"
             )
         return self._exchange(self._number, key_states, value_states)
 
@@ -321,7 +322,10 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfor
             Keys, [num_seqs, longest, dim].
         """
         if self._indexer is None:
-            raise UnfitError("a layer of the model has a sparse indexer, but had none in the probe")
+            raise UnfitError(
+                "a layer of the model uses a sparse indexer, but it used none when it was examined "
+                "at load"
+            )
         key, value = indexer_key_states[:, None].chunk(2, dim=-1)
         return torch.cat(self._exchange(self._indexer, key, value), dim=-1)[:, 0]
 

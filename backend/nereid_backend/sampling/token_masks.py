@@ -138,7 +138,12 @@ class _FillJob:
             assert guide is not None
             first_positions.setdefault(type(guide), []).append(first)
         for guide_class, indices in first_positions.items():
-            self._fill_first(guide_class, indices, masks)
+            try:
+                self._fill_first(guide_class, indices, masks)
+            except Exception:  # noqa: BLE001 - the loop below reports the guide that fails
+                # Fill the masks one by one to find the guide that fails. A row may be filled twice.
+                for index in indices:
+                    self._fill_alone(guide_class, index, masks)
         for group in self.groups:
             if len(group) > 1 and group[0] not in masks.errors:
                 self._fill_drafts(group, masks)
@@ -147,26 +152,21 @@ class _FillJob:
     def _fill_first(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill the masks of positions without draft tokens. Mutates: masks.
-
-        If a guide fails, its error is stored, and the other masks are filled.
-        """
+        """Fill the masks of positions without draft tokens. Mutates: masks."""
         guides = [cast(MaskingGuide, self.positions[index].sequence.guide) for index in indices]
         rows = [self.rows[index] for index in indices]
-        try:
-            is_limited = guide_class.fill_all(guides, self.buffer, rows)
-        except Exception as error:  # noqa: BLE001
-            # Boundary: a request ends here, because its grammar library failed in any way.
-            if len(indices) == 1:
-                self._store_error(indices[0], error, masks)
-                return
-            # Fill the masks one by one to find the guide that fails. A row may be filled twice.
-            for index in indices:
-                self._fill_first(guide_class, [index], masks)
-            return
+        is_limited = guide_class.fill_all(guides, self.buffer, rows)
         for index, row, limited in zip(indices, rows, is_limited, strict=True):
             if limited:
                 masks.by_position[index] = self.buffer[row]
+
+    def _fill_alone(self, guide_class: type[MaskingGuide], index: int, masks: StepMasks) -> None:
+        """Fill the mask of one position, or store the error of its guide. Mutates: masks."""
+        try:
+            self._fill_first(guide_class, [index], masks)
+        except Exception as error:  # noqa: BLE001
+            # Boundary: a request ends here, because its grammar library failed in any way.
+            self._store_error(index, error, masks)
 
     def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
         """Fill the masks of the positions after the draft tokens of one sequence. Mutates: masks.

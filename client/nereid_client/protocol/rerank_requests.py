@@ -61,8 +61,7 @@ class RerankRequest(PoolingRequest):
             found = "neither" if self.documents is None else "both"
             raise FieldError(
                 "documents",
-                "Either documents or texts is required, but the request has "
-                f"{found}. The field texts belongs to TEI's format.",
+                f"A request must have one of the fields documents and texts, but it has {found}.",
             )
         return self
 

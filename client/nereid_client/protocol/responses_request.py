@@ -213,7 +213,7 @@ class ResponsesRequest(GenerationRequest):
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             field = "stream_options.include_obfuscation"
             raise FieldError(
-                field, f"{field} must not be true, because events have no padding. Leave it out."
+                field, f"{field} must be false or missing, because the events contain no padding."
             )
         if self.effort is not None and not isinstance(self.effort, str):
             raise FieldError(

@@ -131,7 +131,7 @@ class Store:
                 400,
                 f"background=true requires a conversation of at most {self._limits.num_bytes} "
                 f"bytes (max_stored_response_bytes), but this conversation has {num_bytes}. Send "
-                "the request without background.",
+                "the request with background=false.",
                 param="background",
                 limit="max_stored_response_bytes",
             )
@@ -141,7 +141,7 @@ class Store:
                 429,
                 f"{len(self._running)} responses run in the background and fill the response store "
                 "(max_stored_responses, max_stored_response_bytes). Try again in a moment, or send "
-                "the request without background.",
+                "the request with background=false.",
                 code="rate_limit_exceeded",
                 headers={"Retry-After": "1"},
                 limit="max_stored_responses" if is_full else "max_stored_response_bytes",
@@ -158,7 +158,7 @@ class Store:
             raise ApiError(
                 503,
                 f"The response store is full. Its limit is {self._limits.num_bytes} bytes "
-                "(max_stored_response_bytes). Send the request without background.",
+                "(max_stored_response_bytes). Send the request with background=false.",
                 limit="max_stored_response_bytes",
             )
         _, num_before = self._running[run.id]

@@ -70,8 +70,8 @@ def check_checkpoint(path: Path) -> None:
         )
     if not any(path.glob("*.safetensors")):
         raise CliError(
-            f"--model: the folder {path} has no *.safetensors file. Convert the weights with "
-            "save_pretrained of the library transformers, which writes safetensors files."
+            f"--model: the folder {path} has no *.safetensors file. Load the model with "
+            "transformers and call its method save_pretrained, which writes such files."
         )
     for name in _JSON_FILES:
         _check_json(path / name)

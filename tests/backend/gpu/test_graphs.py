@@ -496,7 +496,7 @@ def test_one_long_sequence_among_short_ones_is_cut_into_as_many_parts_as_without
 def start(folder_of, name, monkeypatch, capture=rerun, **settings):
     lines = []
     monkeypatch.setattr(choose_path, "cache_type", lambda *_: SkippingCache)
-    monkeypatch.setattr(packed, "GpuKVCache", SkippingCache)
+    monkeypatch.setattr(packed, "uses_gpu_kernels", lambda cache: True)
     monkeypatch.setattr(accelerate_path, "capture_on", lambda *_: capture)
     load = startup.load
     monkeypatch.setattr(

@@ -49,7 +49,7 @@ def test_what_surrounds_the_output_is_not_written(dtype):
     packed = pack(weight)
     memory = torch.full((3 * 13 * 21,), 7.0, dtype=dtype)
     out = memory[13 * 21 : 2 * 13 * 21]
-    native_linear._kernel()(
+    native_linear.kernels().nereid_linear(
         dtype == torch.bfloat16,
         *(packed.data_ptr(), None, x.data_ptr(), out.data_ptr()),
         *(13, 8, 21, 2),

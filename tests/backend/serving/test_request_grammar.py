@@ -177,7 +177,7 @@ def test_what_cannot_be_is_refused_by_name(fields, said):
 def test_a_tool_that_is_not_offered_cannot_be_chosen():
     choice = {"type": "function", "function": {"name": "g"}}
     with pytest.raises(
-        RequestError, match="tool_choice: tools contains no function with the name 'g'"
+        RequestError, match="tool_choice: the request has no tool with the name 'g'"
     ):
         chat({"tool_choice": choice}, tools=[tool("f")])
 

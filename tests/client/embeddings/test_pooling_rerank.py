@@ -107,14 +107,14 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
         ({"documents": ["a"]}, "query is required, but the request does not contain it", "query"),
         (
             {"query": "x"},
-            "Either documents or texts is required, but the request has neither.",
+            "A request must have one of the fields documents and texts, but it has neither.",
             "documents",
         ),
         ({"query": "x", "documents": []}, "documents must not be an empty list", "documents"),
         ({"query": "x", "texts": []}, "texts must not be an empty list", "texts"),
         (
             {"query": "x", "documents": ["a"], "texts": ["a"]},
-            "Either documents or texts is required, but the request has both.",
+            "A request must have one of the fields documents and texts, but it has both.",
             "documents",
         ),
         (

@@ -223,7 +223,7 @@ async def test_a_completion_that_cannot_be_is_refused_with_the_reason(post, fiel
             '{"seed": ' + "9" * 5000 + "}",
             "The request body has an invalid number: an integer has too many digits",
         ),
-        ('{"messages": ' + "[" * 100_000, "The request body is nested too deeply"),
+        ('{"messages": ' + "[" * 100_000, "The JSON of the request body is nested too deeply"),
         (b'{"messages": "\xff"}', "The request body is not valid UTF-8 at byte 14"),
         (
             '{"messages": [{"role": "user", "content": "\\ud800"}]}',

@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         gate.is_draining = True
 
     signal.signal(signal.SIGUSR1, drain)
-    # Objects that exist now live until the end. Freezing them keeps the garbage collector from
-    # examining them again, which would delay streams.
+    # The objects that exist at the start are needed until the process ends. After the freeze, the
+    # garbage collector ignores them, so that its passes are short and do not delay streams.
     gc.collect()
     gc.freeze()
     uvicorn.run(

@@ -29,7 +29,7 @@ from nereid_parsers.format import (
             lambda: Wrapper("", "\n"),
             "at least one of the two markers must contain a visible character",
         ),
-        (lambda: Keys("function..name"), "with one dot between two names"),
+        (lambda: Keys("function..name"), "has an empty part"),
         (lambda: Keys(order=("name",)), "must contain 'name' and 'arguments'"),
         (lambda: Keys(order=("id", "name", "arguments")), "Keys.id is None"),
         (lambda: TaggedArguments("<p>", "</p>"), "must contain {key}"),

@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 # The largest number of bytes of white space after a marker. Without a limit, a model might generate
 # only white space until max_tokens.
 _MAX_WHITE_SPACE = 4
-# The number of tokens before a forced text that may influence how the text is split into tokens.
+# A tokenizer splits a text into tokens in a way that depends on the text before it. This many
+# tokens before a forced text are therefore tokenised together with the forced text.
 _NUM_RECENT = 4
 
 

@@ -55,7 +55,7 @@ _BIAS_OF_BYTE = np.ascontiguousarray(
 
 
 class MaskingGuide(Guide, Protocol):
-    """A guide with the additional methods that the sampler needs."""
+    """The state of a request's grammar, with methods that write token masks for the sampler."""
 
     def fill(self, row: TokenMask) -> bool:
         """Write the mask of the next token into `row`, [ceil(vocab_size / 32)] int32.

@@ -122,7 +122,7 @@ class ScoreRequest(PoolingRequest):
 
     @property
     def sides(self) -> tuple[tuple[str, Any], tuple[str, Any]]:
-        """The name and the value of the left and of the right side."""
+        """The two fields with the texts of the pairs as (name, value), the left one first."""
         for names in (("queries", "documents"), ("data_1", "data_2")):
             if any(getattr(self, name) is not None for name in names):
                 left, right = names

@@ -255,7 +255,7 @@ class Store:
             self.delete(response_id)
 
     def _start_timer(self) -> None:
-        """Start a timer that deletes the oldest response when it expires.
+        """Start a timer that deletes the oldest response when that response expires.
 
         Without the timer, an expired response would stay in memory until the next request.
         """

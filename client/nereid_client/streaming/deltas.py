@@ -57,7 +57,7 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """A generated token, its rank in the vocabulary, and the most probable tokens there."""
+    """The log-probability and the rank of a generated token, and the most probable alternatives."""
 
     rank: int
     top_logprobs: list[TopLogprob]

@@ -124,7 +124,7 @@ class CompletionLogprobs:
         return self._decoder.decode(raw)
 
     def _extend(self, text: str) -> None:
-        """Append text, and drop the beginning whose tokens have all been found."""
+        """Append text, and remove the text of the tokens that have been located."""
         num_done = min(self._position - self._base, len(self._text))
         self._text = self._text[num_done:] + text
         self._base += num_done

@@ -59,7 +59,7 @@ class CheckpointText:
 
 
 def read_checkpoint(path: str | Path) -> CheckpointText:
-    """Read the chat template and the tokens of a checkpoint's folder, or of a template's file.
+    """Read the chat template and the special tokens from a checkpoint or from a template file.
 
     As in transformers, chat_template.jinja precedes chat_template.json, and that file precedes the
     entry in tokenizer_config.json. Of several named templates, "tool_use" is used, or else

@@ -120,7 +120,7 @@ class TurnFrame:
         return text_after_last(rest, header) if header else ""
 
     def _header_in(self, text: str) -> str:
-        r"""Return the header as `text` contains it: with or without its outer white space.
+        r"""Return the part of `text` that is the header, with or without its outer white space.
 
         Return "" if `text` does not contain the header. Example: the header is
         `<|im_start|>assistant\n`, and the text is "<|im_start|>assistant <think>". The result is

@@ -83,7 +83,7 @@ QUARANTINE = (
 
 
 def find_quarantined(source: str) -> tuple[QuarantineEntry, Format] | None:
-    """Return the quarantine entry of a template and its format, or None if no entry matches."""
+    """Return the entry of QUARANTINE that matches a template, and its format; None if none does."""
     for entry in QUARANTINE:
         if entry.matches(source):
             note = Source(f"recognised in its chat template: {entry.model}")

@@ -199,7 +199,7 @@ def compare_call_presence(renderer: CallRenderer) -> str:
 
 
 def compare_two_calls(renderer: CallRenderer) -> str:
-    """Compare a message with one tool call and a message with two tool calls (comparison T2).
+    """Render one tool call and two tool calls, and return the text of the two (comparison T2).
 
     Returns:
         The text of the two tool calls, or "" if a message can have only one tool call.
@@ -240,7 +240,7 @@ def compare_names(prober: Prober) -> None:
 
 
 def compare_arguments(prober: Prober) -> None:
-    """Compare a tool call with one argument and tool calls with other arguments (T4 to T7b)."""
+    """Render a tool call with several kinds of arguments and compare the texts (T4 to T7b)."""
     one_argument = conversation_with_calls(*ONE_CALL)
     text = unmask_call_ids(prober.render(one_argument) or "")
     for name, changed, arguments in _ARGUMENT_CHANGES:

@@ -92,7 +92,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """Return the reason for which requests are refused after the last restart has failed."""
 
     def on_restart(self) -> None:
-        """Note that the child process has been restarted."""
+        """Record that the child process has been restarted."""
 
     def publish_metrics(self) -> None:
         """Publish the model's metrics, if it has any."""

@@ -59,7 +59,7 @@ class CallFormat:
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    r"""Return the spellings of a tool call whose head contains the function's name.
+    r"""Return the forms in which a tool call may be written if its head contains the name.
 
     >>> markup = ListMarkup(item_open="<call>\n<function=", item_close="</call>")
     >>> calls_with_head(markup, ">\n", JsonArguments())
@@ -84,7 +84,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
 
 
 def _spellings_of_head(head: str) -> list[tuple[str, str]]:
-    """Return the spellings of a tool call's head, each with the pattern of the tool call's id.
+    """Return the forms of a tool call's head, each with the pattern of the tool call's id.
 
     Some templates render the id that they get. The prefix "functions." comes from the probe
     conversation, and a model may write a shorter id or the name alone.

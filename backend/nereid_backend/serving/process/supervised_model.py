@@ -77,7 +77,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def serve(self) -> float:
-        """Do what is due. Return after how many seconds `serve` must be called again."""
+        """Do the regular work on the requests. Return the seconds until the next call is due."""
 
     @abstractmethod
     def end(self, request: RequestT, error: NereidError) -> None:

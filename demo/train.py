@@ -40,7 +40,7 @@ from transformers import (
 )
 
 FOLDER = Path(__file__).with_name("chat")
-WORK = Path(__file__).parents[1] / ".cache" / "demo-chat"
+WORK = Path(__file__).with_name("unfinished")
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,9 @@ def _check_length(config: EngineConfig) -> None:
         checkpoint: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    # The settings of a model for text and images are nested.
-    decoder = checkpoint.get("text_config", checkpoint)
+    # The config of a model for text and images contains the config of its decoder. The value can
+    # be null.
+    decoder = checkpoint.get("text_config") or checkpoint
     for name in ("max_position_embeddings", "n_positions"):
         limit = decoder.get(name)
         if config.max_model_len and isinstance(limit, int) and 0 < limit < config.max_model_len:

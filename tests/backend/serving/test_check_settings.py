@@ -1,5 +1,6 @@
 """The check of all settings, which `nereid serve` runs before it starts anything."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -59,8 +60,15 @@ def test_a_length_above_the_limit_of_the_checkpoint_is_reported():
     )
 
 
-def test_the_limit_of_a_nested_config_is_found(tmp_path):
-    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 64}}')
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"text_config": {"max_position_embeddings": 64}},
+        {"text_config": None, "max_position_embeddings": 64},
+    ],
+)
+def test_the_limit_of_the_decoder_is_found(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
     variables = {"NEREID_MODEL": str(tmp_path), "NEREID_MAX_MODEL_LEN": "65"}
     [problem] = find_problems(REPOSITORY, variables)
     assert problem.startswith("max_model_len: the value must be at most 64 ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,46 @@ def prompt_text(tokenizer: PreTrainedTokenizerFast, dialogue: Dialogue) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sequence: its token ids, and for each whether the model must predict it."""
+    """A training sequence: a prefix, and the branches that continue it.
+
+    No token of a branch attends to another branch, so each branch is trained as if it followed the
+    prefix directly.
+
+    Attributes:
+        token_ids: The token ids of the prefix and of the branches.
+        is_target: For each token, whether the model must predict it.
+        branch: For each token, the number of its branch; 0 for a token of the prefix.
+    """
 
     token_ids: list[int]
     is_target: list[bool]
+    branch: list[int]
+
+    @property
+    def positions(self) -> list[int]:
+        """The position of each token. Every branch begins at the position after the prefix."""
+        following = {**dict.fromkeys(self.branch, self.branch.count(0)), 0: 0}
+        positions = []
+        for branch in self.branch:
+            positions.append(following[branch])
+            following[branch] += 1
+        return positions
+
+
+def join(samples: list[Sample]) -> Sample:
+    """Join sequences that begin with the same tokens into one, which contains these tokens once.
+
+    Example: the sequences `S a b` and `S c` become `S a b c` with the branches `0 1 1 2`.
+    """
+    columns = zip(*(sample.token_ids for sample in samples), strict=False)
+    prefix = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, columns))
+    token_ids, is_target = samples[0].token_ids[:prefix], samples[0].is_target[:prefix]
+    branches = [0] * prefix
+    for number, sample in enumerate(samples, start=1):
+        token_ids += sample.token_ids[prefix:]
+        is_target += sample.is_target[prefix:]
+        branches += [number] * (len(sample.token_ids) - prefix)
+    return Sample(token_ids, is_target, branches)
 
 
 def _targets(dialogue: Dialogue, reply: str, offsets: list[tuple[int, int]]) -> list[bool]:
@@ -135,7 +172,7 @@ class Encoder:
             prompt_ids, encodings, dialogues, replies, strict=True
         ):
             targets = self._earlier_targets(ids) + _targets(dialogue, reply, encoding.offsets)
-            samples.append(Sample(ids + encoding.ids, targets))
+            samples.append(Sample(ids + encoding.ids, targets, [0] * len(targets)))
         return samples
 
     def _earlier_targets(self, token_ids: list[int]) -> list[bool]:

@@ -23,11 +23,12 @@ from chat_format import (
     TURN_END,
     Encoder,
     Sample,
+    join,
     prompt_text,
     reply_text,
     train_tokenizer,
 )
-from lessons import training_dialogue
+from lessons import training_group
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -49,7 +50,7 @@ class Recipe:
 
     seed: int = 1
     steps: int = 3000
-    dialogues_per_step: int = 32
+    groups_per_step: int = 32
     matrix_lr: float = 0.02
     other_lr: float = 4e-3
     weight_decay: float = 0.05
@@ -64,10 +65,21 @@ class Recipe:
     workers: int = 2
 
 
-@functools.cache
-def future_mask(length: int, dtype: torch.dtype) -> Tensor:
-    """Return a [T, T] matrix that hides later tokens: zero on and below the diagonal, else -inf."""
-    return torch.full((length, length), -torch.inf, dtype=dtype).triu(1)
+def attention_mask(branch: Tensor) -> Tensor:
+    """Return the mask that hides later tokens and other branches.
+
+    Args:
+        branch: [B, T], the branch of each token, 0 for the prefix that all branches see.
+
+    Returns:
+        [B, 1, T, T] bfloat16: zero for a visible key, else -inf.
+    """
+    length = branch.shape[1]
+    query, key = branch[:, :, None], branch[:, None, :]
+    is_earlier = torch.ones(length, length, dtype=torch.bool).tril()
+    visible = is_earlier & ((key == 0) | (key == query))
+    mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, -torch.inf)
+    return mask[:, None]
 
 
 def plain_attention(
@@ -81,22 +93,24 @@ def plain_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention with matrix products, which are faster than SDPA for short rows.
 
-    Shapes: query [B, H, T, D]; key, value [B, G, T, D]; returns [B, T, H, D].
+    Shapes: query [B, H, T, D]; key, value [B, G, T, D]; attention_mask [B, 1, T, T]; returns
+    [B, T, H, D].
     """
-    del module, attention_mask
+    del module
+    assert attention_mask is not None
     batch, heads, length, dim = query.shape
     groups = key.shape[1]
     query = (query * scaling).reshape(batch, groups, heads // groups * length, dim)
     scores = (query @ key.transpose(-1, -2)).view(batch, groups, -1, length, length)
-    weights = torch.softmax(scores + future_mask(length, scores.dtype), -1, dtype=value.dtype)
+    weights = torch.softmax(scores + attention_mask[:, None], -1, dtype=value.dtype)
     mixed = weights.view(batch, groups, -1, length) @ value
     return mixed.view(batch, heads, length, dim).transpose(1, 2).contiguous(), None
 
 
 def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the text of 6000 training dialogues."""
+    """Train the tokenizer on the text of 6000 training dialogues, each of another group."""
     rng = Random(f"tokenizer {recipe.seed}")
-    dialogues = [training_dialogue(rng) for _ in range(6000)]
+    dialogues = [training_group(rng)[0] for _ in range(6000)]
     plain = train_tokenizer([], recipe.vocab_size)  # renders the chat template
     texts = [prompt_text(plain, d) + reply_text(d.messages[-1], d.thinking) for d in dialogues]
     return train_tokenizer(texts, recipe.vocab_size)
@@ -127,28 +141,53 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCa
     return model
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Padded rows of samples, each [B, T] int64.
+
+    Attributes:
+        token_ids: The token ids.
+        labels: The next token of the same branch, or -100 where there is nothing to predict.
+        branch: The branch of each token; -1 for padding.
+        positions: The position of each token.
+    """
+
+    token_ids: Tensor
+    labels: Tensor
+    branch: Tensor
+    positions: Tensor
+
+
+def _pad(rows: list[list[int]], value: int) -> Tensor:
+    tensors = [torch.tensor(row) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def _labels(sample: Sample) -> list[int]:
+    following = zip(sample.token_ids[1:], sample.is_target[1:], sample.branch[1:], strict=True)
+    labels = [
+        token_id if is_target and branch == before else -100
+        for (token_id, is_target, branch), before in zip(following, sample.branch, strict=False)
+    ]
+    return [*labels, -100]
+
+
 def batches(
     samples: list[Sample], max_tokens: int = 1024, max_ratio: float = 1.4
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[Batch]:
     """Group samples of similar length into padded rows.
 
-    The padding is on the right. With causal attention no token depends on it, so no mask is needed.
-
-    Yields:
-        token_ids [B, T] int64, and labels [B, T] int64: the next token, or -100.
+    The padding is on the right, where no other token attends to it.
     """
     rows: list[Sample] = []
     for sample in [*sorted(samples, key=lambda s: len(s.token_ids)), None]:
         if rows and (sample is None or not _fits(sample, rows, max_tokens, max_ratio)):
-            longest = len(rows[-1].token_ids)
-            token_ids = torch.zeros(len(rows), longest, dtype=torch.long)
-            labels = torch.full((len(rows), longest), -100)
-            for index, row in enumerate(rows):
-                ids = torch.tensor(row.token_ids)
-                token_ids[index, : len(ids)] = ids
-                wanted = torch.tensor(row.is_target[1:])
-                labels[index, : len(ids) - 1] = torch.where(wanted, ids[1:], -100)
-            yield token_ids, labels
+            yield Batch(
+                token_ids=_pad([row.token_ids for row in rows], 0),
+                labels=_pad([_labels(row) for row in rows], -100),
+                branch=_pad([row.branch for row in rows], -1),
+                positions=_pad([row.positions for row in rows], 0),
+            )
             rows = []
         if sample is not None:
             rows.append(sample)
@@ -207,13 +246,18 @@ class Optimizer:
             optimizer.load_state_dict(one)
 
 
-def loss_sum(model: Qwen3ForCausalLM, token_ids: Tensor, labels: Tensor) -> Tensor:
+def loss_sum(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
     """Return the sum of the targets' cross entropies. Logits are computed for targets only."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = model.model(input_ids=token_ids, use_cache=False).last_hidden_state
-        is_target = labels != -100
+        hidden = model.model(
+            input_ids=batch.token_ids,
+            position_ids=batch.positions,
+            attention_mask={"full_attention": attention_mask(batch.branch)},
+            use_cache=False,
+        ).last_hidden_state
+        is_target = batch.labels != -100
         logits = model.lm_head(hidden[is_target])
-    return F.cross_entropy(logits.float(), labels[is_target], reduction="sum")
+    return F.cross_entropy(logits.float(), batch.labels[is_target], reduction="sum")
 
 
 class Gradients:
@@ -233,8 +277,8 @@ class Gradients:
         """Store the gradients in the parameters and return the mean loss of a target."""
         num_targets = sum(sum(sample.is_target) for sample in samples)
 
-        def one(batch: tuple[Tensor, Tensor]) -> tuple[float, tuple[Tensor, ...]]:
-            loss = loss_sum(self._model, *batch) / num_targets
+        def one(batch: Batch) -> tuple[float, tuple[Tensor, ...]]:
+            loss = loss_sum(self._model, batch) / num_targets
             return loss.item(), torch.autograd.grad(loss, self._parameters)
 
         losses, gradients = zip(*self._pool.map(one, batches(samples)), strict=True)
@@ -332,9 +376,8 @@ class Run:
         while progress.num_steps < recipe.steps:
             before, step = time.monotonic(), progress.num_steps
             rng = Random(f"step {step} of {recipe.seed}")
-            samples = encoder.encode(
-                [training_dialogue(rng) for _ in range(recipe.dialogues_per_step)]
-            )
+            groups = [training_group(rng) for _ in range(recipe.groups_per_step)]
+            samples = [join(encoder.encode(group)) for group in groups]
             loss = gradients.compute(samples)
             self._optimizer.step(step)
             progress.add(samples, loss, time.monotonic() - before)

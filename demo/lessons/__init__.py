@@ -1,6 +1,12 @@
 """The training data of the demo models. Rules make it from a seed; there are no data files."""
 
 from .base import Dialogue, is_held_out
-from .mixture import SKILLS, make_dialogue, training_dialogue
+from .mixture import SKILLS, make_dialogue, training_group
 
-__all__ = ["SKILLS", "Dialogue", "is_held_out", "make_dialogue", "training_dialogue"]
+__all__ = [
+    "SKILLS",
+    "Dialogue",
+    "is_held_out",
+    "make_dialogue",
+    "training_group",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
@@ -17,7 +18,7 @@ from . import (
     world,
     writing,
 )
-from .base import Dialogue, Exchange, NoKeyError, draw, plain, vary
+from .base import Dialogue, Exchange, Message, NoKeyError, draw, plain, vary
 
 Lesson = Callable[[Random, bool], Exchange]
 
@@ -74,18 +75,18 @@ class Skill:
 _LESSONS: dict[str, tuple[float, Lesson]] = {
     "small talk": (6, small_talk.talk),
     "addition": (10, arithmetic.sums),
-    "subtraction": (14, arithmetic.differences),
-    "times table": (9, arithmetic.products),
+    "subtraction": (16, arithmetic.differences),
+    "times table": (14, arithmetic.products),
     "world facts": (5, world.facts),
     "capitals": (7, knowledge.lesson("capitals", knowledge.capital)),
     "translation": (6, knowledge.lesson("translation", knowledge.translation)),
     "common knowledge": (8, knowledge.common),
     "lists": (5, knowledge.lesson("lists", knowledge.counted_list)),
-    "counting": (3, knowledge.lesson("counting", knowledge.counting)),
+    "counting": (6, knowledge.lesson("counting", knowledge.counting)),
     "stories and poems": (4, writing.write),
     "declines": (6, _declines),
     "JSON extraction": (6, extraction.extract),
-    "schema": (13, structured.answer_with_object),
+    "schema": (20, structured.answer_with_object),
     "answers from passages": (6, reading.read),
 }
 # Exchanges that may come before the one that counts, by how often they do.
@@ -138,24 +139,28 @@ def _name(rng: Random, held_out: bool) -> Drawn:
     return [told, *(_earlier(rng, held_out) for _ in range(rng.randint(0, 2))), asked], []
 
 
+def _last_with_tools(
+    rng: Random, skill: str, tools: list[tool_use.Tool], held_out: bool
+) -> Exchange:
+    """Draw the exchange of a skill for the tools on offer."""
+    if skill == "declines, no tool fits":
+        return tool_use.decline_exchange(rng, tools, held_out)
+    if skill == "plain beside tools":
+        exchange = _earlier(rng, held_out, tool_use.topics(tools))
+        return Exchange(skill, exchange.messages)
+    finish = skill == "answers from results"
+    return tool_use.tool_exchange(rng, tools, held_out, skill, finish)
+
+
 def _with_tools(
     skill: str, unseen: bool = False, new_names: bool = False
 ) -> Callable[[Random, bool], Drawn]:
-    def last(rng: Random, tools: list[tool_use.Tool], held_out: bool) -> Exchange:
-        if skill == "declines, no tool fits":
-            return tool_use.decline_exchange(rng, tools, held_out)
-        if skill == "plain beside tools":
-            exchange = _earlier(rng, held_out, tool_use.topics(tools))
-            return Exchange(skill, exchange.messages)
-        finish = skill == "answers from results"
-        return tool_use.tool_exchange(rng, tools, held_out, skill, finish)
-
     def make(rng: Random, held_out: bool) -> Drawn:
         tools = tool_use.offer(rng, unseen, new_names)
         if unseen or new_names:
-            return [last(rng, tools, held_out)], tools
+            return [_last_with_tools(rng, "tool call", tools, held_out)], tools
         exchanges = []
-        for _ in range(rng.choices((0, 1, 2, 3, 4), (30, 25, 20, 15, 10))[0]):
+        for _ in range(rng.choices((0, 1, 2, 3), (60, 20, 12, 8))[0]):
             kind = rng.random()
             if kind < 0.55:
                 earlier = tool_use.tool_exchange(rng, tools, held_out, "tool call", finish=True)
@@ -164,7 +169,7 @@ def _with_tools(
             else:
                 earlier = _earlier(rng, held_out, tool_use.topics(tools))
             exchanges.append(earlier)
-        return [*exchanges, last(rng, tools, held_out)], tools
+        return [*exchanges, _last_with_tools(rng, skill, tools, held_out)], tools
 
     return make
 
@@ -177,31 +182,56 @@ def _tool_again(rng: Random, held_out: bool) -> Drawn:
             return tool_use.follow_up(rng, tools, held_out), tools
 
 
+# The skills whose last exchange can be drawn for any tools, and how often each is trained.
+_TOOL_SKILLS = {
+    "tool call": 25,
+    "two tool calls": 9,
+    "declines, no tool fits": 8,
+    "plain beside tools": 3,
+    "answers from results": 3,
+}
+
 SKILLS: dict[str, Skill] = {
     **{name: Skill(weight, 0.9, _alone(lesson)) for name, (weight, lesson) in _LESSONS.items()},
     "follow-up": Skill(2, 0.9, _follow_up),
     "remembers a name": Skill(2, 0.9, _name),
-    "tool call": Skill(50, 0.9, _with_tools("tool call")),
+    **{name: Skill(weight, 0.9, _with_tools(name)) for name, weight in _TOOL_SKILLS.items()},
     "tool again": Skill(2, 0.9, _tool_again),
-    "two tool calls": Skill(14, 0.9, _with_tools("two tool calls")),
-    "declines, no tool fits": Skill(14, 0.9, _with_tools("declines, no tool fits")),
-    "plain beside tools": Skill(8, 0.9, _with_tools("plain beside tools")),
-    "answers from results": Skill(8, 0.9, _with_tools("answers from results")),
     "unseen names and keys": Skill(0, 0.9, _with_tools("tool call", new_names=True)),
     "unseen tools": Skill(0, 0.9, _with_tools("tool call", unseen=True)),
 }
+_BRANCHES_WITH_TOOLS = 6
 
 
 def make_dialogue(rng: Random, skill: str, held_out: bool, thinking: bool) -> Dialogue:
     """Draw a dialogue whose last exchange is of this skill.
 
-    Every exchange in it is on the same side of the hold-out. Only the last exchange has reasoning,
-    and only with `thinking`, because earlier reasoning is no part of a prompt.
+    Every exchange in it is on the same side of the hold-out.
     """
     exchanges, tools = _make_exchanges(rng, skill, held_out)
-    messages = []
+    return _dialogue(skill, _system(rng, exchanges), exchanges, tools, thinking)
+
+
+def _system(rng: Random, exchanges: list[Exchange]) -> tuple[Message, ...]:
+    """Draw the system message of a dialogue that has none, in 40 % of the dialogues."""
     if rng.random() < 0.4 and exchanges[0].messages[0]["role"] != "system":
-        messages.append({"role": "system", "content": rng.choice(_SYSTEMS)})
+        return ({"role": "system", "content": rng.choice(_SYSTEMS)},)
+    return ()
+
+
+def _dialogue(
+    skill: str,
+    system: tuple[Message, ...],
+    exchanges: list[Exchange],
+    tools: list[tool_use.Tool],
+    thinking: bool,
+) -> Dialogue:
+    """Join exchanges to a dialogue.
+
+    Only the last exchange has reasoning, and only with `thinking`, because earlier reasoning is no
+    part of a prompt.
+    """
+    messages = list(system)
     for exchange in exchanges:
         keep = thinking and exchange is exchanges[-1]
         for message in exchange.messages:
@@ -224,8 +254,24 @@ def _make_exchanges(rng: Random, skill: str, held_out: bool) -> Drawn:
     raise NoKeyError(f"{skill}: no prompt has held_out={held_out}")
 
 
-def training_dialogue(rng: Random) -> Dialogue:
-    """Draw a dialogue for training: skills by weight, thinking half the time."""
+def training_group(rng: Random) -> list[Dialogue]:
+    """Draw dialogues for training that differ only in their last exchange.
+
+    The skills are drawn by weight, and half of the dialogues have reasoning. A group with tools has
+    several dialogues, because the definitions of the tools are much longer than an exchange, and
+    the training computes them once. Any other group has one dialogue.
+    """
     names = list(SKILLS)
     skill = rng.choices(names, [SKILLS[name].weight for name in names])[0]
-    return make_dialogue(rng, skill, held_out=False, thinking=rng.random() < 0.5)
+    exchanges, tools = _make_exchanges(rng, skill, held_out=False)
+    lasts = [(skill, exchanges[-1])]
+    if tools:
+        weights = list(_TOOL_SKILLS.values())
+        others = rng.choices(list(_TOOL_SKILLS), weights, k=_BRANCHES_WITH_TOOLS - 1)
+        with suppress(NoKeyError):  # Some tools have no prompt that training may use.
+            lasts += [(other, _last_with_tools(rng, other, tools, False)) for other in others]
+    system = _system(rng, exchanges)
+    return [
+        _dialogue(name, system, [*exchanges[:-1], last], tools, rng.random() < 0.5)
+        for name, last in lasts
+    ]

@@ -12,7 +12,7 @@ from lessons import (
     tools_facts,
     tools_messages,
     tools_unseen,
-    training_dialogue,
+    training_group,
 )
 from lessons.arithmetic import explain_difference, explain_product, explain_sum
 from lessons.invented_tools import invent
@@ -21,27 +21,41 @@ from lessons.tool_family import sentence
 from lessons.tool_use import offer
 
 
+def _training_dialogues(rng, num_groups):
+    return [dialogue for _ in range(num_groups) for dialogue in training_group(rng)]
+
+
 def _user_words(dialogue):
     return tuple(m["content"] for m in dialogue.messages if m["role"] == "user")
 
 
 def test_the_same_seed_makes_the_same_dialogues():
     first, second = Random("a seed"), Random("a seed")
-    assert [training_dialogue(first) for _ in range(200)] == [
-        training_dialogue(second) for _ in range(200)
-    ]
+    assert _training_dialogues(first, 100) == _training_dialogues(second, 100)
 
 
 def test_another_seed_makes_other_dialogues():
     first, second = Random("a seed"), Random("another")
-    assert [training_dialogue(first) for _ in range(20)] != [
-        training_dialogue(second) for _ in range(20)
-    ]
+    assert _training_dialogues(first, 20) != _training_dialogues(second, 20)
+
+
+def test_the_dialogues_of_a_group_differ_only_in_the_last_exchange(tokenizer):
+    rng = Random("groups")
+    groups = [group for group in (training_group(rng) for _ in range(60)) if len(group) > 1]
+    assert len(groups) > 5
+    for group in groups:
+        users = [
+            [i for i, m in enumerate(dialogue.messages) if m["role"] == "user"][-1]
+            for dialogue in group
+        ]
+        for dialogue, last in zip(group, users, strict=True):
+            assert dialogue.messages[:last] == group[0].messages[: users[0]]
+            assert dialogue.tools == group[0].tools
 
 
 def test_no_held_out_prompt_occurs_in_training(tokenizer):
     rng = Random(5)
-    trained = {prompt_text(tokenizer, training_dialogue(rng)) for _ in range(1000)}
+    trained = {prompt_text(tokenizer, dialogue) for dialogue in _training_dialogues(rng, 500)}
     held_out = {
         prompt_text(tokenizer, make_dialogue(rng, skill, held_out=True, thinking=thinking))
         for skill in SKILLS
@@ -117,8 +131,7 @@ def test_invented_tools_of_the_evaluation_are_about_other_objects():
 
 def test_every_call_fits_the_schema_of_an_offered_tool():
     rng, num_calls = Random(8), 0
-    for _ in range(600):
-        dialogue = training_dialogue(rng)
+    for dialogue in _training_dialogues(rng, 300):
         offered = {tool["function"]["name"]: tool["function"] for tool in dialogue.tools}
         for message in dialogue.messages:
             for call in message.get("tool_calls", ()):
@@ -137,8 +150,7 @@ def test_every_argument_value_can_be_read_from_the_conversation():
         *tools_messages.CURRENCIES,
     }
     rng = Random(9)
-    for _ in range(900):
-        dialogue = training_dialogue(rng)
+    for dialogue in _training_dialogues(rng, 400):
         said = " ".join(_user_words(dialogue)).lower() + json.dumps(dialogue.tools)
         for call in dialogue.messages[-1].get("tool_calls", ()):
             for key, value in call["function"]["arguments"].items():

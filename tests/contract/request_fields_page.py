@@ -8,7 +8,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from nereid_backend.serving.tokenizer import unsupported_fields
 from nereid_client.protocol import refused
 from nereid_client.protocol.common_fields import GenerationRequest, Origin
 from nereid_client.protocol.generation_requests import ChatCompletionRequest, CompletionRequest
@@ -44,7 +43,8 @@ RESPONSES = """
 REJECTED = """
 ## Rejected fields
 
-Nereid rejects the fields below, because ignoring a field could change the meaning of the request. Nereid accepts these fields with a value that turns the feature off, for example `false`, `[]` or `""`.
+Nereid rejects the fields below, because ignoring a field could change the meaning of the request. The error message gives the reason or names an alternative. Nereid accepts these fields with a value that turns the feature off, for example `false`, `[]` or `""`.
+
 """  # noqa: E501 - as above
 
 ANSWER = """
@@ -60,7 +60,7 @@ ANSWER = """
 """  # noqa: E501 - as above
 
 TYPES = {
-    bool: "`true` or `false`",
+    bool: "boolean",
     int: "integer",
     float: "number",
     str: "text",
@@ -121,40 +121,20 @@ def range_of(field: FieldInfo) -> str:
     return ""
 
 
-def refusal_table(reasons: Iterable[tuple[str, str]]) -> str:
-    """Return the table of rejected fields. Fields with the same reason share a row.
-
-    Args:
-        reasons: pairs of a field and the reason why it is rejected.
-    """
-    rows: dict[str, list[str]] = {}
-    for name, reason in reasons:
-        rows.setdefault(reason[0].upper() + reason[1:], []).append(f"`{name}`")
-    lines = ["| Field | Reason or alternative |", "|---|---|"]
-    lines += [f"| {', '.join(names)} | {reason}. |" for reason, names in rows.items()]
-    return "\n".join(lines) + "\n"
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def text() -> str:
     """Return the text of the page."""
-    in_chat = refused.REFUSED_IN_CHAT
-    everywhere = [(name, one.reason) for name, one in refused.REFUSED.items()]
-    everywhere += [
-        (name, unsupported_fields.explain(name))
-        for name in unsupported_fields.NAMES
-        if name in refused.REFUSED_BY_BACKEND
-    ]
-    in_responses = [
-        (name, one.reason)
-        for name, one in {**REFUSED_IN_RESPONSES, **REFUSED_IN_TOOLS}.items()
-        if name not in in_chat
-    ]
-    in_completions = refused.REFUSED_IN_COMPLETIONS.items()
-    tables = (
-        ("### Rejected by chat, completions and responses", everywhere),
-        ("### Rejected by chat and responses", [(n, one.reason) for n, one in in_chat.items()]),
-        ("### Rejected by completions", [(n, one.reason) for n, one in in_completions]),
-        ("### Rejected by responses", in_responses),
+    in_chat, of_responses = refused.REFUSED_IN_CHAT.keys(), ResponsesRequest.model_fields.keys()
+    in_responses = REFUSED_IN_RESPONSES.keys() | REFUSED_IN_TOOLS.keys()
+    rejected = (
+        ("chat, completions and responses", [*refused.REFUSED, *refused.REFUSED_BY_BACKEND]),
+        ("chat and responses", in_chat - of_responses),
+        ("chat", in_chat & of_responses),
+        ("completions", refused.REFUSED_IN_COMPLETIONS),
+        ("responses", in_responses - in_chat),
     )
     sections = [
         HEAD,
@@ -164,7 +144,7 @@ def text() -> str:
         f"\n## Completions only\n\n{field_table(own_fields(CompletionRequest))}",
         f"\n## Responses only\n{RESPONSES}\n{field_table(own_fields(ResponsesRequest))}",
         REJECTED,
-        *(f"\n{heading}\n\n{refusal_table(reasons)}" for heading, reasons in tables),
+        *(f"- By {routes}: {_quoted(names)}.\n" for routes, names in rejected),
         ANSWER,
     ]
     return "".join(sections)

@@ -50,7 +50,7 @@ class EngineConfig:
     set, the model and the memory of the KV cache determine the limit."""
 
     kv_cache_memory: Annotated[int | str, SIZE_IN_BYTES, Field(gt=0)] | None = None
-    """The size of the KV cache, for example `2GiB`. If this setting is not set, the KV cache gets a
+    """The size of the KV cache, for example `2GiB`. By default, the KV cache gets a
     share of the free memory: on a CPU a quarter, but at most 4 GiB."""
 
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
@@ -67,7 +67,7 @@ class EngineConfig:
 
     max_num_batched_tokens: PositiveInt | None = None
     """The largest number of tokens that the model processes in one step. Longer prompts are
-    processed in chunks. If this setting is not set, the limit is 512 on a CPU and 4096 on a GPU."""
+    processed in chunks. By default, the limit is 512 on a CPU and 4096 on a GPU."""
 
     max_num_waiting: PositiveInt = 4096
     """The largest number of requests in the waiting queue. Further requests are refused."""
@@ -84,7 +84,7 @@ class EngineConfig:
     """The random seed for requests without the field `seed`."""
 
     num_threads: PositiveInt | None = None
-    """The number of CPU threads for tensor operations. If this setting is not set, the engine uses
+    """The number of CPU threads for tensor operations. By default, the engine uses
     all CPUs but one. The server's other processes need that CPU, because the threads wait for each
     other, so that one delayed thread delays a whole step."""
 

@@ -114,7 +114,7 @@ class Settings:
     """The name of the language model in the model repository."""
 
     served_model_name: str = ""
-    """The name of the language model in requests and responses. If this setting is not set, the
+    """The name of the language model in requests and responses. By default, the
     language model has the name of the checkpoint's folder."""
 
     api_key: str = Field(default="", repr=False)

@@ -37,7 +37,7 @@ Only one of `response_format`, `structured_outputs`, `regex`, `ebnf`, `json_sche
 """  # noqa: E501 - as above
 
 RESPONSES = """
-`/v1/responses` also accepts the sampling fields of the first table on this page.
+`/v1/responses` also accepts {shared} as a chat does, and the sampling fields of the first table.
 """
 
 REJECTED = """
@@ -86,7 +86,7 @@ def field_table(fields: Mapping[str, FieldInfo]) -> str:
 
 
 def value_of(field: FieldInfo) -> str:
-    """Return the type and the range of a field, for example "integer from 1 to 64"."""
+    """Return the type and the range of a field, for example "integer, 1 … 64"."""
     if field.annotation is Any:  # the backend checks the value
         return ""
     is_union = get_origin(field.annotation) in (Union, UnionType)
@@ -100,7 +100,7 @@ def value_of(field: FieldInfo) -> str:
 
 
 def range_of(field: FieldInfo) -> str:
-    """Return the range of a number, for example " from 1 to 64" or " above 0"."""
+    """Return the range of a number, for example ", 1 … 64" or " > 0"."""
     limits = {
         name: getattr(one, name)
         for one in field.metadata
@@ -111,13 +111,13 @@ def range_of(field: FieldInfo) -> str:
     limits = {name: limit for name, limit in limits.items() if abs(limit) < 2**31}
     match limits:
         case {"ge": low, "le": high}:
-            return f" from {low} to {high}"
+            return f", {low} … {high}"
         case {"gt": low, "le": high}:
-            return f" above {low} and at most {high}"
+            return f" > {low}, ≤ {high}"
         case {"ge": low}:
-            return f" of at least {low}"
+            return f" ≥ {low}"
         case {"gt": low}:
-            return f" above {low}"
+            return f" > {low}"
     return ""
 
 
@@ -127,6 +127,12 @@ def _quoted(names: Iterable[str]) -> str:
 
 def text() -> str:
     """Return the text of the page."""
+    responses, chat = own_fields(ResponsesRequest), own_fields(ChatCompletionRequest)
+    shared = {
+        name: field
+        for name, field in responses.items()
+        if name in chat and field.description == chat[name].description
+    }
     in_chat, of_responses = refused.REFUSED_IN_CHAT.keys(), ResponsesRequest.model_fields.keys()
     in_responses = REFUSED_IN_RESPONSES.keys() | REFUSED_IN_TOOLS.keys()
     rejected = (
@@ -140,9 +146,11 @@ def text() -> str:
         HEAD,
         f"\n## Chat and completions\n\n{field_table(own_fields(GenerationRequest))}",
         GRAMMARS,
-        f"\n## Chat only\n\n{field_table(own_fields(ChatCompletionRequest))}",
+        f"\n## Chat only\n\n{field_table(chat)}",
         f"\n## Completions only\n\n{field_table(own_fields(CompletionRequest))}",
-        f"\n## Responses only\n{RESPONSES}\n{field_table(own_fields(ResponsesRequest))}",
+        f"\n## Responses only\n"
+        f"{RESPONSES.format(shared=_quoted(shared))}\n"
+        f"{field_table({k: v for k, v in responses.items() if k not in shared})}",
         REJECTED,
         *(f"- By {routes}: {_quoted(names)}.\n" for routes, names in rejected),
         ANSWER,

@@ -42,7 +42,7 @@ class PoolingConfig:
 
     pooling: _Pooler | None = None
     """The method that turns the token vectors of a text into one vector: `cls`, `lasttoken`,
-    `mean`, `weightedmean`, `mean_sqrt_len_tokens`, `max` or `splade`. If this setting is not set,
+    `mean`, `weightedmean`, `mean_sqrt_len_tokens`, `max` or `splade`. By default,
     the checkpoint's files determine the method."""
 
     dtype: Dtype = "auto"
@@ -58,14 +58,14 @@ class PoolingConfig:
     is not set, the limit is 1024 on a CPU and 16384 on a GPU."""
 
     max_model_len: PositiveInt | None = None
-    """The largest number of tokens in one input. If this setting is not set, the checkpoint's files
+    """The largest number of tokens in one input. By default, the checkpoint's files
     determine the limit."""
 
     max_num_waiting: PositiveInt = 100_000
     """The largest number of waiting inputs. Further inputs are refused."""
 
     num_threads: PositiveInt | None = None
-    """The number of CPU threads for tensor operations. If this setting is not set, the model uses
+    """The number of CPU threads for tensor operations. By default, the model uses
     all CPUs but one."""
 
     @classmethod

@@ -37,17 +37,17 @@ class ServingSettings:
     """The folder of the checkpoint, as in EngineConfig."""
 
     reasoning_parser: str = ""
-    """The name of the format in which the checkpoint writes reasoning. If this setting is not set,
+    """The name of the format in which the checkpoint writes reasoning. By default,
     the format is derived from the chat template. `none` leaves reasoning in the content."""
 
     tool_parser: str = ""
-    """The name of the format in which the checkpoint writes tool calls. If this setting is not set,
+    """The name of the format in which the checkpoint writes tool calls. By default,
     the format is derived from the chat template. `none` leaves tool calls in the content."""
 
     parser_policy: Literal["", "lenient", "strict"] = ""
     """`lenient` keeps text around tool calls and forwards tool call arguments that are not valid
     JSON. `strict` accepts tool calls only directly after the reasoning, and repairs or drops
-    invalid arguments. If this setting is not set, the format determines the policy."""
+    invalid arguments. By default, the format determines the policy."""
 
     responses_per_second: NonNegativeInt = 0
     """The largest number of responses per second, for all streams together. `0` means 160 for each
@@ -112,7 +112,7 @@ class PoolingServing:
     """The settings of the Triton model `embedding` or `rerank`, in addition to PoolingConfig."""
 
     served_model_name: str = ""
-    """The name of the model in the HTTP API. If this setting is not set, the model has the name of
+    """The name of the model in the HTTP API. By default, the model has the name of
     the checkpoint's folder."""
 
     max_requests: PositiveInt = 4096

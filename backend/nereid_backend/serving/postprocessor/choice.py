@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of one choice of a request: tokens come in, text and delta objects go out."""
+"""The output of one choice of a request: token ids come in, text and JSON deltas go out.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+token ids --Detokenizer--> text --StopStrings--> text to send --message--> fields of the delta
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from nereid_backend.serving.postprocessor.message_builder import MessageBuilder
+from nereid_backend.serving.postprocessor.message_builder import Message
+from nereid_backend.serving.postprocessor.strict_check import Check, CheckedMessage
 from nereid_backend.serving.wire import Ending, SequenceDelta, StreamContext
 from nereid_backend.text.detokenizer import Decode, Detokenizer
 from nereid_backend.text.logprob_entries import openai_entry, prompt_entries
 from nereid_backend.text.stop_strings import StopStrings
 from nereid_backend.text.token_text import TokenText
-
-# Validates a complete message, given as {"content": text, "calls": [{"name", "arguments"}, ...]}.
-# Raises an error if the message does not match the request's strict schema.
-Check = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class ChoiceOutput:
         delta: the JSON object of the output `delta`, described in docs/reference/tensors.md.
         finish_reason: the reason why the choice ended; None while it continues.
         cumulative_logprob: the sum of the log-probabilities of all tokens of the choice so far.
-        num_input_tokens: the number of prompt tokens.
         num_output_tokens: the number of new tokens.
         logprobs: for each new token the fields of a TokenLogprobs; empty if not requested.
     """
@@ -35,27 +34,48 @@ class ChoiceOutput:
     delta: dict[str, Any]
     finish_reason: str | None
     cumulative_logprob: float
-    num_input_tokens: int
     num_output_tokens: int
     logprobs: tuple[Any, ...] = ()
+
+
+@dataclass(slots=True)
+class _UnsentOutput:
+    """The output of a choice that no response contains yet.
+
+    Attributes:
+        text: the new text.
+        token_ids: the new tokens.
+        logprobs: for each of these tokens the fields of a TokenLogprobs; empty if not requested.
+        prompt_logprobs: the log-probabilities of the prompt; see SequenceDelta.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: tuple[Any, ...] | None = None
+
+
+@dataclass(slots=True)
+class _Totals:
+    """The counts of all tokens of a choice so far, for the field `usage`."""
+
+    num_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    num_cached_tokens: int = 0
+    cumulative_logprob: float = 0.0
 
 
 class Choice:
     """The postprocessor's state of one choice.
 
-    Args:
-        context: the part of the request that the postprocessor needs.
-        index: the index of the choice in its request.
-        decode: converts token ids to text.
-        message: parses the text.
-        texts: the texts of single tokens, for log-probabilities.
-        check: validates the complete message if the model itself ended the choice. None for no
-            validation.
+    Example: with the stop string "END", `add` gets the tokens "Hi", " E" and "ND". After the second
+    token, `take_output` returns the text "Hi ", because "E" may be the beginning of the stop
+    string. After the third token, `stop_string` is "END", and no more text follows.
 
     Attributes:
         context: the part of the request that the postprocessor needs.
         stop_string: the stop string that ended the choice; None without one.
-        is_finished: whether the last output of the choice has been taken.
+        is_finished: whether `take_output` has returned the last output of the choice.
     """
 
     def __init__(
@@ -63,35 +83,37 @@ class Choice:
         context: StreamContext,
         index: int,
         decode: Decode,
-        message: MessageBuilder,
-        texts: TokenText,
+        message: Message,
+        token_texts: TokenText,
         check: Check | None = None,
     ) -> None:
+        """Start before the first token.
+
+        Args:
+            context: the part of the request that the postprocessor needs.
+            index: the index of the choice in its request.
+            decode: converts token ids to text.
+            message: parses the text into reasoning, content and tool calls.
+            token_texts: the texts of single tokens, for log-probabilities.
+            check: validates the complete message if the model itself ended the choice. None for no
+                validation.
+        """
         self.context = context
         self.stop_string: str | None = None
         self.is_finished = False
         self._index = index
+        self._token_texts = token_texts
         self._detokenizer = Detokenizer(decode, context.seed_token_ids)
-        self._stops = StopStrings(
+        self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
         )
         self._message = message
-        self._texts = texts
-        self._checked = _CheckedMessage(check) if check is not None else None
-        # Stop strings and the count of reasoning tokens need the text after each single token.
-        self._decodes_single_tokens = bool(context.stop) or message.reads_reasoning
-        self._text = ""
-        self._prepend = context.prepend
+        self._checked_message = CheckedMessage(check) if check is not None else None
+        self._unsent = _UnsentOutput()
+        self._has_sent_output = False
+        self._totals = _Totals()
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
-        self._cumulative_logprob = 0.0
-        self._num_tokens = 0
-        self._num_reasoning_tokens = 0
-        self._num_cached_tokens = 0
-        self._new_ids: list[int] = []
-        self._logprobs: list[Any] = []
-        self._prompt_logprobs: tuple[Any, ...] | None = None
-        self._has_sent_output = False
 
     def add(self, token_ids: Sequence[int], delta: SequenceDelta) -> None:
         """Add the tokens of one step. After a stop string only the ending has an effect.
@@ -100,181 +122,158 @@ class Choice:
             token_ids: the new tokens.
             delta: the other data of the step about this choice.
         """
-        self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
+        self._totals.num_cached_tokens = max(
+            self._totals.num_cached_tokens, delta.num_cached_tokens
+        )
         if delta.prompt_logprobs is not None:
-            self._prompt_logprobs = delta.prompt_logprobs
+            self._unsent.prompt_logprobs = delta.prompt_logprobs
         if self.stop_string is None:
-            count = self._add_tokens(list(token_ids), delta)
-            self._count_tokens(token_ids[:count], delta)
+            num_added = self._add_text_of_tokens(list(token_ids), delta.ending)
+            self._count_tokens(token_ids[:num_added], delta)
             if delta.ending is not None:
-                self._flush_text()
+                self._add_withheld_text()
         if delta.ending is not None:
             self._finish(delta.ending)
 
     def take_output(self) -> ChoiceOutput | None:
         """Return the output since the last call, or None if there is none.
 
-        Without streaming there is no output before the choice has ended.
+        Without streaming, there is no output before the choice has ended.
         """
-        if self.is_finished:
+        is_last = self._finish_reason is not None
+        if self.is_finished or not (is_last or (self.context.stream and self._has_unsent_output)):
             return None
-        if self._finish_reason is None and not (self.context.stream and self._has_output):
-            return None
+        unsent = self._unsent
         output = ChoiceOutput(
-            text=self._prepend + self._text,
+            text=unsent.text if self._has_sent_output else self.context.prepend + unsent.text,
             delta=self._build_delta(),
             finish_reason=self._finish_reason,
-            cumulative_logprob=self._cumulative_logprob,
-            num_input_tokens=self.context.num_prompt_tokens,
-            num_output_tokens=len(self._new_ids),
-            logprobs=tuple(self._logprobs),
+            cumulative_logprob=self._totals.cumulative_logprob,
+            num_output_tokens=len(unsent.token_ids),
+            logprobs=tuple(unsent.logprobs),
         )
-        self._text = ""
-        self._prepend = ""
-        self._new_ids = []
-        self._logprobs = []
+        self._unsent = _UnsentOutput()
         self._has_sent_output = True
-        self.is_finished = self._finish_reason is not None
+        self.is_finished = is_last
         return output
 
     @property
-    def _has_output(self) -> bool:
-        if self._text or self._logprobs:
+    def _has_unsent_output(self) -> bool:
+        """Whether a streamed response now would have text, log-probabilities or token ids."""
+        if self._unsent.text or self._unsent.logprobs:
             return True
-        return self.context.prompt_token_ids is not None and bool(self._new_ids)
+        return self.context.prompt_token_ids is not None and bool(self._unsent.token_ids)
 
-    def _add_tokens(self, token_ids: list[int], delta: SequenceDelta) -> int:
-        """Convert tokens to text up to a stop string. Return the number of tokens before its end.
+    def _add_text_of_tokens(self, token_ids: list[int], ending: Ending | None) -> int:
+        """Add the text of the tokens of one step, up to a stop string.
 
-        Without a stop string, that is the number of all tokens.
+        Example: for the tokens "Hi", " END" and " you" and the stop string "END", the text "Hi " is
+        added and 2 is returned. The third token has no effect.
+
+        Returns:
+            The number of tokens up to the one that completes a stop string. Without a stop string,
+            the number of all tokens, including a stop token, which has no text.
         """
-        visible_ids = _without_stop_token(token_ids, delta.ending)
-        if not self._decodes_single_tokens:
-            self._search_stop_string(self._detokenizer.feed(visible_ids))
+        text_ids = _without_stop_token(token_ids, ending)
+        if not (self.context.stop or self._message.reads_reasoning):
+            self._add_text(self._detokenizer.feed(text_ids))
             return len(token_ids)
-        for position, token_id in enumerate(visible_ids):
-            was_reasoning = self._message.is_reasoning
-            text = self._detokenizer.feed([token_id])
-            if self._num_tokens + position < self.context.min_tokens:
-                self._add_text(text)  # Before min_tokens, stop strings have no effect.
-            else:
-                self._search_stop_string(text)
-            self._num_reasoning_tokens += was_reasoning or self._message.is_reasoning
+        # Stop strings and the count of reasoning tokens need the text after each single token.
+        for index, token_id in enumerate(text_ids):
+            can_stop = self._totals.num_tokens + index >= self.context.min_tokens
+            self._add_text_of_token(token_id, can_stop=can_stop)
             if self.stop_string is not None:
-                return position + 1
-        has_stop_token = len(visible_ids) < len(token_ids)
-        # A stop token in the middle of reasoning counts as a reasoning token.
-        self._num_reasoning_tokens += has_stop_token and self._message.is_reasoning
+                return index + 1
+        if len(text_ids) < len(token_ids) and self._message.is_reasoning:
+            self._totals.num_reasoning_tokens += 1  # the stop token ended the reasoning
         return len(token_ids)
 
-    def _count_tokens(self, token_ids: Sequence[int], delta: SequenceDelta) -> None:
-        """Record the tokens up to a stop string and their log-probabilities."""
-        count = len(token_ids)
-        self._num_tokens += count
-        self._new_ids += token_ids
-        if count:
-            self._cumulative_logprob = delta.cumulative_logprobs[count - 1]
-        if delta.logprobs is not None:
-            self._logprobs += delta.logprobs[:count]
+    def _add_text_of_token(self, token_id: int, *, can_stop: bool) -> None:
+        """Add the text of one token, and count the token if it belongs to reasoning."""
+        was_reasoning = self._message.is_reasoning
+        text = self._detokenizer.feed([token_id])
+        if can_stop:
+            self._add_text_before_stop(text)
+        else:
+            self._add_text(text)
+        # The tokens of the closing marker belong to reasoning, too.
+        self._totals.num_reasoning_tokens += was_reasoning or self._message.is_reasoning
 
-    def _flush_text(self) -> None:
+    def _add_text_before_stop(self, text: str) -> None:
+        """Add `text` up to a stop string. The possible beginning of a stop string is held back."""
+        match = self._stop_search.feed(text)
+        self._add_text(match.text)
+        self.stop_string = match.stop
+
+    def _add_withheld_text(self) -> None:
         """Add the text that the detokenizer and the search for stop strings have held back."""
         if self.stop_string is None:
-            self._search_stop_string(self._detokenizer.finish())
+            self._add_text_before_stop(self._detokenizer.finish())
         if self.stop_string is None:
-            self._add_text(self._stops.finish())
+            self._add_text(self._stop_search.finish())
+
+    def _add_text(self, text: str) -> None:
+        self._unsent.text += text
+        self._message.feed(text)
+
+    def _count_tokens(self, token_ids: Sequence[int], delta: SequenceDelta) -> None:
+        """Record the tokens of a step up to a stop string, and their log-probabilities."""
+        count = len(token_ids)
+        self._totals.num_tokens += count
+        self._unsent.token_ids += token_ids
+        if count:
+            self._totals.cumulative_logprob = delta.cumulative_logprobs[count - 1]
+        if delta.logprobs is not None:
+            self._unsent.logprobs += delta.logprobs[:count]
 
     def _finish(self, ending: Ending) -> None:
         """Determine the finish reason and the stop reason."""
         self._message.finish()
-        has_stop_string = self.stop_string is not None
-        self._finish_reason = "stop" if has_stop_string else ending.finish_reason
+        if self.stop_string is not None:
+            self._finish_reason, self._stop_reason = "stop", self.stop_string
+        else:
+            self._finish_reason, self._stop_reason = ending.finish_reason, ending.stop_reason
+            if self._checked_message is not None and ending.finish_reason == "stop":
+                self._checked_message.is_complete = True
         if self._finish_reason == "stop" and self._message.has_calls:
             self._finish_reason = "tool_calls"
-        self._stop_reason = self.stop_string if has_stop_string else ending.stop_reason
-        if self._checked is not None and ending.finish_reason == "stop" and not has_stop_string:
-            self._checked.is_complete = True
-
-    def _search_stop_string(self, text: str) -> None:
-        """Add `text` up to a stop string. A possible beginning of one is held back."""
-        match = self._stops.feed(text)
-        self._add_text(match.text)
-        self.stop_string = match.stop
-
-    def _add_text(self, text: str) -> None:
-        self._text += text
-        self._message.feed(text)
 
     def _build_delta(self) -> dict[str, Any]:
-        """Return the JSON object for the output since the last call."""
+        """Return the JSON object for the unsent output."""
         message = self._message.take()
-        if self._checked is not None:
-            self._checked.add(message)
-        # The first choice has no index, so that a request with one choice has shorter deltas.
+        if self._checked_message is not None:
+            self._checked_message.add(message)
+        # Choice 0 has no index, so that a request with one choice has shorter deltas.
         delta = ({"index": self._index} if self._index else {}) | message
-        if self._logprobs:
-            delta["logprobs"] = [openai_entry(row, self._texts) for row in self._logprobs]
-        if self.context.prompt_token_ids is not None and self._new_ids:
-            delta["token_ids"] = self._new_ids
-        if not self._has_sent_output and self._index == 0:
-            delta |= self._prompt_fields()
+        unsent = self._unsent
+        if unsent.logprobs:
+            delta["logprobs"] = [openai_entry(row, self._token_texts) for row in unsent.logprobs]
+        prompt_token_ids = self.context.prompt_token_ids
+        if prompt_token_ids is not None and unsent.token_ids:
+            delta["token_ids"] = unsent.token_ids
+        if prompt_token_ids is not None and self._index == 0 and not self._has_sent_output:
+            delta["prompt_token_ids"] = list(prompt_token_ids)
+        if unsent.prompt_logprobs is not None:
+            delta["prompt_logprobs"] = prompt_entries(unsent.prompt_logprobs, self._token_texts)
         if self._finish_reason is not None:
-            delta["cumulative_logprob"] = self._cumulative_logprob
+            delta["cumulative_logprob"] = self._totals.cumulative_logprob
             delta["finish_reason"] = self._finish_reason
             if self._stop_reason is not None:
                 delta["stop_reason"] = self._stop_reason
-        delta["usage"] = self._usage()
-        return delta
-
-    def _prompt_fields(self) -> dict[str, Any]:
-        """Return the fields about the prompt, which only the request's first delta has."""
-        fields: dict[str, Any] = {}
-        if self.context.prompt_token_ids is not None:
-            fields["prompt_token_ids"] = list(self.context.prompt_token_ids)
-        if self._prompt_logprobs is not None:
-            fields["prompt_logprobs"] = prompt_entries(self._prompt_logprobs, self._texts)
-            self._prompt_logprobs = None
-        return fields
-
-    def _usage(self) -> dict[str, Any]:
-        return {
+        delta["usage"] = {
             "prompt_tokens": self.context.num_prompt_tokens,
-            "completion_tokens": self._num_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "completion_tokens": self._totals.num_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._totals.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self._totals.num_reasoning_tokens},
         }
+        return delta
 
 
 def _without_stop_token(token_ids: list[int], ending: Ending | None) -> list[int]:
-    """Return the tokens whose text belongs to the output: all except the stop token at the end."""
+    """Return the tokens that have text: all except the stop token that ended the sequence.
+
+    Example: the tokens [5, 6, 2] and `Ending("stop", stop_reason=2)` return [5, 6].
+    """
     if ending is None or ending.finish_reason != "stop" or ending.stop_reason is None:
         return token_ids
     return token_ids[:-1] if token_ids[-1:] == [ending.stop_reason] else token_ids
-
-
-class _CheckedMessage:
-    """The message so far. It is validated once it is complete.
-
-    Attributes:
-        is_complete: whether the next delta is the last one of the message.
-    """
-
-    def __init__(self, check: Check) -> None:
-        self.is_complete = False
-        self._check = check
-        self._content: list[str] = []
-        self._calls: dict[int, dict[str, Any]] = {}
-
-    def add(self, delta: dict[str, Any]) -> None:
-        """Add a delta to the message, and validate the message if it is complete.
-
-        Raises:
-            EngineError: the message does not match the request's strict schema.
-        """
-        self._content.append(delta.get("content", ""))
-        for call_delta in delta.get("tool_calls", ()):
-            call = self._calls.setdefault(call_delta["index"], {"name": "", "arguments": ""})
-            call["name"] = call_delta.get("name", call["name"])
-            call["arguments"] += call_delta["arguments"]
-        if self.is_complete:
-            self._check({"content": "".join(self._content), "calls": list(self._calls.values())})

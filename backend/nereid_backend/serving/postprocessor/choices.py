@@ -11,17 +11,11 @@ from nereid_backend.serving.wire import StepState, StreamContext
 class Choices:
     """The postprocessor's state of one request.
 
-    Args:
-        context: the part of the request that the postprocessor needs.
-        serial: the number of the request's stream.
-        slots: the feedback slot of each choice, ordered by index.
-        choices: the choices, ordered by index.
-
     Attributes:
         context: the part of the request that the postprocessor needs.
         serial: the number of the request's stream.
-        cancel_checked: the time of the last check for cancellation, by time.monotonic().
-        replied: the time of the last response, by time.monotonic().
+        cancel_checked_at: the time of the last check for cancellation, by time.monotonic().
+        replied_at: the time of the last response, by time.monotonic().
         is_cancelled: whether the client has disconnected.
     """
 
@@ -32,16 +26,32 @@ class Choices:
         slots: Sequence[int],
         choices: Iterable[Choice],
     ) -> None:
+        """Start before the first step.
+
+        Args:
+            context: the part of the request that the postprocessor needs.
+            serial: the number of the request's stream.
+            slots: the feedback slot of each choice, ordered by index.
+            choices: the choices, ordered by index.
+        """
         self.context = context
         self.serial = serial
-        self.cancel_checked = 0.0
-        self.replied = time.monotonic()
+        self.cancel_checked_at = 0.0
+        self.replied_at = time.monotonic()
         self.is_cancelled = False
         self._slots = slots
         self._choices = list(choices)
 
     def add(self, token_ids: Sequence[int], state: StepState) -> None:
-        """Add one step. Each delta of `state` describes the next `num_tokens` of the token ids."""
+        """Add the tokens of one step.
+
+        Example: the token ids [5, 6, 7] and deltas of choice 0 with 1 token and of choice 2 with 2
+        tokens add [5] to choice 0 and [6, 7] to choice 2.
+
+        Args:
+            token_ids: the tokens of all choices, in the order of `state.deltas`.
+            state: the other data of the step.
+        """
         start = 0
         for delta in state.deltas:
             end = start + delta.num_tokens

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from nereid_parsers import (
     ArgumentsDelta,
@@ -23,85 +23,69 @@ from nereid_backend.serving.wire import StreamContext
 _UNCALLABLE_TOOL = {"type": "function", "function": {"name": "\0"}}
 
 
-class MessageBuilder(Protocol):
-    """Converts text to the fields of a delta.
-
-    Attributes:
-        has_calls: whether the text has the beginning of a tool call.
-        reads_reasoning: whether reasoning is separated from content. The text must then be fed
-            token by token, so that the number of reasoning tokens is exact.
-    """
-
-    has_calls: bool
-    reads_reasoning: bool
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the next character belongs to reasoning."""
-
-    def feed(self, text: str) -> None:
-        """Add text."""
-
-    def finish(self) -> None:
-        """Parse the text that was held back. No more text follows."""
-
-    def take(self) -> dict[str, Any]:
-        """Return the new fields of a delta since the last call: reasoning, content, tool_calls."""
-
-
 class PlainMessage:
-    """A message whose text is all content."""
+    """A message whose text is all content. The attributes are those of ParsedMessage."""
 
     has_calls = False
     reads_reasoning = False
     is_reasoning = False
 
     def __init__(self) -> None:
-        self._text: list[str] = []
+        self._new_content: list[str] = []
 
     def feed(self, text: str) -> None:
         """Add text."""
-        self._text.append(text)
+        self._new_content.append(text)
 
     def finish(self) -> None:
         """Do nothing, because no text is held back."""
 
     def take(self) -> dict[str, Any]:
-        """Return the content since the last call."""
-        text = "".join(self._text)
-        self._text.clear()
-        return {"content": text} if text else {}
+        """Return the content since the last call, such as {"content": "Hi"}; {} without any."""
+        content = "".join(self._new_content)
+        self._new_content.clear()
+        return {"content": content} if content else {}
 
 
 class ParsedMessage:
     """A message whose text is parsed with a chat format.
 
-    Args:
-        fmt: the chat format of the checkpoint.
-        context: the part of the request that the postprocessor needs. The tools, the end of the
-            prompt and the options for reasoning and tool calls are used here.
+    Example: for a format with <think> and </think> around reasoning, `feed` gets the text
+    "<think>Add them.</think>It is 3." Then `take` returns
+    {"reasoning": "Add them.", "content": "It is 3."}.
+
+    Attributes:
+        has_calls: whether the text so far contains the beginning of a tool call.
+        reads_reasoning: whether the format has reasoning. The text must then be fed token by token,
+            so that the number of reasoning tokens is exact.
     """
 
     def __init__(self, fmt: Format, context: StreamContext) -> None:
+        """Start before the first character of the output.
+
+        Args:
+            fmt: the chat format of the checkpoint.
+            context: the part of the request that the postprocessor needs. The tools, the end of the
+                prompt and the options for reasoning and tool calls are used here.
+        """
         tools = [dict(tool) for tool in context.tools]
         if not context.separate_reasoning:
-            fmt = _with_reasoning_inline(fmt)
+            fmt = _with_inline_reasoning(fmt)
         if not context.reads_calls:
             fmt = _without_calls(fmt)
             tools = [_UNCALLABLE_TOOL]
+        # A format in which reasoning is a message of its own (Messages) has no markers around it.
+        reasoning = fmt.layout.reasoning if isinstance(fmt.layout, Sections) else None
         self._parser = StreamParser(fmt, tools=tools, prompt=context.prompt)
-        self._separates = context.separate_reasoning
-        self._includes = context.include_reasoning
-        self._texts: dict[str, list[str]] = {"reasoning": [], "content": []}
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._context = context
+        self._new_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
+        self._new_calls: dict[int, dict[str, Any]] = {}
         self.has_calls = False
-        layout = fmt.layout
-        self.reads_reasoning = not isinstance(layout, Sections) or layout.reasoning is not None
-        # If reasoning stays in the content and the prompt has opened it, the parser adds the
-        # opening marker to the content. The model did not write that marker, so it is removed.
-        self._added_marker = (
-            "" if self._separates else _marker_opened_by_prompt(fmt, self.is_reasoning)
-        )
+        self.reads_reasoning = reasoning is not None or not isinstance(fmt.layout, Sections)
+        # If the prompt ends with the marker that opens reasoning, the parser adds this marker to
+        # inline reasoning. The model did not write the marker, so it is removed from the content.
+        is_opened_by_prompt = self.is_reasoning and not context.separate_reasoning
+        self._added_marker = reasoning.open if reasoning and is_opened_by_prompt else ""
 
     @property
     def is_reasoning(self) -> bool:
@@ -113,56 +97,52 @@ class ParsedMessage:
         self._add(self._parser.feed(text))
 
     def finish(self) -> None:
-        """Parse the text that was held back. No more text follows."""
+        """Parse the text that the parser has held back. No more text follows."""
         self._add(self._parser.finish())
 
     def take(self) -> dict[str, Any]:
-        """Return the new fields of a delta. Only the first delta of a call has its id and name."""
-        delta: dict[str, Any] = {
-            name: "".join(texts) for name, texts in self._texts.items() if texts
-        }
-        if self._calls:
-            delta["tool_calls"] = list(self._calls.values())
-        for texts in self._texts.values():
-            texts.clear()
-        self._calls = {}
+        """Return the fields `reasoning`, `content` and `tool_calls` since the last call.
+
+        Fields without a value are left out. Only the first delta of a call has its id and name.
+        Example: {"tool_calls": [{"index": 0, "id": "a1", "name": "add", "arguments": '{"x"'}]}, and
+        then {"tool_calls": [{"index": 0, "arguments": ": 1}"}]}.
+        """
+        texts = {name: "".join(parts) for name, parts in self._new_texts.items()}
+        delta: dict[str, Any] = {name: text for name, text in texts.items() if text}
+        if self._new_calls:
+            delta["tool_calls"] = list(self._new_calls.values())
+        self._new_texts = {"reasoning": [], "content": []}
+        self._new_calls = {}
         return delta
 
     def _add(self, events: Iterable[Event]) -> None:
+        """Add the parser's events to the fields of the next delta."""
         for event in events:
             match event:
-                case ReasoningDelta(text):
-                    self._add_reasoning(text)
-                case ContentDelta(text):
-                    self._add_content(text)
+                case ReasoningDelta(text) if self._context.separate_reasoning:
+                    if self._context.include_reasoning:
+                        self._new_texts["reasoning"].append(text)
+                case ReasoningDelta(text) | ContentDelta(text):
+                    self._new_texts["content"].append(text.removeprefix(self._added_marker))
+                    self._added_marker = ""
                 case ToolCallStart(index, id=call_id, name=name):
                     self.has_calls = True
-                    self._call(index).update(id=call_id, name=name)
+                    self._new_call(index).update(id=call_id, name=name)
                 case ArgumentsDelta(index, text):
-                    self._call(index)["arguments"] += text
+                    self._new_call(index)["arguments"] += text
 
-    def _add_reasoning(self, text: str) -> None:
-        if not self._separates:
-            self._add_content(text)
-        elif self._includes:
-            self._texts["reasoning"].append(text)
-
-    def _add_content(self, text: str) -> None:
-        text = text.removeprefix(self._added_marker)
-        self._added_marker = ""
-        if text:
-            self._texts["content"].append(text)
-
-    def _call(self, index: int) -> dict[str, Any]:
-        """Return the delta of the call `index`, which is created if necessary."""
-        return self._calls.setdefault(index, {"index": index, "arguments": ""})
+    def _new_call(self, index: int) -> dict[str, Any]:
+        """Return the entry of the call `index` in the next delta. Create it if necessary."""
+        return self._new_calls.setdefault(index, {"index": index, "arguments": ""})
 
 
-def _with_reasoning_inline(fmt: Format) -> Format:
+Message = PlainMessage | ParsedMessage
+
+
+def _with_inline_reasoning(fmt: Format) -> Format:
     """Return the format with reasoning and its markers as a part of the content.
 
-    Formats in which reasoning is a message of its own (Messages) have no markers around reasoning.
-    They are returned unchanged.
+    A format without markers around reasoning is returned unchanged.
     """
     layout = fmt.layout
     if not isinstance(layout, Sections) or layout.reasoning is None:
@@ -171,16 +151,7 @@ def _with_reasoning_inline(fmt: Format) -> Format:
     return replace(fmt, layout=replace(layout, reasoning=reasoning))
 
 
-def _marker_opened_by_prompt(fmt: Format, is_reasoning: bool) -> str:
-    """Return the marker that opens reasoning, if the output begins inside reasoning; else ""."""
-    layout = fmt.layout
-    if not is_reasoning or not isinstance(layout, Sections) or layout.reasoning is None:
-        return ""
-    return layout.reasoning.open
-
-
 def _without_calls(fmt: Format) -> Format:
     """Return the format with tool calls as a part of the content."""
     fmt = fmt.with_policy(replace(fmt.policy, unknown_tool=UnknownTool.CONTENT))
-    layout = fmt.layout
-    return replace(fmt, layout=replace(layout, tools=None))
+    return replace(fmt, layout=replace(fmt.layout, tools=None))

@@ -19,11 +19,7 @@ from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.feedback import FeedbackWriter, Signal
 from nereid_backend.serving.postprocessor.choice import Choice, ChoiceOutput
 from nereid_backend.serving.postprocessor.choices import Choices
-from nereid_backend.serving.postprocessor.message_builder import (
-    MessageBuilder,
-    ParsedMessage,
-    PlainMessage,
-)
+from nereid_backend.serving.postprocessor.message_builder import ParsedMessage, PlainMessage
 from nereid_backend.serving.postprocessor.strict_check import strict_check
 from nereid_backend.serving.serving_settings import read_settings
 from nereid_backend.serving.tokenizer.prompt_builder import load_tokenizer
@@ -92,6 +88,7 @@ class PostprocessorModel:
             raise
 
     def _advance(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
+        """Add a step to a stream, and return the response; None if there is no new output."""
         choices.add(tensors.array(request, tensor_names.TOKEN_IDS).tolist(), state)
         if state.is_last:
             del self._streams[state.slot]
@@ -104,13 +101,13 @@ class PostprocessorModel:
         return self._keepalive(choices) if reply is None else reply
 
     def _keepalive(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
-        """Return an empty response if a stream has had none for keepalive_ms; else None."""
+        """Return an empty response if the last response is at least keepalive_ms old; else None."""
         if not (self._keepalive_s and choices.context.stream):
             return None
         now = time.monotonic()
-        if now - choices.replied < self._keepalive_s:
+        if now - choices.replied_at < self._keepalive_s:
             return None
-        choices.replied = now
+        choices.replied_at = now
         return tensors.response(
             {
                 tensor_names.TEXT_OUTPUT: tensors.strings(""),
@@ -119,10 +116,10 @@ class PostprocessorModel:
         )
 
     def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
-        """Report a cancelled request to the executor. Ask the server at most every 0.1 s."""
+        """Send the executor a signal if the client has cancelled. Check at most every 0.1 s."""
         now = time.monotonic()
-        if now - choices.cancel_checked > _CANCEL_CHECK_S:
-            choices.cancel_checked = now
+        if now - choices.cancel_checked_at > _CANCEL_CHECK_S:
+            choices.cancel_checked_at = now
             if request.is_cancelled():
                 choices.is_cancelled = True
                 self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
@@ -130,54 +127,58 @@ class PostprocessorModel:
     def _open(self, opening: Opening, serial: int) -> Choices:
         """Return the state of a new stream."""
         context = StreamContext.unpack(opening.context)
-        # The markers of a chat format are often special tokens, and the parser needs them.
-        skips_special_tokens = context.skip_special_tokens and not self._is_parsed(context)
-        decode = self._decoders[skips_special_tokens]
+        # Only chat requests have a prompt that the parser reads.
+        fmt = self._format if context.prompt is not None else None
+        # The markers of a chat format are often special tokens, and the parser needs their text.
+        decode = self._decoders[context.skip_special_tokens and fmt is None]
         check = strict_check(context)
-        choices = (
-            Choice(context, index, decode, self._message(context), self._texts, check)
+        choices = [
+            Choice(
+                context,
+                index,
+                decode,
+                PlainMessage() if fmt is None else ParsedMessage(fmt, context),
+                self._texts,
+                check,
+            )
             for index in range(context.n)
-        )
+        ]
         return Choices(context, serial, opening.slots, choices)
-
-    def _is_parsed(self, context: StreamContext) -> bool:
-        return context.prompt is not None and self._format is not None
-
-    def _message(self, context: StreamContext) -> MessageBuilder:
-        if context.prompt is None or self._format is None:
-            return PlainMessage()
-        return ParsedMessage(self._format, context)
 
     def _reply(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
         """Return a response with one tensor element for each output; None without outputs."""
         if not outputs:
             return None
-        choices.replied = time.monotonic()
+        choices.replied_at = time.monotonic()
         deltas = (json.dumps(output.delta, ensure_ascii=False) for output in outputs)
         output_tensors: dict[str, npt.NDArray[Any]] = {
             tensor_names.TEXT_OUTPUT: tensors.strings(*(output.text for output in outputs)),
             tensor_names.DELTA: tensors.strings(*deltas),
         }
         for name in choices.context.returns:
-            output_tensors[name] = self._optional_output(name, outputs)
+            output_tensors[name] = self._optional_output(name, choices.context, outputs)
         return tensors.response(output_tensors)
 
-    def _optional_output(self, name: str, outputs: Sequence[ChoiceOutput]) -> npt.NDArray[Any]:
-        """Return an optional output tensor with one element for each choice.
+    def _optional_output(
+        self, name: str, context: StreamContext, outputs: Sequence[ChoiceOutput]
+    ) -> npt.NDArray[Any]:
+        """Return the optional output tensor `name` with one element for each of `outputs`.
 
-        The number of prompt tokens is the same for all choices and has only one element.
+        The number of prompt tokens has only one element, because all choices have the same prompt.
+        The finish reasons have no elements if no choice has ended.
         """
         if name == tensor_names.FINISH_REASON:
-            reasons = [output.finish_reason for output in outputs]
-            return tensors.strings(*(reason or "" for reason in reasons if any(reasons)))
+            reasons = [output.finish_reason or "" for output in outputs]
+            return tensors.strings(*(reasons if any(reasons) else ()))
         if name == tensor_names.LOGPROBS:
-            return tensors.strings(*(self._vllm_logprobs(output) for output in outputs))
+            return tensors.strings(*(self._logprobs_json(output) for output in outputs))
         if name == tensor_names.CUMULATIVE_LOGPROB:
             return np.array([output.cumulative_logprob for output in outputs], np.float32)
         if name == tensor_names.NUM_INPUT_TOKENS:
-            return np.array([outputs[0].num_input_tokens], np.uint32)
+            return np.array([context.num_prompt_tokens], np.uint32)
         return np.array([output.num_output_tokens for output in outputs], np.uint32)
 
-    def _vllm_logprobs(self, output: ChoiceOutput) -> str:
+    def _logprobs_json(self, output: ChoiceOutput) -> str:
+        """Return the log-probabilities of the new tokens as JSON text in vLLM's form."""
         entries = [vllm_entry(row, self._texts) for row in output.logprobs]
         return json.dumps(entries, ensure_ascii=False)

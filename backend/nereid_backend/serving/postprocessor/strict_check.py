@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates the complete output of a request against its strict schemas."""
+"""Validates the complete output of a choice against the strict schemas of its request."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nereid_backend.errors import EngineError
-from nereid_backend.serving.postprocessor.choice import Check
 from nereid_backend.serving.wire import StreamContext
+
+# Validates a complete message, given as {"content": text, "calls": [{"name", "arguments"}, ...]}.
+# Raises an EngineError if the message does not match a strict schema of the request.
+Check = Callable[[dict[str, Any]], None]
 
 
 def strict_check(context: StreamContext) -> Check | None:
     """Return a function that validates a complete message; None without a strict schema.
 
     The content is validated against a strict response_format, and the arguments of a call against
-    the parameters of its tool, if that is strict.
+    the parameters of its tool, if that tool is strict.
     """
     schemas = {
         tool["function"]["name"]: tool["function"].get("parameters") or {}
@@ -23,17 +26,45 @@ def strict_check(context: StreamContext) -> Check | None:
     }
     if not context.strict_schema and not schemas:
         return None
-    content = json.loads(context.strict_schema) if context.strict_schema else None
+    content_schema = json.loads(context.strict_schema) if context.strict_schema else None
 
     def check(message: Mapping[str, Any]) -> None:
         """Raise an EngineError if the content or a call of `message` does not match its schema."""
         if context.strict_schema and not message["calls"]:
-            _validate("response_format", message["content"], content)
+            _validate("response_format", message["content"], content_schema)
         for call in message["calls"]:
             if call["name"] in schemas:
                 _validate(f"tools: {call['name']}", call["arguments"], schemas[call["name"]])
 
     return check
+
+
+class CheckedMessage:
+    """The deltas of a message, which are validated together once the message is complete.
+
+    Attributes:
+        is_complete: whether the next delta is the last one of the message.
+    """
+
+    def __init__(self, check: Check) -> None:
+        self.is_complete = False
+        self._check = check
+        self._content: list[str] = []
+        self._calls: dict[int, dict[str, Any]] = {}
+
+    def add(self, delta: dict[str, Any]) -> None:
+        """Add a delta to the message, and validate the message if it is complete.
+
+        Raises:
+            EngineError: the message does not match a strict schema of the request.
+        """
+        self._content.append(delta.get("content", ""))
+        for call_delta in delta.get("tool_calls", ()):
+            call = self._calls.setdefault(call_delta["index"], {"name": "", "arguments": ""})
+            call["name"] = call_delta.get("name", call["name"])
+            call["arguments"] += call_delta["arguments"]
+        if self.is_complete:
+            self._check({"content": "".join(self._content), "calls": list(self._calls.values())})
 
 
 def _validate(field: str, text: str, schema: Any) -> None:  # noqa: ANN401 - any JSON schema

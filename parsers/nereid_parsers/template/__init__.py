@@ -4,9 +4,9 @@
 `format_for_checkpoint` chooses the Format of a checkpoint from the files in its folder.
 """
 
-from nereid_parsers.template.analysis import TemplateAnalysis, analyze_template
-from nereid_parsers.template.analysis_result import Supports
+from nereid_parsers.template.analysis import analyze_template
 from nereid_parsers.template.checkpoint import ChosenFormat, format_for_checkpoint, read_checkpoint
+from nereid_parsers.template.report import Supports, TemplateAnalysis
 from nereid_parsers.template.response_template import format_of_response_template
 
 __all__ = [

@@ -31,7 +31,7 @@ thing show one part of the format. An example:
 The analysis has seven phases. The table shows the module of each phase, the comparisons with what
 differs between the two probes, and the finding for the template of the example.
 
-    probe.py       Find a form of messages that the template renders, see input_form.py.
+    probe.py       Find a form of messages that the template renders, see conversation.py.
     header.py      Find the text that opens the model's turn.
                      G   the generation prompt       <|im_start|>assistant\n is the header
     reasoning.py   Find the markers of reasoning. R2 to R4 are needed only if R1 finds no markers.
@@ -59,12 +59,11 @@ templates that cannot be analysed by comparisons are listed in quarantine.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Messages, Reasoning, Sections, Source, Wrapper
-from nereid_parsers.template.analysis_result import AnalysisResult, Supports
 from nereid_parsers.template.content import compare_content, compare_content_with_call
 from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN
 from nereid_parsers.template.environment import CompiledTemplate
@@ -76,7 +75,7 @@ from nereid_parsers.template.proof import ONE_CALL_PROOF, Proof, parse_rendering
 from nereid_parsers.template.quarantine import QuarantineEntry, find_quarantined
 from nereid_parsers.template.reasoning import find_reasoning
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
-from nereid_parsers.template.report import as_text
+from nereid_parsers.template.report import Supports, TemplateAnalysis
 from nereid_parsers.template.tools import (
     NO_CALLS,
     CallRenderer,
@@ -85,15 +84,6 @@ from nereid_parsers.template.tools import (
     compare_two_calls,
     find_tools,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateAnalysis(AnalysisResult):
-    """The result of `analyze_template`, with a method that explains the result as text."""
-
-    def explain(self) -> str:
-        """Return the comparisons, the format, the checked samples and open questions as text."""
-        return as_text(self)
 
 
 def analyze_template(

@@ -15,7 +15,8 @@ from typing import Any
 from nereid_parsers.errors import FormatError, NereidParsersError
 from nereid_parsers.format import Format, Sections, Source
 from nereid_parsers.formats.registry import get_format
-from nereid_parsers.template.analysis import TemplateAnalysis, analyze_template
+from nereid_parsers.template.analysis import analyze_template
+from nereid_parsers.template.report import TemplateAnalysis
 from nereid_parsers.template.response_template import format_of_response_template
 
 log = logging.getLogger(__name__)

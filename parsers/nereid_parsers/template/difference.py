@@ -263,10 +263,9 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Return the markers and words at the start of `text` that close a block, or "".
+    """Return the closing that consists of several markers and words at the start of `text`, or "".
 
-    The block is opened by several markers and words. The opening and the closing differ only in
-    their first markers.
+    The opening consists of the same markers and words. Only the first marker differs.
 
     >>> compound_closing("<|close|>think<|sep|>Hello", "<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
@@ -278,10 +277,10 @@ def compound_closing(text: str, opening: str) -> str:
     opening_markers = markers(opening)
     if len(opening_markers) < 2 or not opening.startswith(opening_markers[0]):
         return ""
-    shared_end = opening.removeprefix(opening_markers[0])
-    end_at = text.find(shared_end)
-    # The first marker of the closing text is not longer than `opening`.
-    return text[: end_at + len(shared_end)] if 0 <= end_at <= len(opening) else ""
+    shared_end = opening.removeprefix(opening_markers[0])  # `think<|sep|>`
+    first_marker, found, _ = text.partition(shared_end)
+    # A longer text before the shared end is not one marker, but the next part of the message.
+    return first_marker + shared_end if found and len(first_marker) <= len(opening) else ""
 
 
 def opening_spellings(marker: str) -> list[str]:

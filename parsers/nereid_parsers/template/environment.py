@@ -18,10 +18,11 @@ from types import CodeType
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import ext
+from jinja2 import ext, nodes
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from nereid_parsers.errors import TemplateError
 from nereid_parsers.template.limits import (
@@ -33,7 +34,6 @@ from nereid_parsers.template.limits import (
     check_method,
     check_operator,
 )
-from nereid_parsers.template.template_nodes import AddCounting, Generation
 
 _NOW = datetime(2025, 6, 1, 12, 0, 0)
 # These filters are slow, random, or of no use in a chat template.
@@ -93,6 +93,119 @@ def _strftime_now(text: str) -> str:
     return _NOW.strftime(text)
 
 
+# ---- additions to a parsed template -------------------------------------------------------------
+
+
+class _Generation(ext.Extension):
+    """The block `{% generation %}`, which marks the model's text. Its body is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  # the base class declares a mutable attribute
+
+    def parse(self, parser: Any) -> nodes.Node:  # noqa: ANN401  # jinja2's parser has no type here
+        """Return the node of one block."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_emit"), [], [], body).set_lineno(line)
+
+    def _emit(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _AddCounting(NodeTransformer):
+    """Adds counting filters to a parsed template, and records its constants and variables.
+
+    Example: `{% for m in messages %}` becomes `{% for m in messages | _count_items %}`. The class
+    `_LimitedEnvironment` defines the filters. jinja2 finds the methods of this class by their
+    names.
+
+    Attributes:
+        literals: The literal texts and string constants.
+        literal_size: The number of characters of the literal texts.
+        names: The names of the variables that the template reads.
+        compared: The constants with which the template compares each variable.
+    """
+
+    def __init__(self) -> None:
+        self.literals: list[str] = []
+        self.literal_size = 0
+        self.names: set[str] = set()
+        self.compared: dict[str, list[object]] = {}
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        """Count the items of a loop."""
+        self.generic_visit(node)
+        node.iter = _apply_filter(node.iter, "_count_items")
+        if node.recursive:
+            # A recursive loop passes items to loop(). The filter for loop items does not count
+            # these items.
+            step = _apply_filter(nodes.Const(0, lineno=node.lineno), "_count_step")
+            node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """Replace `a ~ b` by `[a, b] | _concatenate`, which checks the length of the result."""
+        self.generic_visit(node)
+        return _apply_filter(nodes.List(node.nodes, lineno=node.lineno), "_concatenate")
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        """Record a literal text."""
+        self.literals.append(node.data)
+        self.literal_size += len(node.data)
+        return node
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        """Record a string constant."""
+        if isinstance(node.value, str):
+            self.literals.append(node.value)
+        return node
+
+    def visit_Name(self, node: nodes.Name) -> nodes.Node:
+        """Record the name of a variable that the template reads."""
+        if node.ctx == "load":
+            self.names.add(node.name)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        """Record the constants of a comparison, such as "fast" in `{% if mode == "fast" %}`."""
+        sides = [node.expr, *(operand.expr for operand in node.ops)]
+        constants = [constant.value for side in sides for constant in _constants(side)]
+        for side in sides:
+            if isinstance(side, nodes.Name):
+                self.compared.setdefault(side.name, []).extend(constants)
+        self.generic_visit(node)
+        return node
+
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
+        """Check the size of a list or a dict that the template makes."""
+        self.generic_visit(node)
+        return _apply_filter(node, "_check_size") if node.items else node
+
+    visit_Dict = visit_List
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        """Check the size of a tuple that the template makes."""
+        self.generic_visit(node)
+        is_value = node.ctx == "load" and bool(node.items)  # not the targets of an assignment
+        return _apply_filter(node, "_check_size") if is_value else node
+
+
+def _apply_filter(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401  # any expression
+    """Return the expression `node | name`."""
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _constants(node: nodes.Expr) -> list[nodes.Const]:
+    """Return the constants on one side of a comparison.
+
+    Example: the sides `"fast"` and `["fast", "slow"]` give one constant and two constants.
+    """
+    if isinstance(node, nodes.Const):
+        return [node]
+    if isinstance(node, nodes.List | nodes.Tuple):
+        return [item for item in node.items if isinstance(item, nodes.Const)]
+    return []
+
+
 # ---- the environment ----------------------------------------------------------------------------
 
 
@@ -136,7 +249,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             optimized=False,  # the optimizer would run parts of a template while it compiles
             finalize=self._finalize,
-            extensions=[Generation, ext.loopcontrols],
+            extensions=[_Generation, ext.loopcontrols],
             cache_size=0,
         )
         self.budget = budget
@@ -217,7 +330,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             counted.jinja_pass_arg = pass_arg  # type: ignore[attr-defined]
         return counted
 
-    # ---- the filters that `AddCounting` adds to a template ---------------------------------------
+    # ---- the filters that `_AddCounting` adds to a template --------------------------------------
 
     def _count_items(self, items: Iterable[Any]) -> Iterable[Any]:
         """Wrap the items of a loop, so that each item is counted when the loop reads the item."""
@@ -280,7 +393,7 @@ class CompiledTemplate:
             )
         self.changes_lists = ".append(" in source or ".pop(" in source
         env = _LimitedEnvironment(budget, is_immutable=not self.changes_lists)
-        recorded = AddCounting()
+        recorded = _AddCounting()
         code = _compile(env, source, recorded)
         self.literals = tuple(recorded.literals)
         self.names = frozenset(recorded.names)
@@ -315,7 +428,7 @@ class CompiledTemplate:
             raise RenderRefused(message[:_MAX_MESSAGE]) from error
 
 
-def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> CodeType:
+def _compile(env: _LimitedEnvironment, source: str, counting: _AddCounting) -> CodeType:
     """Return the Python code of a template to which `counting` has added its filters.
 
     Raises:

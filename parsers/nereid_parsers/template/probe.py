@@ -22,12 +22,14 @@ from nereid_parsers.template.conversation import (
     USER_TEXT,
     AssistantMessage,
     Conversation,
+    InputForm,
     ProbeCall,
     Switches,
+    forms_of_calls,
+    forms_of_content,
 )
 from nereid_parsers.template.difference import Comparison, drop_common_suffix, text_after_last
 from nereid_parsers.template.environment import CompiledTemplate, RenderRefused
-from nereid_parsers.template.input_form import InputForm, forms_of_calls, forms_of_content
 
 # In renderings, these characters replace the number and the id of each tool call. So two renderings
 # that differ only in numbers and ids are equal.

@@ -51,10 +51,13 @@ def last_opening(before: str) -> str:
     after_marker = before[last.end() :]
     if after_marker.strip() and after_marker[0].isspace():
         return after_marker
-    last_word = before[: last.end()].split()[-1]
-    # A marker that contains a space is longer than the last word. Use the longer of the two.
-    start = last.end() - max(len(last_word), len(last.group()))
-    return before[len(before[:start].rstrip()) :]  # with the white space before the marker
+    # `<|open|>think<|sep|>` is one run of text without white space. A marker that contains a space
+    # is longer than the run at its end.
+    text_to_marker = before[: last.end()]
+    run = text_to_marker.split()[-1]
+    opening = max(run, last.group(), key=len)
+    text_before_opening = text_to_marker.removesuffix(opening).rstrip()
+    return before.removeprefix(text_before_opening)  # with the white space around the opening
 
 
 def first_opening(after_header: str) -> str:

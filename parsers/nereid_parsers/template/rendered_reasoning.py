@@ -7,21 +7,19 @@ from dataclasses import dataclass, field, replace
 
 from nereid_parsers.format import Reasoning, Wrapper
 from nereid_parsers.template.conversation import (
+    ALL_REASONING_FIELDS,
+    BLOCKS,
     CONTENT_TEXT,
     FIRST_TOOL,
     NO_SWITCHES,
     ONE_CALL,
+    PARTS,
+    REASONING_FIELDS,
     REASONING_TEXT,
     AssistantMessage,
     Conversation,
 )
-from nereid_parsers.template.frame import GenerationPrompt, TurnFrame
-from nereid_parsers.template.input_form import (
-    ALL_REASONING_FIELDS,
-    BLOCKS,
-    PARTS,
-    REASONING_FIELDS,
-)
+from nereid_parsers.template.frame import TurnFrame
 
 # This text shows that the template printed a part of a message as JSON or as a Python dict.
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
@@ -130,22 +128,21 @@ def _rendered_fields(frame: TurnFrame, conversation: Conversation) -> tuple[str,
 def _effects_of_switches(frame: TurnFrame) -> dict[str, str]:
     """Return the text that each switch adds after the header in the generation prompt.
 
-    Settings without an effect are omitted. A setting of several switches is also omitted if a
-    subset of these switches has the same effect. Example: if the only effective switch is
+    Settings without an effect are omitted. A setting of several switches is also omitted if some of
+    these switches alone have the same effect. Example: if the only effective switch is
     `enable_thinking`, the result is {"enable_thinking=False": "<think></think>"}.
     """
+    # The settings with an effect that are in the result, as pairs of switches and effect.
+    reported: list[tuple[set[object], str]] = []
     effects: dict[str, str] = {}
-    settings_by_effect: dict[str, list[set[object]]] = {}
-    for prompt in sorted(frame.prompts[1:], key=_num_variables):
-        if prompt.after_header == frame.prompts[0].after_header:
-            continue
-        setting: set[object] = {*prompt.switches.variables, prompt.switches.system}
-        known_settings = settings_by_effect.setdefault(prompt.after_header, [])
-        if not any(known <= setting for known in known_settings):
-            known_settings.append(setting)
-            effects[prompt.switches.describe()] = prompt.after_header
+    for prompt in sorted(frame.prompts[1:], key=lambda prompt: len(prompt.switches.variables)):
+        switches: set[object] = {*prompt.switches.variables, prompt.switches.system}
+        effect = prompt.after_header
+        is_reported = any(
+            effect == other_effect and other_switches <= switches
+            for other_switches, other_effect in reported
+        )
+        if effect != frame.prompts[0].after_header and not is_reported:
+            reported.append((switches, effect))
+            effects[prompt.switches.describe()] = effect
     return effects
-
-
-def _num_variables(prompt: GenerationPrompt) -> int:
-    return len(prompt.switches.variables)

@@ -1,10 +1,13 @@
-"""Show the result of an analysis as text or JSON. `page.py` shows the same report as HTML."""
+"""The result of an analysis, and reports that show the result as text or JSON.
+
+`page.py` shows the same report as HTML.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from itertools import groupby
 from operator import itemgetter
@@ -13,7 +16,6 @@ from typing import Any
 from nereid_parsers.errors import ConstraintError
 from nereid_parsers.format import Format
 from nereid_parsers.stream.parser import StreamParser
-from nereid_parsers.template.analysis_result import AnalysisResult
 from nereid_parsers.template.conversation import TOOLS
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.proof import Proof
@@ -36,6 +38,59 @@ _COMPARISONS_EXPLAINED = (
 def no_colour(kind: str, text: str) -> str:  # noqa: ARG001
     """Return `text` unchanged. This function is a `Paint`."""
     return text
+
+
+@dataclass(frozen=True, slots=True)
+class Supports:
+    """The parts of a conversation that a template can render.
+
+    Attributes:
+        content: Whether the template renders content.
+        reasoning: The message fields from which reasoning is rendered. ("parts",) or ("blocks",) if
+            reasoning must be a part of the content.
+        switches: The text that each thinking switch adds after the header in the generation prompt.
+        calls: The form of tool calls, such as "JSON". "none" if tool calls are not rendered.
+        parallel_calls: Whether one message can have several tool calls.
+        content_with_calls: Whether one message can have both content and tool calls.
+        arguments: "object", or "text" if the template expects arguments as a JSON string.
+        ids: "plain", or "numbered" if the template renders the id of a tool call instead of its
+            name.
+    """
+
+    content: bool = False
+    reasoning: tuple[str, ...] = ()
+    switches: dict[str, str] = field(default_factory=dict)
+    calls: str = "none"
+    parallel_calls: bool = False
+    content_with_calls: bool = False
+    arguments: str = "object"
+    ids: str = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateAnalysis:
+    """The format that a chat template implies, and the comparisons from which it was inferred.
+
+    Attributes:
+        format: The inferred format. It is plain content if nothing could be inferred.
+        comparisons: The comparisons of renderings, in order. Each comparison contains its finding.
+        supports: The parts of a conversation that the template can render.
+        undecided: Sentences that describe what could not be inferred, and why.
+        proofs: Renderings that were parsed with the format, and the parts that differed.
+    """
+
+    format: Format
+    comparisons: tuple[Comparison, ...] = ()
+    supports: Supports = Supports()
+    undecided: tuple[str, ...] = ()
+    proofs: tuple[Proof, ...] = ()
+
+    def explain(self) -> str:
+        """Return the comparisons, the format, the checked samples and open questions as text."""
+        return report_text(report_of("", "", self.format, self))
+
+
+# ---- the report ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +127,12 @@ class Report:
     title: str
     why: str
     format: Format
-    analysis: AnalysisResult | None
+    analysis: TemplateAnalysis | None
     samples: tuple[Sample, ...]
     constraint: str
 
 
-def report_of(title: str, why: str, fmt: Format, analysis: AnalysisResult | None) -> Report:
+def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | None) -> Report:
     """Return the report on a format, and on the analysis that inferred it."""
     proofs = analysis.proofs if analysis is not None else ()
     samples = tuple(_sample(fmt, proof) for proof in proofs)
@@ -122,11 +177,6 @@ def _constraint(fmt: Format, proofs: tuple[Proof, ...]) -> str:
 
 
 # ---- text ---------------------------------------------------------------------------------------
-
-
-def as_text(analysis: AnalysisResult) -> str:
-    """Return the report on an analysis as text, without a title and without colours."""
-    return report_text(report_of("", "", analysis.format, analysis))
 
 
 def report_text(report: Report, paint: Paint = no_colour) -> str:
@@ -212,7 +262,7 @@ def _on_one_line(text: str) -> str:
     return repr(text)[1:-1]
 
 
-def supports_rows(analysis: AnalysisResult) -> list[tuple[str, str]]:
+def supports_rows(analysis: TemplateAnalysis) -> list[tuple[str, str]]:
     """Return the features that the template supports, as pairs of a name and a text.
 
     Example: `Supports(parallel_calls=True)` gives the pair ("parallel calls", "yes").

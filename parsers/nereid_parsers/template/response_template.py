@@ -34,7 +34,7 @@ from nereid_parsers.format import (
     Wrapper,
 )
 from nereid_parsers.template.calls.call_texts import escape_braces
-from nereid_parsers.template.input_form import REASONING_FIELDS
+from nereid_parsers.template.conversation import REASONING_FIELDS
 from nereid_parsers.template.regex_parts import Blank, Field, Piece, Pieces, alternatives
 from nereid_parsers.tool_declarations import Body
 

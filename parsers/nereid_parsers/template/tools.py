@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
 from nereid_parsers.template.calls import READERS
-from nereid_parsers.template.calls.call_numbers import mask_call_numbers
-from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts
+from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts, mask_call_numbers
 from nereid_parsers.template.content import strip_reasoning_markers
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
@@ -46,7 +45,7 @@ from nereid_parsers.template.conversation import (
     ProbeCall,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import Difference, difference, markers
+from nereid_parsers.template.difference import Difference, ListMarkup, difference, markers
 from nereid_parsers.template.frame import TurnFrame
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
@@ -118,11 +117,12 @@ def find_tools(
     findings = ToolFindings(is_parallel=bool(two_calls))
     calls = infer_call_format(mask_call_numbers(texts), frame.prober.undecided)
     if calls is not None:
+        close, turn_ends = _split_section_close(calls.markup)
         findings = replace(
             findings,
-            part=_tool_section(calls, frame.prober.undecided),
+            part=_tool_section(calls, close, frame.prober.undecided),
             form=calls.form,
-            end_markers=_end_markers(calls),
+            end_markers=tuple(marker for marker in turn_ends if marker != EOS_TOKEN),
         )
     return replace(findings, with_content=compare_content_before_call(frame))
 
@@ -322,42 +322,36 @@ def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | No
     return None
 
 
-def _tool_section(calls: CallFormat, undecided: list[str]) -> ToolSection | None:
+def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSection | None:
     """Return the tool section with these tool calls, or None if the section is invalid.
 
     If the section is invalid, append the reason to `undecided`.
     """
-    opening = calls.markup.open
-    closing, _ = _split_section_close(calls)
-    if not opening.strip():
-        opening = ""
-        closing = ""
+    has_open = bool(calls.markup.open.strip())
     try:
         return ToolSection(
-            calls.calls, open=opening, close=closing.rstrip(), separator=calls.markup.separator
+            calls.calls,
+            open=calls.markup.open if has_open else "",
+            close=close.rstrip() if has_open else "",
+            separator=calls.markup.separator,
         )
     except FormatError as error:
         undecided.append(f"The tool section is invalid: {error}")
         return None
 
 
-def _end_markers(calls: CallFormat) -> tuple[str, ...]:
-    """Return the markers that end the turn after the tool calls."""
-    _, turn_ends = _split_section_close(calls)
-    return tuple(marker for marker in turn_ends if marker != EOS_TOKEN)
-
-
-def _split_section_close(calls: CallFormat) -> tuple[str, list[str]]:
+def _split_section_close(markup: ListMarkup) -> tuple[str, list[str]]:
     """Split the text after the tool calls into the closing text and the turn's end markers.
 
     The closing text has the same number of markers as the opening text. Words in the opening text
-    count as one marker. Example: for a section that opens with `<calls>`, the text
-    "</calls><|end|>" gives ("</calls>", ["<|end|>"]).
+    count as one marker.
+
+    >>> _split_section_close(ListMarkup(open="<calls>", close="</calls><|end|>"))
+    ('</calls>', ['<|end|>'])
     """
-    opening = calls.markup.open
-    closing = calls.markup.close
-    num_opening = len(markers(opening)) or (1 if opening.strip() else 0)
-    turn_ends = markers(closing)[num_opening:]
+    num_opening = len(markers(markup.open)) or (1 if markup.open.strip() else 0)
+    turn_ends = markers(markup.close)[num_opening:]
+    close = markup.close
     for marker in reversed(turn_ends):
-        closing = closing[: closing.rfind(marker)]
-    return closing, turn_ends
+        close = close[: close.rfind(marker)]
+    return close, turn_ends

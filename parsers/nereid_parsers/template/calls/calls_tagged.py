@@ -100,14 +100,14 @@ def _infer_value_tags(
         return string_tags
     _, before_key, before_number, after_number = pieces
     number_open = before_key.removeprefix(arguments.open) or arguments.item_open
-    number_close = _number_close(after_number, _text_after_string(texts))
+    number_close = _number_close(after_number, _text_after_string(texts)) or close
+    number_tags = TaggedArguments(_open_pattern(number_open, before_number), number_close)
+    if number_tags == string_tags:
+        return string_tags
     if number_open == arguments.item_open:
-        if before_number == before_value and not number_close:
-            return string_tags
         pattern = _pattern_with_type(before_value, before_number)
         if pattern is not None:
             return TaggedArguments(_open_pattern(arguments.item_open) + pattern, close)
-    number_tags = TaggedArguments(_open_pattern(number_open, before_number), number_close or close)
     return replace(string_tags, also=(number_tags,))
 
 

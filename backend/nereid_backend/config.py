@@ -32,9 +32,9 @@ class EngineConfig:
     `config.pbtxt` is relative to the model repository."""
 
     dtype: Dtype = "auto"
-    """The data type of the weights and of the KV cache: `auto`, `float32`, `bfloat16` or `float16`.
-    `auto` means the data type of the checkpoint, but float32 for a float16 checkpoint on a CPU,
-    because float16 is slow on CPUs."""
+    """The data type of the weights and of the KV cache: `auto`, `float32`, `bfloat16` or
+    `float16`. `auto` means the data type of the checkpoint, but float32 for a float16
+    checkpoint on a CPU."""
 
     weight_dtype: Literal["auto", "int8"] = "auto"
     """The data type in which linear layers store their weights: `auto` or `int8`. `auto` means
@@ -46,17 +46,17 @@ class EngineConfig:
     GPU."""
 
     max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """The largest number of tokens in the prompt and the output together. If this setting is not
-    set, the model and the memory of the KV cache determine the limit."""
+    """The largest number of tokens in the prompt and the output together. By default, the model
+    and the memory of the KV cache determine the limit."""
 
     kv_cache_memory: Annotated[int | str, SIZE_IN_BYTES, Field(gt=0)] | None = None
     """The size of the KV cache, for example `2GiB`. By default, the KV cache gets a
     share of the free memory: on a CPU a quarter, but at most 4 GiB."""
 
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """The data type of the KV cache: `auto`, `int8` or `fp8` (e4m3). `auto` means `dtype`. `int8`
-    and `fp8` need about half the memory of bfloat16 and change the output slightly. `int8` is more
-    accurate for most models. `fp8` is more accurate for models with large outliers, and is slow on
+    """The data type of the KV cache: `auto`, `int8` or `fp8` (e4m3). `auto` means `dtype`.
+    `int8` and `fp8` need about half the memory of bfloat16 and change the output slightly.
+    `int8` is more accurate for most models. `fp8` suits models with large outliers, and is slow on
     a CPU."""
 
     block_size: PositiveInt = 16
@@ -84,26 +84,22 @@ class EngineConfig:
     """The random seed for requests without the field `seed`."""
 
     num_threads: PositiveInt | None = None
-    """The number of CPU threads for tensor operations. By default, the engine uses
-    all CPUs but one. The server's other processes need that CPU, because the threads wait for each
-    other, so that one delayed thread delays a whole step."""
+    """The number of CPU threads for tensor operations. By default, the engine leaves one CPU to
+    the server's other processes."""
 
     prepack: bool = True
-    """Whether the weights of linear layers are rearranged when the checkpoint is loaded. On a CPU,
-    matrix products are then up to several times as fast, but an output layer that shares its
-    weights with the embedding layer needs its memory twice. On every device, linear layers with the
-    same input are computed as one product."""
+    """Whether the weights of linear layers are rearranged when the checkpoint is loaded, which
+    makes matrix products several times as fast on a CPU. An output layer that shares its
+    weights with the embedding layer then needs its memory twice."""
 
     compile_forward: bool = False
     """Whether the forward pass of the model is compiled, which avoids the cost of Python and of
-    small operations. The first start takes at least half a minute longer. The compiled library is
-    cached on disk for later starts. If the model cannot be compiled, or the compiled model computes
-    something else, the model runs uncompiled. Not tested on GPUs."""
+    small operations. The first start takes at least half a minute longer; later starts load the
+    compiled library from disk. Not tested on GPUs."""
 
     cuda_graphs: bool = True
-    """Whether decode steps on a GPU are recorded as CUDA graphs and replayed, so that kernels are
-    not launched one by one. A step that cannot be recorded, or that computes something else when it
-    is replayed, runs without a graph."""
+    """Whether decode steps on a GPU are recorded as CUDA graphs and replayed, so that kernels
+    are not launched one by one."""
 
     enable_prefix_caching: bool = True
     """Whether a request reuses the KV cache of an earlier request that begins with the same
@@ -114,15 +110,12 @@ class EngineConfig:
     wait for the host. CPUs do not become faster. Not tested on GPUs."""
 
     sampling_kernel: bool = False
-    """Whether one GPU kernel samples all tokens of a step, without sorting and without waiting for
-    the host. The tokens are the same except for rounding. If the results of the kernel differ from
-    the reference when the checkpoint is loaded, the reference is used. The speed of the kernel has
-    not been measured."""
+    """Whether one GPU kernel samples all tokens of a step, without sorting and without waiting
+    for the host. The speed of the kernel has not been measured."""
 
     num_speculative_tokens: NonNegativeInt = 0
-    """The largest number of draft tokens for each sequence and step. Draft tokens are copied from
-    earlier text of the same request, and the engine keeps those that the model would have
-    generated. `0` turns speculative decoding off."""
+    """The largest number of draft tokens for each sequence and step, copied from earlier text
+    of the same request. `0` turns speculative decoding off."""
 
     trust_remote_code: bool = False
     """Whether Python files of the checkpoint may be executed."""

@@ -11,11 +11,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from nereid_client.protocol import refused
 from nereid_client.protocol.common_fields import GenerationRequest, Origin
 from nereid_client.protocol.generation_requests import ChatCompletionRequest, CompletionRequest
-from nereid_client.protocol.responses_request import (
-    REFUSED_IN_RESPONSES,
-    REFUSED_IN_TOOLS,
-    ResponsesRequest,
-)
+from nereid_client.protocol.responses_request import REFUSED_IN_RESPONSES, ResponsesRequest
+from nereid_client.protocol.responses_tools import REFUSED_IN_TOOLS
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -23,7 +20,7 @@ TARGET = Path(__file__).parents[2] / "docs" / "reference" / "request-fields.md"
 
 HEAD = """# Request fields
 
-The tables list every field that `/v1/chat/completions`, `/v1/completions` and `/v1/responses` accept or reject. The command `PYTHONPATH=tests python tests/contract/request_fields_page.py` generates this page from the declarations in `client/nereid_client/protocol`.
+The tables list every field that `/v1/chat/completions`, `/v1/completions` and `/v1/responses` accept or reject.
 
 - The column "Origin" names the API that introduced the field.
 - A request with a wrong value or a rejected field gets status 400. The error names the field in `param`, and gives the value and the limit in `message`.

@@ -199,11 +199,13 @@ def compile_launch(
     source = ASTSource(kernel, signature, constants, attributes)
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     code = done.asm["ptx"]
+    waits = re.findall(r"ttg\.async_wait\b[^\n]*\bnum = (\d+)", done.asm["ttgir"])
     return {
         "shared_bytes": done.metadata.shared,
         **resources(done.asm["cubin"]),
         "products": sorted(set(re.findall(r"wgmma\.mma_async|mma\.sync", code))),
         "num_async_copies": len(re.findall(r"cp\.async\.c[ag]", code)),
+        "copies_in_flight": max(map(int, waits), default=0),
     }
 
 

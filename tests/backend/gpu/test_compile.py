@@ -58,6 +58,13 @@ def test_attention_multiplies_on_tensor_cores_and_copies_ahead(lines):
             assert line["num_async_copies"] > 0, line
 
 
+def test_the_copies_of_the_next_tile_start_before_the_products_of_this_one(lines):
+    """With 0 copies in flight, each iteration would wait for all copies before it computes."""
+    for line in lines:
+        if line["kernel"] in ("decode_kernel", "prefill_kernel") and line["dtype"] == "bfloat16":
+            assert line["copies_in_flight"] > 0, line
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_heads_of_512_fit_a_device_of_their_generation_too(tmp_path):

@@ -13,20 +13,26 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def key_cells(
-    table, places, is_real, head,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
+def block_numbers(table, places, is_read, BLOCK_SIZE: tl.constexpr):
+    """Return the block numbers of positions in a sequence, [n] int32.
+
+    The kernels read the block numbers of a tile one iteration before they read its keys and values.
+    If one iteration read both, the copies of the next tile could not start before the products of
+    this tile have ended, because their addresses depend on block numbers that have not arrived.
+
+    table points at the sequence's block numbers. places [n] are positions in the sequence. If
+    is_read is false for a position, nothing is read for it and its block number is 0.
+    """
+    return tl.load(table + places // BLOCK_SIZE, mask=is_read, other=0).to(tl.int32)
+
+
+@triton.jit
+def key_cells(blocks, places, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Return the rows of the cache (viewed as [..., dim]) in which tokens of a sequence are stored.
 
-    table points at the sequence's block numbers. places [n] are positions in the sequence. With
-    IS_MASKED, the block numbers of positions for which is_real is false are not read.
+    blocks [n] are the block numbers of the positions places [n].
     """
-    if IS_MASKED:
-        block = tl.load(table + places // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
-    else:
-        block = tl.load(table + places // BLOCK_SIZE).to(tl.int64)
-    return (block * NUM_KV_HEADS + head) * BLOCK_SIZE + places % BLOCK_SIZE
+    return (blocks.to(tl.int64) * NUM_KV_HEADS + head) * BLOCK_SIZE + places % BLOCK_SIZE
 
 
 @triton.jit

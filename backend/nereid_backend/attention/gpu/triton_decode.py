@@ -8,6 +8,7 @@ import triton.language as tl
 from nereid_backend.attention.gpu.triton_common import (
     LOG2E,
     add_tile,
+    block_numbers,
     key_cells,
     load_rows,
     tile_scores,
@@ -86,10 +87,15 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
+    places = start + tl.arange(0, TILE)
+    is_visible = (places >= first) & (places < end)
+    numbers = block_numbers(blocks, places, is_visible, BLOCK_SIZE)
     for position in tl.range(start, end, TILE):
         places = position + tl.arange(0, TILE)
         is_visible = (places >= first) & (places < end)
-        cells = key_cells(blocks, places, is_visible, kv_head, NUM_KV_HEADS, BLOCK_SIZE, True)
+        cells = key_cells(numbers, places, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        next_places = places + TILE
+        numbers = block_numbers(blocks, next_places, next_places < end, BLOCK_SIZE)
         scores = tile_scores(
             query_tile, query_rest, keys, key_scales, cells, is_visible, scale, cap,
             KEY_DIM, MAIN, DIM, REST, REST_PADDED, True, HAS_CAP, HAS_SCALES, FLOAT8,

@@ -8,6 +8,7 @@ import triton.language as tl
 from nereid_backend.attention.gpu.triton_common import (
     LOG2E,
     add_tile,
+    block_numbers,
     key_cells,
     load_rows,
     tile_scores,
@@ -31,10 +32,15 @@ def add_keys(
     Only keys from first to length are read. Without IS_MASKED, every row attends to all keys from
     begin to end, so positions need not be compared.
     """
+    places = begin + tl.arange(0, TILE)
+    is_real = (places >= first) & (places < end)
+    numbers = block_numbers(blocks, places, is_real, BLOCK_SIZE)
     for position in tl.range(begin, end, TILE):
         places = position + tl.arange(0, TILE)
         is_real = (places >= first) & (places < length)
-        cells = key_cells(blocks, places, is_real, kv_head, NUM_KV_HEADS, BLOCK_SIZE, IS_MASKED)
+        cells = key_cells(numbers, places, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        next_places = places + TILE
+        numbers = block_numbers(blocks, next_places, next_places < end, BLOCK_SIZE)
         scores = tile_scores(
             query_tile, query_rest, keys, key_scales, cells, is_real, scale, cap,
             KEY_DIM, MAIN, DIM, REST, REST_PADDED, IS_MASKED, HAS_CAP, HAS_SCALES, FLOAT8,

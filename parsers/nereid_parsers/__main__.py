@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from nereid_parsers.errors import NereidParsersError
 from nereid_parsers.events import (
@@ -25,38 +25,9 @@ from nereid_parsers.format import LENIENT, STRICT, Format
 from nereid_parsers.formats.registry import get_format, listing
 from nereid_parsers.stream.parser import StreamParser
 from nereid_parsers.template import command
+from nereid_parsers.template.report import Paint
 
 _EXIT_ERROR = 2
-_COLOURS = {
-    "reasoning": "\x1b[36m",
-    "content": "\x1b[32m",
-    "call": "\x1b[33m",
-    "markup": "\x1b[2m",
-    "fault": "\x1b[31m",
-}
-_RESET_COLOUR = "\x1b[0m"
-
-
-class Printer:
-    """Writes lines of text, with colours on a terminal or on demand."""
-
-    def __init__(self, out: TextIO, colour: str) -> None:
-        """Create a printer.
-
-        Args:
-            out: The file to which the lines are written.
-            colour: "always", "never" or "auto" (colours only if `out` is a terminal).
-        """
-        self._out = out
-        self._has_colour = colour == "always" or (colour == "auto" and out.isatty())
-
-    def coloured(self, kind: str, text: str) -> str:
-        """Return `text` in the colour of `kind`, which is one of the keys of `_COLOURS`."""
-        return f"{_COLOURS[kind]}{text}{_RESET_COLOUR}" if self._has_colour else text
-
-    def line(self, text: str = "") -> None:
-        """Write one line of text."""
-        self._out.write(text + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,14 +91,13 @@ def _create_argument_parser() -> argparse.ArgumentParser:
 
 def _run_formats(options: argparse.Namespace) -> int:
     """Print the names of all formats, and return the exit status."""
-    printer = Printer(sys.stdout, "never")
     if options.table:
-        printer.line("| name | for | source |\n|---|---|---|")
+        _print("| name | for | source |\n|---|---|---|")
     for row in listing():
         if options.table:
-            printer.line(f"| {row.label} | {row.kind} | {row.source} |")
+            _print(f"| {row.label} | {row.kind} | {row.source} |")
         else:
-            printer.line(f"{row.kind:9}  {row.label}")
+            _print(f"{row.kind:9}  {row.label}")
     return 0
 
 
@@ -138,7 +108,7 @@ def _run_parse(options: argparse.Namespace) -> int:
             "--stream is the number of characters in each piece, which must be at least 1, but is "
             f"{options.stream}"
         )
-    printer = Printer(sys.stdout, options.colour)
+    paint = command.paint_for(options.colour)
     tools = _read_json(options.tools) if options.tools else None
     prompt = _read(options.prompt) if options.prompt else None
     text = _read(options.file)
@@ -154,12 +124,17 @@ def _run_parse(options: argparse.Namespace) -> int:
     )
     if options.stream is None:
         message = fold([*parser.feed(text), *parser.finish()])
-        printer.line("".join(printer.coloured(kind, piece) for kind, piece in classified))
-        printer.line()
-        _print_message(printer, message)
+        _print("".join(paint(kind, piece) for kind, piece in classified))
+        _print()
+        _print_message(paint, message)
     else:
-        _print_stream(printer, parser, text, options.stream)
+        _print_stream(paint, parser, text, options.stream)
     return 0
+
+
+def _print(line: str = "") -> None:
+    """Write one line of text to stdout."""
+    sys.stdout.write(line + "\n")
 
 
 def _format_by_name(name: str) -> Format:
@@ -181,44 +156,44 @@ def _read_json(path: str) -> Any:  # noqa: ANN401  # JSON may hold any type
         raise ValueError(f"The file {path} is not valid JSON: {error}") from error
 
 
-def _print_stream(printer: Printer, parser: StreamParser, text: str, size: int) -> None:
+def _print_stream(paint: Paint, parser: StreamParser, text: str, size: int) -> None:
     """Parse `text` in pieces of `size` characters, and print the events of each piece."""
     for start in range(0, len(text), size):
         piece = text[start : start + size]
-        printer.line(printer.coloured("markup", f"> {piece!r}"))
-        _print_events(printer, parser.feed(piece))
-    printer.line(printer.coloured("markup", "> end"))
-    _print_events(printer, parser.finish())
+        _print(paint("markup", f"> {piece!r}"))
+        _print_events(paint, parser.feed(piece))
+    _print(paint("markup", "> end"))
+    _print_events(paint, parser.finish())
 
 
-def _print_events(printer: Printer, events: list[Event]) -> None:
+def _print_events(paint: Paint, events: list[Event]) -> None:
     """Print one line for each event, for example `  content    'Hello'`."""
     for event in events:
         fault: str | None = None
         match event:
             case ReasoningDelta(text):
-                line = printer.coloured("reasoning", f"reasoning  {text!r}")
+                line = paint("reasoning", f"reasoning  {text!r}")
             case ContentDelta(text, fault):
-                line = printer.coloured("content", f"content    {text!r}")
+                line = paint("content", f"content    {text!r}")
             case ToolCallStart(index, call_id, name):
-                line = printer.coloured("call", f"call {index}     {name}  ({call_id})")
+                line = paint("call", f"call {index}     {name}  ({call_id})")
             case ArgumentsDelta(index, text):
-                line = printer.coloured("call", f"     {index}     {text!r}")
+                line = paint("call", f"     {index}     {text!r}")
             case ToolCallEnd(index, fault):
-                line = printer.coloured("call", f"     {index}     end")
-        note = "  " + printer.coloured("fault", f"[{fault}]") if fault else ""
-        printer.line("  " + line + note)
+                line = paint("call", f"     {index}     end")
+        note = "  " + paint("reason", f"[{fault}]") if fault else ""
+        _print("  " + line + note)
 
 
-def _print_message(printer: Printer, message: Message) -> None:
+def _print_message(paint: Paint, message: Message) -> None:
     """Print the parts of a message, each on its own line."""
     if message.reasoning is not None:
-        printer.line(printer.coloured("reasoning", f"reasoning  {message.reasoning!r}"))
+        _print(paint("reasoning", f"reasoning  {message.reasoning!r}"))
     if message.content is not None:
-        printer.line(printer.coloured("content", f"content    {message.content!r}"))
+        _print(paint("content", f"content    {message.content!r}"))
     for call in message.tool_calls:
         line = f"call       {call.name} {call.arguments}  ({call.id})"
-        printer.line(printer.coloured("call", line))
+        _print(paint("call", line))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(report_json(report))
     elif not options.html:
-        sys.stdout.write(report_text(report, _paint_for(options.colour)))
+        sys.stdout.write(report_text(report, paint_for(options.colour)))
     return 1 if any(sample.differs for sample in report.samples) else 0
 
 
@@ -108,8 +108,11 @@ def inspect(path: str) -> Report:
     return report_of(path, why, chosen.format, chosen.analysis)
 
 
-def _paint_for(colour: str) -> Paint:
-    """Return the `Paint` for the value of the option --colour."""
+def paint_for(colour: str) -> Paint:
+    """Return the `Paint` for the value of the option --colour: "auto", "always" or "never".
+
+    "auto" colours the text only if stdout is a terminal.
+    """
     if colour == "never" or (colour == "auto" and not sys.stdout.isatty()):
         return no_colour
 
